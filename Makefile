@@ -1,0 +1,59 @@
+# make demo · make test · make check: each sets up its own virtual environment from nothing but
+# python3 and make, and is quick the second time. PYTHON=/path/to/python3.12 overrides the choice.
+
+VENV := .venv
+OLDEST := .venv-oldest
+PYTEST_ARGS ?= -n 2
+VERSIONS := -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
+IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
+
+.PHONY: help demo test test-newest test-oldest check clean
+help:
+	@echo "make demo    train a small GPT on 8 virtual CPU devices by a plan, and explain it"
+	@echo "make test    the whole test suite; then its contract part on the oldest JAX supported"
+	@echo "make check   ruff, pyright, import-linter"
+	@echo "make clean   remove the virtual environments and caches"
+
+demo: $(VENV)/autopar.stamp
+	@$(VENV)/bin/python examples/train_gpt.py
+
+test: test-newest
+	@if $(VENV)/bin/python $(IS_OLDEST); then \
+	    echo "== No newer JAX than 0.10 installs here: the oldest supported one has run the whole suite"; \
+	else \
+	    $(MAKE) --no-print-directory test-oldest; \
+	fi
+
+test-newest: $(VENV)/test.stamp
+	@echo "== The whole suite: $$($(VENV)/bin/python $(VERSIONS))"
+	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/test.stamp
+	@echo "== The contract subset: $$($(OLDEST)/bin/python $(VERSIONS))"
+	@$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) -m contract tests
+
+# All four run, so that one go shows all that is wrong.
+check: $(VENV)/dev.stamp
+	@status=0; \
+	$(VENV)/bin/ruff check . || status=1; \
+	$(VENV)/bin/ruff format --check . || status=1; \
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python || status=1; \
+	$(VENV)/bin/lint-imports || status=1; \
+	exit $$status
+
+# One environment serves all three commands; each adds what it needs.
+$(VENV)/autopar.stamp: pyproject.toml scripts/venv.sh
+	@scripts/venv.sh newest $(VENV) ""
+	@touch $@
+$(VENV)/test.stamp: $(VENV)/autopar.stamp
+	@scripts/venv.sh newest $(VENV) test
+	@touch $@
+$(VENV)/dev.stamp: $(VENV)/test.stamp
+	@scripts/venv.sh newest $(VENV) dev
+	@touch $@
+$(OLDEST)/test.stamp: pyproject.toml scripts/venv.sh
+	@scripts/venv.sh oldest $(OLDEST) test
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -1,0 +1,11 @@
+"""autopar: decorate a train step, and it runs sharded on every device, by a plan you can read."""
+
+from autopar.api import ParallelStep as ParallelStep
+from autopar.api import parallelize as parallelize
+from autopar.explain import explain as explain
+from autopar.plan import Plan as Plan
+from autopar.plan import load_plan as load_plan
+from autopar.planner import plan as plan
+from autopar.verify import Verification as Verification
+from autopar.verify import verify as verify
+from autopar.version import __version__ as __version__

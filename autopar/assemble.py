@@ -1,0 +1,401 @@
+"""From an assignment to a plan: what was chosen, what it costs, what XLA must be told.
+
+In: `Formulation` and the solver's choices. Out: the parts of a `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.formulation import Decision as Choice
+from autopar.formulation import Flow, Formulation, held_tensors
+from autopar.graph.ir import Node
+from autopar.plan import CollectiveUse, Constraint, Decision, Prediction, Role, TensorPlan
+from autopar.rules.groups import SMALL_SIZE
+from autopar.sharding import TensorSharding, replicated
+
+#: Primitives whose result is worth a row of its own in the report.
+_NOTABLE = ("dot_general", "conv_general_dilated", "gather", "scatter-add", "reduce_window_max", "sort", "cumsum")
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """The parts of a plan that follow from an assignment."""
+
+    inputs: tuple[TensorPlan, ...]
+    outputs: tuple[TensorPlan, ...]
+    constraints: tuple[Constraint, ...]
+    decisions: tuple[Decision, ...]
+    collectives: tuple[CollectiveUse, ...]
+    prediction: Prediction
+
+
+def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorSharding]) -> Assembled:
+    """Read an assignment."""
+    roles = input_roles(f)
+    inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
+    collectives, caused_by = _collectives(f, choices)
+    return Assembled(
+        inputs=inputs,
+        outputs=_output_plans(f, choices, inputs, roles),
+        constraints=_constraints(f, choices),
+        decisions=_decisions(f, choices, inputs, caused_by),
+        collectives=collectives,
+        prediction=_predict(f, choices, collectives, inputs),
+    )
+
+
+# -- tensors ---------------------------------------------------------------------------------
+
+
+def input_roles(f: Formulation) -> tuple[Role, ...]:
+    """A carried input that a forward or backward node reads is a parameter; one that only the update
+    reads is optimizer state; everything else is data."""
+    phases: dict[int, set[str]] = defaultdict(set)
+    for node in f.graph.nodes:
+        for value in node.operands:
+            if value is not None:
+                phases[value].add(node.phase)
+    carried = {position for position, _ in f.graph.carried}
+
+    def role(position: int, value: int) -> Role:
+        if position not in carried:
+            return "data"
+        return "parameter" if phases[value] & {"forward", "backward"} else "optimizer"
+
+    return tuple(role(position, value) for position, value in enumerate(f.graph.inputs))
+
+
+def _input_plan(
+    f: Formulation, choices: Sequence[int], position: int, roles: Sequence[Role], pins: dict[int, TensorSharding]
+) -> TensorPlan:
+    value = f.graph.inputs[position]
+    info = f.graph.values[value]
+    if position in f.input_decision:
+        node, shardings = f.value_made[value]
+        sharding = shardings[choices[node]]
+    else:
+        sharding = pins.get(position, replicated(len(info.shape)))
+    return TensorPlan(
+        path=f.graph.input_paths[position],
+        shape=info.shape,
+        dtype=info.dtype,
+        role=roles[position],
+        sharding=sharding,
+        num_bytes=info.itemsize * sharding.local_size(info.shape, f.mesh),
+        pinned=position in pins,
+    )
+
+
+def _output_plans(
+    f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan], roles: Sequence[Role]
+) -> tuple[TensorPlan, ...]:
+    from_input = {out: position for position, out in f.graph.carried}
+    decided = {d.position: n for n, d in enumerate(f.decisions) if d.kind == "output"}
+    plans = []
+    for position, value in enumerate(f.graph.outputs):
+        info = f.graph.values[value] if value is not None else None
+        shape, dtype = (info.shape, info.dtype) if info else ((), "float32")
+        role: Role = "data"
+        if position in from_input:
+            source = inputs[from_input[position]]
+            sharding, role, shape, dtype = source.sharding, source.role, source.shape, source.dtype
+        elif position in decided:
+            node = decided[position]
+            sharding = f.decisions[node].shardings[choices[node]]
+        else:
+            sharding = replicated(len(shape))
+        num_bytes = info.itemsize * sharding.local_size(shape, f.mesh) if info else 0.0
+        plans.append(
+            TensorPlan(
+                path=f.graph.output_paths[position],
+                shape=shape,
+                dtype=dtype,
+                role=role,
+                sharding=sharding,
+                num_bytes=num_bytes,
+            )
+        )
+    return tuple(plans)
+
+
+# -- what XLA is told ------------------------------------------------------------------------
+
+
+def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ...]:
+    """Where the partitioner gets no room: a value that leaves its group, at its definition, with any
+    pending reduction taken (in one step with the move XLA would gather the operands instead); and
+    each operand that its reader wants otherwise, one move at a time."""
+    out: list[Constraint] = []
+    arguments = set(f.graph.inputs)
+    natural: dict[int, TensorSharding] = {}
+    for value, (node, shardings) in f.value_made.items():
+        sharding = shardings[choices[node]]
+        natural[value] = sharding.resolved()
+        if value in arguments or f.graph.values[value].size <= SMALL_SIZE:
+            continue
+        if value in f.written or sharding.unreduced:
+            out.append(Constraint(value=value, shardings=(natural[value],)))
+    copies = {d.value: d.shardings[choices[n]] for n, d in enumerate(f.decisions) if d.kind == "copy"}
+    for flow in f.flows:
+        wanted = flow.wanted[choices[flow.target]]
+        if wanted == natural[flow.value]:
+            continue
+        copy = copies.get(flow.value, wanted)
+        moves = (*f.moves(flow.value, natural[flow.value], copy), *f.moves(flow.value, copy, wanted))
+        path = tuple(move.result for move in moves)
+        uses = flow.uses or _as_outputs(f, flow)
+        out += [Constraint(value=flow.value, shardings=path, node=n, operand=i) for n, i in uses]
+    return tuple(out)
+
+
+def _as_outputs(f: Formulation, flow: Flow) -> tuple[tuple[int, int], ...]:
+    """Where an output or a renewed input reads a value: after the last node, by output position."""
+    target = f.decisions[flow.target]
+    if target.kind == "copy":
+        return ()
+    position = target.position if target.kind == "output" else dict(f.graph.carried)[target.position]
+    return ((len(f.graph.nodes), position),)
+
+
+# -- collectives -----------------------------------------------------------------------------
+
+
+def _collectives(
+    f: Formulation, choices: Sequence[int]
+) -> tuple[tuple[CollectiveUse, ...], dict[int, tuple[int, ...]]]:
+    """All collectives, and per decision the positions of those on its flows."""
+    uses: list[CollectiveUse] = []
+    caused: dict[int, list[int]] = defaultdict(list)
+    defined_at = {v: n for n, node in enumerate(f.graph.nodes) for v in node.results}
+    input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
+    renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
+    for flow in f.flows:
+        for step in f.collectives(flow, choices):
+            node = _node_of(f, flow, defined_at)
+            caused[flow.source].append(len(uses))
+            caused[flow.target].append(len(uses))
+            uses.append(
+                CollectiveUse(
+                    kind=step.kind,
+                    axes=step.axes,
+                    num_bytes=step.num_bytes,
+                    time_s=f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
+                    cause=_cause(f, flow, step.kind, input_path, renewed, defined_at),
+                    path=node.path if node else input_path.get(flow.value, ""),
+                    source=node.source if node else "",
+                    phase="update" if flow.value in renewed else f.decisions[flow.target].phase,
+                    combinable=flow.combinable,
+                )
+            )
+    for index, choice in enumerate(f.decisions):
+        uses += _small_sums(f, choice, choices[index])
+    return tuple(uses), {node: tuple(positions) for node, positions in caused.items()}
+
+
+def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
+    if choice.kind != "group":
+        return []
+    uses = []
+    for define in f.groups[choice.group].defines:
+        info = f.graph.values[define.value]
+        axes = choice.strategies[chosen].sharding(define.dims, define.pending).unreduced
+        if info.size > SMALL_SIZE or not axes:
+            continue
+        node = f.graph.nodes[define.node]
+        uses.append(
+            CollectiveUse(
+                kind="all-reduce",
+                axes=axes,
+                num_bytes=info.num_bytes,
+                time_s=f.time("all-reduce", axes, info.num_bytes, combinable=True),
+                cause=f"{define.reduction} of a few elements ({node.primitive})",
+                path=node.path,
+                source=node.source,
+                phase=node.phase,
+                combinable=True,
+            )
+        )
+    return uses
+
+
+def _node_of(f: Formulation, flow: Flow, defined_at: dict[int, int]) -> Node | None:
+    """The node to blame: the maker of the value; for an input, the first reader."""
+    if flow.value in defined_at:
+        return f.graph.nodes[defined_at[flow.value]]
+    return f.graph.nodes[flow.uses[0][0]] if flow.uses else None
+
+
+def _cause(
+    f: Formulation,
+    flow: Flow,
+    kind: str,
+    input_path: dict[int, str],
+    renewed: dict[int | None, str],
+    defined_at: dict[int, int],
+) -> str:
+    if flow.value in input_path:
+        return (
+            f"gather `{input_path[flow.value]}` for use" if kind == "all-gather" else f"move `{input_path[flow.value]}`"
+        )
+    if flow.value in renewed:
+        return f"put back the updated `{renewed[flow.value]}`"
+    maker = f.graph.nodes[defined_at[flow.value]].primitive
+    if kind in ("all-reduce", "reduce-scatter"):
+        target = f.decisions[flow.target]
+        what = "gradient" if target.phase == "update" or _only_updates(f, flow) else f"{maker} result"
+        return f"sum the {what}"
+    return f"{'gather' if kind == 'all-gather' else 'move'} the {maker} result"
+
+
+def _only_updates(f: Formulation, flow: Flow) -> bool:
+    """Whether a shared copy is read by the update alone."""
+    readers = [other.target for other in f.flows if other.source == flow.target] if flow.uses == () else []
+    return bool(readers) and all(f.decisions[r].phase == "update" for r in readers)
+
+
+# -- reasons ---------------------------------------------------------------------------------
+
+
+def _decisions(
+    f: Formulation,
+    choices: Sequence[int],
+    inputs: Sequence[TensorPlan],
+    caused_by: dict[int, tuple[int, ...]],
+) -> tuple[Decision, ...]:
+    prices = _local_prices(f, choices)
+    renewed = dict(f.graph.carried)
+    first_reader = {v: n for n in reversed(f.graph.nodes) for v in n.operands if v is not None}
+    out: list[Decision] = []
+    for position, tensor in enumerate(inputs):
+        if position not in f.input_decision:
+            continue
+        value = f.graph.inputs[position]
+        node = f.input_decision[position]
+        source = first_reader[value].source if value in first_reader else ""
+        decision = _decision(f, choices, prices, node, value, tensor.path, tensor.role, None, source, caused_by)
+        after = f.graph.outputs[renewed[position]] if position in renewed else None
+        update = f.value_made[after][0] if after in f.value_made else node
+        if update != node:  # a parameter answers for its update and the sum of its gradient too
+            positions = sorted({*decision.collectives, *caused_by.get(update, ())})
+            cost = decision.cost_s + float(prices[update][choices[update]])
+            decision = replace(decision, cost_s=cost, collectives=tuple(positions))
+        out.append(decision)
+    for node, choice in enumerate(f.decisions):
+        if choice.kind != "group":
+            continue
+        shown = _representative(f, choice)
+        if shown is not None:
+            value, n = shown
+            maker = f.graph.nodes[n]
+            out.append(
+                _decision(f, choices, prices, node, value, maker.path, "activation", maker, maker.source, caused_by)
+            )
+    return tuple(out)
+
+
+def _representative(f: Formulation, choice: Choice) -> tuple[int, int] | None:
+    """The value that stands for a group in the report: the largest that leaves it before the update."""
+    group = f.groups[choice.group]
+    candidates = [
+        (f.graph.values[d.value].num_bytes, -d.node, d.value)
+        for d in group.defines
+        if d.value in f.written and f.graph.nodes[d.node].phase != "update"
+    ]
+    if not candidates:
+        return None
+    _, negative_node, value = max(candidates)
+    return value, -negative_node
+
+
+def _local_prices(f: Formulation, choices: Sequence[int]) -> list[np.ndarray]:
+    """Per decision, the price of each of its strategies with all other decisions as they are."""
+    prices = [costs.astype(float).copy() for costs in f.problem.node_costs]
+    for edge in f.problem.edges:
+        prices[edge.source] += edge.costs[:, choices[edge.target]]
+        prices[edge.target] += edge.costs[choices[edge.source], :]
+    return prices
+
+
+def _decision(
+    f: Formulation,
+    choices: Sequence[int],
+    prices: Sequence[np.ndarray],
+    node: int,
+    value: int,
+    path: str,
+    kind: str,
+    maker: Node | None,
+    source: str,
+    caused_by: dict[int, tuple[int, ...]],
+) -> Decision:
+    info = f.graph.values[value]
+    _, shardings = f.value_made[value]
+    chosen = choices[node]
+    price = prices[node]
+    others = [s for s in range(len(shardings)) if shardings[s] != shardings[chosen] and np.isfinite(price[s])]
+    best = min(others, key=lambda s: float(price[s]), default=None)
+    return Decision(
+        path=path,
+        kind=kind,  # type: ignore[arg-type]
+        primitive=maker.primitive if maker else "",
+        phase=maker.phase if maker else f.decisions[node].phase,
+        source=source,
+        shape=info.shape,
+        dtype=info.dtype,
+        sharding=shardings[chosen],
+        cost_s=float(price[chosen]),
+        runner_up=None if best is None else shardings[best],
+        runner_up_extra_s=0.0 if best is None else float(price[best] - price[chosen]),
+        collectives=caused_by.get(node, ()),
+    )
+
+
+# -- totals ----------------------------------------------------------------------------------
+
+
+def _predict(
+    f: Formulation, choices: Sequence[int], collectives: Sequence[CollectiveUse], inputs: Sequence[TensorPlan]
+) -> Prediction:
+    compute = sum(float(times[s]) for times, s in zip(f.compute_s, choices, strict=True))
+    by_kind: dict[str, float] = defaultdict(float)
+    for use in collectives:
+        by_kind[use.kind] += use.time_s
+    by_role: dict[str, float] = defaultdict(float)
+    for tensor in inputs:
+        by_role[tensor.role] += tensor.num_bytes
+    return Prediction(
+        step_time_s=compute + sum(by_kind.values()),
+        compute_s=compute,
+        collective_s=dict(sorted(by_kind.items())),
+        parameter_bytes=by_role["parameter"],
+        optimizer_bytes=by_role["optimizer"],
+        data_bytes=by_role["data"],
+        activation_bytes=_peak_of_temporaries(f, choices),
+    )
+
+
+def _peak_of_temporaries(f: Formulation, choices: Sequence[int]) -> float:
+    """Peak of what is live besides the arguments. A shared copy that is its maker's own buffer is
+    free whether or not the problem knew it."""
+    arguments = set(f.graph.inputs)
+    change: dict[int, float] = defaultdict(float)
+    made_as = {v: shardings[choices[node]] for v, (node, shardings) in f.value_made.items()}
+    for tensor in held_tensors(f.graph, f.decisions, f.value_made, f.written, f.flows, f.last_use, f.mesh):
+        decision = f.decisions[tensor.node]
+        if tensor.value in arguments and decision.kind != "copy":
+            continue
+        if decision.kind == "copy" and decision.shardings[choices[tensor.node]] == made_as[tensor.value]:
+            continue
+        num_bytes = tensor.num_bytes(choices[tensor.node])
+        change[tensor.start] += num_bytes
+        change[tensor.end] -= num_bytes
+    peak = live = 0.0
+    for instant in sorted(change):
+        live += change[instant]
+        peak = max(peak, live)
+    return peak

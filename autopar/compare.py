@@ -1,0 +1,252 @@
+"""A plan's promises beside what XLA compiled: memory, collectives, step time.
+
+In: a plan, and XLA's program with its figures. Out: rows of figures, each with its tolerance. The
+predictions are the plan's alone: nothing here that predicts reads the compiled program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.absent import CompiledStep
+from autopar.hlo import Collective, collectives
+from autopar.hlo_places import mesh_axes
+from autopar.mesh import MeshShape
+from autopar.plan import CollectiveUse, Plan
+
+#: Arguments, outputs and what they share follow from shapes and shardings alone.
+EXACT_TOLERANCE = 0.005
+#: The peak holds what XLA fuses, reuses and keeps for itself, which a plan can only estimate; a
+#: budget leaves more room than this. Temporaries are no figure of their own: the peak contains them.
+PEAK_TOLERANCE = 0.12
+#: Shapes say what is sent; XLA pads a little when it combines.
+WIRE_TOLERANCE = 0.02
+#: Two models of one machine: closer than this they rank plans alike.
+STEP_TIME_TOLERANCE = 0.20
+#: No difference of memory below this counts: XLA aligns each buffer and keeps small constants.
+MEMORY_SLACK_BYTES = 64 * 1024
+#: Collectives of fewer bytes on the wire are no matter: losses, norms, counters.
+WIRE_SLACK_BYTES = 1024
+#: The number of a layer in a path: causes that differ in it alone are one.
+_LAYER = re.compile(r"_\d+(?=/)")
+#: XLA returns several outputs as a tuple, with a pointer to each.
+_POINTER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number, predicted and compiled.
+
+    Args:
+        name: e.g. `peak`.
+        unit: `bytes` (on one device) or `s`.
+        compiled: None where XLA says nothing.
+        tolerance: relative to the compiled number; None where the figure is told and not held.
+        slack: a difference that never counts, in the unit.
+    """
+
+    name: str
+    unit: str
+    predicted: float
+    compiled: float | None
+    tolerance: float | None
+    slack: float = 0.0
+
+    @property
+    def off(self) -> float | None:
+        """(predicted - compiled) / compiled; None where there is nothing to divide by."""
+        return (self.predicted - self.compiled) / self.compiled if self.compiled else None
+
+    @property
+    def holds(self) -> bool:
+        if self.compiled is None or self.tolerance is None:
+            return True
+        return abs(self.predicted - self.compiled) <= max(self.slack, self.tolerance * self.compiled)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveMatch:
+    """All collectives of one kind over the same mesh axes. Bytes are those one device sends per step.
+
+    Args:
+        axes: None for compiled groups of devices that follow no mesh axes.
+        combinable: of the predicted ones, how many XLA may merge: only bytes are held, not counts.
+        causes: what the largest were predicted for; layers alike are one.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    predicted_count: int
+    compiled_count: int
+    predicted_bytes: float
+    compiled_bytes: float
+    combinable: int
+    causes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} over {_over(self.axes)}"
+
+    @property
+    def figure(self) -> Figure:
+        return Figure(self.name, "bytes", self.predicted_bytes, self.compiled_bytes, WIRE_TOLERANCE, WIRE_SLACK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpredicted:
+    """A compiled collective that no decision accounts for. `num_bytes` is what one device sends."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    num_bytes: float
+    path: str
+    source: str
+    instruction: str
+
+
+def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) -> tuple[Figure, ...]:
+    """Bytes per device.
+
+    Args:
+        argument_bytes: predicted, of the inputs that the step reads: `jit` drops the others.
+    """
+    donated = set(plan.donated)
+    pointers = _POINTER_BYTES * len(plan.outputs) if len(plan.outputs) > 1 else 0
+    output = sum(tensor.num_bytes for tensor in plan.outputs) + pointers
+    alias = sum(plan.outputs[after].num_bytes for before, after in plan.carried if before in donated)
+    rows = (
+        ("arguments", argument_bytes, compiled.argument_bytes, EXACT_TOLERANCE),
+        ("temporaries", plan.prediction.activation_bytes, compiled.temp_bytes, None),
+        ("outputs", output, compiled.output_bytes, EXACT_TOLERANCE),
+        ("shared by both", alias, compiled.alias_bytes, EXACT_TOLERANCE),
+        ("peak", plan.prediction.peak_bytes, compiled.peak_bytes, PEAK_TOLERANCE),
+    )
+    return tuple(
+        Figure(name, "bytes", predicted, actual, tolerance, MEMORY_SLACK_BYTES)
+        for name, predicted, actual, tolerance in rows
+    )
+
+
+def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Figure:
+    """The step time; held only where XLA's estimator knows the device's matrix units."""
+    tolerance = STEP_TIME_TOLERANCE if believable else None
+    return Figure("step time", "s", plan.prediction.step_time_s, compiled.step_time_s, tolerance)
+
+
+def match_collectives(plan: Plan, hlo_text: str) -> tuple[tuple[CollectiveMatch, ...], tuple[Unpredicted, ...]]:
+    """Predicted and compiled collectives by kind and axes, and those that nobody predicted."""
+    mesh = plan.mesh
+    predicted: dict[tuple[str, tuple[str, ...] | None], list[CollectiveUse]] = defaultdict(list)
+    for use in plan.collectives:
+        axes = _real_axes(use.axes, mesh)
+        if axes:
+            predicted[use.kind, axes].append(use)
+    compiled: dict[tuple[str, tuple[str, ...] | None], list[Collective]] = defaultdict(list)
+    for one in collectives(hlo_text, ignore_up_to=0):
+        axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
+        if axes != ():
+            compiled[one.kind, None if axes is None else _real_axes(axes, mesh)].append(one)
+    matches, strangers = [], []
+    for key in sorted({*predicted, *compiled}, key=lambda key: (key[0], key[1] or ())):
+        match = _match(*key, predicted.get(key, []), compiled.get(key, []), mesh)
+        matches.append(match)
+        if match.compiled_bytes > match.predicted_bytes and not match.figure.holds:
+            strangers += _unpredicted(match, predicted.get(key, []), compiled[key], mesh)
+    matches.sort(key=lambda match: -max(match.predicted_bytes, match.compiled_bytes))
+    return tuple(matches), tuple(sorted(strangers, key=lambda one: -one.num_bytes))
+
+
+def sent_bytes(kind: str, payload: float, num_devices: int) -> float:
+    """What one device sends in a ring, for a payload by the convention of `cost.collectives`.
+
+    >>> sent_bytes("all-reduce", 800.0, 8), sent_bytes("all-gather", 800.0, 8), sent_bytes("collective-permute", 8.0, 8)
+    (1400.0, 700.0, 8.0)
+    """
+    if kind in ("collective-permute", "collective-broadcast"):
+        return payload
+    return (2 if kind == "all-reduce" else 1) * (num_devices - 1) / num_devices * payload
+
+
+def _match(
+    kind: str,
+    axes: tuple[str, ...] | None,
+    uses: Sequence[CollectiveUse],
+    found: Sequence[Collective],
+    mesh: MeshShape,
+) -> CollectiveMatch:
+    size = mesh.sizes(axes or ())
+    by_cause: Counter[str] = Counter()
+    for use in uses:
+        by_cause[_LAYER.sub("_*", use.cause)] += int(use.num_bytes)
+    return CollectiveMatch(
+        kind=kind,
+        axes=axes,
+        predicted_count=len(uses),
+        compiled_count=sum(one.num_times for one in found),
+        predicted_bytes=sum(sent_bytes(kind, use.num_bytes, size) for use in uses),
+        compiled_bytes=sum(_sent_by(one, mesh) for one in found),
+        combinable=sum(use.combinable for use in uses),
+        causes=tuple(cause for cause, _ in by_cause.most_common(2)),
+    )
+
+
+def _sent_by(one: Collective, mesh: MeshShape) -> float:
+    size = one.group_size(mesh.num_devices)
+    return one.num_times * sum(sent_bytes(one.kind, payload, size) for payload in one.payloads(mesh.num_devices))
+
+
+def _unpredicted(
+    match: CollectiveMatch, uses: Sequence[CollectiveUse], found: Sequence[Collective], mesh: MeshShape
+) -> list[Unpredicted]:
+    """Buffers of no predicted size, by the collective that holds them. One that XLA has concatenated
+    from several may be among them: its bytes are then in the predicted total."""
+    sizes = Counter(round(use.num_bytes) for use in uses)
+    out = []
+    for one in found:
+        rest = 0.0
+        for payload in one.payloads(mesh.num_devices):
+            if sizes[round(payload)] > 0:
+                sizes[round(payload)] -= 1
+            else:
+                rest += one.num_times * sent_bytes(one.kind, payload, one.group_size(mesh.num_devices))
+        if rest > WIRE_SLACK_BYTES:
+            out.append(Unpredicted(one.kind, match.axes, rest, module_path(one.op_name), one.source, one.name))
+    return out
+
+
+def module_path(op_name: str) -> str:
+    """`jit(run)/transpose(jvp(MLP))/Dense_0/dot_general` without the jit.
+
+    >>> module_path("jit(run)/transpose(jvp(MLP))/Dense_0/dot_general")
+    'transpose(jvp(MLP))/Dense_0/dot_general'
+    """
+    return op_name.split("/", 1)[1] if op_name.startswith("jit(") and "/" in op_name else op_name
+
+
+def _real_axes(axes: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:
+    """In the mesh's order, without axes of one device: nothing is sent along these."""
+    return tuple(axis for axis in mesh.axis_names if axis in axes and mesh.size(axis) > 1)
+
+
+def _over(axes: tuple[str, ...] | None) -> str:
+    return "no mesh axes" if axes is None else ", ".join(axes)
+
+
+def names_off(figures: Sequence[Figure]) -> tuple[str, ...]:
+    """The names of the figures that do not hold."""
+    return tuple(figure.name for figure in figures if not figure.holds)
+
+
+def as_json(figure: Figure) -> Mapping[str, object]:
+    """A figure as JSON types."""
+    return {
+        "name": figure.name,
+        "unit": figure.unit,
+        "predicted": figure.predicted,
+        "compiled": figure.compiled,
+        "tolerance": figure.tolerance,
+        "holds": figure.holds,
+    }

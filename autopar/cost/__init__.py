@@ -1,0 +1,1 @@
+"""What a choice costs: the hardware profile, compute, collectives, resharding, memory."""

@@ -1,0 +1,141 @@
+"""Which collectives turn one sharding of a tensor into another, one at a time.
+
+In: two `TensorSharding`s and the tensor. Out: moves, each one collective (or a cut, which is free)
+with the sharding it leads to. They are what is priced and what is executed: told one move at a time,
+XLA's partitioner takes exactly these; told only the end, it may gather the whole tensor
+("involuntary full rematerialization").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.mesh import MeshShape
+from autopar.sharding import TensorSharding
+
+MoveKind = Literal["cut", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "all-gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step: its kind, the axes it runs over, where it leads, and its payload in bytes on one
+    device (see `cost.collectives`); a cut moves nothing."""
+
+    kind: MoveKind
+    axes: tuple[str, ...]
+    result: TensorSharding
+    num_bytes: float
+
+
+def resharding_moves(
+    source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: float, mesh: MeshShape
+) -> tuple[Move, ...]:
+    """The moves from `source` to `target`; none where they are equal.
+
+    A pending reduction comes first: a reduce-scatter along the axes that `target` splits, an
+    all-reduce along the rest. Then cuts (free, and they make the rest smaller), exchanges between
+    dims, reordering within dims, and gathers.
+    """
+    if source == target:
+        return ()
+    assert not set(target.unreduced) - set(source.unreduced), "nothing makes a tensor unreduced again"
+    path = _Path(source, target, shape, itemsize, mesh)
+    path.reduce()
+    late = path.cut()
+    path.exchange()
+    path.reorder()
+    path.gather()
+    path.cut_late(late)
+    path.reorder()
+    assert path.now() == target, f"{source} -> {target} ended at {path.now()}"
+    return tuple(path.moves)
+
+
+def collectives_of(moves: tuple[Move, ...]) -> tuple[Move, ...]:
+    """The moves that communicate."""
+    return tuple(move for move in moves if move.kind != "cut")
+
+
+class _Path:
+    """A sharding on its way from one to another."""
+
+    def __init__(
+        self, source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: float, mesh: MeshShape
+    ) -> None:
+        self.target, self.shape, self.itemsize, self.mesh = target, shape, itemsize, mesh
+        self.dims = [list(axes) for axes in source.dims]
+        self.pending = [axis for axis in source.unreduced if axis not in target.unreduced]
+        self.target_dim = {axis: d for d, axes in enumerate(target.dims) for axis in axes}
+        self.moves: list[Move] = []
+
+    def now(self) -> TensorSharding:
+        return TensorSharding(tuple(map(tuple, self.dims)), (*self.target.unreduced, *self.pending))
+
+    def local_bytes(self) -> float:
+        return self.itemsize * self.now().local_size(self.shape, self.mesh)
+
+    def add(self, kind: MoveKind, axes: list[str], num_bytes: float) -> None:
+        if axes:
+            self.moves.append(Move(kind, tuple(axes), self.now(), num_bytes))
+
+    def reduce(self) -> None:
+        before = self.local_bytes()
+        scattered = [axis for axis in self.target_dim if axis in self.pending]
+        for axis in scattered:
+            self.dims[self.target_dim[axis]].append(axis)
+            self.pending.remove(axis)
+        self.add("reduce-scatter", scattered, before)
+        before, reduced = self.local_bytes(), self.pending
+        self.pending = []
+        self.add("all-reduce", reduced, before)
+
+    def cut(self) -> list[str]:
+        """Split along new axes; returns those that must wait, because the dim would not divide while
+        axes that are to leave still split it."""
+        placed = {axis for axes in self.dims for axis in axes}
+        new = [axis for axis in self.target_dim if axis not in placed]
+        late = [axis for axis in new if not self._divides_with(axis)]
+        done = [axis for axis in new if axis not in late]
+        for axis in done:
+            self.dims[self.target_dim[axis]].append(axis)
+        self.add("cut", done, 0.0)
+        return late
+
+    def _divides_with(self, axis: str) -> bool:
+        d = self.target_dim[axis]
+        leaving = [a for a in self.dims[d] if self.target_dim.get(a) != d]
+        return not leaving or self.shape[d] % self.mesh.sizes((*self.dims[d], *self.target.dims[d])) == 0
+
+    def exchange(self) -> None:
+        moving = [(axis, d) for d, axes in enumerate(self.dims) for axis in axes if self.target_dim.get(axis, d) != d]
+        for axis, d in moving:
+            if self.dims[d][-1] != axis:  # only the minor-most axis can leave a dim
+                self.dims[d].remove(axis)
+                self.dims[d].append(axis)
+                self.add("collective-permute", self.dims[d], self.local_bytes())
+            before = self.local_bytes()
+            self.dims[d].pop()
+            self.dims[self.target_dim[axis]].append(axis)
+            self.add("all-to-all", [axis], before)
+
+    def reorder(self) -> None:
+        """Within each dim: what stays in the target's order, then what is to leave."""
+        disordered: list[str] = []
+        for d, axes in enumerate(self.dims):
+            stay = [axis for axis in self.target.dims[d] if axis in axes]
+            wanted = [*stay, *(axis for axis in axes if axis not in stay)]
+            if axes != wanted:
+                self.dims[d] = wanted
+                disordered += wanted
+        self.add("collective-permute", disordered, self.local_bytes())
+
+    def gather(self) -> None:
+        leaving = [axis for axes in self.dims for axis in axes if axis not in self.target_dim]
+        self.dims = [[axis for axis in axes if axis in self.target_dim] for axes in self.dims]
+        self.add("all-gather", leaving, self.local_bytes())
+
+    def cut_late(self, late: list[str]) -> None:
+        for axis in late:
+            self.dims[self.target_dim[axis]].append(axis)
+        self.add("cut", late, 0.0)

@@ -1,0 +1,247 @@
+"""Each all-reduce algorithm, step by step: who sends what to whom.
+
+In: the workers (numbered host by host) and the range of the buffer's elements. Out: a `Schedule`, a
+list of steps, each a list of messages that travel together; `run` carries it out on NumPy buffers.
+`SCHEDULES` has an entry for every entry of `all_reduce.ALGORITHMS`: what those formulas say of bytes
+and steps is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`source` sends its elements `start:stop` to `target`.
+
+    Args:
+        effect: `target` adds them to its own, or puts them in their place.
+        own_term: `source` sends what it began with, not what it holds by now.
+    """
+
+    source: int
+    target: int
+    start: int
+    stop: int
+    effect: Literal["add", "replace"]
+    own_term: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+Schedule = list[list[Message]]
+Span = tuple[int, int]
+Parents = Mapping[int, int]
+
+
+def run(schedule: Schedule, buffers: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    """What each worker holds in the end. The messages of a step leave before any of them lands."""
+    held = [buffer.copy() for buffer in buffers]
+    for step in schedule:
+        leaving = [(buffers if m.own_term else held)[m.source][m.start : m.stop].copy() for m in step]
+        for message, data in zip(step, leaving, strict=True):
+            place = held[message.target][message.start : message.stop]
+            place[:] = place + data if message.effect == "add" else data
+    return held
+
+
+def spans(span: Span, parts: int) -> list[Span]:
+    """A range cut into parts whose lengths differ by at most one.
+
+    >>> spans((0, 7), 3)
+    [(0, 2), (2, 4), (4, 7)]
+    """
+    start, stop = span
+    return list(pairwise(start + (stop - start) * k // parts for k in range(parts + 1)))
+
+
+# Algorithms that ask for no hosts: over any workers, and any range of the buffer.
+
+
+def naive(workers: Sequence[int], span: Span) -> Schedule:
+    """In step k everyone sends what it began with to the k-th after it."""
+    n = len(workers)
+    return [
+        [Message(workers[i], workers[(i + k) % n], *span, "add", own_term=True) for i in range(n)] for k in range(1, n)
+    ]
+
+
+def parameter_server(workers: Sequence[int], span: Span) -> Schedule:
+    """The first worker serves: the others push one after another, then pull one after another."""
+    server, *others = workers
+    pushes = [[Message(worker, server, *span, "add")] for worker in others]
+    return pushes + [[Message(server, worker, *span, "replace")] for worker in others]
+
+
+def sharded_parameter_server(workers: Sequence[int], span: Span) -> Schedule:
+    """Worker i serves part i: in step k everyone pushes to, later pulls from, the server k places on."""
+    n, parts = len(workers), spans(span, len(workers))
+    pairs = [[(i, (i + k) % n) for i in range(n)] for k in range(1, n)]
+    pushes = [[Message(workers[i], workers[s], *parts[s], "add") for i, s in step] for step in pairs]
+    return pushes + [[Message(workers[s], workers[i], *parts[s], "replace") for i, s in step] for step in pairs]
+
+
+def ring(workers: Sequence[int], span: Span) -> Schedule:
+    """Reduce-scatter, then all-gather."""
+    return ring_reduce_scatter(workers, span) + ring_all_gather(workers, span)
+
+
+def ring_reduce_scatter(workers: Sequence[int], span: Span) -> Schedule:
+    """Part i starts behind worker i, grows by a term at each stop, and ends whole at worker i."""
+    n, parts = len(workers), spans(span, len(workers))
+    return [
+        [Message(workers[i], workers[(i + 1) % n], *parts[(i - 1 - k) % n], "add") for i in range(n)]
+        for k in range(n - 1)
+    ]
+
+
+def ring_all_gather(workers: Sequence[int], span: Span) -> Schedule:
+    """Part i starts at worker i and goes round."""
+    n, parts = len(workers), spans(span, len(workers))
+    return [
+        [Message(workers[i], workers[(i + 1) % n], *parts[(i - k) % n], "replace") for i in range(n)]
+        for k in range(n - 1)
+    ]
+
+
+def tree(workers: Sequence[int], span: Span) -> Schedule:
+    """Binomial: halves of those left send to the other half; then the same backwards."""
+    n, up, distance = len(workers), [], 1
+    while distance < n:
+        up.append([(i + distance, i) for i in range(0, n - distance, 2 * distance)])
+        distance *= 2
+    reduce = [[Message(workers[child], workers[root], *span, "add") for child, root in step] for step in up]
+    down = [[Message(workers[root], workers[child], *span, "replace") for child, root in step] for step in up[::-1]]
+    return reduce + down
+
+
+def halving_doubling(workers: Sequence[int], span: Span) -> Schedule:
+    """Each half of the buffer is exchanged with a partner, then each half of that half; and back.
+
+    Workers past the largest power of two give their buffer to a partner first and get the sum last.
+    """
+    p = 1 << (len(workers).bit_length() - 1)
+    parts, core = spans(span, p), range(p)
+    extra = list(zip(workers[p:], workers, strict=False))
+
+    def block(i: int, width: int) -> Span:  # the aligned block of parts that holds part i
+        first = i // width * width
+        return parts[first][0], parts[first + width - 1][1]
+
+    widths = [1 << k for k in range(p.bit_length() - 1)]
+    fold = [[Message(a, b, *span, "add") for a, b in extra]] if extra else []
+    halve = [[Message(workers[i], workers[i ^ w], *block(i ^ w, w), "add") for i in core] for w in reversed(widths)]
+    double = [[Message(workers[i], workers[i ^ w], *block(i, w), "replace") for i in core] for w in widths]
+    unfold = [[Message(b, a, *span, "replace") for a, b in extra]] if extra else []
+    return fold + halve + double + unfold
+
+
+def double_tree(workers: Sequence[int], span: Span, num_pieces: int = 1) -> Schedule:
+    """Each half of the buffer goes up and down a tree of its own, in pieces that follow each other."""
+    return _along_trees(workers, double_tree_parents(len(workers)), span, num_pieces)
+
+
+def double_tree_parents(n: int) -> tuple[Parents, Parents]:
+    """Two trees over 0..n-1, by each node's parent; no node has children in both.
+
+    In the first, node i stands at the height of its lowest bit, and 0 is the root above all. The
+    second is its mirror image where n is even, and one to the right where n is odd.
+
+    >>> double_tree_parents(4)
+    ({1: 2, 2: 0, 3: 2}, {2: 1, 1: 3, 0: 1})
+    """
+    first: dict[int, int] = {}
+    for i in range(1, n):
+        low = i & -i
+        above = (i ^ low) | (low << 1)
+        first[i] = above if above < n else i ^ low
+    other = {i: (n - 1 - i if n % 2 == 0 else (i + 1) % n) for i in range(n)}
+    return first, {other[i]: other[above] for i, above in first.items()}
+
+
+def _along_trees(workers: Sequence[int], trees: tuple[Parents, Parents], span: Span, num_pieces: int) -> Schedule:
+    """All-reduce each half of the range along one tree.
+
+    A step here serves both children of a node at once, as two connections do; that a port is shared
+    is in the bytes, which the formula divides by the rate of one.
+    """
+    depths = [{i: _depth(parents, i) for i in range(len(workers))} for parents in trees]
+    deepest = max(max(depth.values()) for depth in depths)
+    schedule: Schedule = [[] for _ in range(2 * deepest + num_pieces - 1 if deepest else 0)]
+    for parents, depth, half in zip(trees, depths, spans(span, 2), strict=True):
+        for piece, part in enumerate(spans(half, num_pieces)):
+            for child, parent in parents.items():
+                a, b = workers[child], workers[parent]
+                schedule[deepest - depth[child] + piece].append(Message(a, b, *part, "add"))
+                schedule[deepest + depth[parent] + piece].append(Message(b, a, *part, "replace"))
+    return schedule
+
+
+def _depth(parents: Parents, node: int) -> int:
+    return 1 + _depth(parents, parents[node]) if node in parents else 0
+
+
+# Algorithms over `num_hosts` hosts of `num_local` workers.
+
+
+def nccl_tree(num_local: int, num_hosts: int, span: Span, num_pieces: int = 1) -> Schedule:
+    """The double tree joins the first workers of the hosts; the others hang below them in a chain."""
+    chain = {h * num_local + k: h * num_local + k - 1 for h in range(num_hosts) for k in range(1, num_local)}
+    first, second = (
+        {**chain, **{i * num_local: above * num_local for i, above in parents.items()}}
+        for parents in double_tree_parents(num_hosts)
+    )
+    return _along_trees(range(num_local * num_hosts), (first, second), span, num_pieces)
+
+
+def hierarchical(num_local: int, num_hosts: int, span: Span, between: FlatSchedule = ring) -> Schedule:
+    """Reduce-scatter inside each host; `between` hosts, worker k of each for part k; all-gather inside."""
+    hosts = [range(h * num_local, (h + 1) * num_local) for h in range(num_hosts)]
+    parts = spans(span, num_local)
+    inside = _together([ring_reduce_scatter(host, span) for host in hosts])
+    outside = _together([between([host[k] for host in hosts], part) for k, part in enumerate(parts)])
+    return inside + outside + _together([ring_all_gather(host, span) for host in hosts])
+
+
+def hierarchical_tree(num_local: int, num_hosts: int, span: Span) -> Schedule:
+    """The same with a double tree between hosts."""
+    return hierarchical(num_local, num_hosts, span, double_tree)
+
+
+def _together(schedules: Sequence[Schedule]) -> Schedule:
+    """Schedules of disjoint workers, side by side."""
+    return [[m for step in steps for m in step] for steps in zip_longest(*schedules, fillvalue=[])]
+
+
+FlatSchedule = Callable[[Sequence[int], Span], Schedule]
+LevelSchedule = Callable[[int, int, Span], Schedule]
+
+
+def _regardless_of_hosts(schedule: FlatSchedule) -> LevelSchedule:
+    return lambda num_local, num_hosts, span: schedule(range(num_local * num_hosts), span)
+
+
+#: By the names of `all_reduce.ALGORITHMS`: the schedule for hosts, workers in each, and a range of elements.
+SCHEDULES: Mapping[str, LevelSchedule] = MappingProxyType(
+    {
+        "naive": _regardless_of_hosts(naive),
+        "parameter-server": _regardless_of_hosts(parameter_server),
+        "sharded-parameter-server": _regardless_of_hosts(sharded_parameter_server),
+        "tree": _regardless_of_hosts(tree),
+        "double-tree": _regardless_of_hosts(double_tree),
+        "halving-doubling": _regardless_of_hosts(halving_doubling),
+        "ring": _regardless_of_hosts(ring),
+        "nccl-tree": nccl_tree,
+        "hierarchical": hierarchical,
+        "hierarchical-tree": hierarchical_tree,
+    }
+)

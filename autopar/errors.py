@@ -1,0 +1,61 @@
+"""What autopar raises at a user's mistake: one class per cause, each a `ValueError`.
+
+A message names the offending value, the rule it breaks and the way out; where the mistake has a
+place in the user's code, `at` says it. Nothing here imports anything.
+"""
+
+
+class AutoparError(ValueError):
+    """The root of every error that a user can cause and mend."""
+
+
+class MeshError(AutoparError):
+    """A mesh that cannot be read, or does not match the devices there are."""
+
+
+class HardwareError(AutoparError):
+    """A hardware profile that is unknown, incomplete or damaged."""
+
+
+class PinError(AutoparError):
+    """A pin that names no input, or a sharding that the input cannot have."""
+
+
+class BudgetError(AutoparError):
+    """No plan fits the memory budget."""
+
+
+class TimeLimitError(AutoparError):
+    """The solver found no plan within its time limit."""
+
+
+class TraceError(AutoparError):
+    """The function could not be traced by JAX."""
+
+
+class PlanFileError(AutoparError):
+    """A plan file that is damaged or of another version."""
+
+
+class PlanMismatchError(AutoparError):
+    """A plan used with a program, shapes or devices that it was not made for."""
+
+
+class EffectError(AutoparError):
+    """A side effect that cannot run exactly once per step on several devices."""
+
+
+class TargetError(AutoparError):
+    """A command-line TARGET that cannot be found, loaded or called."""
+
+
+class PlotError(AutoparError):
+    """A picture that cannot be drawn: matplotlib is missing, or its file cannot be written."""
+
+
+class StepSignatureError(AutoparError):
+    """A step called, or its state built, with arguments it does not take."""
+
+
+class VerifyError(AutoparError):
+    """A plan that cannot be held against XLA's program: wheels are missing, or XLA refuses it."""

@@ -1,0 +1,424 @@
+"""From groups to numbers and back: which decision is which node of the solver's problem.
+
+In: graph, groups, mesh, hardware profile, pins, memory budget. Out: `Formulation`: a `Problem`, and
+for each of its nodes what choosing strategy *s* means for every tensor it makes or reads.
+
+There are four kinds of decision: a group, an input (an input of carried state is one decision with the
+output that renews it, so a training loop never reshards), an output, and a shared copy. A value that
+several decisions read passes through a shared copy, so that gathering it once is paid once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from autopar.cost.collectives import collective_time
+from autopar.cost.compute import group_time
+from autopar.cost.hardware import HardwareProfile
+from autopar.cost.resharding import Move, collectives_of, resharding_moves
+from autopar.graph.ir import Graph, Phase, Value
+from autopar.mesh import MeshShape
+from autopar.rules.factors import Factor
+from autopar.rules.groups import SMALL_SIZE, Group
+from autopar.rules.strategies import Strategy, enumerate_strategies
+from autopar.sharding import TensorSharding
+from autopar.solve.problem import Edge, Problem, Usage
+
+Shardings = tuple[TensorSharding, ...]  # one per strategy of a decision
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One node of the problem.
+
+    Args:
+        kind: what is decided.
+        num_strategies: how many ways there are.
+        group: position of the group, for a group.
+        value: the value decided, for an input, output or copy.
+        position: position among the graph's inputs or outputs.
+        strategies: for a group.
+        shardings: for an input, output or copy.
+        shared: for a copy, per strategy whether it is its producer's own buffer (no new memory).
+        phase: when it runs; for a copy, when the first reader does.
+    """
+
+    kind: Literal["group", "input", "output", "copy"]
+    num_strategies: int
+    phase: Phase
+    group: int = -1
+    value: int = -1
+    position: int = -1
+    strategies: tuple[Strategy, ...] = ()
+    shardings: Shardings = ()
+    shared: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A value passing from one decision to another (or within one group, where it is read otherwise
+    than it is made): its sharding on either side, per strategy."""
+
+    value: int
+    source: int
+    target: int
+    made: Shardings
+    wanted: Shardings
+    combinable: bool
+    uses: tuple[tuple[int, int], ...] = ()  # (node, operand)s of a reading group
+
+
+@dataclass(frozen=True, slots=True)
+class Formulation:
+    """The problem and its meaning."""
+
+    graph: Graph
+    groups: tuple[Group, ...]
+    mesh: MeshShape
+    profile: HardwareProfile
+    decisions: tuple[Decision, ...]
+    flows: tuple[Flow, ...]
+    written: frozenset[int]
+    problem: Problem
+    last_use: dict[int, int] = field(repr=False)
+    compute_s: tuple[np.ndarray, ...] = field(repr=False)
+    input_decision: dict[int, int] = field(repr=False)  # input position -> decision
+    value_made: dict[int, tuple[int, Shardings]] = field(repr=False)  # value -> its maker
+
+    def moves(self, value: int, made: TensorSharding, wanted: TensorSharding) -> tuple[Move, ...]:
+        """What resharding a value takes."""
+        info = self.graph.values[value]
+        return resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh)
+
+    def collectives(self, flow: Flow, choices: Sequence[int]) -> tuple[Move, ...]:
+        """Collectives of one flow under an assignment."""
+        made, wanted = flow.made[choices[flow.source]], flow.wanted[choices[flow.target]]
+        return collectives_of(self.moves(flow.value, made, wanted))
+
+    def time(self, kind: str, axes: tuple[str, ...], num_bytes: float, *, combinable: bool) -> float:
+        """Predicted seconds of one collective."""
+        return collective_time(kind, num_bytes, axes, self.mesh, self.profile, combinable=combinable)
+
+
+def formulate(
+    graph: Graph,
+    groups: tuple[Group, ...],
+    mesh: MeshShape,
+    profile: HardwareProfile,
+    *,
+    pins: Mapping[int, TensorSharding],
+    memory_budget_bytes: float | None,
+) -> Formulation:
+    """Build the problem.
+
+    Args:
+        pins: input position -> the sharding it must have.
+    """
+    return _Builder(graph, groups, mesh, profile, dict(pins), memory_budget_bytes).build()
+
+
+class _Builder:
+    """Collects decisions and flows; the one mutable object of this module."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        groups: tuple[Group, ...],
+        mesh: MeshShape,
+        profile: HardwareProfile,
+        pins: dict[int, TensorSharding],
+        budget: float | None,
+    ) -> None:
+        self.graph, self.groups, self.mesh, self.profile = graph, groups, mesh, profile
+        self.pins, self.budget = pins, budget
+        self.decisions: list[Decision] = []
+        self.flows: list[Flow] = []
+        self.made: dict[int, tuple[int, Shardings]] = {}
+        self.readers: dict[int, list[tuple[int, Shardings, tuple[tuple[int, int], ...]]]] = defaultdict(list)
+        self.input_decision: dict[int, int] = {}
+        self.cost_of_pair: dict[tuple[object, ...], float] = {}
+        self.matrices: dict[tuple[object, ...], np.ndarray] = {}
+        self.last_use = _last_uses(graph)
+
+    def build(self) -> Formulation:
+        for index, group in enumerate(self.groups):
+            self._add_group(index, group)
+        self._add_inputs()
+        self._add_outputs()
+        written = frozenset(self.readers) & frozenset(self.made)
+        for value in sorted(self.readers):
+            if value in self.made:
+                self._connect(value)
+        compute = tuple(self._compute_time(d, written) for d in self.decisions)
+        costs, edges = self._price([c.copy() for c in compute])
+        usages = self._usages(written) if self.budget is not None else ()
+        return Formulation(
+            graph=self.graph,
+            groups=self.groups,
+            mesh=self.mesh,
+            profile=self.profile,
+            decisions=tuple(self.decisions),
+            flows=tuple(self.flows),
+            written=written,
+            problem=Problem(costs, edges, usages, self.budget),
+            last_use=self.last_use,
+            compute_s=compute,
+            input_decision=self.input_decision,
+            value_made=self.made,
+        )
+
+    # -- decisions ---------------------------------------------------------------------------
+
+    def _add_group(self, index: int, group: Group) -> None:
+        strategies = enumerate_strategies(group.factors, self.mesh, even=group.even, fixed=group.fixed)
+        node = len(self.decisions)
+        phase = self.graph.nodes[group.nodes[-1]].phase
+        self.decisions.append(Decision("group", len(strategies), phase, group=index, strategies=strategies))
+        position_of = {v: i for i, v in enumerate(self.graph.inputs)}
+        for value, dims in group.inputs:
+            self.input_decision[position_of[value]] = node
+            self.made[value] = (node, tuple(s.sharding(dims) for s in strategies))
+        for define in group.defines:
+            if self.graph.values[define.value].size > SMALL_SIZE or define.pending:
+                self.made[define.value] = (node, tuple(s.sharding(define.dims, define.pending) for s in strategies))
+        for read in group.reads:
+            self.readers[read.value].append((node, tuple(s.sharding(read.dims) for s in strategies), read.uses))
+
+    def _add_inputs(self) -> None:
+        renewed = dict(self.graph.carried)
+        for position, value in enumerate(self.graph.inputs):
+            info = self.graph.values[value]
+            if position in self.input_decision or info.size <= SMALL_SIZE:
+                continue
+            shardings = (self.pins[position],) if position in self.pins else self._even_shardings(value)
+            node = len(self.decisions)
+            self.decisions.append(
+                Decision("input", len(shardings), "forward", value=value, position=position, shardings=shardings)
+            )
+            self.input_decision[position] = node
+            self.made[value] = (node, shardings)
+            after = self.graph.outputs[renewed[position]] if position in renewed else None
+            if after is not None and after != value:
+                self.readers[after].append((node, shardings, ()))
+
+    def _add_outputs(self) -> None:
+        tied = {out for position, out in self.graph.carried if position in self.input_decision}
+        for position, value in enumerate(self.graph.outputs):
+            if value is None or position in tied or self.graph.values[value].size <= SMALL_SIZE:
+                continue
+            shardings = self._even_shardings(value)
+            node = len(self.decisions)
+            self.decisions.append(
+                Decision("output", len(shardings), "update", value=value, position=position, shardings=shardings)
+            )
+            self.readers[value].append((node, shardings, ()))
+
+    def _even_shardings(self, value: int) -> Shardings:
+        """Every sharding that `jax.jit` takes for an input or output: dims must divide."""
+        shape = self.graph.values[value].shape
+        factors = [Factor(size) for size in shape if size > 1]
+        dims = iter(range(len(factors)))
+        named = tuple((next(dims),) if size > 1 else () for size in shape)
+        strategies = enumerate_strategies(factors, self.mesh, even=range(len(factors)))
+        return tuple(s.sharding(named) for s in strategies)
+
+    # -- flows -------------------------------------------------------------------------------
+
+    def _connect(self, value: int) -> None:
+        """Join the maker of a value with its readers, through a shared copy if there are several."""
+        source, made = self.made[value]
+        inside = [r for r in self.readers[value] if r[0] == source]
+        outside = [r for r in self.readers[value] if r[0] != source]
+        for node, wanted, uses in inside:  # read otherwise than made, within one group
+            self.flows.append(Flow(value, source, node, made, wanted, self._combinable(source, node), uses))
+        if not outside:
+            return
+        if len({node for node, _, _ in outside}) > 1:
+            source, made = self._add_copy(value, source, made, outside)
+        for node, wanted, uses in outside:
+            origin = self.made[value][0]
+            self.flows.append(Flow(value, source, node, made, wanted, self._combinable(origin, node), uses))
+
+    def _add_copy(
+        self,
+        value: int,
+        source: int,
+        made: Shardings,
+        readers: Sequence[tuple[int, Shardings, tuple[tuple[int, int], ...]]],
+    ) -> tuple[int, Shardings]:
+        options = list(dict.fromkeys([*(m.resolved() for m in made), *(w for _, ws, _ in readers for w in ws)]))
+        shared = [False] * len(options)
+        if self.budget is not None:  # "the producer's own buffer" and "a new one" differ in memory alone
+            options, shared = [*options, *options], [*([True] * len(options)), *shared]
+        node = len(self.decisions)
+        first = min(readers, key=lambda r: min((n for n, _ in r[2]), default=len(self.graph.nodes)))[0]
+        self.decisions.append(
+            Decision(
+                "copy",
+                len(options),
+                self.decisions[first].phase,
+                value=value,
+                shardings=tuple(options),
+                shared=tuple(shared),
+            )
+        )
+        combinable = all(self._combinable(source, reader) for reader, _, _ in readers)
+        self.flows.append(Flow(value, source, node, made, tuple(options), combinable))
+        return node, tuple(options)
+
+    def _combinable(self, source: int, target: int) -> bool:
+        """Gathers of inputs, reductions into the update and gathers of its results do not wait for
+        one another, so XLA merges them."""
+        return (
+            self.decisions[source].kind == "input"
+            or self.decisions[target].kind in ("input", "output")
+            or self.decisions[target].phase == "update"
+        )
+
+    # -- numbers -----------------------------------------------------------------------------
+
+    def _compute_time(self, decision: Decision, written: frozenset[int]) -> np.ndarray:
+        if decision.kind == "input" and decision.position not in dict(self.graph.carried):
+            info = self.graph.values[decision.value]  # data is written to memory as it arrives
+            sizes = [s.local_size(info.shape, self.mesh) for s in decision.shardings]
+            return np.array(sizes) * info.itemsize / self.profile.hbm_bytes_per_s
+        if decision.kind != "group":
+            return np.zeros(decision.num_strategies)
+        group = self.groups[decision.group]
+        return np.array(
+            [group_time(group, s, written, self.graph, self.mesh, self.profile) for s in decision.strategies]
+        )
+
+    def _price(self, costs: list[np.ndarray]) -> tuple[tuple[np.ndarray, ...], tuple[Edge, ...]]:
+        edges: list[Edge] = []
+        for flow in self.flows:
+            if flow.source == flow.target:
+                pairs = zip(flow.made, flow.wanted, strict=True)
+                costs[flow.source] += [self._pair(flow, m, w) for m, w in pairs]
+                continue
+            matrix = self._matrix(flow)
+            if matrix.any():
+                edges.append(Edge(flow.source, flow.target, matrix))
+        self._price_small_sums(costs)
+        return tuple(costs), tuple(edges)
+
+    def _price_small_sums(self, costs: list[np.ndarray]) -> None:
+        """Reductions to a handful of elements (a loss, a norm) are summed where they are made."""
+        for node, decision in enumerate(self.decisions):
+            if decision.kind != "group":
+                continue
+            for define in self.groups[decision.group].defines:
+                info = self.graph.values[define.value]
+                if define.pending and info.size <= SMALL_SIZE:
+                    for s, strategy in enumerate(decision.strategies):
+                        axes = strategy.sharding(define.dims, define.pending).unreduced
+                        if axes:
+                            costs[node][s] += collective_time(
+                                "all-reduce", info.num_bytes, axes, self.mesh, self.profile, combinable=True
+                            )
+
+    def _matrix(self, flow: Flow) -> np.ndarray:
+        info = self.graph.values[flow.value]
+        shared = self.decisions[flow.target].shared if self.budget is not None else ()
+        key = (info.shape, info.itemsize, flow.made, flow.wanted, flow.combinable, shared)
+        if key not in self.matrices:
+            matrix = np.array([[self._pair(flow, m, w) for w in flow.wanted] for m in flow.made])
+            for s, is_shared in enumerate(shared):
+                same = np.array([m == flow.wanted[s] for m in flow.made])
+                matrix[~same if is_shared else same, s] = np.inf
+            self.matrices[key] = matrix
+        return self.matrices[key]
+
+    def _pair(self, flow: Flow, made: TensorSharding, wanted: TensorSharding) -> float:
+        if made == wanted:
+            return 0.0
+        info = self.graph.values[flow.value]
+        key = (made, wanted, info.shape, info.itemsize, flow.combinable)
+        if key not in self.cost_of_pair:
+            moves = collectives_of(resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh))
+            self.cost_of_pair[key] = sum(
+                collective_time(m.kind, m.num_bytes, m.axes, self.mesh, self.profile, combinable=flow.combinable)
+                for m in moves
+            )
+        return self.cost_of_pair[key]
+
+    def _usages(self, written: frozenset[int]) -> tuple[Usage, ...]:
+        return tuple(
+            Usage(held.node, held.start, held.end, np.array([held.num_bytes(s) for s in range(len(held.shardings))]))
+            for held in held_tensors(
+                self.graph, self.decisions, self.made, written, self.flows, self.last_use, self.mesh
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A buffer: the value in it, the decision that sizes it, when it is live, its sharding per strategy,
+    and whether it is then its maker's own buffer, which takes no new memory."""
+
+    value: int
+    node: int
+    start: int
+    end: int
+    info: Value
+    shardings: Shardings
+    mesh: MeshShape
+    shared: tuple[bool, ...] = ()
+
+    def num_bytes(self, strategy: int) -> float:
+        """Bytes on one device under a strategy of its decision."""
+        if self.shared and self.shared[strategy]:
+            return 0.0
+        return self.info.itemsize * self.shardings[strategy].local_size(self.info.shape, self.mesh)
+
+
+def held_tensors(
+    graph: Graph,
+    decisions: Sequence[Decision],
+    made: Mapping[int, tuple[int, Shardings]],
+    written: frozenset[int],
+    flows: Sequence[Flow],
+    last_use: Mapping[int, int],
+    mesh: MeshShape,
+) -> list[HeldTensor]:
+    """Liveness over the program: arguments are held throughout; a value that leaves its group from
+    its definition to its last use; a shared copy from its first reader to its last. What stays inside
+    a group is assumed fused; state is renewed in its own buffer (donated)."""
+    end = len(graph.nodes) + 1
+    defined_at = {v: n for n, node in enumerate(graph.nodes) for v in node.results}
+    arguments = set(graph.inputs)
+    renewed = {graph.outputs[out] for _, out in graph.carried}
+    held: list[HeldTensor] = []
+    for value, (node, shardings) in made.items():
+        info = graph.values[value]
+        if value in arguments:
+            held.append(HeldTensor(value, node, 0, end, info, shardings, mesh))
+        elif value in written and value not in renewed:
+            held.append(HeldTensor(value, node, defined_at[value], last_use[value] + 1, info, shardings, mesh))
+    first_use: dict[int, int] = {}
+    for flow in flows:
+        for n, _ in flow.uses:
+            first_use[flow.source] = min(first_use.get(flow.source, end), n)
+    for node, decision in enumerate(decisions):
+        if decision.kind == "copy":
+            info = graph.values[decision.value]
+            start, stop = first_use.get(node, defined_at.get(decision.value, 0)), last_use[decision.value] + 1
+            held.append(HeldTensor(decision.value, node, start, stop, info, decision.shardings, mesh, decision.shared))
+    return held
+
+
+def _last_uses(graph: Graph) -> dict[int, int]:
+    last: dict[int, int] = {}
+    for n, node in enumerate(graph.nodes):
+        for value in node.operands:
+            if value is not None:
+                last[value] = n
+    for value in graph.outputs:
+        if value is not None:
+            last[value] = len(graph.nodes)
+    return last

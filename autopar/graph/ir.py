@@ -1,0 +1,71 @@
+"""The graph: what a traced step computes, free of JAX.
+
+In: built by `from_jaxpr`, one node per equation and in the same order, so that node *n* of the
+graph is equation *n* of the trace. Out: read by coarsening, rules, cost and the planner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Phase = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array: global shape, dtype name (`"bfloat16"`), bytes per element."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: float
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> float:
+        return self.size * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation.
+
+    Args:
+        primitive: JAX's name of it, e.g. `dot_general`.
+        params: its parameters as plain ints, strings, bools, tuples (JAX objects are left out).
+        operands: value indices; None for a literal (a Python or NumPy scalar in the trace).
+        results: value indices.
+        path: module path from the name stack, e.g. `GPT/h_0/attn/qkv`.
+        phase: forward, backward, or update (everything outside the differentiated function).
+        source: `file.py:12 (function)` in the user's code, or "".
+        effect: whether running it does more than compute (a print, a callback).
+    """
+
+    primitive: str
+    params: Mapping[str, Any]
+    operands: tuple[int | None, ...]
+    results: tuple[int, ...]
+    path: str = ""
+    phase: Phase = "update"
+    source: str = ""
+    effect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A whole step. `inputs`, `constants` and `outputs` hold value indices; an output that is a
+    literal is None. `carried` pairs (input position, output position) that hold the same state."""
+
+    values: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[int, ...]
+    input_paths: tuple[str, ...]
+    outputs: tuple[int | None, ...]
+    output_paths: tuple[str, ...]
+    constants: tuple[int, ...] = ()
+    carried: tuple[tuple[int, int], ...] = ()

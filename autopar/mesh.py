@@ -1,0 +1,99 @@
+"""The device grid as planning sees it: named axes with sizes, no devices.
+
+In: text such as `"2x4"` or `"data=2,model=4"`, or a device count. Out: `MeshShape`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from autopar.errors import MeshError
+
+#: Names given to the axes of a mesh that was described by sizes alone, outermost first.
+DEFAULT_AXIS_NAMES = ("data", "model", "expert")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Axis names and sizes, outermost (slowest links) first, as in `jax.sharding.Mesh`.
+
+    Args:
+        axis_names: distinct names.
+        axis_sizes: devices along each axis, each at least 1.
+    """
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axis_names) != len(self.axis_sizes) or not self.axis_names:
+            raise MeshError(f"a mesh needs one size per axis; got {self.axis_names} and {self.axis_sizes}")
+        if len(set(self.axis_names)) != len(self.axis_names):
+            raise MeshError(f"mesh axis names must differ; got {self.axis_names}")
+        if any(size < 1 for size in self.axis_sizes):
+            raise MeshError(f"mesh axis sizes must be at least 1; got {self.axis_sizes}")
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.axis_sizes)
+
+    def size(self, axis: str) -> int:
+        """Devices along one axis."""
+        return self.axis_sizes[self.axis_names.index(axis)]
+
+    def sizes(self, axes: tuple[str, ...]) -> int:
+        """Devices along several axes together."""
+        return math.prod(self.size(axis) for axis in axes)
+
+    def stride(self, axis: str) -> int:
+        """Distance between neighbours of an axis in the row-major device order."""
+        return math.prod(self.axis_sizes[self.axis_names.index(axis) + 1 :])
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.axis_sizes))
+
+    def describe(self) -> str:
+        """`2x4 (data=2, model=4)`."""
+        named = ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.axis_sizes, strict=True))
+        return f"{self} ({named})"
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """Read `"8"`, `"2x4"` or `"data=2,model=4"`.
+
+    Raises:
+        MeshError: where the text is none of these.
+
+    >>> parse_mesh("2x4")
+    MeshShape(axis_names=('data', 'model'), axis_sizes=(2, 4))
+    """
+    text = text.strip()
+    if re.fullmatch(r"\d+([x*]\d+)*", text):
+        sizes = tuple(int(part) for part in re.split(r"[x*]", text))
+        if len(sizes) > len(DEFAULT_AXIS_NAMES):
+            raise MeshError(
+                f"mesh {text!r} has {len(sizes)} axes; at most {len(DEFAULT_AXIS_NAMES)} can be given by size"
+                " alone: name them, as in 'data=2,model=4'"
+            )
+        return MeshShape(DEFAULT_AXIS_NAMES[: len(sizes)], sizes)
+    if re.fullmatch(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*", text):
+        pairs = [part.split("=") for part in text.split(",")]
+        return MeshShape(tuple(n.strip() for n, _ in pairs), tuple(int(s) for _, s in pairs))
+    raise MeshError(f"cannot read mesh {text!r}: write sizes ('8', '2x4') or names and sizes ('data=2,model=4')")
+
+
+def factorisations(num_devices: int) -> tuple[MeshShape, ...]:
+    """Every mesh of at most two axes with this many devices, the one-axis mesh first.
+
+    >>> [str(m) for m in factorisations(8)]
+    ['8', '2x4', '4x2']
+    """
+    if num_devices < 1:
+        raise MeshError(f"a plan needs at least one device; got {num_devices}")
+    pairs = [(a, num_devices // a) for a in range(2, num_devices // 2 + 1) if num_devices % a == 0]
+    return (
+        MeshShape(DEFAULT_AXIS_NAMES[:1], (num_devices,)),
+        *(MeshShape(DEFAULT_AXIS_NAMES[:2], pair) for pair in pairs),
+    )

@@ -1,0 +1,406 @@
+"""The plan: everything decided about one program on one mesh, as plain data.
+
+In: filled by `planner`. Out: run by `execute`, told by `explain`, kept as JSON by `Plan.save` and
+`load_plan`. Reading a plan file never runs code: it is JSON, checked field by field. JAX is imported
+only by the methods that speak its types, so that a saved plan is read and explained without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from autopar.errors import PlanFileError, PlanMismatchError
+from autopar.graph.ir import Phase
+from autopar.mesh import MeshShape
+from autopar.plan_file import WrongFieldError, decoder, encode, layout
+from autopar.sharding import TensorSharding
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
+#: What a plan file says it is, and the version of its fields.
+FORMAT, VERSION = "autopar-plan", 1
+
+#: What an input or output is to the step. A parameter is carried state that the forward pass
+#: reads; optimizer state is carried state that only the update reads; data is everything else.
+Role = Literal["parameter", "optimizer", "data"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveUse:
+    """One collective the plan pays for.
+
+    Args:
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
+        axes: mesh axes it runs over.
+        num_bytes: payload per device, by the convention of `cost.collectives`: the full
+            (gathered / unscattered) local buffer.
+        time_s: predicted seconds.
+        cause: what it is for, in words, e.g. "sum the gradient of `params/Dense_0/kernel`".
+        path / source / phase: where in the model, where in the user's code, when.
+        combinable: XLA merges it with its like, so many count as one.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    num_bytes: float
+    time_s: float
+    cause: str
+    path: str
+    source: str
+    phase: Phase
+    combinable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """One input or output of the step. `path` is like `state/params/Dense_0/kernel`; `num_bytes` is
+    of one device's part."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role
+    sharding: TensorSharding
+    num_bytes: float
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Why one tensor is split as it is.
+
+    Args:
+        path: input path, or module path of an activation.
+        kind: `parameter`, `optimizer`, `data` or `activation`.
+        primitive: what made an activation (`dot_general`); "" for an input.
+        sharding: the choice. For a value made unreduced, what it is before the pending sum is taken.
+        cost_s: seconds it is charged: its own time and the collectives next to it.
+        runner_up: the next best choice for this tensor with all others as they are; None where
+            there is no other.
+        runner_up_extra_s: what that would add to the step, in seconds.
+        collectives: positions in `Plan.collectives` of those it causes.
+    """
+
+    path: str
+    kind: Literal["parameter", "optimizer", "data", "activation"]
+    primitive: str
+    phase: Phase
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: TensorSharding
+    cost_s: float
+    runner_up: TensorSharding | None
+    runner_up_extra_s: float
+    collectives: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the cost model expects of a step. Bytes are per device and at the peak instant."""
+
+    step_time_s: float
+    compute_s: float
+    collective_s: dict[str, float]
+    parameter_bytes: float
+    optimizer_bytes: float
+    data_bytes: float
+    activation_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.parameter_bytes + self.optimizer_bytes + self.data_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How sure the solver is: `gap` is (cost - lower bound) / cost."""
+
+    cost_s: float
+    lower_bound_s: float
+    gap: float
+    status: str
+    num_nodes: int
+    num_strategies: int
+    solve_time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedMesh:
+    """Another mesh that was planned; `step_time_s` is `inf` where nothing fitted."""
+
+    mesh: MeshShape
+    step_time_s: float
+    peak_bytes: float
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramSignature:
+    """What a plan was made for, in enough detail to say what differs."""
+
+    name: str
+    inputs: tuple[tuple[str, tuple[int, ...], str], ...]  # path, shape, dtype
+    outputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    primitives: dict[str, int]
+    fingerprint: str
+
+    def difference(self, other: ProgramSignature) -> str | None:
+        """What sets the program at hand (`other`) apart from the planned one, in words; None where
+        they are the same. A name alone is no difference.
+        """
+        for kind, planned, here in (("input", self.inputs, other.inputs), ("output", self.outputs, other.outputs)):
+            if planned != here:
+                return _tensor_difference(kind, planned, here)
+        counts = [
+            f"{name}: {self.primitives.get(name, 0)} in the plan, {other.primitives.get(name, 0)} here"
+            for name in sorted({*self.primitives, *other.primitives})
+            if self.primitives.get(name, 0) != other.primitives.get(name, 0)
+        ]
+        if counts:
+            return "; ".join(counts[:4]) + (f"; and {len(counts) - 4} more primitives" if len(counts) > 4 else "")
+        if self.fingerprint != other.fingerprint:
+            return (
+                "same inputs, outputs and primitives, but they are connected differently or use other constants"
+                f" (fingerprint {self.fingerprint} in the plan, {other.fingerprint} here)"
+            )
+        return None
+
+
+_Tensors: TypeAlias = Sequence[tuple[str, tuple[int, ...], str]]
+
+
+def _tensor_difference(kind: str, planned: _Tensors, here: _Tensors) -> str:
+    """The first tensor that is missing, new or of another type, and how many more there are."""
+    plan_types = {path: _type_text(shape, dtype) for path, shape, dtype in planned}
+    here_types = {path: _type_text(shape, dtype) for path, shape, dtype in here}
+    found = [f"{kind} `{path}` is in the plan, but not here" for path in plan_types if path not in here_types]
+    found += [f"{kind} `{path}` is here, but not in the plan" for path in here_types if path not in plan_types]
+    found += [
+        f"{kind} `{path}`: {text} in the plan, {here_types[path]} here"
+        for path, text in plan_types.items()
+        if here_types.get(path, text) != text
+    ]
+    if not found:
+        return f"the {kind}s come in another order"
+    return found[0] + (f" (and {len(found) - 1} more {kind}s differ)" if len(found) > 1 else "")
+
+
+def _type_text(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """Shardings to impose, one after the other, on one value of the replayed program.
+
+    `node` and `operand` are None for a constraint at the value's definition; otherwise it holds for
+    that operand of that node alone. The node after the last stands for the step's outputs.
+    """
+
+    value: int
+    shardings: tuple[TensorSharding, ...]
+    node: int | None = None
+    operand: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files."""
+
+    program: ProgramSignature
+    mesh: MeshShape
+    hardware: str
+    memory_budget_bytes: float | None
+    words: str
+    inputs: tuple[TensorPlan, ...]
+    outputs: tuple[TensorPlan, ...]
+    carried: tuple[tuple[int, int], ...]
+    donated: tuple[int, ...]
+    constraints: tuple[Constraint, ...]
+    decisions: tuple[Decision, ...]
+    collectives: tuple[CollectiveUse, ...]
+    prediction: Prediction
+    outcome: Outcome
+    rejected: tuple[RejectedMesh, ...] = ()
+    notes: tuple[str, ...] = ()
+    pins: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    in_tree: Any = field(default=None, compare=False, repr=False)
+    out_tree: Any = field(default=None, compare=False, repr=False)
+
+    def in_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
+        """What `jax.jit(step, in_shardings=...)` takes: a tuple, one pytree of `NamedSharding` per argument.
+
+        Raises:
+            MeshError: where the mesh is not the planned one.
+            PlanMismatchError: where the plan came from a file and does not know the step's pytrees.
+        """
+        return self._sharding_tree(self.inputs, self.in_tree, mesh)
+
+    def out_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
+        """What `jax.jit(step, out_shardings=...)` takes; raises as `in_shardings`."""
+        return self._sharding_tree(self.outputs, self.out_tree, mesh)
+
+    def _sharding_tree(self, tensors: Sequence[TensorPlan], tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+        from autopar.partition_spec import check_mesh, named_shardings
+
+        check_mesh(self.mesh, mesh)
+        if tree is None:
+            raise PlanMismatchError(
+                f"the plan of `{self.program.name}` was read from a file, which does not hold the pytrees of its"
+                " arguments and results. Attach them with `plan.for_step(step, *args)`, or run the step by"
+                " `autopar.parallelize(step, plan=...)`."
+            )
+        return tree.unflatten(named_shardings((tensor.sharding for tensor in tensors), mesh))
+
+    def for_step(self, step: Callable[..., Any], *args: Any) -> Plan:
+        """The same plan with the pytrees of a step's arguments and results, which a file does not hold.
+
+        Shapes and dtypes are compared, not the operations; `parallelize(..., plan=...)` compares all.
+
+        Args:
+            step: the planned function. args: arrays or `ShapeDtypeStruct`s, as it is called.
+
+        Raises:
+            PlanMismatchError: naming the first input or output that differs.
+        """
+        import jax
+
+        args, out = jax.eval_shape(lambda *arrays: (arrays, step(*arrays)), *args)
+        for kind, tensors, tree in (("inputs", self.inputs, args), ("outputs", self.outputs, out)):
+            here = [_type_text(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
+            if len(here) != len(tensors):
+                raise PlanMismatchError(self._mismatch(f"{len(tensors)} {kind} in the plan, {len(here)} here"))
+            for tensor, text in zip(tensors, here, strict=True):
+                if _type_text(tensor.shape, tensor.dtype) != text:
+                    planned = _type_text(tensor.shape, tensor.dtype)
+                    raise PlanMismatchError(self._mismatch(f"`{tensor.path}`: {planned} in the plan, {text} here"))
+        return replace(self, in_tree=jax.tree.structure(args), out_tree=jax.tree.structure(out))
+
+    def _mismatch(self, difference: str) -> str:
+        return f"the plan was made for another program: {difference}. Plan this one anew."
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON types: what `save` writes. `in_tree` and `out_tree` are left out."""
+        body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
+        return {"format": FORMAT, "version": VERSION, **body}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Plan:
+        """The inverse of `to_json`.
+
+        Raises:
+            PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise PlanFileError(f'it is not a plan: a plan is a JSON object with "format": "{FORMAT}"')
+        if data.get("version") != VERSION:
+            raise PlanFileError(f"it is of version {data.get('version')!r}; this autopar reads version {VERSION}")
+        try:
+            plan = decoder(cls)({k: v for k, v in data.items() if k not in ("format", "version")})
+            _check(plan)
+        except WrongFieldError as wrong:
+            raise PlanFileError(str(wrong)) from None
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, one record a line, made for version control.
+
+        The file appears whole or not at all; an older one stays until then.
+
+        Raises:
+            PlanFileError: where it cannot be written.
+        """
+        target = Path(os.path.realpath(path))
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+        text = layout(self.to_json()) + "\n"
+        try:
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except OSError as error:
+            raise PlanFileError(
+                f"cannot write the plan to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
+                " exists and can be written to."
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file. It is data: nothing in it is ever run.
+
+    Raises:
+        PlanFileError: where it is missing, damaged, not a plan, or of another version.
+    """
+    name = os.fspath(path)
+    try:
+        return Plan.from_json(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant))
+    except PlanFileError as error:
+        what = str(error)
+    except OSError as error:
+        what = f"it cannot be read ({error.strerror})"
+    except json.JSONDecodeError as error:
+        what = f"it is damaged: not JSON at line {error.lineno}, column {error.colno} ({error.msg})"
+    except (ValueError, RecursionError) as error:
+        what = f"it is damaged: {error}"
+    raise PlanFileError(f"cannot use the plan file {name!r}: {what}. Plan again with `autopar plan TARGET -o {name}`.")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check(plan: Plan) -> None:
+    """Refuse what is well typed but points nowhere: axes, positions, ranks."""
+    known = set(plan.mesh.axis_names)
+    for place, sharding, shape in _shardings(plan):
+        named = [axis for axes in (*sharding.dims, sharding.unreduced) for axis in axes]
+        for axis in named:
+            if axis not in known:
+                raise WrongFieldError(place, f"names the axis {axis!r}, which mesh {plan.mesh.describe()} has not")
+        if len(set(named)) != len(named):
+            raise WrongFieldError(place, f"uses an axis twice: {sharding}")
+        if shape is not None and len(sharding.dims) != len(shape):
+            raise WrongFieldError(place, f"has {len(sharding.dims)} dims for a tensor of {len(shape)}")
+    num_inputs, num_outputs = len(plan.inputs), len(plan.outputs)
+    positions = [("donated", index, num_inputs) for index in plan.donated]
+    positions += [("carried", index, num_inputs) for index, _ in plan.carried]
+    positions += [("carried", index, num_outputs) for _, index in plan.carried]
+    positions += [("decisions", index, len(plan.collectives)) for d in plan.decisions for index in d.collectives]
+    for place, index, size in positions:
+        if not 0 <= index < size:
+            raise WrongFieldError(place, f"points at position {index} of a list of {size}")
+    for place, planned, signature in (
+        ("inputs", num_inputs, plan.program.inputs),
+        ("outputs", num_outputs, plan.program.outputs),
+    ):
+        if planned != len(signature):
+            raise WrongFieldError(place, f"has {planned} entries, but `program.{place}` has {len(signature)}")
+
+
+def _shardings(plan: Plan) -> Iterator[tuple[str, TensorSharding, tuple[int, ...] | None]]:
+    for name, tensors in (("inputs", plan.inputs), ("outputs", plan.outputs)):
+        for index, tensor in enumerate(tensors):
+            yield f"{name}[{index}].sharding", tensor.sharding, tensor.shape
+    for index, decision in enumerate(plan.decisions):
+        yield f"decisions[{index}].sharding", decision.sharding, decision.shape
+        if decision.runner_up is not None:
+            yield f"decisions[{index}].runner_up", decision.runner_up, decision.shape
+    for index, constraint in enumerate(plan.constraints):
+        for sharding in constraint.shardings:
+            yield f"constraints[{index}].shardings", sharding, None
+    for index, use in enumerate(plan.collectives):
+        yield f"collectives[{index}].axes", TensorSharding((use.axes,)), None

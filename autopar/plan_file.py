@@ -1,0 +1,190 @@
+"""How the records of a plan are written as JSON and read back, checked field by field.
+
+In: frozen dataclasses; JSON types. Out: the other. Nothing here knows which fields a plan has: the
+readers are composed from type annotations, and reading runs no code from the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import numbers
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from autopar.errors import AutoparError
+from autopar.mesh import MeshShape
+from autopar.sharding import TensorSharding
+
+
+class WrongFieldError(Exception):
+    """A field that cannot be read; its place is put in front on the way out."""
+
+    def __init__(self, place: str, words: str) -> None:
+        super().__init__(place, words)
+        self.place, self.words = place, words
+
+    def __str__(self) -> str:
+        return f"its field `{self.place.lstrip('.')}` {self.words}"
+
+
+def encode(value: Any) -> Any:
+    """JSON types. Infinity becomes "inf"; a record leaves out what equals its default."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, tuple | list):
+        return [encode(item) for item in value]
+    if isinstance(value, TensorSharding):
+        spec = [axes[0] if len(axes) == 1 else list(axes) or None for axes in value.dims]
+        return {"spec": spec, "unreduced": list(value.unreduced)} if value.unreduced else spec
+    if isinstance(value, MeshShape):
+        return [list(pair) for pair in zip(value.axis_names, value.axis_sizes, strict=True)]
+    if is_dataclass(value):
+        pairs = ((f, getattr(value, f.name)) for f in fields(value))
+        return {f.name: encode(item) for f, item in pairs if f.default is MISSING or item != f.default}
+    if isinstance(value, Mapping):
+        return {key: encode(value[key]) for key in sorted(value)}
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def layout(value: Any, depth: int = 0) -> str:
+    """JSON text: an object of the outer two levels opens up, a list has one entry a line, and a
+    record inside a list stays on its line, so that a difference between two plans reads well."""
+    inner = "\n" + "  " * (depth + 1)
+    if isinstance(value, dict) and value and depth < 2:
+        entries = [f"{json.dumps(key)}: {layout(item, depth + 1)}" for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict | list | str) for item in value):
+        entries = [json.dumps(item, allow_nan=False) for item in value]
+    else:
+        return json.dumps(value, allow_nan=False)
+    left, right = "{}" if isinstance(value, dict) else "[]"
+    return f"{left}{inner}{(',' + inner).join(entries)}{inner[:-2]}{right}"
+
+
+_Decoder: TypeAlias = Callable[[Any], Any]
+
+
+@functools.lru_cache(maxsize=256)
+def decoder(hint: Any) -> _Decoder:
+    """A checked reader for one type annotation; composed once, so that a large plan loads fast."""
+    if hint is TensorSharding:
+        return _decode_sharding
+    if hint is MeshShape:
+        return _decode_mesh
+    if is_dataclass(hint):
+        return _record_decoder(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return functools.partial(_decode_word, arguments)
+    if origin in (Union, types.UnionType):  # only `X | None` occurs
+        one = decoder(arguments[0])
+        return lambda data: None if data is None else one(data)
+    if origin is tuple and arguments[-1] is ...:
+        return functools.partial(_decode_items, decoder(arguments[0]))
+    if origin is tuple:
+        return functools.partial(_decode_row, tuple(map(decoder, arguments)))
+    if origin is dict:
+        return functools.partial(_decode_mapping, decoder(arguments[1]))
+    return functools.partial(_decode_scalar, hint)
+
+
+def _decode_scalar(hint: type, data: Any) -> Any:
+    if hint is float and (type(data) is int or data in ("inf", "-inf", "nan")):
+        return float(data)
+    if type(data) is not hint:
+        words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+        raise WrongFieldError("", f"must be {words[hint]}, not {_short(data)}")
+    return data
+
+
+def _decode_word(known: tuple[str, ...], data: Any) -> str:
+    if data not in known:
+        raise WrongFieldError("", f"must be one of {', '.join(known)}, not {_short(data)}")
+    return data
+
+
+def _decode_items(one: _Decoder, data: Any) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise WrongFieldError("", f"must be a list, not {_short(data)}")
+    out: list[Any] = []
+    try:
+        for item in data:
+            out.append(one(item))
+    except WrongFieldError as wrong:
+        raise WrongFieldError(f"[{len(out)}]{wrong.place}", wrong.words) from None
+    return tuple(out)
+
+
+def _decode_row(columns: tuple[_Decoder, ...], data: Any) -> tuple[Any, ...]:
+    if not isinstance(data, list) or len(data) != len(columns):
+        raise WrongFieldError("", f"must be a list of {len(columns)}, not {_short(data)}")
+    return tuple(column(item) for column, item in zip(columns, data, strict=True))
+
+
+def _decode_mapping(one: _Decoder, data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise WrongFieldError("", f"must be an object, not {_short(data)}")
+    return {key: one(item) for key, item in data.items()}
+
+
+def _decode_sharding(data: Any) -> TensorSharding:
+    unreduced: Any = []
+    spec = data
+    if isinstance(data, dict) and set(data) == {"spec", "unreduced"}:
+        spec, unreduced = data["spec"], data["unreduced"]
+    if isinstance(spec, list) and isinstance(unreduced, list):
+        entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in spec)
+        with contextlib.suppress(TypeError):  # an unhashable entry
+            return _sharding(entries, tuple(unreduced))
+    raise WrongFieldError("", f'must be a sharding such as ["data", null], not {_short(data)}')
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharding(entries: tuple[Any, ...], unreduced: tuple[Any, ...]) -> TensorSharding:
+    """Thousands of places share a few shardings: each is checked once."""
+    dims = tuple(() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in entries)
+    if not all(isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes) for axes in (*dims, unreduced)):
+        raise TypeError
+    return TensorSharding(dims, unreduced)
+
+
+def _decode_mesh(data: Any) -> MeshShape:
+    pairs = decoder(tuple[tuple[str, int], ...])(data)
+    try:
+        return MeshShape(tuple(name for name, _ in pairs), tuple(size for _, size in pairs))
+    except AutoparError as error:
+        raise WrongFieldError("", f"is no mesh: {error}") from None
+
+
+def _record_decoder(record: Any) -> _Decoder:
+    hints = get_type_hints(record)
+    decoders = {f.name: decoder(hints[f.name]) for f in fields(record) if f.compare}
+    required = {f.name for f in fields(record) if f.default is MISSING and f.default_factory is MISSING}
+
+    def decode(data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise WrongFieldError("", f"must be an object, not {_short(data)}")
+        for name in sorted(required - data.keys()):
+            raise WrongFieldError(f".{name}", "is missing")
+        values: dict[str, Any] = {}
+        for name, item in data.items():
+            if name not in decoders:
+                raise WrongFieldError(f".{name}", "is unknown")
+            try:
+                values[name] = decoders[name](item)
+            except WrongFieldError as wrong:
+                raise WrongFieldError(f".{name}{wrong.place}", wrong.words) from None
+        return record(**values)
+
+    return decode
+
+
+def _short(data: Any) -> str:
+    text = json.dumps(data)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,410 @@
+"""The straight line from a function to a plan.
+
+    fn -> Trace -> Graph -> groups -> Formulation (Problem) -> Solution -> Plan
+
+In: a step and abstract arguments, a mesh (or a device count), a hardware profile. Out: `Plan`.
+Nothing is compiled and no device is touched, unless neither mesh nor device count is given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from autopar.assemble import assemble
+from autopar.carried import carried_arguments, carried_leaves, donated_leaves
+from autopar.cost import hardware as hardware_profiles
+from autopar.cost.collectives import workers_of
+from autopar.cost.hardware import HardwareProfile
+from autopar.errors import BudgetError, MeshError, TimeLimitError
+from autopar.formulation import Formulation, formulate
+from autopar.graph.check import check
+from autopar.graph.from_jaxpr import graph_of
+from autopar.graph.ir import Graph
+from autopar.jax_compat import shape_struct
+from autopar.mesh import MeshShape, factorisations, parse_mesh
+from autopar.pins import meshes_with_pinned_axes, resolve_pins
+from autopar.plan import Outcome, Plan, ProgramSignature, RejectedMesh
+from autopar.rules.factors import Rule
+from autopar.rules.groups import Group, form_groups
+from autopar.rules.registry import NodeView
+from autopar.rules.table import rule_for, unknown_rule
+from autopar.sharding import TensorSharding
+from autopar.solve.ilp import Ilp, minimum_memory
+from autopar.solve.problem import Solution, Solver
+from autopar.trace import Trace, argument_names, check_leaves, trace
+from autopar.units import human_bytes
+from autopar.version import __version__
+from autopar.words import strategy_words
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A traced step as the planner and the executor need it."""
+
+    trace: Trace
+    graph: Graph
+    carried_arguments: tuple[int, ...]
+    donated: tuple[int, ...]
+    signature: ProgramSignature
+
+
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    mesh: str | MeshShape | jax.sharding.Mesh | None = None,
+    num_devices: int | None = None,
+    hardware: str | HardwareProfile | None = None,
+    memory_budget_bytes: float | None = None,
+    pin: Mapping[str, Any] | None = None,
+    carry: Sequence[str] | None = None,
+    donate: Sequence[str] | None = None,
+    solver: Solver | None = None,
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+) -> Plan:
+    """Choose how to split every tensor of a step.
+
+    Args:
+        step: a function of pytrees of arrays, e.g. `(state, batch) -> (state, loss)`.
+        args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
+        mesh: `"2x4"`, `"data=2,model=4"`, a `MeshShape` or a `jax.sharding.Mesh`.
+        num_devices: with this alone, every mesh of at most two axes is planned and the cheapest kept.
+            With neither, the visible devices are counted.
+        hardware: name of a profile, path of a profile file, or a profile; by default that of the
+            visible devices.
+        memory_budget_bytes: per device; by default what the hardware profile says is usable.
+        pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
+        carry: names of arguments that come back updated; by default found by structure.
+        donate: names of arguments whose buffers the step may reuse; by default the carried ones.
+        solver: by default `Ilp(time_limit_s)`.
+        time_limit_s: seconds for the solver, per mesh.
+        progress: called with a stage's name and the fraction done.
+
+    Raises:
+        AutoparError: one of its subclasses, naming what to change.
+    """
+    if progress is not None:
+        progress("trace", 0.0)
+    return plan_program(
+        program_of(step, args, carry=carry, donate=donate),
+        mesh=mesh,
+        num_devices=num_devices,
+        hardware=hardware,
+        memory_budget_bytes=memory_budget_bytes,
+        pin=pin,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        progress=progress,
+    )
+
+
+def plan_program(
+    program: Program,
+    *,
+    mesh: str | MeshShape | jax.sharding.Mesh | None = None,
+    num_devices: int | None = None,
+    hardware: str | HardwareProfile | None = None,
+    memory_budget_bytes: float | None = None,
+    pin: Mapping[str, Any] | None = None,
+    solver: Solver | None = None,
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+) -> Plan:
+    """`plan`, for a program already traced."""
+    report = progress or (lambda stage, fraction: None)
+    profile = _profile(hardware)
+    meshes = meshes_with_pinned_axes(_meshes(mesh, num_devices), pin or {})
+    budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
+    solve_with = solver or Ilp(time_limit_s=time_limit_s)
+    distinct, twins = _distinct(meshes, profile, symmetric=not pin)
+    grouped = _group(program.graph, resolve_pins(pin or {}, program.graph, distinct[0]))
+    plans: list[Plan] = []
+    failures: list[tuple[MeshShape, BudgetError]] = []
+    for i, shape in enumerate(distinct):
+        report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
+        try:
+            pins = resolve_pins(pin or {}, program.graph, shape)
+            plans.append(_plan_on(shape, program, grouped, profile, budget, pins, solve_with))
+        except BudgetError as error:
+            failures.append((shape, error))
+    report("done", 1.0)
+    if not plans:
+        raise failures[0][1]
+    best = min(plans, key=lambda p: p.prediction.step_time_s)
+    return replace(
+        best,
+        memory_budget_bytes=memory_budget_bytes,
+        rejected=_rejected(best, plans, failures, twins),
+        pins={path: str(spec) for path, spec in (pin or {}).items()},
+    )
+
+
+def program_of(
+    step: Callable[..., Any], args: Sequence[Any], *, carry: Sequence[str] | None, donate: Sequence[str] | None
+) -> Program:
+    """Trace a step and say what is carried and what is donated."""
+    check_leaves(step, args)
+    args = jax.tree.map(shape_struct, tuple(args))  # where an array lies now must not enter the trace
+    traced = trace(step, args)
+    names = argument_names(step, len(args))
+    result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
+    carried = carried_arguments(args, result, names, carry)
+    graph = graph_of(traced, carried_leaves(args, carried))
+    check(graph)
+    given = [names[i] for i in carried] if donate is None else donate
+    return Program(traced, graph, tuple(carried), donated_leaves(args, names, given), _signature(traced, graph))
+
+
+def _abstract_outputs(traced: Trace) -> list[Any]:
+    def abstract(output: Any) -> Any:
+        aval = traced.avals[output] if isinstance(output, int) else output.value
+        return jax.ShapeDtypeStruct(jax.numpy.shape(aval), aval.dtype)
+
+    return [abstract(output) for output in traced.outputs]
+
+
+def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
+    def tensors(paths: Sequence[str], values: Sequence[int | None]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        infos = [graph.values[v] if v is not None else None for v in values]
+        return tuple(
+            (path, info.shape if info else (), info.dtype if info else "literal")
+            for path, info in zip(paths, infos, strict=True)
+        )
+
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        shapes = [graph.values[v].shape for v in node.results]
+        digest.update(repr((node.primitive, node.operands, node.results, shapes, sorted(node.params.items()))).encode())
+    return ProgramSignature(
+        name=traced.name,
+        inputs=tensors(graph.input_paths, graph.inputs),
+        outputs=tensors(graph.output_paths, graph.outputs),
+        primitives=dict(sorted(Counter(node.primitive for node in graph.nodes).items())),
+        fingerprint=digest.hexdigest()[:32],
+    )
+
+
+# -- one mesh --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """What no mesh changes: the groups, and how often a primitive without a rule is used."""
+
+    groups: tuple[Group, ...]
+    unknown: Counter[str]
+
+
+def _group(graph: Graph, pins: Mapping[int, TensorSharding]) -> _Grouped:
+    rules, unknown = rules_of(graph)
+    absorbable = frozenset(range(len(graph.inputs))) - set(pins)
+    return _Grouped(form_groups(graph, rules, absorbable), unknown)
+
+
+def _plan_on(
+    mesh: MeshShape,
+    program: Program,
+    grouped: _Grouped,
+    profile: HardwareProfile,
+    budget: float,
+    pins: dict[int, TensorSharding],
+    solver: Solver,
+) -> Plan:
+    graph, groups = program.graph, grouped.groups
+    started = time.perf_counter()
+    formulation = formulate(graph, groups, mesh, profile, pins=pins, memory_budget_bytes=None)
+    solution = solver.solve(formulation.problem)
+    if len(solution.choices) != len(formulation.decisions):
+        raise TimeLimitError(f"planning for mesh {mesh} ended with: {solution.status.value}")
+    parts = assemble(formulation, solution.choices, pins)
+    if parts.prediction.peak_bytes > budget:  # only now is memory worth its constraints
+        formulation = formulate(graph, groups, mesh, profile, pins=pins, memory_budget_bytes=budget)
+        solution = solver.solve(formulation.problem)
+        if len(solution.choices) != len(formulation.decisions):
+            raise _over_budget(graph, groups, mesh, profile, pins, budget, solution)
+        parts = assemble(formulation, solution.choices, pins)
+    return Plan(
+        program=program.signature,
+        mesh=mesh,
+        hardware=profile.name,
+        memory_budget_bytes=budget,
+        words=strategy_words(formulation, solution.choices, parts.inputs),
+        inputs=parts.inputs,
+        outputs=parts.outputs,
+        carried=graph.carried,
+        donated=program.donated,
+        constraints=parts.constraints,
+        decisions=parts.decisions,
+        collectives=parts.collectives,
+        prediction=parts.prediction,
+        outcome=_outcome(solution, formulation, time.perf_counter() - started),
+        notes=_notes(graph, mesh, grouped.unknown, parts.inputs),
+        versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
+        in_tree=program.trace.in_tree,
+        out_tree=program.trace.out_tree,
+    )
+
+
+def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
+    """A rule per node, and the primitives that have none."""
+    unknown: Counter[str] = Counter()
+    rules: list[Rule] = []
+    for node in graph.nodes:
+        view = NodeView.of(node, graph)
+        rule = rule_for(view)
+        if rule is None:
+            unknown[node.primitive] += not node.effect
+            rule = unknown_rule(view)
+        rules.append(rule)
+    return tuple(rules), unknown
+
+
+def _outcome(solution: Solution, formulation: Formulation, seconds: float) -> Outcome:
+    return Outcome(
+        cost_s=solution.cost,
+        lower_bound_s=solution.lower_bound,
+        gap=solution.gap if formulation.decisions else 0.0,  # a program of small values leaves no choice
+        status=solution.status.value,
+        num_nodes=len(formulation.decisions),
+        num_strategies=sum(d.num_strategies for d in formulation.decisions),
+        solve_time_s=seconds,
+    )
+
+
+def _over_budget(
+    graph: Graph,
+    groups: tuple[Group, ...],
+    mesh: MeshShape,
+    profile: HardwareProfile,
+    pins: dict[int, TensorSharding],
+    budget: float,
+    solution: Solution,
+) -> BudgetError:
+    """How short it is, and what would fit."""
+
+    def least(shape: MeshShape) -> float:
+        f = formulate(graph, groups, shape, profile, pins=pins, memory_budget_bytes=budget)
+        return minimum_memory(f.problem).peak_bytes
+
+    needed = least(mesh)
+    ways = [f"give `memory_budget_bytes={1.001 * needed:.4g}` or more"]
+    for times in (2, 4, 8):
+        larger = MeshShape(mesh.axis_names, (mesh.axis_sizes[0] * times, *mesh.axis_sizes[1:]))
+        if least(larger) <= budget:
+            ways.append(f"use {larger.num_devices} devices (mesh {larger})")
+            break
+    short = f"{human_bytes(needed - budget)} short" if needed > budget else solution.status.value
+    return BudgetError(
+        f"no plan on mesh {mesh} fits the memory budget of {human_bytes(budget)} per device: the least any sharding"
+        f" reaches is {human_bytes(needed)}, {short}. Ways out: {'; '.join(ways)}; a smaller batch or model."
+    )
+
+
+def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequence[Any]) -> tuple[str, ...]:
+    notes = [
+        f"`{name}` has no sharding rule: its {count} uses run replicated, and are priced so"
+        for name, count in sorted(unknown.items())
+        if count
+    ]
+    effects = Counter(node.primitive for node in graph.nodes if node.effect)
+    notes += [
+        f"`{name}` has a side effect: each of its {count} uses runs once per step, on whole values"
+        for name, count in sorted(effects.items())
+    ]
+    axes = [(a, s) for a, s in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if s > 1]
+    undivided: dict[int, list[str]] = {}
+    for tensor in inputs:
+        whole = tensor.role == "data" and tensor.shape and tensor.shape[0] > 1 and not any(tensor.sharding.dims)
+        if whole and axes and all(tensor.shape[0] % size for _, size in axes):
+            undivided.setdefault(tensor.shape[0], []).append(tensor.path)
+    for size, paths in undivided.items():
+        named = ", ".join(f"{a}={s}" for a, s in axes)
+        notes.append(
+            f"the leading dim of {', '.join(f'`{p}`' for p in paths[:3])} is {size}, which no mesh axis ({named})"
+            f" divides: it is not split. A multiple of {axes[-1][1]} would be."
+        )
+    return tuple(notes)
+
+
+# -- meshes ----------------------------------------------------------------------------------
+
+
+def _meshes(mesh: str | MeshShape | jax.sharding.Mesh | None, num_devices: int | None) -> tuple[MeshShape, ...]:
+    if mesh is None:
+        return factorisations(jax.device_count() if num_devices is None else num_devices)
+    if isinstance(mesh, str):
+        shape = parse_mesh(mesh)
+    elif isinstance(mesh, MeshShape):
+        shape = mesh
+    else:
+        shape = MeshShape(tuple(mesh.axis_names), tuple(mesh.axis_sizes))
+    if num_devices is not None and shape.num_devices != num_devices:
+        raise MeshError(
+            f"mesh {shape.describe()} has {shape.num_devices} devices, but {num_devices} were asked for:"
+            " give one of the two, or make them agree"
+        )
+    return (shape,)
+
+
+def _distinct(
+    meshes: Sequence[MeshShape], profile: HardwareProfile, *, symmetric: bool
+) -> tuple[list[MeshShape], dict[MeshShape, MeshShape]]:
+    """Meshes that differ in more than the names of their axes, and the others with their twin."""
+    seen: dict[Any, MeshShape] = {}
+    distinct, twins = [], {}
+    for mesh in meshes:
+        sizes = [workers_of((a,), mesh, profile) for a in mesh.axis_names]
+        key = tuple(sorted(sizes, key=repr)) if symmetric else mesh
+        if key in seen:
+            twins[mesh] = seen[key]
+        else:
+            seen[key] = mesh
+            distinct.append(mesh)
+    return distinct, twins
+
+
+def _rejected(
+    best: Plan,
+    plans: Sequence[Plan],
+    failures: Sequence[tuple[MeshShape, BudgetError]],
+    twins: Mapping[MeshShape, MeshShape],
+) -> tuple[RejectedMesh, ...]:
+    out = [
+        RejectedMesh(
+            mesh=p.mesh, step_time_s=p.prediction.step_time_s, peak_bytes=p.prediction.peak_bytes, words=p.words
+        )
+        for p in plans
+        if p is not best
+    ]
+    by_mesh = {p.mesh: p for p in plans}
+    for mesh, twin in twins.items():
+        if twin in by_mesh:
+            p = by_mesh[twin].prediction
+            words = f"the same as {twin} with the axes' names exchanged"
+            out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=words))
+    out += [
+        RejectedMesh(
+            mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=str(error).split(". Ways out")[0]
+        )
+        for mesh, error in failures
+    ]
+    return tuple(out)
+
+
+def _profile(hardware: str | HardwareProfile | None) -> HardwareProfile:
+    if isinstance(hardware, HardwareProfile):
+        return hardware
+    if hardware is None:
+        device = jax.devices()[0]
+        hardware = hardware_profiles.detect(device.device_kind, device.platform)
+    return hardware_profiles.load(hardware)

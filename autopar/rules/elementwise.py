@@ -1,0 +1,140 @@
+"""Rules of primitives whose result elements each depend on one element of each operand.
+
+In: `NodeView`. Out: `ELEMENTWISE`, part of the table. Every rule here is pointwise: the node may
+join its neighbours in one group, and any dim may be split.
+
+The operations per element are what XLA's libdevice expansions take, to the nearest handful; these
+nodes are bound by memory, so only the order of magnitude matters.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from autopar.rules.factors import DimNames, Rule, build_rule
+from autopar.rules.registry import NodeView, RuleFunction
+
+_MOVES = "conj convert_element_type copy imag name random_clone real reduce_precision sharding_constraint stop_gradient"
+_ARITHMETIC = """
+    abs add add_any and ceil clamp clz complex eq eq_to floor ge gt is_finite le le_to lt lt_to max min mul mulhi ne neg
+    nextafter not one_minus_square or population_count round select_n shift_left shift_right_arithmetic
+    shift_right_logical sign square sub xor
+"""
+_DIVISIONS = "div rem rsqrt sqrt cbrt"
+_TRANSCENDENTAL = """
+    acos acosh asin asinh atan atan2 atanh cos cosh erf erf_inv erfc exp exp2 expm1 log log1p log2 logistic pow sin sinh
+    tan tanh
+"""
+_SPECIAL = """
+    bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma random_gamma regularized_incomplete_beta
+    zeta
+"""
+#: threefry takes about 115 integer operations for two 32-bit words, philox about the same for four.
+_RANDOM_WORDS = {"threefry2x32": 60.0, "threefry4x32": 60.0, "philox2x32": 40.0, "philox4x32": 30.0}
+
+FLOPS_PER_ELEMENT: dict[str, float] = {
+    **dict.fromkeys(_MOVES.split(), 0.0),
+    **dict.fromkeys(_ARITHMETIC.split(), 1.0),
+    **dict.fromkeys(_DIVISIONS.split(), 4.0),
+    **dict.fromkeys(_TRANSCENDENTAL.split(), 10.0),
+    **dict.fromkeys(_SPECIAL.split(), 100.0),
+    **_RANDOM_WORDS,
+    "random_fold_in": 60.0,
+}
+
+
+def positions(shape: tuple[int, ...]) -> DimNames:
+    """Each dim named by its position."""
+    return [(i,) for i in range(len(shape))]
+
+
+def elementwise(view: NodeView, flops: float) -> Rule:
+    """All dims free. An operand may be a scalar, or have size 1 where the result has more."""
+    return build_rule(
+        [positions(shape) for shape in view.operand_shapes],
+        [positions(shape) for shape in view.result_shapes],
+        view.operand_shapes,
+        view.result_shapes,
+        pointwise=True,
+        flops_per_point=flops,
+    )
+
+
+def _integer_pow(view: NodeView) -> Rule:
+    return elementwise(view, float(max(1, abs(view.params["y"]).bit_length())))
+
+
+def _polynomial(view: NodeView) -> Rule:
+    """Horner's rule: one multiply and one add per coefficient."""
+    return elementwise(view, 2.0 * max(1, len(view.operand_shapes) - 1))
+
+
+def _separate(view: NodeView) -> Rule:
+    """Operand *i* passes to result *i*; they have nothing to do with each other."""
+    terms = [[(f"{t}.{i}",) for i in range(len(shape))] for t, shape in enumerate(view.operand_shapes)]
+    return build_rule(terms, terms, view.operand_shapes, view.result_shapes, pointwise=True, flops_per_point=0.0)
+
+
+def _leading(view: NodeView) -> Rule:
+    """Leading dims are shared; those that only one side has (words of a key, bytes of a wider
+    element, new keys) need replication."""
+    shared = min(len(shape) for shape in (*view.operand_shapes, *view.result_shapes))
+
+    def names(shape: tuple[int, ...]) -> DimNames:
+        return [(i,) if i < shared else () for i in range(len(shape))]
+
+    return build_rule(
+        [names(shape) for shape in view.operand_shapes],
+        [names(shape) for shape in view.result_shapes],
+        view.operand_shapes,
+        view.result_shapes,
+        pointwise=True,
+        flops_per_point=0.0,
+    )
+
+
+def _created(view: NodeView, flops: float) -> Rule:
+    """Results made from nothing, or from a key or bounds that stay whole: each result dim is free.
+
+    JAX's threefry is partitionable: every device draws its own part of the numbers.
+    """
+    return build_rule(
+        [[()] * len(shape) for shape in view.operand_shapes],
+        [positions(shape) for shape in view.result_shapes],
+        view.operand_shapes,
+        view.result_shapes,
+        pointwise=True,
+        flops_per_point=flops,
+    )
+
+
+def _rng_bit_generator(view: NodeView) -> Rule:
+    state, data = view.result_shapes
+    return build_rule(
+        [[()] * len(shape) for shape in view.operand_shapes],
+        [[()] * len(state), positions(data)],
+        view.operand_shapes,
+        view.result_shapes,
+        pointwise=True,
+        flops_per_point=30.0,
+    )
+
+
+ELEMENTWISE: dict[str, RuleFunction] = {
+    **{name: partial(elementwise, flops=flops) for name, flops in FLOPS_PER_ELEMENT.items()},
+    "integer_pow": _integer_pow,
+    "polynomial": _polynomial,
+    "optimization_barrier": _separate,
+    "device_put": _separate,
+    "bitcast_convert_type": _leading,
+    "random_wrap": _leading,
+    "random_unwrap": _leading,
+    "random_split": _leading,
+    "random_seed": _leading,
+    "random_bits": partial(_created, flops=60.0),
+    "rng_uniform": partial(_created, flops=60.0),
+    "rng_bit_generator": _rng_bit_generator,
+    "iota": partial(_created, flops=0.0),
+    "iota_2x32_shape": partial(_created, flops=1.0),
+    "empty": partial(_created, flops=0.0),
+}

@@ -1,0 +1,165 @@
+"""Sharding rules: each dim of a node's operands and results named by factors, as in an einsum.
+
+In: nothing. Out: `Rule`, built by the functions registered in `registry`. The idea and the words
+are Shardy's op sharding rules: https://openxla.org/shardy/sdy_op_rules
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+#: Reductions a factor can leave pending, by what combines the parts.
+Reduction = Literal["sum", "max", "min", "prod", "and", "or"]
+
+#: Per dim of one tensor, the factors that make it up, major first. An empty tuple is a dim that
+#: needs replication: nothing may split it.
+DimFactors = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One loop of a node.
+
+    Args:
+        size: iterations.
+        reduction: None for a pass-through factor (a loop over result elements); otherwise what
+            combines the parts when the loop is split, which leaves the result unreduced.
+    """
+
+    size: int
+    reduction: Reduction | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one node may be split.
+
+    Args:
+        factors: the loops.
+        operands: per operand its dims' factors (literals: `()`).
+        results: per result its dims' factors.
+        pointwise: each result element depends on no more than one element of each operand along
+            every factor, so the node may join its neighbours in one group.
+        flops_per_point: floating-point operations per point of the whole factor space.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[DimFactors, ...]
+    results: tuple[DimFactors, ...]
+    pointwise: bool = False
+    flops_per_point: float = 1.0
+
+
+#: The name a rule gives a factor while it is being written.
+Name = str | int
+
+#: Per dim of one tensor, the names of its factors, major first; `()` is a dim that needs replication.
+DimNames = Sequence[tuple[Name, ...]]
+
+
+def build_rule(
+    operands: Sequence[DimNames],
+    results: Sequence[DimNames],
+    operand_shapes: Sequence[tuple[int, ...]],
+    result_shapes: Sequence[tuple[int, ...]],
+    *,
+    sizes: Mapping[Name, int] | None = None,
+    reduction: Reduction = "sum",
+    pointwise: bool = False,
+    flops_per_point: float = 1.0,
+) -> Rule:
+    """Build a rule from the names of each dim's factors.
+
+    A factor that no result has is a reduction. Dims and factors of size 1 (or 0) carry no factor,
+    whatever is written. A size is read off a dim that has one factor alone; `sizes` gives those
+    which never stand alone.
+
+    >>> rule = build_rule([[("a", "b")]], [[("a",), ("b",)]], [(6,)], [(2, 3)])
+    >>> [f.size for f in rule.factors], rule.operands, rule.results
+    ([2, 3], (((0, 1),),), (((0,), (1,)),))
+    """
+    terms, shapes = [*operands, *results], [*operand_shapes, *result_shapes]
+    assert len(operands) == len(operand_shapes) and len(terms) == len(shapes), f"{terms} for tensors {shapes}"
+    known = _factor_sizes(terms, shapes, dict(sizes or {}))
+    index = {name: i for i, name in enumerate(known)}
+
+    def dims(term: DimNames, shape: tuple[int, ...]) -> DimFactors:
+        found: list[tuple[int, ...]] = []
+        for names, size in zip(term, shape, strict=True):
+            found.append(tuple(index[n] for n in names if n in index) if size > 1 else ())
+            product = math.prod(known[n] for n in names if n in index)
+            assert not found[-1] or product == size, f"factors {names} multiply to {product}, not {size}"
+        return tuple(found)
+
+    in_results = {name for term in results for names in term for name in names}
+    return Rule(
+        factors=tuple(Factor(size, None if n in in_results else reduction) for n, size in known.items()),
+        operands=tuple(map(dims, operands, operand_shapes)),
+        results=tuple(map(dims, results, result_shapes)),
+        pointwise=pointwise,
+        flops_per_point=flops_per_point,
+    )
+
+
+def parse_rule(
+    text: str,
+    operand_shapes: tuple[tuple[int, ...], ...],
+    result_shapes: tuple[tuple[int, ...], ...],
+    *,
+    reduction: Reduction = "sum",
+    pointwise: bool = False,
+    flops_per_point: float = 1.0,
+) -> Rule:
+    """Build a rule from einsum-like text: names for factors, `.` for a dim that needs replication,
+    `(a b)` for a dim made of a major and a minor factor whose size stands elsewhere.
+
+    A factor that no result has is a reduction. Dims of size 1 carry no factor, whatever is written.
+
+    >>> rule = parse_rule("i k, k j -> i j", ((4, 8), (8, 2)), ((4, 2),), flops_per_point=2)
+    >>> [(f.size, f.reduction) for f in rule.factors]
+    [(4, None), (8, 'sum'), (2, None)]
+    """
+    left, right = text.split("->")
+    return build_rule(
+        [_split_dims(part) for part in left.split(",")] if left.strip() or operand_shapes else [],
+        [_split_dims(part) for part in right.split(",")],
+        operand_shapes,
+        result_shapes,
+        reduction=reduction,
+        pointwise=pointwise,
+        flops_per_point=flops_per_point,
+    )
+
+
+def _factor_sizes(
+    terms: Sequence[DimNames], shapes: Sequence[tuple[int, ...]], sizes: dict[Name, int]
+) -> dict[Name, int]:
+    """Size of each named factor, in order of appearance; those of size 1 or 0 left out."""
+    for term, shape in zip(terms, shapes, strict=True):
+        assert len(term) == len(shape), f"{term} names {len(term)} dims of shape {shape}"
+        for names, size in zip(term, shape, strict=True):
+            if len(names) == 1 and size > 1:
+                known = sizes.setdefault(names[0], size)
+                assert known == size, f"factor {names[0]!r} has size {known} and {size}"
+    return {name: size for name, size in sizes.items() if size > 1}
+
+
+def _split_dims(part: str) -> list[tuple[Name, ...]]:
+    """`i . (a b)` -> names of each dim's factors."""
+    out: list[tuple[Name, ...]] = []
+    inside: list[Name] | None = None
+    for token in part.replace("(", " ( ").replace(")", " ) ").split():
+        if token == "(":
+            inside = []
+        elif token == ")":
+            assert inside is not None
+            out.append(tuple(inside))
+            inside = None
+        elif inside is not None:
+            inside.append(token)
+        else:
+            out.append(() if token == "." else (token,))
+    return out

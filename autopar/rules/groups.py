@@ -1,0 +1,318 @@
+"""Groups: nodes that must be split alike, so that the problem stays small.
+
+In: a graph and one `Rule` per node. Out: `Group`s, each a set of nodes over one common space of
+factors, with the values it reads from outside and the values it defines.
+
+What joins, and why:
+
+1. An elementwise node joins the producer of an operand that spans the whole space of both: splitting
+   them differently would only add resharding. A reduction (`reduce_sum` …) joins its operand's group.
+2. Elementwise and reduction nodes that read the same value join each other.
+3. A small group fed by a reduction of a large one and broadcast back into it (the statistics of a
+   layer norm or a softmax) joins the large one.
+
+Carried state is never a reason to join: the forward pass and the optimizer read the same parameter,
+and whether they want it split alike is what ZeRO is about.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.graph.ir import Graph
+from autopar.rules.factors import DimFactors, Factor, Reduction, Rule
+
+#: Values of at most this many elements are left out of the problem: they are replicated, and
+#: moving them costs a launch that XLA merges with others'.
+SMALL_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A value read by a group: its dims in the group's factors, and by which (node, operand)s."""
+
+    value: int
+    dims: DimFactors
+    uses: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Define:
+    """A value made by a group; split along a `pending` factor it is left unreduced."""
+
+    value: int
+    node: int
+    dims: DimFactors
+    pending: tuple[int, ...]
+    reduction: Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Arithmetic of one node: operations per point of the space of these factors."""
+
+    factors: tuple[int, ...]
+    flops_per_point: float
+    contraction: bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Nodes over one factor space.
+
+    Args:
+        even: factors that may only be split evenly.
+        fixed: factors that may not be split (minor parts of a compound dim).
+        inputs: graph inputs (value indices) that live here: state that only this group reads and
+            renews, with its dims in the group's factors.
+    """
+
+    nodes: tuple[int, ...]
+    factors: tuple[Factor, ...]
+    reads: tuple[Read, ...]
+    defines: tuple[Define, ...]
+    works: tuple[Work, ...]
+    even: frozenset[int] = frozenset()
+    fixed: frozenset[int] = frozenset()
+    inputs: tuple[tuple[int, DimFactors], ...] = ()
+
+
+_CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+def joins(rule: Rule, primitive: str) -> bool:
+    """Whether a node may share a group: elementwise, or a reduction that joins its operand."""
+    return rule.pointwise or (primitive.startswith("reduce_") and len(rule.operands) >= 1 and bool(rule.factors))
+
+
+def form_groups(graph: Graph, rules: Sequence[Rule], absorbable: frozenset[int] = frozenset()) -> tuple[Group, ...]:
+    """Form the groups of a graph.
+
+    Args:
+        rules: one per node.
+        absorbable: positions of inputs that may live inside a group (unpinned carried state).
+    """
+    joiner = _Joiner(graph, rules)
+    joiner.join_producers()
+    joiner.join_siblings()
+    joiner.join_sandwiched()
+    return tuple(_build(graph, rules, joiner, nodes, absorbable) for nodes in joiner.members())
+
+
+class _Joiner:
+    """Union-find over nodes and over their factors; a join unifies two groups' factors one to one."""
+
+    def __init__(self, graph: Graph, rules: Sequence[Rule]) -> None:
+        self.graph, self.rules = graph, rules
+        self.offset = [0]
+        for rule in rules:
+            self.offset.append(self.offset[-1] + len(rule.factors))
+        self.factor_parent = list(range(self.offset[-1]))
+        self.node_parent = list(range(len(rules)))
+        self.joinable = [joins(rule, node.primitive) for rule, node in zip(rules, graph.nodes, strict=True)]
+        self.space: list[set[int]] = [set(range(a, b)) for a, b in zip(self.offset, self.offset[1:], strict=False)]
+        self.defined: dict[int, tuple[int, int]] = {
+            value: (n, i) for n, node in enumerate(graph.nodes) for i, value in enumerate(node.results)
+        }
+        self.readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for n, node in enumerate(graph.nodes):
+            for i, value in enumerate(node.operands):
+                if value is not None and graph.values[value].size > SMALL_SIZE:
+                    self.readers[value].append((n, i))
+
+    def factor(self, element: int) -> int:
+        while self.factor_parent[element] != element:
+            self.factor_parent[element] = self.factor_parent[self.factor_parent[element]]
+            element = self.factor_parent[element]
+        return element
+
+    def node(self, node: int) -> int:
+        while self.node_parent[node] != node:
+            self.node_parent[node] = self.node_parent[self.node_parent[node]]
+            node = self.node_parent[node]
+        return node
+
+    def dims(self, node: int, dims: DimFactors) -> tuple[tuple[int, ...], ...]:
+        """A tensor's dims as factor classes."""
+        return tuple(tuple(self.factor(self.offset[node] + f) for f in dim) for dim in dims)
+
+    def operand(self, node: int, index: int) -> tuple[tuple[int, ...], ...]:
+        return self.dims(node, self.rules[node].operands[index])
+
+    def result(self, node: int, index: int) -> tuple[tuple[int, ...], ...]:
+        return self.dims(node, self.rules[node].results[index])
+
+    def spans(self, node: int, dims: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether a tensor has every factor of the node's whole group."""
+        return {f for dim in dims for f in dim} == self.space[self.node(node)]
+
+    def join(self, a: int, b: int, a_dims: tuple[tuple[int, ...], ...], b_dims: tuple[tuple[int, ...], ...]) -> bool:
+        """Unify two groups along one tensor both know; refused where factors do not pair up."""
+        pairs: list[tuple[int, int]] = []
+        for dim_a, dim_b in zip(a_dims, b_dims, strict=True):
+            if len(dim_a) != len(dim_b):
+                return False
+            pairs += zip(dim_a, dim_b, strict=True)
+        root_a, root_b = self.node(a), self.node(b)
+        if root_a == root_b:
+            return False
+        if len({x for x, _ in pairs}) != len(pairs) or len({y for _, y in pairs}) != len(pairs):
+            return False
+        for x, y in pairs:
+            self.factor_parent[y] = x
+        if len(self.space[root_a]) < len(self.space[root_b]):  # keep the larger group's space
+            root_a, root_b = root_b, root_a
+        self.node_parent[root_b] = root_a
+        self.space[root_a] = {self.factor(f) for f in self.space[root_a] | self.space[root_b]}
+        self.space[root_b] = set()
+        return True
+
+    def join_producers(self) -> None:
+        for value, uses in self.readers.items():
+            if value not in self.defined:
+                continue
+            maker, index = self.defined[value]
+            if not self.joinable[maker]:
+                continue
+            for reader, operand in uses:
+                made, read = self.result(maker, index), self.operand(reader, operand)
+                if self.joinable[reader] and self.spans(maker, made) and self.spans(reader, read):
+                    self.join(maker, reader, made, read)
+
+    def join_siblings(self) -> None:
+        state = {self.graph.inputs[position] for position, _ in self.graph.carried}
+        for value, uses in self.readers.items():
+            if value in state:
+                continue
+            first: tuple[int, int] | None = None
+            for reader, operand in uses:
+                if not self.joinable[reader] or not self.spans(reader, self.operand(reader, operand)):
+                    continue
+                if first is None:
+                    first = (reader, operand)
+                else:
+                    self.join(first[0], reader, self.operand(*first), self.operand(reader, operand))
+
+    def join_sandwiched(self) -> None:
+        changed = True
+        while changed:
+            changed = False
+            feeds = {pair for _, _, pair in self._crossings(broadcast=True)}
+            for value, (reader, operand), (small, large) in self._crossings(broadcast=False):
+                if (small, large) not in feeds or self.node(reader) != small:
+                    continue
+                maker, index = self.defined[value]
+                if self.node(maker) == large and self.join(
+                    maker, reader, self.result(maker, index), self.operand(reader, operand)
+                ):
+                    changed = True
+
+    def _crossings(self, *, broadcast: bool) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+        """(value, use, (small group, large group)) for values that pass between a group they span
+        and one they do not: broadcasts into the large one, or reductions out of it."""
+        for value, uses in self.readers.items():
+            if value not in self.defined:
+                continue
+            maker, index = self.defined[value]
+            if not self.joinable[maker]:
+                continue
+            made_spans = self.spans(maker, self.result(maker, index))
+            for reader, operand in uses:
+                if not self.joinable[reader] or self.node(maker) == self.node(reader):
+                    continue
+                read_spans = self.spans(reader, self.operand(reader, operand))
+                if broadcast and made_spans and not read_spans:
+                    yield value, (reader, operand), (self.node(maker), self.node(reader))
+                if not broadcast and read_spans and not made_spans:
+                    yield value, (reader, operand), (self.node(reader), self.node(maker))
+
+    def members(self) -> list[list[int]]:
+        """Nodes of each group, in program order; nodes that touch only small values are left out."""
+        values = self.graph.values
+        groups: dict[int, list[int]] = defaultdict(list)
+        for n, node in enumerate(self.graph.nodes):
+            touched = [v for v in (*node.operands, *node.results) if v is not None]
+            if any(values[v].size > SMALL_SIZE for v in touched):
+                groups[self.node(n)].append(n)
+        return list(groups.values())
+
+
+def _build(
+    graph: Graph, rules: Sequence[Rule], joiner: _Joiner, nodes: Sequence[int], absorbable: frozenset[int]
+) -> Group:
+    classes: dict[int, int] = {}
+    factors: list[Factor] = []
+    for n in nodes:
+        for i, factor in enumerate(rules[n].factors):
+            root = joiner.factor(joiner.offset[n] + i)
+            if root not in classes:
+                classes[root] = len(factors)
+                factors.append(factor)
+
+    def local(node: int, dims: DimFactors) -> DimFactors:
+        return tuple(tuple(classes[f] for f in dim) for dim in joiner.dims(node, dims))
+
+    reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]] = defaultdict(list)
+    defines: list[Define] = []
+    works: list[Work] = []
+    for n in nodes:
+        node, rule = graph.nodes[n], rules[n]
+        for i, value in enumerate(node.operands):
+            if value is not None and graph.values[value].size > SMALL_SIZE:
+                reads[value, local(n, rule.operands[i])].append((n, i))
+        own = tuple(classes[joiner.factor(joiner.offset[n] + i)] for i in range(len(rule.factors)))
+        pending = tuple(f for f, factor in zip(own, rule.factors, strict=True) if factor.reduction)
+        kinds: list[Reduction] = [factor.reduction for factor in rule.factors if factor.reduction]
+        for value, dims in zip(node.results, rule.results, strict=True):
+            defines.append(Define(value, n, local(n, dims), pending, kinds[0] if kinds else "sum"))
+        dtype = graph.values[next((v for v in node.operands if v is not None), node.results[0])].dtype
+        works.append(Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, dtype))
+    settled = {(d.value, d.dims) for d in defines if not d.pending}
+    reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
+    compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
+    compound += [dim for define in defines for dim in define.dims if len(dim) > 1]
+    group = Group(
+        nodes=tuple(nodes),
+        factors=tuple(factors),
+        reads=tuple(Read(value, dims, tuple(uses)) for (value, dims), uses in reads.items()),
+        defines=tuple(defines),
+        works=tuple(works),
+        even=frozenset(f for dim in compound for f in dim),
+        fixed=frozenset(f for dim in compound for f in dim[1:]),
+    )
+    return _absorb(graph, group, joiner, absorbable)
+
+
+def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[int]) -> Group:
+    """Take in carried state that only this group reads and renews, split as the group is."""
+    defined = {d.value: d.dims for d in group.defines}
+    position_of = {v: i for i, v in enumerate(graph.inputs)}
+    renewed = dict(graph.carried)
+    members = set(group.nodes)
+    inputs: list[tuple[int, DimFactors]] = []
+    for read in group.reads:
+        position = position_of.get(read.value)
+        if position is None or position not in absorbable or position not in renewed:
+            continue
+        after = graph.outputs[renewed[position]]
+        readers = {node for node, _ in joiner.readers[read.value]}
+        if after is None or defined.get(after) != read.dims or not readers <= members:
+            continue
+        if graph.outputs.count(after) != 1 or read.value in graph.outputs:
+            continue
+        inputs.append((read.value, read.dims))
+    even = group.even | {f for _, dims in inputs for dim in dims for f in dim}
+    taken = {value for value, _ in inputs}
+    return Group(
+        nodes=group.nodes,
+        factors=group.factors,
+        reads=tuple(r for r in group.reads if r.value not in taken),
+        defines=group.defines,
+        works=group.works,
+        even=frozenset(even),
+        fixed=group.fixed,
+        inputs=tuple(inputs),
+    )

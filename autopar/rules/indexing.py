@@ -1,0 +1,116 @@
+"""Rules of gather and scatter: embedding look-ups, `take_along_axis`, `x.at[i].set(y)`.
+
+In: `NodeView`. Out: `INDEXING`, part of the table. JAX keeps the index vector in the last dim of
+the indices; it needs replication, and so does a dim of which slices longer than 1 are taken.
+
+XLA's partitioner does what these rules say (checked in compiled GPU programs): a look-up in a table
+split by rows is masked and all-reduced, a scatter into one needs no communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from functools import partial
+
+from autopar.rules.factors import Name, Rule, build_rule
+from autopar.rules.registry import NodeView, RuleFunction
+
+Names = list[tuple[Name, ...]]
+
+
+def gather(view: NodeView) -> Rule:
+    """`v f, b s . -> b s f` with v reduced: batch dims of the indices and whole dims of the slices
+    pass through; a dim indexed one by one may be split, each device finding what it holds."""
+    operand_shape, index_shape = view.operand_shapes[:2]
+    numbers = view.params["dimension_numbers"]
+    sizes = view.params["slice_sizes"]
+    indexed, collapsed = set(numbers["start_index_map"]), set(numbers["collapsed_slice_dims"])
+    whole = {d for d, size in enumerate(operand_shape) if sizes[d] == size} - indexed
+    operand, indices, result = _connect(
+        operand_shape,
+        index_shape,
+        view.result_shapes[0],
+        free=whole | (indexed & collapsed),
+        skipped=collapsed | {*numbers["operand_batching_dims"]},
+        window_dims=numbers["offset_dims"],
+        batching=list(zip(numbers["operand_batching_dims"], numbers["start_indices_batching_dims"], strict=True)),
+    )
+    return build_rule([operand, indices], [result], view.operand_shapes, view.result_shapes, flops_per_point=0.0)
+
+
+def scatter(view: NodeView, *, adds: bool) -> Rule:
+    """`v f, b s ., b s f -> v f`: gather in reverse. A dim indexed one by one may be split, each
+    device applying the updates that fall on its part.
+
+    Where updates are added, the loops over them are reductions: each device adds its share, and the
+    operand is counted once (XLA takes nought for it on all devices but the first).
+    """
+    operand_shape, index_shape, update_shape = view.operand_shapes
+    numbers = view.params["dimension_numbers"]
+    indexed, inserted = set(numbers["scatter_dims_to_operand_dims"]), set(numbers["inserted_window_dims"])
+    skipped = inserted | {*numbers["operand_batching_dims"]}
+    window_dims = numbers["update_window_dims"]
+    kept = [d for d in range(len(operand_shape)) if d not in skipped]
+    whole = {d for d, u in zip(kept, window_dims, strict=True) if operand_shape[d] == update_shape[u]} - indexed
+    operand, indices, updates = _connect(
+        operand_shape,
+        index_shape,
+        update_shape,
+        free=whole | (indexed & inserted),
+        skipped=skipped,
+        window_dims=window_dims,
+        batching=list(zip(numbers["operand_batching_dims"], numbers["scatter_indices_batching_dims"], strict=True)),
+    )
+    if not adds:  # which of two updates to one place comes last is nobody's to reorder
+        here = {name for names in operand for name in names}
+        indices, updates = ([names if set(names) <= here else () for names in term] for term in (indices, updates))
+    # One operation per update: the loops over the indexed dims only say where it goes.
+    places = math.prod(max(1, operand_shape[d]) for d in indexed & inserted)
+    return build_rule(
+        [operand, indices, updates],
+        [operand],
+        view.operand_shapes,
+        view.result_shapes,
+        flops_per_point=1.0 / places if adds else 0.0,
+    )
+
+
+def _connect(
+    operand_shape: tuple[int, ...],
+    index_shape: tuple[int, ...],
+    slices_shape: tuple[int, ...],
+    *,
+    free: Collection[int],
+    skipped: Collection[int],
+    window_dims: tuple[int, ...],
+    batching: list[tuple[int, int]],
+) -> tuple[Names, Names, Names]:
+    """Names of the operand's, the indices' and the slices' dims (a gather's result, a scatter's updates).
+
+    Args:
+        free: operand dims that may be split: every slice has them whole, or one element of them.
+        skipped: operand dims that the slices lack.
+        window_dims: dims of the slices that run along the operand's other dims, in order; the rest
+            run along the batch dims of the indices, in order.
+        batching: pairs (operand dim, indices dim) that run together.
+    """
+    operand: Names = [(f"o{d}",) if d in free else () for d in range(len(operand_shape))]
+    indices: Names = [*((f"b{d}",) for d in range(len(index_shape) - 1)), ()]
+    for d, e in batching:
+        operand[d] = indices[e]
+    slices: Names = [()] * len(slices_shape)
+    kept = [d for d in range(len(operand_shape)) if d not in skipped]
+    for s, d in zip(window_dims, kept, strict=True):
+        slices[s] = operand[d]
+    rest = [s for s in range(len(slices_shape)) if s not in window_dims]
+    for s, names in zip(rest, indices[:-1], strict=True):
+        slices[s] = names
+    return operand, indices, slices
+
+
+INDEXING: dict[str, RuleFunction] = {
+    "gather": gather,
+    **{name: partial(scatter, adds=True) for name in ("scatter-add", "scatter-sub")},
+    **{name: partial(scatter, adds=False) for name in ("scatter", "scatter-mul", "scatter-min", "scatter-max")},
+}

@@ -1,0 +1,36 @@
+"""What a sharding rule is written against: a `NodeView` goes in, a `Rule` comes out.
+
+In: a node of the graph. Out: `NodeView`, `RuleFunction`. The families of rules beside this file
+import it, and `table` merges what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.graph.ir import Graph, Node
+from autopar.rules.factors import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """All a rule may look at: shapes and parameters of one node. A literal operand has shape ()."""
+
+    primitive: str
+    params: Mapping[str, Any]
+    operand_shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(node: Node, graph: Graph) -> NodeView:
+        return NodeView(
+            node.primitive,
+            node.params,
+            tuple(() if v is None else graph.values[v].shape for v in node.operands),
+            tuple(graph.values[v].shape for v in node.results),
+        )
+
+
+RuleFunction = Callable[[NodeView], Rule]

@@ -1,0 +1,184 @@
+"""Rules of primitives that move elements by where they stand, not by what they hold.
+
+In: `NodeView`. Out: `SHAPE`, part of the table. Transposes, broadcasts, and reshapes by dims of
+size 1 are pointwise. A dim that is cut, joined, padded or reversed needs replication; the dims
+beside it are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import pairwise
+
+from autopar.rules.factors import DimNames, Name, Rule, build_rule
+from autopar.rules.registry import NodeView, RuleFunction
+
+
+def _moves(
+    view: NodeView,
+    operands: Sequence[DimNames],
+    results: Sequence[DimNames],
+    *,
+    sizes: dict[Name, int] | None = None,
+    pointwise: bool = False,
+) -> Rule:
+    return build_rule(
+        operands,
+        results,
+        view.operand_shapes,
+        view.result_shapes,
+        sizes=sizes,
+        pointwise=pointwise,
+        flops_per_point=0.0,
+    )
+
+
+def _broadcast_in_dim(view: NodeView) -> Rule:
+    """Operand dims go where `broadcast_dimensions` says; the others of the result are new loops."""
+    places = view.params["broadcast_dimensions"]
+    operands: list[DimNames] = [[(d,) for d in places]]
+    operands += [[()] * len(shape) for shape in view.operand_shapes[1:]]
+    return _moves(view, operands, [[(d,) for d in range(len(view.result_shapes[0]))]], pointwise=True)
+
+
+def _transpose(view: NodeView) -> Rule:
+    order = view.params["permutation"]
+    return _moves(view, [[(d,) for d in range(len(order))]], [[(d,) for d in order]], pointwise=True)
+
+
+def _squeeze(view: NodeView) -> Rule:
+    rank = len(view.operand_shapes[0])
+    gone = {d % rank for d in view.params["dimensions"]}
+    operand = [(d,) for d in range(rank)]
+    return _moves(view, [operand], [[(d,) for d in range(rank) if d not in gone]], pointwise=True)
+
+
+def _reshape(view: NodeView) -> Rule:
+    """Dims split into, or merge from, factors common to both shapes.
+
+    `dimensions`, which gradients of grouped convolutions have, transposes the operand first.
+    """
+    shape = view.operand_shapes[0]
+    order = view.params.get("dimensions") or range(len(shape))
+    before = tuple(shape[d] for d in order)
+    moved, result, sizes = common_factors(before, view.result_shapes[0])
+    operand: list[tuple[Name, ...]] = [()] * len(shape)
+    for d, names in zip(order, moved, strict=True):
+        operand[d] = names
+    kept = [size for size in before if size != 1] == [size for size in view.result_shapes[0] if size != 1]
+    return _moves(
+        view,
+        [operand],
+        [result],
+        sizes={**sizes},
+        pointwise=kept and list(order) == sorted(order),
+    )
+
+
+def common_factors(
+    before: tuple[int, ...], after: tuple[int, ...]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], dict[int, int]]:
+    """Names of each dim's factors on both sides of a reshape, and the factors' sizes.
+
+    A dim covers a range of strides. Where the strides of both shapes, put together, divide each
+    other, the ranges between them are the factors, named by their stride; where not, the dims
+    need replication.
+
+    >>> common_factors((6, 5), (2, 3, 5))
+    ([(15, 5), (1,)], [(15,), (5,), (1,)], {15: 2, 5: 3, 1: 5})
+    """
+    if 0 in before or 0 in after:
+        return [()] * len(before), [()] * len(after), {}
+    sides = _spans(before), _spans(after)
+    meets = sorted({1, *({top for _, top in sides[0]} & {top for _, top in sides[1]})}, reverse=True)
+    sizes: dict[int, int] = {}
+    for high, low in pairwise(meets):  # what lies between is reshaped by itself
+        cuts = sorted({cut for side in sides for span in side for cut in span if low <= cut <= high}, reverse=True)
+        steps = list(pairwise(cuts))
+        if all(upper % lower == 0 for upper, lower in steps):
+            sizes |= {lower: upper // lower for upper, lower in steps}
+
+    def names(side: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+        return [tuple(stride for stride in sizes if low <= stride < high) for low, high in side]
+
+    return names(sides[0]), names(sides[1]), sizes
+
+
+def _spans(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Per dim its stride and the stride of what it is part of."""
+    spans: list[tuple[int, int]] = []
+    stride = 1
+    for size in reversed(shape):
+        spans.insert(0, (stride, stride * size))
+        stride *= size
+    return spans
+
+
+def _beside(view: NodeView, touched: Collection[int]) -> Rule:
+    """All tensors of full rank share the dims not touched; scalars (a padding value, a start) stand apart."""
+    rank = len(view.result_shapes[0])
+
+    def names(shape: tuple[int, ...]) -> DimNames:
+        return [(d,) if len(shape) == rank and d not in touched else () for d in range(len(shape))]
+
+    return _moves(view, [names(s) for s in view.operand_shapes], [names(s) for s in view.result_shapes])
+
+
+def _one_dim(view: NodeView, parameter: str) -> Rule:
+    return _beside(view, {view.params[parameter]})
+
+
+def _pad(view: NodeView) -> Rule:
+    return _beside(view, {d for d, amounts in enumerate(view.params["padding_config"]) if any(amounts)})
+
+
+def _rev(view: NodeView) -> Rule:
+    return _beside(view, set(view.params["dimensions"]))
+
+
+def _resized(view: NodeView, operand: int) -> Rule:
+    """A dim is free where this operand has it as long as the other tensor: nothing of it is cut."""
+    other = view.result_shapes[0] if operand == 0 else view.operand_shapes[0]
+    pairs = zip(view.operand_shapes[operand], other, strict=True)
+    return _beside(view, {d for d, (a, b) in enumerate(pairs) if a != b})
+
+
+def _stack(view: NodeView) -> Rule:
+    axis, rank = view.params["axis"], len(view.result_shapes[0])
+    operand = [(d,) for d in range(rank) if d != axis]
+    result = [() if d == axis else (d,) for d in range(rank)]
+    return _moves(view, [operand] * len(view.operand_shapes), [result])
+
+
+def _unstack(view: NodeView) -> Rule:
+    axis, rank = view.params["axis"], len(view.operand_shapes[0])
+    operand = [() if d == axis else (d,) for d in range(rank)]
+    result = [(d,) for d in range(rank) if d != axis]
+    return _moves(view, [operand], [result] * len(view.result_shapes))
+
+
+def _tile(view: NodeView) -> Rule:
+    """A repeated dim is a new major loop over the old one."""
+    shape, reps = view.operand_shapes[0], view.params["reps"]
+    sizes: dict[Name, int] = {f"r{d}": rep for d, rep in enumerate(reps) if rep > 1}
+    sizes |= {d: size for d, size in enumerate(shape) if size > 1}
+    return _moves(view, [[(d,) for d in range(len(shape))]], [[(f"r{d}", d) for d in range(len(shape))]], sizes=sizes)
+
+
+SHAPE: dict[str, RuleFunction] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "concatenate": partial(_one_dim, parameter="dimension"),
+    "split": partial(_one_dim, parameter="axis"),
+    "pad": _pad,
+    "rev": _rev,
+    "slice": partial(_resized, operand=0),
+    "dynamic_slice": partial(_resized, operand=0),
+    "dynamic_update_slice": partial(_resized, operand=1),
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
+}

@@ -1,0 +1,44 @@
+"""The table of sharding rules: primitive name -> function of a `NodeView` to its `Rule`.
+
+In: `NodeView`. Out: `Rule`. A new primitive is one entry in one of the sibling files. A primitive
+without an entry gets `None` from `rule_for`: the planner then runs it replicated by
+`unknown_rule`, prices it as such, and names it in the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from autopar.rules.contraction import CONTRACTION
+from autopar.rules.convolution import CONVOLUTION
+from autopar.rules.elementwise import ELEMENTWISE
+from autopar.rules.factors import Rule
+from autopar.rules.indexing import INDEXING
+from autopar.rules.reduction import REDUCTION
+from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.shape import SHAPE
+
+#: Every primitive that can be split. Read-only.
+RULES: Mapping[str, RuleFunction] = MappingProxyType(
+    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING
+)
+
+
+def rule_for(view: NodeView) -> Rule | None:
+    """The rule of one node, or None for a primitive that the table does not know."""
+    function = RULES.get(view.primitive)
+    return None if function is None else function(view)
+
+
+def unknown_rule(view: NodeView) -> Rule:
+    """A rule by which nothing may be split. It is priced at one operation per element of its largest
+    tensor, on every device: nothing costs zero because it is unknown."""
+    shapes = (*view.operand_shapes, *view.result_shapes)
+    return Rule(
+        factors=(),
+        operands=tuple(((),) * len(shape) for shape in view.operand_shapes),
+        results=tuple(((),) * len(shape) for shape in view.result_shapes),
+        flops_per_point=float(max(map(math.prod, shapes), default=1)),
+    )

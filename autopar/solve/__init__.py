@@ -1,0 +1,1 @@
+"""Numbers only: a `Problem` in, a `Solution` out; no graph, no mesh, no JAX."""

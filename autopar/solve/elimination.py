@@ -1,0 +1,262 @@
+"""Solution without a memory limit: variable elimination with dense tables.
+
+In: a `Problem`, whose usages and limit are ignored. Out: an `Elimination`, an order in which the nodes are
+minimised out one by one. Solving along it takes node costs, so the same order serves many prices of memory.
+
+Minimising out v adds all tables that hold v and takes the minimum over v's strategies: a table over v's
+neighbours. Only the *classes* of a neighbour's strategies that those tables tell apart matter (see
+`table.py`), so its side is their number, not that of the strategies. Steps that add the same tables in the
+same way, as those of identical layers do, are computed once. (Dechter, "Bucket elimination", 1999.)
+
+Where tables would grow too large the order splits them (`order.py`): then what is found is an assignment and
+a lower bound, not the optimum. The node's own costs are divided among its buckets such that each has the
+same cheapest completion of every strategy, which makes the bound tighter (Ihler et al., "Join-graph based
+cost-shifting schemes", 2012).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.solve.order import Bucket, Factor, Order
+from autopar.solve.partitions import Partitions
+from autopar.solve.problem import Problem
+
+_BLOCK = 1 << 16  # entries that are added up at once: they stay in the cache
+
+
+def plan_exact(problem: Problem, *, max_entries: int, max_work: int) -> Elimination | None:
+    """An order that finds the optimum; None if that takes too much. The arguments are `plan_elimination`'s."""
+    order = Order(problem, max_entries)
+    while (node := order.cheapest()) is not None:
+        order.remove(node)
+        if order.work > max_work or len(order.steps[-1]) > 1:
+            return None
+    return _elimination(order)
+
+
+def plan_elimination(problem: Problem, *, max_entries: int, max_work: int) -> Elimination:
+    """An order of elimination, split where it has to be.
+
+    Args:
+        max_entries: largest table that a step may leave.
+        max_work: entries added up, in all, beyond which smaller tables are taken.
+    """
+    while True:
+        order = Order(problem, max_entries)
+        while (node := order.cheapest()) is not None and order.work <= max_work:
+            order.remove(node)
+        if node is None:
+            return _elimination(order)
+        max_entries = max_entries // 4
+
+
+def _elimination(order: Order) -> Elimination:
+    return Elimination(tuple(order.factors), tuple(order.steps), tuple(order.cores), order.partitions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """Under some node costs: the tables of all factors, which of them are the same one, and the part of its
+    node's costs that each bucket's output bears."""
+
+    tables: list[np.ndarray]
+    same: list[int]
+    own: dict[int, np.ndarray]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Elimination:
+    """An order of elimination of a problem's nodes."""
+
+    _factors: tuple[Factor, ...] = field(repr=False)
+    _steps: tuple[tuple[Bucket, ...], ...] = field(repr=False)
+    _cores: tuple[np.ndarray, ...] = field(repr=False)
+    _partitions: Partitions = field(repr=False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it finds the optimum; else it finds an assignment and a bound."""
+        return all(len(buckets) == 1 for buckets in self._steps)
+
+    def solve(self, node_costs: Sequence[np.ndarray]) -> tuple[tuple[int, ...], float]:
+        """A cheap assignment, and a lower bound of the cost of all.
+
+        The cheapest, and its cost, if `exact`. The bound is `inf` if it is proven that none has finite cost;
+        then the assignment means nothing.
+        """
+        forward = self._forward(node_costs)
+        choices = [0] * len(node_costs)
+        for buckets in reversed(self._steps):
+            node = buckets[0].node
+            costs = np.array(node_costs[node], float)
+            for number in (number for bucket in buckets for number in bucket.inputs):
+                costs += self._seen_from(node, number, forward.tables[number], choices)
+            choices[node] = int(costs.argmin())
+        return tuple(choices), forward.value
+
+    def marginals(self, node_costs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """For each strategy of each node, a lower bound of the cost of all assignments that take it.
+
+        It is the cost of the cheapest if `exact`. One pass back along the order: what a bucket's table
+        leaves out, the cheapest completion by all nodes eliminated later, comes down from the bucket that
+        used it.
+        """
+        forward = self._forward(node_costs)
+        marginals = [np.full(len(c), -np.inf) for c in node_costs]
+        unit = 1e-12 * (abs(forward.value) or 1.0)
+        rest: dict[int, np.ndarray] = {}  # by factor: the cheapest completion outside what it sums up
+        known: dict[tuple[object, ...], tuple[np.ndarray, dict[int, np.ndarray]]] = {}
+        for bucket in (bucket for buckets in reversed(self._steps) for bucket in buckets):
+            above = rest.pop(bucket.output) if bucket.scope else np.array(forward.value - forward.tables[bucket.output])
+            own = forward.own[bucket.output]
+            # Completions of the same layers differ by the rounding of sums in another order, and no more.
+            key = (forward.same[bucket.output], np.round(above / unit).tobytes())
+            if key not in known:
+                known[key] = self._descend(bucket, forward.tables, own, above)
+            of_class, below = known[key]
+            through = own + of_class[self._partitions.labels[bucket.parts[0]]]
+            marginals[bucket.node] = np.maximum(marginals[bucket.node], through)
+            for place, table in below.items():
+                rest[bucket.inputs[place]] = table
+        return marginals
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def _forward(self, node_costs: Sequence[np.ndarray]) -> _Forward:
+        forward = _Forward([*self._cores], [f.kind for f in self._factors[: len(self._cores)]], {}, 0.0)
+        known: dict[tuple[object, ...], tuple[np.ndarray, int]] = {}
+        value = 0.0
+        for buckets in self._steps:
+            costs = self._divided(buckets, forward, np.asarray(node_costs[buckets[0].node], float))
+            for bucket, own in zip(buckets, costs, strict=True):
+                inputs = tuple(forward.same[number] for number in bucket.inputs)
+                key = (self._factors[bucket.output].kind, own.tobytes(), inputs)
+                if key not in known:
+                    known[key] = (self._minimise(bucket, forward.tables, own), -1 - len(known))
+                table, identity = known[key]
+                forward.tables.append(table)
+                forward.same.append(identity)
+                forward.own[bucket.output] = own
+                value += 0.0 if bucket.scope else float(table)
+        return _Forward(forward.tables, forward.same, forward.own, value)
+
+    def _divided(self, buckets: Sequence[Bucket], forward: _Forward, costs: np.ndarray) -> list[np.ndarray]:
+        """A node's costs divided among its buckets such that all have the same least cost per strategy."""
+        if len(buckets) == 1:
+            return [costs]
+        leasts = [self._least(bucket, forward.tables)[self._partitions.labels[bucket.parts[0]]] for bucket in buckets]
+        mean = (costs + sum(leasts)) / len(buckets)
+        return [
+            np.where(np.isfinite(mean), mean - np.where(np.isfinite(least), least, 0.0), np.inf) for least in leasts
+        ]
+
+    def _least(self, bucket: Bucket, tables: Sequence[np.ndarray]) -> np.ndarray:
+        """The least sum of a bucket's tables, per class of its node."""
+        shape = self._shape(bucket)
+        terms = self._terms(bucket, tables)
+        return np.concatenate(
+            [_sum(terms, slab, shape).reshape(slab.stop - slab.start, -1).min(axis=1) for slab in _slabs(shape)]
+        )
+
+    def _minimise(self, bucket: Bucket, tables: Sequence[np.ndarray], costs: np.ndarray) -> np.ndarray:
+        shape = self._shape(bucket)
+        terms = self._terms(bucket, tables, self._own(bucket, costs).reshape(-1, *(1,) * len(bucket.scope)))
+        least = np.full(shape[1:], np.inf)
+        for slab in _slabs(shape):
+            least = np.minimum(least, _sum(terms, slab, shape).min(axis=0))
+        return least
+
+    def _shape(self, bucket: Bucket) -> tuple[int, ...]:
+        return tuple(self._partitions.counts[p] for p in bucket.parts)
+
+    def _own(self, bucket: Bucket, costs: np.ndarray) -> np.ndarray:
+        """The node's own cost per class: that of the class's cheapest strategy."""
+        own = np.full(self._partitions.counts[bucket.parts[0]], np.inf)
+        np.minimum.at(own, self._partitions.labels[bucket.parts[0]], costs)
+        return own
+
+    def _terms(self, bucket: Bucket, tables: Sequence[np.ndarray], *more: np.ndarray) -> list[np.ndarray]:
+        """What a bucket adds up, small tables first, all with its axes."""
+        terms = [*more, *(self._aligned(number, bucket, tables[number]) for number in bucket.inputs)]
+        return sorted(terms, key=lambda t: t.size)
+
+    def _aligned(self, number: int, bucket: Bucket, table: np.ndarray) -> np.ndarray:
+        """A factor's table with the axes and classes of a bucket's, axes it lacks having size 1."""
+        factor = self._factors[number]
+        order = sorted(range(len(factor.scope)), key=lambda i: bucket.axis(factor.scope[i]))
+        table = table.transpose(order)
+        shape = [1] * (1 + len(bucket.scope))
+        for axis, i in enumerate(order):
+            at = bucket.axis(factor.scope[i])
+            if bucket.parts[at] != factor.parts[i]:
+                table = table.take(self._coarser(bucket.parts[at], factor.parts[i]), axis=axis)
+            shape[at] = table.shape[axis]
+        return table.reshape(shape)
+
+    def _coarser(self, fine: int, coarse: int) -> np.ndarray:
+        """The class in partition `coarse` of each class of the finer one."""
+        return self._partitions.labels[coarse][self._partitions.first[fine]]
+
+    def _seen_from(self, node: int, number: int, table: np.ndarray, choices: Sequence[int]) -> np.ndarray:
+        """A factor per strategy of one of its nodes, given the others' choices."""
+        factor, labels = self._factors[number], self._partitions.labels
+        sides = zip(factor.scope, factor.parts, strict=True)
+        return table[tuple(labels[p] if n == node else labels[p][choices[n]] for n, p in sides)]
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def _descend(
+        self, bucket: Bucket, tables: Sequence[np.ndarray], costs: np.ndarray, above: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """From the cheapest completion above a bucket: the least of each class of its node without the
+        node's own cost, and the completions for those of its inputs that are buckets' outputs, by place."""
+        shape = self._shape(bucket)
+        own = self._own(bucket, costs).reshape(-1, *(1,) * len(bucket.scope))
+        terms = self._terms(bucket, tables, above[None])
+        places = [i for i, number in enumerate(bucket.inputs) if number >= len(self._cores)]
+        axes = {i: [bucket.axis(n) for n in self._factors[bucket.inputs[i]].scope] for i in places}
+        least = {i: np.full([n if axis in axes[i] else 1 for axis, n in enumerate(shape)], np.inf) for i in places}
+        of_class = np.empty(shape[0])
+        for slab in _slabs(shape):
+            total = _sum(terms, slab, shape)
+            of_class[slab] = total.reshape(len(total), -1).min(axis=1)
+            total = total + own[slab]
+            for i in places:
+                gone = tuple(axis for axis in range(len(shape)) if axis not in axes[i])
+                of_slab = least[i][slab] if 0 in axes[i] else least[i]
+                np.minimum(of_slab, total.min(axis=gone, keepdims=True), out=of_slab)
+        return of_class, {i: self._below(bucket, i, least[i], tables[bucket.inputs[i]]) for i in places}
+
+    def _below(self, bucket: Bucket, place: int, least: np.ndarray, table: np.ndarray) -> np.ndarray:
+        """Bring a minimum over a bucket's classes to an input's, and take the input itself off it."""
+        factor = self._factors[bucket.inputs[place]]
+        axes = [bucket.axis(n) for n in factor.scope]
+        least = least.squeeze(tuple(a for a in range(least.ndim) if a not in axes))
+        least = least.transpose(np.argsort(np.argsort(axes)))
+        for axis, (at, coarse) in enumerate(zip(axes, factor.parts, strict=True)):
+            if bucket.parts[at] != coarse:
+                labels = self._coarser(bucket.parts[at], coarse)
+                order = np.argsort(labels, kind="stable")
+                bounds = np.searchsorted(labels[order], np.arange(self._partitions.counts[coarse]))
+                least = np.minimum.reduceat(least.take(order, axis=axis), bounds, axis=axis)
+        return np.where(np.isfinite(table), least - np.where(np.isfinite(table), table, 0.0), np.inf)
+
+
+def _slabs(shape: tuple[int, ...]) -> Iterator[slice]:
+    """The first axis in slices whose sums stay in the cache."""
+    step = max(1, _BLOCK // math.prod(shape[1:]))
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def _sum(terms: Sequence[np.ndarray], slab: slice, shape: tuple[int, ...]) -> np.ndarray:
+    """The sum of tables over a slice of the first axis; tables may have size 1 along any."""
+    total = np.zeros(())
+    for term in terms:
+        total = total + (term[slab] if len(term) > 1 else term)
+    return np.broadcast_to(total, (slab.stop - slab.start, *shape[1:]))

@@ -1,0 +1,265 @@
+"""The search for the optimum of a reduced problem: bounds, incumbents, and what cannot beat them.
+
+Each round works on a part of the problem that holds every assignment cheaper than the incumbent:
+
+1. Elimination bounds the part and finds assignments; where it is affordable in full, and no memory limit is
+   in the way, that is the optimum. With a limit, memory is priced (`dual.py`).
+2. The best combination of the strategies met is the next incumbent, commonly within 0.1 % of the bound.
+3. Strategies whose every assignment is no cheaper than the incumbent are deleted. The part that is left is
+   reduced again, and goes to HiGHS if it is small or no longer shrinks, else to another round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.solve.branch import Branched, branch
+from autopar.solve.dual import Dual, dear_memory, price_memory
+from autopar.solve.elimination import Elimination, plan_elimination, plan_exact
+from autopar.solve.highs import End
+from autopar.solve.instants import instants_of
+from autopar.solve.memory import minimum_memory
+from autopar.solve.problem import Edge, Problem, Usage
+from autopar.solve.reduction import Reduced, reduce
+
+Progress = Callable[[float, float], None]
+PROVEN = 1e-6  # relative gap that counts as optimal
+_LARGEST_TABLE = 1 << 22  # entries: 32 MB
+_EXACT_WORK = 5 * 10**8  # entries that elimination may add up: about a second's work
+_FIRST_TABLE = 1 << 16  # entries, of tables that are split where they would be larger
+_MOST_WORK = 2 * 10**9
+_SMALL = 20_000  # entries of edges that HiGHS takes as they are
+_SHRUNK = 0.8  # of the entries, for another round
+_FIT_SHARE = 0.3  # of the time left, for finding out whether anything fits
+_COMBINE_SHARE = 0.3  # of the time left, for the incumbent
+_SMALL_GAP, _SMALL_GAP_SHARE = 1e-4, 0.05  # closing a relative gap as small is worth that share of the time left
+_LIKELY_SHARES = (0.5, 0.25, 0.12, 0.06, 0.03)  # of the strategies, for a part that elimination can take
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The problem over some strategies of each node, reduced, and the way back."""
+
+    reduced: Reduced
+    keep: tuple[np.ndarray, ...]
+    whole: Part | None = None
+
+    @property
+    def problem(self) -> Problem:
+        return self.reduced.problem
+
+    def expand(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """An assignment of the problem this is a part of, at the root."""
+        full = self.reduced.expand(choices)
+        full = tuple(int(strategies[choice]) for strategies, choice in zip(self.keep, full, strict=True))
+        return full if self.whole is None else self.whole.expand(full)
+
+    def within(self, keep: Sequence[np.ndarray]) -> Part | None:
+        """The part of this with only the strategies at positions `keep`; None if that has no assignment."""
+        reduced = reduce(_restricted(self.problem, keep))
+        return None if reduced is None else Part(reduced, tuple(keep), self)
+
+    def size(self) -> int:
+        """Entries of all edges."""
+        return sum(e.costs.size for e in self.problem.edges)
+
+
+class Search:
+    """The best assignment and the best bound so far of one problem.
+
+    Attributes:
+        choices: the cheapest assignment that fits; empty until one is found.
+        cost: its cost, in seconds.
+        bound: no assignment that fits is cheaper; `inf` if none fits.
+    """
+
+    def __init__(self, problem: Problem, deadline: float, progress: Progress | None = None) -> None:
+        self.choices: tuple[int, ...] = ()
+        self.cost, self.bound = np.inf, -np.inf
+        self._problem, self._deadline, self._progress = problem, deadline, progress
+        self._outside = np.inf  # what assignments outside the present part cost at least
+        self._rounding = 0.0  # of the cost's sum
+        self._interrupted = False
+        self._rounds = 0
+
+    @property
+    def proven(self) -> bool:
+        """Whether the assignment is the optimum."""
+        return bool(self.choices) and self.cost - self.bound <= PROVEN * abs(self.cost) + self._rounding
+
+    def run(self) -> None:
+        """Search until the optimum is proven, the deadline passes or the user interrupts.
+
+        Raises:
+            KeyboardInterrupt: if interrupted before anything was found.
+        """
+        try:
+            part = self._nonempty(_whole(self._problem))
+            while part is not None and self._open():
+                part = self._round(part)
+        except KeyboardInterrupt:
+            self._interrupted = True
+        if self._interrupted and not self.choices:
+            raise KeyboardInterrupt
+        self._tell()
+
+    def _open(self) -> bool:
+        """Whether there is anything left to do, and time for it."""
+        settled = self.proven or self.bound == np.inf or self._interrupted
+        return not settled and time.monotonic() < self._deadline
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(self.cost, self.bound)
+
+    def _meet(self, part: Part, choices: tuple[int, ...]) -> None:
+        """Keep an assignment if it fits and is the cheapest so far."""
+        full = part.expand(choices)
+        cost = self._problem.evaluate(full)
+        if cost < self.cost and self._problem.fits(full):
+            self.choices, self.cost = full, cost
+            self._rounding = 1e-15 * self._problem.magnitude(full)
+            self._tell()
+
+    def _bound_part(self, bound: float) -> None:
+        """Learn that no assignment of the present part that fits is cheaper (`inf`: that there is none)."""
+        if min(bound, self._outside) > self.bound:
+            self.bound = min(bound, self._outside)
+            self._tell()
+
+    def _nonempty(self, part: Part | None) -> Part | None:
+        """A part, having learnt what it means if it has no assignment."""
+        if part is None:
+            self._bound_part(np.inf)
+        return part
+
+    # -- a round -----------------------------------------------------------------------------
+
+    def _round(self, part: Part) -> Part | None:
+        """Bound a part and search it: the part of it that may hold something cheaper, None if that is settled."""
+        problem = part.problem
+        elimination = plan_exact(problem, max_entries=_LARGEST_TABLE, max_work=_EXACT_WORK)
+        if elimination is None:  # larger tables bound better, but it is seldom worth their time at first
+            elimination = plan_elimination(problem, max_entries=_FIRST_TABLE << 2 * self._rounds, max_work=_MOST_WORK)
+        self._rounds += 1
+        choices, bound = elimination.solve(problem.node_costs)
+        self._bound_part(bound)
+        if bound == np.inf:
+            return None
+        self._meet(part, choices)
+        if elimination.exact and problem.fits(choices):
+            self._bound_part(self.cost)
+        if not self._open():
+            return None
+        if problem.memory_limit is None:
+            marginals = elimination.marginals(problem.node_costs)
+            self._solve_likely(part, marginals, bound)
+        else:
+            dual = self._price(part, elimination, choices)
+            if dual is None or not self._open():
+                return self._settle(part)
+            marginals = [m + dual.offset for m in elimination.marginals(dual.priced_costs)]
+        return self._without_dear(part, marginals) if self._open() else None
+
+    def _without_dear(self, part: Part, marginals: Sequence[np.ndarray]) -> Part | None:
+        """The part without strategies that no assignment cheaper than the incumbent takes."""
+        self._outside = min(self._outside, self.cost - 0.5 * PROVEN * abs(self.cost))
+        left = self._nonempty(part.within([np.flatnonzero(m < self._outside) for m in marginals]))
+        if left is None or _SMALL < left.size() < _SHRUNK * part.size():
+            return left
+        return self._settle(left)
+
+    def _settle(self, part: Part) -> None:
+        """Give a part to HiGHS."""
+        if not self._open():
+            return
+        now, deadline = time.monotonic(), self._deadline
+        if self.cost - self.bound <= _SMALL_GAP * abs(self.cost):
+            deadline = now + _SMALL_GAP_SHARE * (deadline - now)
+        report = self._follow if self._outside == np.inf else None  # else its bound is not of the whole
+        self._bound_part(self._branch(part, deadline, relative_gap=0.1 * PROVEN, report=report).bound)
+
+    def _follow(self, cost: float, bound: float) -> None:
+        if self._progress is not None:
+            self._progress(min(cost, self.cost), max(bound, self.bound))
+
+    def _branch(self, part: Part, deadline: float, *, relative_gap: float, report: Progress | None = None) -> Branched:
+        result = branch(part.problem, deadline=deadline, relative_gap=relative_gap, report=report)
+        self._interrupted |= result.end is End.INTERRUPTED
+        if result.choices:
+            self._meet(part, result.choices)
+        return result
+
+    def _solve_likely(self, part: Part, marginals: Sequence[np.ndarray], bound: float) -> None:
+        """Look for an incumbent among the strategies with the least bounds: as many as elimination can take."""
+        excess = np.sort(np.concatenate(marginals))
+        for share in _LIKELY_SHARES:
+            most = max(bound, excess[int(share * (len(excess) - 1))])
+            likely = part.within([np.flatnonzero(m <= max(most, m.min())) for m in marginals])
+            if likely is None or not self._open():
+                continue
+            elimination = plan_exact(likely.problem, max_entries=_LARGEST_TABLE, max_work=_EXACT_WORK)
+            if elimination is not None:
+                self._meet(likely, elimination.solve(likely.problem.node_costs)[0])
+                return
+
+    # -- with a memory limit -----------------------------------------------------------------
+
+    def _price(self, part: Part, elimination: Elimination, free: tuple[int, ...]) -> Dual | None:
+        """Prices of memory, and the incumbents they lead to; None if nothing was found that fits."""
+        problem, instants = part.problem, instants_of(part.problem)
+        seeds = [free, *self._fitting(part, elimination)]
+        if len(seeds) == 1:
+            return None
+        dual = price_memory(problem, instants, elimination, seeds, deadline=self._deadline)
+        self._bound_part(dual.bound)
+        for choices in dual.assignments:
+            self._meet(part, choices)
+        if self._open():
+            met = part.within([np.unique(strategies) for strategies in zip(*dual.assignments, strict=True)])
+            now = time.monotonic()
+            if met is not None:
+                self._branch(met, now + _COMBINE_SHARE * (self._deadline - now), relative_gap=1e-4)
+        return dual
+
+    def _fitting(self, part: Part, elimination: Elimination) -> list[tuple[int, ...]]:
+        """An assignment of a part that fits, if one can be found."""
+        problem = part.problem
+        limit = problem.memory_limit
+        assert limit is not None
+        for choices in dear_memory(problem, instants_of(problem), elimination):
+            self._meet(part, choices)
+            if problem.fits(choices) and np.isfinite(problem.evaluate(choices)):
+                return [choices]
+        for relative_gap in (5e-3, 1e-6):
+            share = _FIT_SHARE * (self._deadline - time.monotonic())
+            least = minimum_memory(problem, time_limit_s=share, relative_gap=relative_gap)
+            if least.lower_bound > limit * (1 + 1e-6):
+                self._bound_part(np.inf)
+                break
+            if least.choices and problem.fits(least.choices):
+                self._meet(part, least.choices)
+                return [least.choices]
+        return []
+
+
+def _whole(problem: Problem) -> Part | None:
+    """The whole problem, reduced; None if it plainly has no assignment."""
+    if problem.memory_limit is not None and problem.memory_limit < 0.0:
+        return None
+    reduced = reduce(problem)
+    return None if reduced is None else Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs))
+
+
+def _restricted(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
+    """The problem with only the strategies at positions `keep` of each node."""
+    return replace(
+        problem,
+        node_costs=tuple(c[k] for c, k in zip(problem.node_costs, keep, strict=True)),
+        edges=tuple(Edge(e.source, e.target, e.costs[keep[e.source][:, None], keep[e.target]]) for e in problem.edges),
+        usages=tuple(Usage(u.node, u.start, u.end, u.amounts[keep[u.node]]) for u in problem.usages),
+    )

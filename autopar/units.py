@@ -1,0 +1,34 @@
+"""Numbers for people: three digits and a unit. In: bytes or seconds. Out: text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Three digits and an SI unit.
+
+    >>> human_bytes(512), human_bytes(124_480_000), human_bytes(40e9)
+    ('512 B', '124 MB', '40.0 GB')
+    """
+    return _human(num_bytes, 1.0, ("B", "KB", "MB", "GB", "TB", "PB"))
+
+
+def human_seconds(seconds: float) -> str:
+    """Three digits and a unit from ns to s.
+
+    >>> human_seconds(0), human_seconds(1.234e-5), human_seconds(0.0262), human_seconds(math.inf)
+    ('0 s', '12.3 us', '26.2 ms', 'infinite')
+    """
+    return "0 s" if seconds == 0 else _human(seconds, 1e-9, ("ns", "us", "ms", "s"))
+
+
+def _human(value: float, unit: float, names: Sequence[str]) -> str:
+    if not math.isfinite(value):
+        return "infinite"
+    value, index = value / unit, 0
+    while abs(value) >= 999.5 and index < len(names) - 1:
+        value, index = value / 1000, index + 1
+    digits = 0 if names[index] == "B" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f} {names[index]}"

@@ -1,0 +1,27 @@
+"""A mesh of NVIDIA GPUs that are not there, for XLA's own compiler to compile for.
+
+In: mesh axes and a hardware profile. Out: `jax.sharding.Mesh`. Needs the wheels `jax-cuda12-pjrt`
+and `jax-cuda12-plugin`, and `JAX_PLATFORMS=cpu` before JAX is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from autopar.absent import target_text, topology_text
+from autopar.cost.hardware import HardwareProfile
+
+
+def absent_mesh(axes: Mapping[str, int], profile: HardwareProfile) -> Mesh:
+    """All GPUs in one host, in the order the compiler numbers them."""
+    sizes = tuple(axes.values())
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target_text(profile), topology=topology_text(math.prod(sizes), 1)
+    )
+    types = (AxisType.Auto,) * len(sizes)
+    return Mesh(np.array(topology.devices).reshape(sizes), tuple(axes), axis_types=types)

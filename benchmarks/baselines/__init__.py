@@ -1,0 +1,1 @@
+"""What autopar is measured against."""

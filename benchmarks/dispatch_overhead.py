@@ -1,0 +1,90 @@
+"""What calling the parallelized step costs over plain `jit` with the same shardings.
+
+The argument is GPT-2 small's full `TrainState` (AdamW, fp32), donated and split over 8 virtual CPU
+devices. The step only counts, so that the call and not the arithmetic is timed: the seconds until
+the Python call returns, with nothing in flight before it. One state passes through both in turn,
+and the median of the differences within a turn counts. A second, identical `jit` shows how much of
+it is noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+import autopar
+from autopar.plan import Plan
+from benchmarks.models import gpt2_small_target
+from benchmarks.timing import take_turns
+
+Row = dict[str, str | float | bool]
+
+ROUNDS = 1000
+LIMIT_US = 50.0
+#: Of the state's 1.5 GB; makes the plan split it, as no arithmetic does.
+MEMORY_BUDGET_BYTES = 400e6
+
+
+def count_step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
+    """A step with a whole train step's arguments and next to no work."""
+    return state.replace(step=state.step + batch["increment"]), batch["increment"]
+
+
+class Caller:
+    """Passes one state through several steps in turn, timing the calls alone."""
+
+    def __init__(self, state: Any, batch: Any) -> None:
+        self.state, self.batch = state, batch
+
+    def timed(self, step: Callable[..., Any]) -> Callable[[], float]:
+        """Seconds until a call of `step` returns; its results are awaited off the clock."""
+
+        def call() -> float:
+            jax.block_until_ready(self.state)
+            start = time.perf_counter()
+            self.state, _ = step(self.state, self.batch)
+            return time.perf_counter() - start
+
+        return call
+
+
+def plain_jit(plan: Plan) -> Callable[..., Any]:
+    """The same step under plain `jit`, with the plan's own shardings."""
+    types = (AxisType.Auto,) * len(plan.mesh.axis_names)
+    mesh = jax.make_mesh(plan.mesh.axis_sizes, plan.mesh.axis_names, axis_types=types)
+    shardings = {"in_shardings": plan.in_shardings(mesh), "out_shardings": plan.out_shardings(mesh)}
+    return jax.jit(lambda state, batch: count_step(state, batch), donate_argnums=0, **shardings)
+
+
+def measure(program: str) -> list[Row]:
+    """One row per way of calling."""
+    assert program == "gpt2_small"
+    _, (shapes, _) = gpt2_small_target()
+    batch = {"increment": jnp.ones((), jnp.int32)}
+    step = autopar.parallelize(count_step, memory_budget_bytes=MEMORY_BUDGET_BYTES)
+    state = step.init(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), batch=batch)
+    plan = step.plan(state, batch)
+    caller = Caller(state, batch)
+    ways = {"jit": plain_jit(plan), "the same jit again": plain_jit(plan), "autopar": step}
+    times = take_turns({name: caller.timed(way) for name, way in ways.items()}, ROUNDS, warmup=20)
+    leaves = len(jax.tree.leaves(shapes))
+    return [_row(name, times[name], times["jit"], plan, leaves) for name in ways]
+
+
+def _row(name: str, times: list[float], jit_times: list[float], plan: Plan, leaves: int) -> Row:
+    over_us = 1e6 * statistics.median(ours - theirs for ours, theirs in zip(times, jit_times, strict=True))
+    return {
+        "call": name,
+        "leaves": leaves,
+        "mesh": str(plan.mesh),
+        "median_us": 1e6 * statistics.median(times),
+        "over_jit_us": over_us,
+        "limit_us": LIMIT_US,
+        "met": over_us <= LIMIT_US,
+    }

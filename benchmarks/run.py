@@ -1,0 +1,161 @@
+"""The one runner: `python -m benchmarks.run [NAME ...] [--again]`.
+
+Runs each benchmark in a process of its own, appends its rows to `results/NAME.jsonl`, and renders
+the newest of each program as `results/NAME.md`. What was measured with the same sources and the same
+JAX is not measured again, so an interrupted run is resumed by the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT, fingerprint, machine, versions
+
+RESULTS = Path(__file__).parent / "results"
+#: Stands before the rows in the output of a measuring process.
+MARK = "BENCHMARK ROWS "
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A module of this package with `measure(program) -> rows`, the programs it knows, its flags for XLA."""
+
+    programs: tuple[str, ...]
+    xla_flags: str
+
+
+VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
+BENCHMARKS = {
+    "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
+    "planning_time": Benchmark(("gpt2_small",), "--xla_gpu_autotune_level=0"),
+    "step_time": Benchmark(("demo_gpt",), VIRTUAL_DEVICES),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure what is not measured yet.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without any")
+    parser.add_argument("--again", action="store_true", help="measure even what is measured")
+    parser.add_argument("--child", metavar="PROGRAM", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if arguments.child:
+        module = importlib.import_module(f"benchmarks.{arguments.names[0]}")
+        print(MARK + json.dumps(module.measure(arguments.child)))
+        return
+    failed = [name for name in arguments.names or BENCHMARKS if not _run(name, arguments.again)]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _run(name: str, again: bool) -> bool:
+    """Measure every program of a benchmark that has no result yet; False where one failed."""
+    done = set() if again else {_key(record) for record in _records(name)}
+    succeeded = True
+    for program in BENCHMARKS[name].programs:
+        record = _blank_record(name, program)
+        if _key(record) in done:
+            print(f"{name} {program}: measured already (--again to repeat)")
+            continue
+        print(f"{name} {program}: measuring", flush=True)
+        rows = _measure(name, program)
+        if rows is None:
+            succeeded = False
+            continue
+        with _path(name, "jsonl").open("a") as file:
+            file.write(json.dumps(record | {"rows": rows}) + "\n")
+    if _records(name):
+        _path(name, "md").write_text(_page(name))
+        print(f"{name}: {_path(name, 'md').relative_to(ROOT)}")
+    return succeeded
+
+
+def _measure(name: str, program: str) -> list[Record] | None:
+    """Rows from a process of its own: fresh memory, its own XLA flags, no GPU plugin started."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": BENCHMARKS[name].xla_flags,
+        "USE_TORCH": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "benchmarks.run", name, "--child", program]
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    rows = [line.removeprefix(MARK) for line in child.stdout.splitlines() if line.startswith(MARK)]
+    if child.returncode or not rows:
+        print(f"{name} {program}: failed\n{child.stderr[-4000:]}", file=sys.stderr)
+        return None
+    return json.loads(rows[-1])
+
+
+def _blank_record(name: str, program: str) -> Record:
+    here = Path(__file__).parent
+    measured = [here / f"{name}.py", here / "models.py", here / "timing.py", here / "baselines" / "by_hand.py"]
+    return {
+        "benchmark": name,
+        "program": program,
+        "sources": fingerprint(*measured, ROOT / "examples" / "train_gpt.py"),
+        "versions": versions(),
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "command": f"python -m benchmarks.run {name}",
+    }
+
+
+def _key(record: Record) -> tuple[str, str, str]:
+    return record["program"], record["sources"], record["versions"]["jax"]
+
+
+def _records(name: str) -> list[Record]:
+    path = _path(name, "jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _path(name: str, suffix: str) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    return RESULTS / f"{name}.{suffix}"
+
+
+def _page(name: str) -> str:
+    """The newest result of each program and JAX version, with what it takes to repeat it."""
+    newest = {(record["program"], record["versions"]["jax"]): record for record in _records(name)}
+    about = ast.get_docstring(ast.parse((Path(__file__).parent / f"{name}.py").read_text())) or ""
+    return "\n\n".join([f"# {name}", about, *map(_section, newest.values())]) + "\n"
+
+
+def _section(record: Record) -> str:
+    used, host = record["versions"], record["machine"]
+    title = f"## {record['program']}, jax {used['jax']}"
+    made = f"{record['date']}, {host['cpu']}, {host['cores']} cores, {host['memory_gb']} GB, load {host['load']} before"
+    packages = ", ".join(f"{package} {number}" for package, number in used.items())
+    footer = f"{made}. {packages}; sources {record['sources']}. `{record['command']}`"
+    return "\n\n".join([title, _table(record["rows"]), footer])
+
+
+def _table(rows: list[Record]) -> str:
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([_text(row[column]) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

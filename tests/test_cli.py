@@ -1,0 +1,419 @@
+"""The command line: what reaches the planner, what comes out, and every mistake in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_plan import make_plan
+
+from autopar import cli
+from autopar.cli import load_target, main, parse_pin, parse_size
+from autopar.errors import BudgetError, PinError, TargetError
+from autopar.explain import TEXT_WIDTH, explain
+from autopar.plan import load_plan
+
+TARGET = """\
+def step(state, batch):
+    return state, batch
+
+def make():
+    return step, ("the state", "the batch")
+"""
+
+
+class FakePlanner:
+    """Stands in for `autopar.planner`: remembers its arguments, returns the hand-made plan."""
+
+    def __init__(self) -> None:
+        self.args: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
+        self.failure: BaseException | None = None
+
+    def plan(self, *args: Any, progress: Callable[[str, float], None] | None = None, **options: Any) -> Any:
+        self.args, self.options = args, options
+        if progress is not None:
+            progress("trace", 0.5)
+        if self.failure is not None:
+            raise self.failure
+        return make_plan()
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> FakePlanner:
+    fake = FakePlanner()
+    monkeypatch.setitem(sys.modules, "autopar.planner", SimpleNamespace(plan=fake.plan))
+    return fake
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with a target in it; what loading it does to the process is undone."""
+    (tmp_path / "train.py").write_text(TARGET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one message a wrong command line gives: on standard error, exit code 2, no traceback."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("autopar: ")
+    assert "Traceback" not in err
+    return err
+
+
+def refuses(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The same, where argparse refuses the arguments."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+# Commands.
+
+
+def test_plan_passes_its_options_and_saves(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--mesh", "2x4", "--hardware", "h100-sxm", "--memory-budget", "40GB", "--time-limit", "5"]
+    pins = ["--pin", 'state/params/*/kernel=P(None,"model")', "--pin", "batch/x=P('data')"]
+    assert main(["plan", "train.py:make", *options, *pins, "-o", "gpt.plan.json"]) == 0
+    step, *args = planner.args
+    assert step.__name__ == "step"
+    assert args == ["the state", "the batch"]
+    assert planner.options == {
+        "mesh": "2x4",
+        "num_devices": None,
+        "hardware": "h100-sxm",
+        "memory_budget_bytes": 40e9,
+        "pin": {"state/params/*/kernel": P(None, "model"), "batch/x": P("data")},
+        "time_limit_s": 5.0,
+    }
+    assert load_plan("gpt.plan.json") == make_plan()
+    out, err = capsys.readouterr()
+    assert out.startswith("Plan of `train_step` for 8 h100-sxm devices, mesh 2x4 (data=2, model=4)\n")
+    assert out.endswith("Saved to gpt.plan.json; `autopar explain gpt.plan.json` says why.\n")
+    assert "Parameters:" not in out
+    assert err == ""
+
+
+def test_defaults_are_the_planners(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "train.py:make", "--devices", "8"]) == 0
+    assert planner.options == dict.fromkeys(["mesh", "hardware", "memory_budget_bytes", "pin"]) | {"num_devices": 8}
+    assert capsys.readouterr().out.endswith("The plan was not saved: add -o FILE.\n")
+
+
+def test_explain_plans_a_target(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "train.py:make", "--devices", "8"]) == 0
+    assert planner.options["num_devices"] == 8
+    assert "Parameters: 7 tensors" in capsys.readouterr().out
+
+
+def test_explain_reads_a_saved_plan(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
+    make_plan().save("p.json")
+    assert main(["explain", "p.json"]) == 0
+    assert planner.args == ()
+    assert capsys.readouterr().out == f"{explain(make_plan())}\n"
+
+
+def test_explain_collectives_prints_a_table_for_each_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--collectives", "--mesh", "2x16", "--hardware", "h100-sxm"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= TEXT_WIDTH
+    assert "Axis `data`: 2 devices on 2 hosts, 1 in each" in out
+    assert "Axis `model`: 16 devices on 2 hosts, 8 in each" in out
+    rows = {line[:20].strip(): line for line in out.split("Axis `model`")[1].splitlines()[1:]}
+    assert {"naive, all to all", "sharded server", "ring", "NCCL tree", "hierarchical, ring"} <= rows.keys()
+    assert rows["hierarchical, ring"].count("*") == 7
+    assert "yes" not in rows["naive, all to all"]
+
+
+def test_explain_collectives_as_json_and_of_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--collectives", "--devices", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (axis,) = told["axes"]
+    assert told["hardware"] == "cpu-host"
+    assert axis["backend"] == "gloo"
+    assert set(axis["chosen"]) == {"ring"}
+    assert axis["workers"]["num_local"] == 4
+    assert main(["explain", "--collectives", "--mesh", "1", "--hardware", "cpu-host"]) == 0
+    assert "nothing is reduced" in capsys.readouterr().out
+
+
+def test_explain_collectives_draws(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    options = ["explain", "--collectives", "--mesh", "2x8", "--hardware", "h100-sxm"]
+    assert main([*options, "--plot", "a.png"]) == 0
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "Drawn into a.png." in capsys.readouterr().out
+    assert main([*options, "--plot", "b.svg", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"] == "h100-sxm"
+    assert "give --plot a file in a folder that can be written to" in fails(capsys, *options, "--plot", "no/a.png")
+    assert "cannot draw into 'a.what'" in fails(capsys, *options, "--plot", "a.what")
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    err = fails(capsys, "explain", "--collectives", "--devices", "8", "--hardware", "h100-sxm", "--plot", "a.png")
+    assert err == "autopar: --plot draws with matplotlib, which is missing: pip install 'autopar[plot]'\n"
+
+
+def test_explain_needs_something_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "`autopar explain` needs a TARGET or a saved plan" in fails(capsys, "explain")
+    assert "needs --collectives with --plot" in fails(capsys, "explain", "p.json", "--plot", "a.png")
+    err = fails(capsys, "explain", "p.json", "--collectives", "--pin", "x=P()")
+    assert "not about a program: drop TARGET, --pin" in err
+
+
+def test_piped_text_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    make_plan(12).save("p.json")
+    assert main(["explain", "p.json"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= TEXT_WIDTH
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_json(planner: FakePlanner, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "train.py:make", "--devices", "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["format"] == "autopar-explanation"
+    assert told["strategy"] == make_plan().words
+
+
+def test_progress_goes_to_a_terminal(
+    planner: FakePlanner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["plan", "train.py:make", "--devices", "8"]) == 0
+    out, err = capsys.readouterr()
+    assert "trace" in err
+    assert "trace" not in out
+
+
+def test_interrupted_leaves_nothing(planner: FakePlanner, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    planner.failure = KeyboardInterrupt()
+    assert main(["plan", "train.py:make", "-o", "p.json"]) == 130
+    assert capsys.readouterr() == ("", "autopar: interrupted\n")
+    assert not list(folder.glob("*p.json*"))
+
+
+def test_planners_error_is_a_message(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
+    planner.failure = BudgetError("no plan fits 1 GB per device; the least is 2 GB")
+    assert fails(capsys, "plan", "train.py:make") == "autopar: no plan fits 1 GB per device; the least is 2 GB\n"
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("autopar 0.")
+    for argv in (["--help"], ["plan", "--help"], ["explain", "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 0
+        out = capsys.readouterr().out
+        assert "autopar plan train.py:make --mesh 2x4 --hardware h100-sxm -o gpt.plan.json" in out
+        assert "returns\n(step, args)" in out
+
+
+def test_program_runs_piped(folder: Path) -> None:
+    """The real program, in a process of its own: plain text, and quiet when its reader leaves."""
+    make_plan(12).save("p.json")
+    package = str(Path(cli.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": package}
+    command = f"'{sys.executable}' -m autopar explain p.json"
+    done = subprocess.run(f"{command} | head -1", shell=True, env=environment, capture_output=True, text=True)
+    assert done.stdout == "Plan of `train_step` for 8 h100-sxm devices, mesh 2x4 (data=2, model=4)\n"
+    assert done.stderr == ""
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("40GB", 40e9),
+        ("40 gb", 40e9),
+        ("512MiB", 512 * 2**20),
+        ("1.5KiB", 1536.0),
+        ("2TB", 2e12),
+        ("1TiB", 2**40),
+        ("123", 123.0),
+        ("123B", 123.0),
+        ("1e9", 1e9),
+        (".5GB", 5e8),
+    ],
+)
+def test_size(text: str, num_bytes: float) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "40XB", "-1GB", "0", "forty", "1e", "1 G B", "inf", "nan"])
+def test_wrong_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"is no size: write e\.g\. 40GB \(10\^9 bytes\)"):
+        parse_size(text)
+    assert "is no size" in refuses(capsys, "plan", "train.py:make", f"--memory-budget={text}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--devices", "0"), "'0' is no number of devices: write 1 or more"),
+        (("--devices", "many"), "'many' is no number of devices"),
+        (("--devices", "8", "--mesh", "2x4"), "not allowed with argument --devices"),
+        (("--time-limit", "nan"), "'nan' is no time: write seconds above 0"),
+    ],
+)
+def test_wrong_argument(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refuses(capsys, "plan", "train.py:make", *argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "pin"),
+    [
+        ("a/*/k=P(None,'model')", ("a/*/k", P(None, "model"))),
+        ("x = PartitionSpec(('data', 'model'), None)", ("x", P(("data", "model"), None))),
+        ("x=P()", ("x", P())),
+    ],
+)
+def test_pin(text: str, pin: tuple[str, Any]) -> None:
+    assert parse_pin(text) == pin
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "=P()",
+        "x=",
+        "x='data'",
+        "x=P(data)",
+        "x=P(1)",
+        "x=P(['a'])",
+        "x=P(a='b')",
+        "x=P(*['a'])",
+        "x=P(__import__('os').abort())",
+        "x=open('pwned', 'w')",
+        "x=P('a'",
+    ],
+)
+def test_wrong_pin(text: str, planner: FakePlanner, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    with pytest.raises(PinError):
+        parse_pin(text)
+    err = fails(capsys, "plan", "train.py:make", "--pin", text)
+    assert f"cannot read the pin {text!r}: write PATH=P(...)" in err
+    assert not (folder / "pwned").exists()
+
+
+def test_output_is_checked_before_planning(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
+    err = fails(capsys, "plan", "train.py:make", "-o", "no/such/p.json")
+    assert "cannot write 'no/such/p.json': give -o a file in a folder that can be written to" in err
+    assert planner.args == ()
+
+
+def test_saved_plan_is_already_decided(capsys: pytest.CaptureFixture[str]) -> None:
+    err = fails(capsys, "explain", "p.json", "--mesh", "2x4", "--pin", "x=P()")
+    assert "'p.json' is a saved plan, already decided: drop --mesh, --pin, or explain a TARGET" in err
+
+
+def test_damaged_plan(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "p.json").write_text("{")
+    assert "cannot use the plan file 'p.json': it is damaged" in fails(capsys, "explain", "p.json")
+    assert "cannot use the plan file 'q.json': it cannot be read" in fails(capsys, "explain", "q.json")
+
+
+# Targets.
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "words"),
+    [
+        ("train.py", "", "cannot read the target 'train.py': write path/file.py:function or package.module:function"),
+        ("t.py:", "", "cannot read the target 't.py:'"),
+        ("none.py:make", "", "there is no file 'none.py' (in "),
+        ("no.such.module:make", "", "module 'no.such.module' cannot be imported: ModuleNotFoundError: No module named"),
+        ("t.py:make", "def other(): pass", "t.py has no function 'make'; it has other"),
+        ("t.py:make", "make = 3", "t.py has no function 'make'; it has none"),
+        ("t.py:make", "x = 1\ny = x / 0", "'t.py' cannot be imported at {here}/t.py:2 (y = x / 0): ZeroDivisionError"),
+        ("t.py:make", "x = 1\ndef make(:", "'t.py' cannot be imported at {here}/t.py:2: SyntaxError: "),
+        ("t.py:make", "import sys; sys.exit('bye')", "'t.py' cannot be imported at {here}/t.py:1"),
+        (
+            "t.py:make",
+            "def make():\n    return {}['a']",
+            "`make` failed at {here}/t.py:2 (return {}['a']): KeyError: 'a'",
+        ),
+        (
+            "t.py:make",
+            "def make(size): pass",
+            "({here}/t.py:1) must take nothing and return (step, args), but calling it",
+        ),
+        ("t.py:make", "def make(): pass", "`make` ({here}/t.py:1) returned a NoneType; it must return (step, args)"),
+        ("t.py:make", "def make(): return 1, 2, 3", "returned a tuple of 3; it must return (step, args)"),
+        ("t.py:make", "def make(): return 1, ()", "returned a int as its step, which cannot be called"),
+        ("t.py:make", "def make(): return print, {}", "returned its args as a dict; it must return (step, args)"),
+    ],
+)
+def test_wrong_target(
+    target: str, source: str, words: str, planner: FakePlanner, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    (folder / "t.py").write_text(source)
+    assert words.replace("{here}", str(folder)) in fails(capsys, "plan", target)
+
+
+def test_target_imports_its_neighbours_and_packages(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "neighbour.py").write_text("args = (1, 2)")
+    (folder / "sub" / "main.py").write_text("import neighbour\ndef make(): return max, neighbour.args")
+    assert load_target("sub/main.py:make") == (max, (1, 2))
+    assert load_target("train:make")[1] == ("the state", "the batch")
+
+
+def test_dataclasses_in_a_target(folder: Path) -> None:
+    source = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+    (folder / "t.py").write_text(source + "def make(): return A, [3]")
+    assert load_target("t.py:make")[1] == (3,)
+
+
+def test_parallel_step_is_unwrapped(folder: Path) -> None:
+    source = """\
+import functools
+class Parallel:
+    def __init__(self, step): functools.update_wrapper(self, step)
+    def __call__(self, *args): raise RuntimeError
+    def plan(self, *args): raise RuntimeError
+def plain(x): return x
+@functools.wraps(plain)
+def wrapped(x): return x
+def make(): return Parallel(plain), (1,)
+def keep(): return wrapped, (1,)
+"""
+    (folder / "t.py").write_text(source)
+    assert load_target("t.py:make")[0].__name__ == "plain"
+    assert hasattr(load_target("t.py:keep")[0], "__wrapped__")
+
+
+def test_target_error_keeps_its_cause(folder: Path) -> None:
+    (folder / "t.py").write_text("def make(): raise OSError('disk')")
+    with pytest.raises(TargetError) as caught:
+        load_target("t.py:make")
+    assert isinstance(caught.value.__cause__, OSError)

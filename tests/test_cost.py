@@ -1,0 +1,127 @@
+"""Prices: every collective's formula, which link it rides, and which collectives a resharding needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.cost import hardware
+from autopar.cost.collectives import KINDS, collective_time, link_of
+from autopar.cost.resharding import collectives_of, resharding_moves
+from autopar.mesh import factorisations, parse_mesh
+from autopar.sharding import TensorSharding
+
+PROFILE = replace(
+    hardware.load(Path(__file__).parent / "profiles" / "alpha_beta.toml"),
+    host_link=hardware.LinkProfile(bytes_per_s=1e9, latency_s=1e-6),
+    collective_launch_s=1e-5,
+)
+MESH = parse_mesh("2x4")
+SHAPE = (8, 16)  # of 4-byte elements: 512 bytes
+
+
+def sharding(*dims: tuple[str, ...], unreduced: tuple[str, ...] = ()) -> TensorSharding:
+    return TensorSharding(dims, unreduced)
+
+
+WHOLE = sharding((), ())
+D, M = ("data",), ("model",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("all-reduce", 2 * 3 / 4 * 1e6 / 1e9 + 6e-6 + 1e-5),
+        ("all-gather", 3 / 4 * 1e6 / 1e9 + 3e-6 + 1e-5),
+        ("reduce-scatter", 3 / 4 * 1e6 / 1e9 + 3e-6 + 1e-5),
+        ("all-to-all", 3 / 4 * 1e6 / 1e9 + 3e-6 + 1e-5),
+        ("collective-permute", 1e6 / 1e9 + 1e-6 + 1e-5),
+    ],
+)
+def test_each_collective_costs_what_its_formula_says(kind: str, expected: float) -> None:
+    assert collective_time(kind, 1e6, M, MESH, PROFILE) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_bytes_and_more_devices_cost_more(kind: str) -> None:
+    times = [collective_time(kind, size, M, MESH, PROFILE) for size in (1e3, 1e6, 1e9)]
+    assert times == sorted(times)
+    assert collective_time(kind, 1e6, D, MESH, PROFILE) <= collective_time(kind, 1e6, M, MESH, PROFILE)
+    assert collective_time(kind, 1e6, M, parse_mesh("8x1"), PROFILE) == 0
+
+
+def test_combined_collectives_share_the_launch() -> None:
+    alone = collective_time("all-reduce", 1e3, M, MESH, PROFILE)
+    combined = collective_time("all-reduce", 1e3, M, MESH, PROFILE, combinable=True)
+    assert combined < alone / 5
+    large = PROFILE.combine_threshold_bytes * 2.0
+    assert collective_time("all-reduce", large, M, MESH, PROFILE, combinable=True) == pytest.approx(
+        collective_time("all-reduce", large, M, MESH, PROFILE)
+    )
+
+
+def test_an_axis_that_leaves_the_host_rides_the_network() -> None:
+    mesh = parse_mesh("2x8")
+    assert link_of(M, mesh, PROFILE) == PROFILE.host_link
+    assert link_of(D, mesh, PROFILE) == PROFILE.network_link
+    assert link_of(("data", "model"), mesh, PROFILE) == PROFILE.network_link
+    assert link_of(D, parse_mesh("8"), PROFILE) == PROFILE.host_link
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        (WHOLE, WHOLE, []),
+        (WHOLE, sharding(D, M), []),  # each device cuts out its part
+        (sharding(D, ()), WHOLE, [("all-gather", D, 512)]),
+        (sharding(D, ()), sharding((), D), [("all-to-all", D, 256)]),
+        (sharding(D, M), WHOLE, [("all-gather", ("data", "model"), 512)]),
+        (sharding((), (), unreduced=D), WHOLE, [("all-reduce", D, 512)]),
+        (sharding((), (), unreduced=D), sharding(D, ()), [("reduce-scatter", D, 512)]),
+        (sharding((), M, unreduced=D), sharding((), M), [("all-reduce", D, 128)]),
+        (sharding((), (), unreduced=D), sharding((), M), [("all-reduce", D, 512)]),  # a sum is taken where it is made
+        (sharding((), (), unreduced=("data", "model")), sharding(D, ()),
+         [("reduce-scatter", D, 512), ("all-reduce", M, 256)]),
+        (sharding(("data", "model"), ()), sharding(D, ()), [("all-gather", M, 256)]),
+        (sharding(("data", "model"), ()), sharding(("model", "data"), ()),
+         [("collective-permute", ("model", "data"), 64)]),
+        (sharding(M, (), unreduced=D), sharding(("data", "model"), ()),
+         [("reduce-scatter", D, 128), ("collective-permute", ("data", "model"), 64)]),
+    ],
+)  # fmt: skip
+def test_resharding_takes_the_expected_collectives(
+    source: TensorSharding, target: TensorSharding, expected: list[tuple[object, ...]]
+) -> None:
+    moves = collectives_of(resharding_moves(source, target, SHAPE, 4, MESH))
+    assert [(m.kind, m.axes, m.num_bytes) for m in moves] == expected
+
+
+def all_shardings() -> list[TensorSharding]:
+    """Every way to lay two axes on two dims, either order."""
+    dims = [(), D, M, (*D, *M), (*M, *D)]
+    return [sharding(a, b) for a in dims for b in dims if not set(a) & set(b)]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (6, 4)])
+def test_moves_lead_from_any_sharding_to_any_other_and_each_is_one_collective(shape: tuple[int, int]) -> None:
+    for source in all_shardings():
+        for target in all_shardings():
+            moves = resharding_moves(source, target, shape, 4, MESH)
+            assert (moves[-1].result if moves else source) == target
+            assert len(moves) <= 6
+            cost_free = not collectives_of(moves)
+            keeps_all = all(t[: len(s)] == s for s, t in zip(source.dims, target.dims, strict=True))
+            assert cost_free == keeps_all
+
+
+def test_meshes_are_read_and_factored() -> None:
+    assert parse_mesh("data=2, model=4") == parse_mesh("2x4")
+    assert [str(m) for m in factorisations(12)] == ["12", "2x6", "3x4", "4x3", "6x2"]
+    assert [str(m) for m in factorisations(1)] == ["1"]
+
+
+def test_uneven_dims_are_padded_in_local_shapes() -> None:
+    assert sharding(("data", "model"), ()).local_shape((50257, 3), MESH) == (6283, 3)
+    assert not sharding(D, ()).divides((7, 2), MESH)

@@ -1,0 +1,88 @@
+"""Groups: what joins, what must not, and that every node of a catalogue program is in one."""
+
+from __future__ import annotations
+
+import jax
+import programs
+import pytest
+
+from autopar.graph.check import check
+from autopar.graph.ir import Graph
+from autopar.mesh import parse_mesh
+from autopar.planner import program_of, rules_of
+from autopar.rules.factors import Factor
+from autopar.rules.groups import SMALL_SIZE, Group, form_groups
+from autopar.rules.strategies import enumerate_strategies
+
+
+def grouped(program: programs.Program) -> tuple[Graph, tuple[Group, ...]]:
+    graph = program_of(program.step, program.abstract_args(), carry=None, donate=None).graph
+    rules, unknown = rules_of(graph)
+    assert not unknown
+    return graph, form_groups(graph, rules, frozenset(range(len(graph.inputs))))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_every_node_that_matters_is_in_exactly_one_group(name: str) -> None:
+    graph, groups = grouped(programs.PROGRAMS[name]())
+    check(graph)
+    members = [n for group in groups for n in group.nodes]
+    assert len(members) == len(set(members))
+    for n, node in enumerate(graph.nodes):
+        touched = [v for v in (*node.operands, *node.results) if v is not None]
+        assert (n in set(members)) == any(graph.values[v].size > SMALL_SIZE for v in touched)
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_factors_have_the_sizes_of_the_dims_they_name(name: str) -> None:
+    graph, groups = grouped(programs.PROGRAMS[name]())
+    for group in groups:
+        named = [(r.value, r.dims) for r in group.reads] + [(d.value, d.dims) for d in group.defines]
+        for value, dims in [*named, *group.inputs]:
+            for size, dim in zip(graph.values[value].shape, dims, strict=True):
+                product = 1
+                for factor in dim:
+                    product *= group.factors[factor].size
+                assert not dim or product == size
+
+
+def test_optimizer_state_lives_with_its_update_and_parameters_do_not() -> None:
+    graph, groups = grouped(programs.mlp(optimizer="adam"))
+    inside = {graph.input_paths[graph.inputs.index(v)] for g in groups for v, _ in g.inputs}
+    assert any("mu/Dense_0/kernel" in path for path in inside)
+    assert any("nu/Dense_0/kernel" in path for path in inside)
+    assert not any("/params/" in path for path in inside)
+
+
+def test_layer_norm_and_softmax_are_one_group_each() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        return jax.nn.softmax(x, axis=-1)
+
+    graph = program_of(step, [jax.ShapeDtypeStruct((128, 256), "float32")], carry=[], donate=[]).graph
+    groups = form_groups(graph, rules_of(graph)[0])
+    assert len(groups) == 1
+    assert sorted(f.size for f in groups[0].factors) == [128, 256]
+
+
+def test_the_gradient_of_a_bias_is_not_tied_to_the_activations() -> None:
+    graph, groups = grouped(programs.mlp(batch=256, width=128))
+    for group in groups:
+        phases = {graph.nodes[n].phase for n in group.nodes}
+        assert not {"forward", "update"} <= phases
+
+
+def test_strategies_are_all_assignments_of_axes_to_factors() -> None:
+    mesh = parse_mesh("2x4")
+    assert len(enumerate_strategies([Factor(8), Factor(16)], mesh)) == 9
+    assert len(enumerate_strategies([Factor(8), Factor(16)], mesh, fixed={1})) == 4
+    assert len(enumerate_strategies([Factor(8)], parse_mesh("1x4"))) == 2
+    assert enumerate_strategies([Factor(8)], mesh)[0].axes == ((),)
+
+
+def test_an_uneven_split_is_allowed_only_where_padding_is_small_and_nothing_forbids_it() -> None:
+    mesh = parse_mesh("8")
+    assert len(enumerate_strategies([Factor(50257)], mesh)) == 2
+    assert len(enumerate_strategies([Factor(50257)], mesh, even={0})) == 1
+    assert len(enumerate_strategies([Factor(12)], mesh)) == 1

@@ -1,0 +1,72 @@
+"""Plans that people found by hand are found by the planner, and the compiled program obeys.
+
+All under one alpha-beta profile, on 4 CPU devices, counted in XLA's program (scalars ignored; XLA
+combines the gradient all-reduces into one).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import programs
+import pytest
+
+import autopar
+from autopar import hlo
+from autopar.plan import Plan
+from autopar.sharding import TensorSharding
+
+PROFILE = str(Path(__file__).parent / "profiles" / "alpha_beta.toml")
+
+
+def planned(program: programs.Program) -> tuple[Plan, dict[str, int]]:
+    """The plan for 4 devices on one axis, and the collectives of the compiled program."""
+    types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=types, devices=jax.devices()[:4])
+    step = autopar.parallelize(mesh=mesh, hardware=PROFILE)(program.step)
+    args = program.abstract_args()
+    return step.plan(*args), hlo.count(step.lower(*args).compile().as_text() or "")
+
+
+def shardings(plan: Plan, suffix: str) -> list[TensorSharding]:
+    return [t.sharding for t in plan.inputs if t.role == "parameter" and t.path.endswith(suffix)]
+
+
+COLUMN = TensorSharding(((), ("data",)))
+ROW = TensorSharding((("data",), ()))
+
+
+def assert_data_parallel(plan: Plan, counts: dict[str, int]) -> None:
+    assert counts == {"all-reduce": 1}
+    assert all(t.sharding.is_replicated for t in plan.inputs if t.role != "data")
+    assert all(t.sharding.dims[0] == ("data",) for t in plan.inputs if t.role == "data")
+    assert "data parallel" in plan.words
+
+
+@pytest.mark.contract
+def test_mlp_with_a_large_batch_is_data_parallel() -> None:
+    assert_data_parallel(*planned(programs.mlp(batch=256, width=32, optimizer="adam")))
+
+
+@pytest.mark.contract
+def test_mlp_with_wide_layers_alternates_column_and_row() -> None:
+    plan, counts = planned(programs.mlp(batch=32, width=256, optimizer="adam"))
+    kernels = [shardings(plan, f"Dense_{i}/kernel")[0] for i in range(6)]
+    assert kernels in ([COLUMN, ROW] * 3, [ROW, COLUMN] * 3)
+    assert counts == {"all-reduce": 5}
+    assert "tensor parallel" in plan.words
+
+
+def test_bert_with_a_large_batch_is_data_parallel() -> None:
+    assert_data_parallel(*planned(programs.bert_layers(batch=64, seq=64, hidden=32, heads=8)))
+
+
+def test_bert_with_wide_layers_is_megatron() -> None:
+    plan, counts = planned(programs.bert_layers(batch=8, seq=8, hidden=128, heads=8))
+    assert shardings(plan, "qkv/kernel") == [COLUMN] * 2
+    assert shardings(plan, "ffn_in/kernel") == [COLUMN] * 2
+    assert shardings(plan, "attention_out/kernel") == [ROW] * 2
+    assert shardings(plan, "ffn_out/kernel") == [ROW] * 2
+    assert counts == {"all-reduce": 7}
+    assert "tensor parallel" in plan.words

@@ -1,0 +1,231 @@
+"""What each rule says of a hand-written case. `test_rules_hold` checks that it is true of real equations."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+from autopar.graph.params import plain_params
+from autopar.rules.elementwise import FLOPS_PER_ELEMENT
+from autopar.rules.factors import DimFactors, Rule
+from autopar.rules.registry import NodeView
+from autopar.rules.table import RULES, rule_for, unknown_rule
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def text(rule: Rule) -> str:
+    """`a b, b c -> a c; b sum`: factors by letter in order of appearance, `.` for a dim without one."""
+    letters: dict[int, str] = {}
+
+    def dim(factors: tuple[int, ...]) -> str:
+        names = [letters.setdefault(f, chr(ord("a") + len(letters))) for f in factors]
+        return "." if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+    def tensors(terms: tuple[DimFactors, ...]) -> str:
+        return ", ".join(" ".join(map(dim, term)) for term in terms)
+
+    written = f"{tensors(rule.operands)} -> {tensors(rule.results)}"
+    pending = [f"{letters[i]} {f.reduction}" for i, f in enumerate(rule.factors) if f.reduction]
+    return "; ".join([written, *pending])
+
+
+def rule_of(primitive: str, operands: Shapes, results: Shapes, params: dict[str, Any]) -> Rule:
+    rule = rule_for(NodeView(primitive, params, operands, results))
+    assert rule is not None
+    return rule
+
+
+def conv(lhs: str, rhs: str, out: str, **params: Any) -> dict[str, Any]:
+    """Parameters of a 2-D convolution, dims written as `nhwc` / `hwio`, as JAX's `conv_dimension_numbers`."""
+    rank = {"window_strides": (1, 1), "padding": ((1, 1), (1, 1)), "lhs_dilation": (1, 1), "rhs_dilation": (1, 1)}
+    specs = {"lhs_spec": (lhs, "nchw"), "rhs_spec": (rhs, "oihw"), "out_spec": (out, "nchw")}
+    numbers = {name: tuple(map(spec.index, order)) for name, (spec, order) in specs.items()}
+    return {"dimension_numbers": numbers, "feature_group_count": 1, "batch_group_count": 1} | rank | params
+
+
+def window(*sizes: int) -> dict[str, Any]:
+    return {"window_dimensions": sizes, "window_strides": sizes, "padding": ((0, 0),) * len(sizes)}
+
+
+def gathers(
+    offset: tuple[int, ...], collapsed: tuple[int, ...], sizes: tuple[int, ...], indexed: tuple[int, ...] = (0,)
+) -> dict[str, Any]:
+    numbers = {"offset_dims": offset, "collapsed_slice_dims": collapsed, "start_index_map": indexed}
+    batching = {"operand_batching_dims": (), "start_indices_batching_dims": ()}
+    return {"slice_sizes": sizes, "dimension_numbers": numbers | batching}
+
+
+def scatters(window_dims: tuple[int, ...], inserted: tuple[int, ...], batching: tuple[int, ...] = ()) -> dict[str, Any]:
+    numbers = {"update_window_dims": window_dims, "inserted_window_dims": inserted}
+    pairs = {"operand_batching_dims": batching, "scatter_indices_batching_dims": batching}
+    return {"dimension_numbers": numbers | pairs | {"scatter_dims_to_operand_dims": inserted}}
+
+
+X, S = (4, 6), ()
+FORWARD = ("nhwc", "hwio", "nhwc")
+#: How JAX writes a convolution's gradients: the one by the kernel sums over the batch as over input channels.
+BY_KERNEL, BY_INPUT = ("chwn", "ihwo", "hwnc"), ("nhwc", "hwoi", "nhwc")
+CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
+    ("add", (X, X), (X,), {}, "a b, a b -> a b"),
+    ("mul", (X, (1, 6)), (X,), {}, "a b, . b -> a b"),
+    ("add", (X, S), (X,), {}, "a b,  -> a b"),
+    ("select_n", (S, X, X), (X,), {}, ", a b, a b -> a b"),
+    ("clamp", (S, X, S), (X,), {}, ", a b,  -> a b"),
+    ("optimization_barrier", (X, X), (X, X), {}, "a b, c d -> a b, c d"),
+    ("device_put", (X,), (X,), {}, "a b -> a b"),
+    ("integer_pow", (X,), (X,), {"y": -3}, "a b -> a b"),
+    ("polynomial", (X, S, S), (X,), {}, "a b, ,  -> a b"),
+    ("bitcast_convert_type", (X,), ((4, 6, 2),), {}, "a b -> a b ."),
+    ("iota", (), (X,), {"dimension": 0}, " -> a b"),
+    ("iota_2x32_shape", (), (X, X), {}, " -> a b, a b"),
+    ("empty", (), (X,), {}, " -> a b"),
+    ("rng_uniform", (S, S), (X,), {}, ",  -> a b"),
+    ("random_bits", (S,), (X,), {"shape": X}, " -> a b"),
+    ("random_wrap", ((4, 2),), ((4,),), {}, "a . -> a"),
+    ("random_unwrap", ((4,),), ((4, 2),), {}, "a -> a ."),
+    ("random_seed", (S,), (S,), {}, " -> "),
+    ("random_split", (S,), ((2,),), {"shape": (2,)}, " -> ."),
+    ("rng_bit_generator", ((4,),), ((4,), X), {"shape": X}, ". -> ., a b"),
+    ("dot_general", (X, (6, 8)), ((4, 8),), {"dimension_numbers": (((1,), (0,)), ((), ()))}, "a b, b c -> a c; b sum"),
+    ("dot_general", ((2, 3, 4, 5), (2, 6, 4, 5)), ((2, 4, 3, 6),),
+     {"dimension_numbers": (((3,), (3,)), ((0, 2), (0, 2)))}, "a b c d, a e c d -> a c b e; d sum"),
+    ("conv_general_dilated", ((2, 8, 8, 3), (3, 3, 3, 16)), ((2, 8, 8, 16),),
+     conv(*FORWARD), "a . . b, . . b c -> a . . c; b sum"),
+    ("conv_general_dilated", ((2, 8, 8, 3), (2, 8, 8, 16)), ((3, 3, 3, 16),),
+     conv(*BY_KERNEL), "a . . b, a . . c -> . . b c; a sum"),
+    ("conv_general_dilated", ((2, 8, 8, 16), (3, 3, 3, 16)), ((2, 8, 8, 3),),
+     conv(*BY_INPUT), "a . . b, . . c b -> a . . c; b sum"),
+    # two groups of three channels each, and the gradient by the kernel; then depthwise
+    ("conv_general_dilated", ((2, 8, 8, 6), (3, 3, 3, 8)), ((2, 8, 8, 8),),
+     conv(*FORWARD, feature_group_count=2), "a . . ., . . . . -> a . . ."),
+    ("conv_general_dilated", ((2, 8, 8, 6), (2, 8, 8, 8)), ((3, 3, 3, 8),),
+     conv(*BY_KERNEL, batch_group_count=2), "a . . (b c), a . . (b d) -> . . c (b d); a sum"),
+    ("conv_general_dilated", ((2, 8, 8, 6), (3, 3, 1, 6)), ((2, 8, 8, 6),),
+     conv(*FORWARD, feature_group_count=6), "a . . b, . . . b -> a . . b"),
+    ("reduce_sum", (X,), ((4,),), {"axes": (1,)}, "a b -> a; b sum"),
+    ("reduce_max", (X,), (S,), {"axes": (0, 1)}, "a b -> ; a max; b max"),
+    *((f"reduce_{kind}", (X,), ((6,),), {"axes": (0,)}, f"a b -> b; a {kind}")
+      for kind in ("min", "prod", "and", "or")),
+    ("reduce_xor", (X,), ((4,),), {"axes": (1,)}, "a . -> a"),
+    ("reduce", (X, S), ((6,),), {"dimensions": (0,)}, ". a,  -> a"),
+    ("argmax", (X,), ((4,),), {"axes": (1,)}, "a . -> a"),
+    ("argmin", (X,), ((6,),), {"axes": (0,)}, ". a -> a"),
+    *((f"cum{kind}", (X,), (X,), {"axis": 1}, "a . -> a .") for kind in ("sum", "prod", "max", "min", "logsumexp")),
+    ("sort", (X, X), (X, X), {"dimension": 0}, ". a, . a -> . a, . a"),
+    ("top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "axis": 1}, "a . -> a ., a ."),
+    ("approx_top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "reduction_dimension": -1}, "a . -> a ., a ."),
+    *((f"reduce_window_{kind}", ((2, 8, 8, 3),), ((2, 4, 4, 3),), window(1, 2, 2, 1), "a . . b -> a . . b")
+      for kind in ("sum", "max", "min")),
+    ("reduce_window", (X, S), ((4, 3),), window(1, 2), "a .,  -> a ."),
+    ("reduce_window_sum", (X,), ((5, 6),), window(1, 1) | {"padding": ((0, 1), (0, 0))}, ". a -> . a"),
+    *((name, ((4, 3), X), (X,), window(1, 2), "a ., a . -> a .")
+      for name in ("select_and_scatter_add", "select_and_scatter")),
+    ("select_and_gather_add", (X, X), ((4, 3),), window(1, 2), "a ., a . -> a ."),
+    ("reshape", ((8, 3, 4),), ((8, 12),), {}, "a b c -> a (b c)"),
+    ("reshape", ((24,),), ((2, 1, 12),), {}, "(a b) -> a . b"),
+    ("reshape", ((5, 6, 4),), ((5, 4, 6),), {}, "a . . -> a . ."),
+    ("reshape", ((3, 3, 1, 6, 2),), ((3, 3, 6, 2),), {"dimensions": (0, 1, 3, 2, 4)}, "a b . c d -> a b c d"),
+    ("reshape", ((2, 3, 4),), ((3, 8),), {"dimensions": (1, 0, 2)}, "a b c -> b (a c)"),
+    ("squeeze", ((4, 1, 6),), (X,), {"dimensions": (1,)}, "a . b -> a b"),
+    ("transpose", ((4, 6, 2),), ((2, 4, 6),), {"permutation": (2, 0, 1)}, "a b c -> c a b"),
+    ("broadcast_in_dim", ((4, 1),), ((4, 8, 6),), {"broadcast_dimensions": (0, 2)}, "a . -> a b c"),
+    ("concatenate", (X, (4, 2)), ((4, 8),), {"dimension": 1}, "a ., a . -> a ."),
+    ("split", (X,), ((4, 2), (4, 4)), {"axis": 1}, "a . -> a ., a ."),
+    ("slice", (X,), ((4, 3),), {"start_indices": (0, 0), "limit_indices": X, "strides": (1, 2)}, "a . -> a ."),
+    ("pad", (X, S), ((4, 8),), {"padding_config": ((0, 0, 0), (1, 1, 0))}, "a .,  -> a ."),
+    ("pad", (X, S), (X,), {"padding_config": ((0, 0, 0), (1, -1, 0))}, "a .,  -> a ."),
+    ("rev", (X,), (X,), {"dimensions": (0,)}, ". a -> . a"),
+    ("dynamic_slice", (X, S, S), ((2, 6),), {"slice_sizes": (2, 6)}, ". a, ,  -> . a"),
+    ("dynamic_update_slice", (X, (2, 6), S, S), (X,), {}, ". a, . a, ,  -> . a"),
+    ("stack", (X, X), ((4, 2, 6),), {"axis": 1}, "a b, a b -> a . b"),
+    ("unstack", ((4, 2, 6),), (X, X), {"axis": 1}, "a . b -> a b, a b"),
+    ("tile", (X,), ((8, 6),), {"reps": (2, 1)}, "a b -> (c a) b"),
+    ("gather", ((10, 6), (2, 3, 1)), ((2, 3, 6),), gathers((2,), (0,), (1, 6)), "a b, c d . -> c d b; a sum"),
+    ("gather", ((10, 6), (3, 1)), ((3, 4, 6),), gathers((1, 2), (), (4, 6), (0,)), ". a, b . -> b . a"),
+    ("scatter-add", ((10, 6), (2, 3, 1), (2, 3, 6)), ((10, 6),), scatters((2,), (0,)),
+     "a b, c d ., c d b -> a b; c sum; d sum"),
+    ("scatter-sub", ((10, 6), (3, 1), (3, 6)), ((10, 6),), scatters((1,), (0,)), "a b, c ., c b -> a b; c sum"),
+    ("scatter-add", (X, (4, 3, 1), (4, 3)), (X,), scatters((), (1,), (0,)), "a b, a c ., a c -> a b; c sum"),
+    *((f"scatter{kind}", ((10, 6), (3, 1), (3, 6)), ((10, 6),), scatters((1,), (0,)), "a b, . ., . b -> a b")
+      for kind in ("", "-mul", "-min", "-max")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("primitive", "operands", "results", "params", "expected"), CASES)
+def test_rule_says(primitive: str, operands: Shapes, results: Shapes, params: dict[str, Any], expected: str) -> None:
+    assert text(rule_of(primitive, operands, results, params)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "result", "pointwise"),
+    [((4, 6), (4, 1, 6), True), ((4, 6), (24,), False), ((4, 6), (6, 4), False), ((4, 6), (4, 2, 3), False)],
+)
+def test_only_reshapes_by_dims_of_one_are_pointwise(shape: Any, result: Any, pointwise: bool) -> None:
+    assert rule_of("reshape", (shape,), (result,), {}).pointwise is pointwise
+
+
+@pytest.mark.contract
+def test_every_entry_has_a_case() -> None:
+    assert set(RULES) - {case[0] for case in CASES} - set(FLOPS_PER_ELEMENT) == set()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("primitive", FLOPS_PER_ELEMENT)
+def test_elementwise_entries_are_pointwise(primitive: str) -> None:
+    rule = rule_of(primitive, (X, X), (X,), {})
+    assert rule.pointwise and text(rule) == "a b, a b -> a b"
+
+
+def test_rules_need_no_jax() -> None:
+    # a bare package in the place of `autopar`, whose own list of public names imports JAX
+    program = (
+        "import sys, types; package = types.ModuleType('autopar'); package.__path__ = [sys.argv[1]];"
+        "sys.modules['autopar'] = package; import autopar.rules.table, autopar.graph.params;"
+        "sys.exit('jax' in sys.modules)"
+    )
+    folder = Path(__file__).parents[1] / "autopar"
+    assert subprocess.run([sys.executable, "-c", program, str(folder)], check=False).returncode == 0
+
+
+def flops(primitive: str, operands: Shapes, results: Shapes, params: dict[str, Any]) -> float:
+    rule = rule_of(primitive, operands, results, params)
+    return rule.flops_per_point * math.prod(f.size for f in rule.factors)
+
+
+def test_flops_count_dims_without_a_factor() -> None:
+    kernel, image = (3, 3, 3, 16), (2, 8, 8, 3)
+    # of the 8 positions of an edge, a 3-wide kernel meets 6 * 3 + 2 * 2 = 22 elements
+    expected = 2.0 * 2 * 22 * 22 * 3 * 16
+    assert flops("conv_general_dilated", (image, kernel), ((2, 8, 8, 16),), conv(*FORWARD)) == expected
+    assert flops("conv_general_dilated", (image, (2, 8, 8, 16)), (kernel,), conv(*BY_KERNEL)) == expected
+    grouped = conv(*FORWARD, feature_group_count=2)
+    assert flops("conv_general_dilated", ((2, 8, 8, 6), kernel), ((2, 8, 8, 16),), grouped) == expected
+    assert flops("scatter-add", ((10, 6), (3, 1), (3, 6)), ((10, 6),), scatters((1,), (0,))) == pytest.approx(18)
+    assert flops("cumsum", (X,), (X,), {"axis": 1}) == flops("argmax", (X,), ((4,),), {"axes": (1,)}) == 24
+
+
+def test_an_unknown_primitive_is_replicated_and_not_free() -> None:
+    view = NodeView("mystery", {}, (X, S), ((4, 6, 2),))
+    assert rule_for(view) is None
+    assert text(unknown_rule(view)) == ". .,  -> . . ."
+    assert unknown_rule(view).flops_per_point == 48
+
+
+def test_params_become_plain() -> None:
+    index = np.int64(3)
+    params = {"sizes": (index, [1, 2]), "new_dtype": np.dtype("float32"), "body": len,
+              "mode": lax.GatherScatterMode.CLIP, "flag": np.bool_(True), "fill": np.float32(0.5), "pair": (1, len),
+              "table": np.ones(3), "key": jax.random.key(0).dtype, "prim": lax.add_p, "nothing": None}  # fmt: skip
+    plain = plain_params("gather", params)
+    assert plain == {"sizes": (3, (1, 2)), "new_dtype": "float32", "mode": "CLIP", "flag": True, "fill": 0.5,
+                     "key": "key<fry>", "prim": "add", "nothing": None}  # fmt: skip
+    assert type(plain["sizes"][0]) is int and type(plain["flag"]) is bool

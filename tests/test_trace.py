@@ -1,0 +1,61 @@
+"""The trace: flat, alive, numbered afresh, and it remembers where everything came from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import programs
+import pytest
+
+from autopar.trace import module_path, phase_of, trace
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_calls_are_inlined_and_nothing_dead_is_left(name: str) -> None:
+    program = programs.PROGRAMS[name]()
+    traced = trace(program.step, program.abstract_args())
+    assert not {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"} & {
+        e.primitive for e in traced.equations
+    }
+    read = {v for e in traced.equations for v in e.operands if isinstance(v, int)}
+    read |= {v for v in traced.outputs if isinstance(v, int)}
+    assert all(any(r in read for r in e.results) for e in traced.equations)
+
+
+def test_paths_phases_and_sources_are_kept() -> None:
+    program = programs.gpt()
+    traced = trace(program.step, program.abstract_args())
+    assert "state/params/block_0/mlp_in/kernel" in traced.input_paths
+    assert traced.output_paths[-1] == "out/1"
+    assert {e.phase for e in traced.equations} == {"forward", "backward", "update"}
+    dots = [e for e in traced.equations if e.primitive == "dot_general"]
+    assert any(e.path == "GPT/block_0/mlp_in" and e.phase == "forward" for e in dots)
+    assert any(e.path == "GPT/block_0/mlp_in" and e.phase == "backward" for e in dots)
+
+
+def test_two_calls_of_one_cached_function_do_not_share_values() -> None:
+    inner = jax.jit(lambda x: jnp.sin(x) + 1)
+    traced = trace(lambda x: inner(x) * inner(x + 1), [jax.ShapeDtypeStruct((128,), jnp.float32)])
+    results = [r for e in traced.equations for r in e.results]
+    assert len(results) == len(set(results))
+    assert [e.primitive for e in traced.equations].count("sin") == 2
+
+
+def test_closed_over_arrays_are_constants() -> None:
+    table = jnp.arange(128.0)
+    traced = trace(lambda x: x + table, [jax.ShapeDtypeStruct((128,), jnp.float32)])
+    assert len(traced.constants) <= 1  # JAX may write it as a literal constant or as an argument
+
+
+@pytest.mark.parametrize(
+    ("stack", "phase", "path"),
+    [
+        ("jvp(GPT2)/transformer/h/0", "forward", "GPT2/transformer/h/0"),
+        ("transpose(jvp(GPT2))/transformer", "backward", "GPT2/transformer"),
+        ("", "update", ""),
+        ("jvp()/vmap(attn)", "forward", "attn"),
+    ],
+)
+def test_name_stacks(stack: str, phase: str, path: str) -> None:
+    assert (phase_of(stack), module_path(stack)) == (phase, path)
