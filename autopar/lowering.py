@@ -1,0 +1,498 @@
+"""The planned step as one device sees it: local shapes, and every collective an instruction of its own.
+
+In: a formulation and an assignment. Out: `Instruction`s in program order, about as many as equations of the
+step; they are what XLA's partitioner hands on to its fusion (`fusion.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autopar.formulation import Formulation
+from autopar.graph.ir import Graph, Node, Value
+from autopar.sharding import TensorSharding, replicated
+
+#: `alias`: the same memory under another shape. `loop`: one output element at a time. `reduce`: many elements
+#: to one. `inplace`: writes into its first operand. `hero`: a kernel of its own that nothing is fused with.
+InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "hero", "collective"]
+
+#: What XLA's cost analysis charges per element of a float32 operation, measured on Hopper (its HLO operation
+#: profiles, sm_90); anything else is charged `CHEAP`. Operations that XLA expands are sums of their parts.
+FLOPS: Mapping[str, float] = {
+    "add": 7,
+    "sub": 7,
+    "add_any": 7,
+    "cos": 978,
+    "sin": 958,
+    "tan": 1955,
+    "div": 19,
+    "exp": 79,
+    "exp2": 82,
+    "expm1": 190,
+    "log": 166,
+    "log1p": 229,
+    "logistic": 108,
+    "pow": 510,
+    "rsqrt": 75,
+    "sqrt": 75,
+    "cbrt": 178,
+    "tanh": 467,
+    "atan2": 431,
+    "erf": 60,
+    "erfc": 90,
+    "erf_inv": 350,
+    "threefry2x32": 360,
+    "random_bits": 360,
+    "integer_pow": 9,
+}
+CHEAP = 3.0
+
+#: The same memory under another shape or name.
+_ALIASES = frozenset(
+    [
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "copy",
+        "copy_p",
+        "stop_gradient",
+        "optimization_barrier",
+        "bitcast_convert_type",
+        "random_wrap",
+        "random_unwrap",
+        "sharding_constraint",
+        "reduce_precision",
+    ]
+)
+_REDUCTIONS = frozenset(["argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
+_IN_PLACE = frozenset(["dynamic_update_slice"])
+#: Kernels that nothing is fused with: libraries, sorts, whole loops.
+_HEROES = frozenset(
+    [
+        "dot_general",
+        "ragged_dot",
+        "ragged_dot_general",
+        "conv_general_dilated",
+        "sort",
+        "top_k",
+        "approx_top_k",
+        "fft",
+        "cholesky",
+        "triangular_solve",
+        "eigh",
+        "svd",
+        "qr",
+        "lu",
+        "scan",
+        "while",
+        "cond",
+        "custom_call",
+        "ffi_call",
+        "rng_bit_generator",
+        "pallas_call",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """One matrix product on one device: `batch` times [m, k] @ [k, n], in the operands' dtype."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One operation on one device.
+
+    Args:
+        node: the graph's node it comes from; -1 for an argument.
+        value: the graph's value it makes.
+        operands: positions of instructions, with how often each of their elements is read.
+        elements, num_bytes: of the result.
+        flops: of the whole result, outside matrix units (inside them for a convolution).
+    """
+
+    kind: InstructionKind
+    node: int
+    value: int
+    primitive: str
+    operands: dict[int, float]
+    elements: float
+    num_bytes: float
+    flops: float = 0.0
+    reduces: float = 1.0
+    gemm: Gemm | None = None
+    collective: str = ""
+    axes: tuple[str, ...] = ()
+    payload_bytes: float = 0.0
+    combinable: bool = False
+    dtype: str = "float32"
+
+
+@dataclass(slots=True)
+class LocalProgram:
+    """Instructions in program order; `outputs` holds the position of each output's instruction (None: a literal)."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    outputs: list[int | None] = field(default_factory=list)
+    arguments: dict[int, int] = field(default_factory=dict)  # input position -> instruction
+
+
+def local_program(f: Formulation, choices: Sequence[int]) -> LocalProgram:
+    """Lay the chosen shardings over the graph.
+
+    Args:
+        choices: of each decision, its strategy.
+    """
+    return _Lowering(f, choices).run()
+
+
+class _Lowering:
+    def __init__(self, f: Formulation, choices: Sequence[int]) -> None:
+        self.f, self.choices = f, choices
+        self.graph: Graph = f.graph
+        self.program = LocalProgram()
+        self.at: dict[int, int] = {}  # value -> instruction
+        self.local: dict[int, TensorSharding] = {}  # value -> how it is made
+        self.moved: dict[tuple[int, TensorSharding], int] = {}
+        self.laid_out: dict[int, int] = {}
+        self.flow_of: dict[tuple[int, int], int] = {}
+        for index, flow in enumerate(f.flows):
+            for use in flow.uses:
+                self.flow_of[use] = index
+        self.copy_of = {d.value: n for n, d in enumerate(f.decisions) if d.kind == "copy"}
+        self.copy_flow = {
+            f.decisions[flow.target].value: flow for flow in f.flows if f.decisions[flow.target].kind == "copy"
+        }
+        self.users: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for n, node in enumerate(self.graph.nodes):
+            for i, value in enumerate(node.operands):
+                if value is not None:
+                    self.users[value].append((n, i))
+        for decision, chosen in zip(f.decisions, choices, strict=True):
+            if decision.kind != "group":
+                continue
+            group, strategy = f.groups[decision.group], decision.strategies[chosen]
+            for define in group.defines:
+                self.local[define.value] = strategy.sharding(define.dims, define.pending)
+        for value, (node, shardings) in f.value_made.items():
+            self.local[value] = shardings[choices[node]]
+
+    def run(self) -> LocalProgram:
+        for position, value in enumerate(self.graph.inputs):
+            self.program.arguments[position] = self._argument(value)
+        for value in self.graph.constants:
+            self._argument(value)
+        for n, node in enumerate(self.graph.nodes):
+            self._node(n, node)
+        self._outputs()
+        return self.program
+
+    # -- values ------------------------------------------------------------------------------
+
+    def _sharding(self, value: int) -> TensorSharding:
+        known = self.local.get(value)
+        return replicated(len(self.graph.values[value].shape)) if known is None else known
+
+    def _local_shape(self, value: int, sharding: TensorSharding) -> tuple[int, ...]:
+        return sharding.local_shape(self.graph.values[value].shape, self.f.mesh)
+
+    def _add(self, instruction: Instruction) -> int:
+        self.program.instructions.append(instruction)
+        return len(self.program.instructions) - 1
+
+    def _argument(self, value: int) -> int:
+        info, sharding = self.graph.values[value], self._sharding(value)
+        elements = sharding.local_size(info.shape, self.f.mesh)
+        self.at[value] = self._add(
+            Instruction("argument", -1, value, "", {}, elements, elements * info.itemsize, dtype=info.dtype)
+        )
+        return self.at[value]
+
+    def _operand(self, n: int, index: int, value: int) -> tuple[int, TensorSharding]:
+        """The instruction that a node's operand is read from, after any resharding."""
+        flow_index = self.flow_of.get((n, index))
+        if flow_index is None:
+            return self.at[value], self._sharding(value)
+        flow = self.f.flows[flow_index]
+        return self._reach(value, flow.wanted[self.choices[flow.target]], flow.combinable)
+
+    def _reach(self, value: int, wanted: TensorSharding, combinable: bool) -> tuple[int, TensorSharding]:
+        made, start = self._sharding(value), self.at[value]
+        path: list[tuple[TensorSharding, bool]] = [(wanted, combinable)]
+        copy = self.copy_of.get(value)
+        if copy is not None:
+            flow = self.copy_flow[value]
+            path.insert(0, (self.f.decisions[copy].shardings[self.choices[copy]], flow.combinable))
+        for target, merge in path:
+            start = self._move(value, start, made, target, merge)
+            made = target
+        return start, made
+
+    def _move(self, value: int, start: int, made: TensorSharding, wanted: TensorSharding, combinable: bool) -> int:
+        info = self.graph.values[value]
+        for move in self.f.moves(value, made, wanted):
+            key = (value, move.result)
+            if key not in self.moved:
+                elements = move.result.local_size(info.shape, self.f.mesh)
+                source = self.program.instructions[start]
+                is_cut = move.kind == "cut"
+                self.moved[key] = self._add(
+                    Instruction(
+                        "loop" if is_cut else "collective",
+                        source.node,
+                        value,
+                        "cut" if is_cut else move.kind,
+                        {start: elements / max(source.elements, 1.0) if is_cut else 1.0},
+                        elements,
+                        elements * info.itemsize,
+                        flops=0.0,
+                        collective="" if is_cut else move.kind,
+                        axes=move.axes,
+                        payload_bytes=move.num_bytes,
+                        combinable=combinable,
+                        dtype=info.dtype,
+                    )
+                )
+            start = self.moved[key]
+        return start
+
+    # -- nodes -------------------------------------------------------------------------------
+
+    def _node(self, n: int, node: Node) -> None:
+        operands: list[tuple[int, tuple[int, ...]]] = []
+        for index, value in enumerate(node.operands):
+            if value is None:
+                continue
+            at, sharding = self._operand(n, index, value)
+            operands.append((at, self._local_shape(value, sharding)))
+        if node.primitive == "split":
+            self._split(n, node, operands[0][0])
+            return
+        kind = self._kind(node, operands)
+        if kind == "alias":
+            for value in node.results:
+                self.at[value] = operands[0][0]
+            return
+        if node.primitive in ("dot_general",):
+            operands = [(self._laid_out(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
+        shapes = [self._local_shape(v, self._sharding(v)) for v in node.results]
+        elements = float(sum(math.prod(s) for s in shapes))
+        infos = [self.graph.values[v] for v in node.results]
+        num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))
+        points = max([elements, *(math.prod(s) for _, s in operands)]) if kind == "reduce" else elements
+        used: dict[int, float] = {}
+        for at, shape in operands:
+            used[at] = max(used.get(at, 0.0), self._utilization(node, kind, elements, math.prod(shape)))
+        scatter = self._scattered_sum(node, operands)
+        if scatter is not None:
+            self.at[node.results[0]] = scatter
+            return
+        instruction = Instruction(
+            kind,
+            n,
+            node.results[0] if node.results else -1,
+            node.primitive,
+            used,
+            elements,
+            num_bytes,
+            flops=points * self._flops_per_element(node, operands, shapes),
+            reduces=points / max(elements, 1.0),
+            gemm=self._gemm(node, operands, shapes),
+            dtype=infos[0].dtype if infos else "float32",
+        )
+        at = self._add(instruction)
+        for value in node.results:
+            self.at[value] = at
+            axes = self._sharding(value).unreduced
+            if axes and value not in self.f.value_made:  # a sum of a few elements: taken where it is made
+                self._small_sum(value, axes)
+
+    def _scattered_sum(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
+        """`x + scatter(zeros, …)` scatters into x: XLA's simplifier says so where nothing else reads the scatter."""
+        if node.primitive not in ("add", "add_any") or len(operands) != 2:
+            return None
+        for (at, _), (other, _), value in (
+            (*operands, node.operands[0]),
+            (*reversed(operands), node.operands[1]),
+        ):
+            one = self.program.instructions[at]
+            if one.primitive != "scatter-add" or value is None or len(self.users[value]) != 1:
+                continue
+            zeros = next(iter(one.operands))
+            if self.program.instructions[zeros].primitive != "broadcast_in_dim" or zeros == other or other > at:
+                continue
+            del one.operands[zeros]
+            one.operands = {other: 1.0, **one.operands}
+            return at
+        return None
+
+    def _small_sum(self, value: int, axes: tuple[str, ...]) -> None:
+        info = self.graph.values[value]
+        made = self._sharding(value)
+        source = self.at[value]
+        self.at[value] = self._add(
+            Instruction(
+                "collective",
+                self.program.instructions[source].node,
+                value,
+                "all-reduce",
+                {source: 1.0},
+                info.size,
+                info.num_bytes,
+                collective="all-reduce",
+                axes=axes,
+                payload_bytes=info.num_bytes,
+                combinable=True,
+                dtype=info.dtype,
+            )
+        )
+        self.local[value] = made.resolved()
+
+    def _split(self, n: int, node: Node, source: int) -> None:
+        whole = self.program.instructions[source].elements
+        for value in node.results:
+            info, sharding = self.graph.values[value], self._sharding(value)
+            elements = sharding.local_size(info.shape, self.f.mesh)
+            self.at[value] = self._add(
+                Instruction(
+                    "loop",
+                    n,
+                    value,
+                    "slice",
+                    {source: elements / max(whole, 1.0)},
+                    elements,
+                    elements * info.itemsize,
+                    dtype=info.dtype,
+                )
+            )
+
+    def _kind(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> InstructionKind:
+        name = node.primitive
+        if name in _HEROES:
+            return "hero"
+        if not operands:
+            return "loop"
+        if name in _ALIASES:
+            return "alias"
+        result = self.graph.values[node.results[0]] if node.results else None
+        first = next((self.graph.values[v] for v in node.operands if v is not None), None)
+        if result is not None and first is not None:
+            if name == "convert_element_type" and result.dtype == first.dtype:
+                return "alias"
+            if name == "broadcast_in_dim" and result.size == first.size:
+                return "alias"
+            if name == "transpose" and self._feeds_dots(node.results[0]) and self._from_dot(node.operands[0]):
+                return "alias"
+        if name.startswith("reduce_") or name in _REDUCTIONS:
+            return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
+        if name.startswith("scatter") or name in _IN_PLACE or name == "select_and_scatter_add":
+            return "inplace"
+        return "loop"
+
+    def _from_dot(self, value: int | None) -> bool:
+        return value is not None and self.program.instructions[self.at[value]].gemm is not None
+
+    def _feeds_dots(self, value: int) -> bool:
+        """Whether all readers are matrix products, which take an operand in any order of its dims."""
+        for n, _ in self.users[value]:
+            reader = self.graph.nodes[n]
+            if reader.primitive == "dot_general":
+                continue
+            if reader.primitive not in ("reshape", "transpose", "squeeze", "expand_dims"):
+                return False
+            if not self._feeds_dots(reader.results[0]):
+                return False
+        return bool(self.users[value])
+
+    def _laid_out(self, n: int, node: Node, index: int, at: int) -> int:
+        """A product's operand whose batch dims are not outermost is copied so that they are, once for all its
+        readers; but the result of another product can be written in that order."""
+        _, batch = node.params["dimension_numbers"]
+        dims = batch[index]
+        if tuple(dims) == tuple(range(len(dims))):
+            return at
+        source = self.program.instructions[at]
+        if source.gemm is not None:
+            return at
+        if at not in self.laid_out:
+            self.laid_out[at] = self._add(
+                Instruction(
+                    "loop",
+                    n,
+                    source.value,
+                    "transpose",
+                    {at: 1.0},
+                    source.elements,
+                    source.num_bytes,
+                    dtype=source.dtype,
+                )
+            )
+        return self.laid_out[at]
+
+    def _utilization(self, node: Node, kind: InstructionKind, elements: float, operand: float) -> float:
+        if kind in ("reduce", "hero", "inplace") or operand == 0.0:
+            return 1.0
+        if node.primitive in ("pad", "concatenate"):
+            return 1.0
+        return elements / operand
+
+    def _flops_per_element(
+        self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
+    ) -> float:
+        if node.primitive == "dot_general":
+            return 0.0
+        if node.primitive == "conv_general_dilated" and len(operands) == 2:
+            kernel = operands[1][1]
+            numbers = node.params.get("dimension_numbers")
+            out = numbers[1][0] if isinstance(numbers, tuple) else 0
+            return 2.0 * math.prod(kernel) / max(kernel[out] if isinstance(out, int) else 1, 1)
+        if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
+            return 0.0
+        return FLOPS.get(node.primitive, CHEAP)
+
+    def _gemm(
+        self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
+    ) -> Gemm | None:
+        if node.primitive != "dot_general" or len(operands) != 2:
+            return None
+        (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
+        left, right = operands[0][1], operands[1][1]
+        k = math.prod(left[d] for d in left_contracting)
+        batch = math.prod(left[d] for d in left_batch)
+        m = math.prod(s for d, s in enumerate(left) if d not in (*left_contracting, *left_batch))
+        n = math.prod(s for d, s in enumerate(right) if d not in (*right_contracting, *right_batch))
+        values: list[Value] = [self.graph.values[v] for v in node.operands if v is not None]
+        return Gemm(batch, m, n, k, values[0].dtype, self.graph.values[node.results[0]].dtype)
+
+    # -- outputs -----------------------------------------------------------------------------
+
+    def _outputs(self) -> None:
+        renewed = {out: position for position, out in self.graph.carried}
+        wanted: dict[int, tuple[TensorSharding, bool]] = {}
+        for flow in self.f.flows:
+            target = self.f.decisions[flow.target]
+            if flow.uses or target.kind == "copy":
+                continue
+            position = target.position if target.kind == "output" else dict(self.graph.carried)[target.position]
+            wanted[position] = (flow.wanted[self.choices[flow.target]], flow.combinable)
+        for position, value in enumerate(self.graph.outputs):
+            if value is None:
+                self.program.outputs.append(None)
+                continue
+            _ = renewed
+            if position in wanted:
+                at, _ = self._reach(value, *wanted[position])
+            else:
+                at = self.at[value]
+            self.program.outputs.append(at)
