@@ -95,13 +95,11 @@ class _Builder:
     """Gives every value in memory a buffer. What writes in place shares its first operand's, if nothing reads
     that later."""
 
-    def __init__(self, local: LocalProgram, kernels: dict[int, Fused]) -> None:
+    def __init__(self, local: LocalProgram, kernels: Sequence[Fused]) -> None:
         self.instructions, self.kernels = local.instructions, kernels
         self.outputs = {at for at in local.outputs if at is not None}
-        self.last_read: dict[int, int] = {}
-        for root, kernel in kernels.items():
-            for operand in kernel.operands:
-                self.last_read[operand] = root
+        self.written = {root for kernel in kernels for root in kernel.roots}
+        self.last_read = {operand: n for n, kernel in enumerate(kernels) for operand in kernel.operands}
         self.buffers: list[Buffer] = []
         self.buffer_of: dict[int, int] = {}
 
@@ -110,12 +108,13 @@ class _Builder:
             if one.kind == "argument":
                 self._own_buffer(at)
         ops = []
-        for root, kernel in self.kernels.items():
-            shared = self._shared_with(root)
-            if shared is None:
-                self._own_buffer(root)
-            else:
-                self.buffer_of[root] = self.buffer_of[shared]
+        for n, kernel in enumerate(self.kernels):
+            for root in kernel.roots:
+                shared = self._shared_with(root, n)
+                if shared is None:
+                    self._own_buffer(root)
+                else:
+                    self.buffer_of[root] = self.buffer_of[shared]
             ops.append(self._op(kernel))
         return DeviceProgram(tuple(ops), tuple(self.buffers))
 
@@ -124,22 +123,22 @@ class _Builder:
         self.buffer_of[at] = len(self.buffers)
         self.buffers.append(Buffer(one.num_bytes, one.value, one.kind == "argument", at in self.outputs))
 
-    def _shared_with(self, root: int) -> int | None:
+    def _shared_with(self, root: int, n: int) -> int | None:
         one = self.instructions[root]
         if one.kind != "inplace" or root in self.outputs:
             return None
         first = next(iter(one.operands))
-        free = first in self.kernels and first not in self.outputs and self.last_read[first] == root
+        free = first in self.written and first not in self.outputs and self.last_read.get(first) == n
         return first if free and self.instructions[first].num_bytes == one.num_bytes else None
 
     def _op(self, kernel: Fused) -> Op:
-        one = self.instructions[kernel.root]
+        one = self.instructions[kernel.roots[0]]
         first = again = 0.0
         for operand, times in kernel.operands.items():
             size = self.instructions[operand].num_bytes
             first += size * min(times, 1.0)
             again += size * max(times - 1.0, 0.0)
-        written = one.num_bytes
+        written = sum(self.instructions[root].num_bytes for root in kernel.roots)
         if one.kind == "inplace":  # reads and writes what it changes, not the whole
             target = next(iter(one.operands))
             first -= min(self.instructions[target].num_bytes, first)
@@ -148,7 +147,7 @@ class _Builder:
             kind=_kind(one),
             node=one.node,
             reads=tuple(self.buffer_of[o] for o in kernel.operands),
-            writes=(self.buffer_of[kernel.root],),
+            writes=tuple(self.buffer_of[root] for root in kernel.roots),
             read_bytes=first,
             reread_bytes=again,
             written_bytes=written,

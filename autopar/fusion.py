@@ -13,6 +13,7 @@ November 2026.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.cost.hardware import HardwareProfile
@@ -29,23 +30,26 @@ _MOST_COPIES = 16.0  # of one instruction's code within one kernel
 
 @dataclass(slots=True)
 class Fused:
-    """One kernel: `root` is the instruction it is named for.
+    """One kernel.
 
     Args:
+        roots: positions of the instructions whose results it writes.
         operands: positions of instructions in memory, with how often each of their elements is read.
-        members: all instructions it computes.
+        members: all instructions it computes, some perhaps in other kernels too.
+        reduces: whether a large reduction is among them.
     """
 
-    root: int
+    roots: list[int]
     operands: dict[int, float]
     flops: float
     members: list[int]
     reduces: bool
 
 
-def fuse(program: LocalProgram, profile: HardwareProfile) -> dict[int, Fused]:
-    """Kernels by the position of their root, in program order; arguments are not among them."""
-    return _Fusion(program, profile).run()
+def fuse(program: LocalProgram, profile: HardwareProfile) -> list[Fused]:
+    """The kernels, each after those whose results it reads; arguments are not among them."""
+    kernels = _Fusion(program, profile).run()
+    return _Siblings(program, kernels).run()
 
 
 class _Fusion:
@@ -59,7 +63,7 @@ class _Fusion:
             if one.kind == "argument":
                 continue
             reduces = one.kind == "reduce" and one.reduces >= _LARGE_REDUCTION
-            self.kernels[i] = Fused(i, dict(one.operands), one.flops, [i], reduces)
+            self.kernels[i] = Fused([i], dict(one.operands), one.flops, [i], reduces)
             for operand in one.operands:
                 self.users[operand].add(i)
         self._drop_dead()
@@ -166,3 +170,115 @@ class _Fusion:
             self._push(operand)
         for j in readers:
             self._push(j)
+
+
+class _Siblings:
+    """Joins kernels over the same points to one with several results: those that read the same, and a loop with
+    a reader of its result, where no third kernel stands between the two."""
+
+    def __init__(self, program: LocalProgram, kernels: dict[int, Fused]) -> None:
+        self.instructions = program.instructions
+        self.kernels = kernels
+        self.home = {i: i for i in kernels}  # instruction in memory -> the kernel that writes it
+        self.users: dict[int, set[int]] = defaultdict(set)
+        for i, kernel in kernels.items():
+            for operand in kernel.operands:
+                self.users[operand].add(i)
+        self.above: dict[int, int] = {}  # kernel -> bits of all kernels that it waits for
+        for i, kernel in kernels.items():
+            bits = 0
+            for operand in kernel.operands:
+                if operand in kernels:
+                    bits |= self.above[operand] | 1 << operand
+            self.above[i] = bits
+
+    def run(self) -> list[Fused]:
+        for source in [*range(len(self.instructions))]:
+            if self.instructions[source].elements > 1.0 and len(self.users[source]) > 1:
+                self._join_readers(source)
+        for source in reversed(list(self.kernels)):
+            if source in self.kernels:
+                self._join_with_reader(source)
+        return self._ordered()
+
+    def _points(self, i: int) -> tuple[float, float] | None:
+        """What two kernels must agree on: points, and how many of them make one result of a reduction."""
+        one = self.instructions[i]
+        if one.kind == "loop":
+            return one.elements, 1.0
+        if one.kind == "reduce":
+            return one.elements * one.reduces, one.reduces
+        return None
+
+    def _independent(self, a: int, b: int) -> bool:
+        return not (self.above[a] >> b & 1 or self.above[b] >> a & 1)
+
+    def _join_readers(self, source: int) -> None:
+        readers = sorted({self.home[u] for u in self.users[source]})
+        for n, a in enumerate(readers):
+            if self.home[a] != a or (points := self._points(a)) is None:
+                continue
+            for b in readers[n + 1 :]:
+                if self.home[b] == b and self._points(b) == points and self._independent(a, b) and self._fits(a, b):
+                    self._join(a, b)
+
+    def _join_with_reader(self, source: int) -> None:
+        if self.instructions[source].kind != "loop" or self.kernels[source].reduces:
+            return
+        for reader in sorted({self.home[u] for u in self.users[source]}):
+            points = self._points(reader)
+            if points is None or points[0] != self.instructions[source].elements or not self._fits(source, reader):
+                continue
+            between = any(
+                self.above[self.home[o]] >> source & 1
+                for o in self.kernels[reader].operands
+                if o in self.home and self.home[o] != source
+            )
+            if not between:
+                self._join(source, reader)
+                return
+
+    def _fits(self, a: int, b: int) -> bool:
+        return len(self.kernels[a].operands) + len(self.kernels[b].operands) <= _MOST_OPERANDS
+
+    def _join(self, a: int, b: int) -> None:
+        """Into a, what b computes."""
+        one, other = self.kernels[a], self.kernels.pop(b)
+        for operand, times in other.operands.items():
+            self.users[operand].discard(b)
+            if operand not in one.roots:
+                one.operands[operand] = max(one.operands.get(operand, 0.0), times)
+                self.users[operand].add(a)
+        shared = set(one.members)
+        again = sum(self.instructions[i].flops for i in other.members if i in shared)
+        one.flops += max(other.flops - again, 0.0)
+        one.roots += other.roots
+        one.members += [i for i in other.members if i not in shared]
+        one.reduces |= other.reduces
+        for root in other.roots:
+            self.home[root] = a
+        both = 1 << a | 1 << b
+        self.above[a] = (self.above[a] | self.above.pop(b)) & ~both
+        for i, bits in self.above.items():
+            if bits & both:
+                self.above[i] = bits | self.above[a] | both
+
+    def _ordered(self) -> list[Fused]:
+        """Each kernel as early as the first of its results stood, but after all it reads."""
+        done: set[int] = set()
+        ordered: list[Fused] = []
+        for first in sorted(self.kernels):
+            stack = [first]
+            while stack:
+                i = stack[-1]
+                missing = [
+                    self.home[o] for o in self.kernels[i].operands if o in self.home and self.home[o] not in done
+                ]
+                if i in done or not missing:
+                    stack.pop()
+                    if i not in done:
+                        done.add(i)
+                        ordered.append(self.kernels[i])
+                else:
+                    stack += missing
+        return ordered

@@ -231,7 +231,7 @@ class _Lowering:
         made, start = self._sharding(value), self.at[value]
         path: list[tuple[TensorSharding, bool]] = [(wanted, combinable)]
         copy = self.copy_of.get(value)
-        if copy is not None:
+        if copy is not None and wanted != made:  # else the copy is passed by
             flow = self.copy_flow[value]
             path.insert(0, (self.f.decisions[copy].shardings[self.choices[copy]], flow.combinable))
         for target, merge in path:
@@ -286,6 +286,7 @@ class _Lowering:
             return
         if node.primitive in ("dot_general",):
             operands = [(self._laid_out(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
+            operands = [(self._masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         shapes = [self._local_shape(v, self._sharding(v)) for v in node.results]
         elements = float(sum(math.prod(s) for s in shapes))
         infos = [self.graph.values[v] for v in node.results]
@@ -439,6 +440,20 @@ class _Lowering:
                 )
             )
         return self.laid_out[at]
+
+    def _masked(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
+        """A product's operand that is unevenly split along a summed dim is copied with its padding set to zero."""
+        contracting, _ = node.params["dimension_numbers"]
+        value = node.operands[index]
+        assert value is not None
+        whole = self.graph.values[value].shape
+        if all(whole[d] % shape[d] == 0 for d in contracting[index]):
+            return at
+        source = self.program.instructions[at]
+        copy = Instruction(
+            "loop", n, source.value, "select_n", {at: 1.0}, source.elements, source.num_bytes, dtype=source.dtype
+        )
+        return self._add(copy)
 
     def _utilization(self, node: Node, kind: InstructionKind, elements: float, operand: float) -> float:
         if kind in ("reduce", "hero", "inplace") or operand == 0.0:
