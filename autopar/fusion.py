@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.lowering import LocalProgram
@@ -25,7 +25,27 @@ _CACHE_SPEEDUP = 2.5  # of reading again what fits the second-level cache
 _CACHE_BYTES = 50e6
 _MOST_OPERANDS = 96
 _LARGE_REDUCTION = 16  # elements to one; smaller ones are emitted like any loop
-_MOST_COPIES = 16.0  # of one instruction's code within one kernel
+_TOLERATED_BYTES = 1024  # by which a product's operand may be larger before what it takes in than after
+#: What a product's kernel computes as it reads an operand.
+_READ_THROUGH = frozenset(
+    [
+        "convert_element_type",
+        "mul",
+        "div",
+        "neg",
+        "abs",
+        "max",
+        "min",
+        "exp",
+        "log",
+        "tanh",
+        "sqrt",
+        "rsqrt",
+        "transpose",
+        "slice",
+        "integer_pow",
+    ]
+)
 
 
 @dataclass(slots=True)
@@ -48,7 +68,9 @@ class Fused:
 
 def fuse(program: LocalProgram, profile: HardwareProfile) -> list[Fused]:
     """The kernels, each after those whose results it reads; arguments are not among them."""
-    kernels = _Fusion(program, profile).run()
+    fusion = _Fusion(program, profile)
+    kernels = fusion.run()
+    program.outputs = [at if at is None else fusion.renamed.get(at, at) for at in program.outputs]
     return _Siblings(program, kernels).run()
 
 
@@ -59,6 +81,7 @@ class _Fusion:
         self.kernels: dict[int, Fused] = {}
         self.users: list[set[int]] = [set() for _ in program.instructions]
         self.outputs = {at for at in program.outputs if at is not None}
+        self.renamed: dict[int, int] = {}
         for i, one in enumerate(program.instructions):
             if one.kind == "argument":
                 continue
@@ -66,6 +89,8 @@ class _Fusion:
             self.kernels[i] = Fused([i], dict(one.operands), one.flops, [i], reduces)
             for operand in one.operands:
                 self.users[operand].add(i)
+        self._drop_dead()
+        self._fuse_into_products()
         self._drop_dead()
         self.times: dict[int, float] = {}
         self.version = [0] * len(program.instructions)
@@ -86,6 +111,62 @@ class _Fusion:
                 for operand in self.kernels[i].operands:
                     self.users[operand].discard(i)
                 del self.kernels[i]
+
+    # -- matrix products ---------------------------------------------------------------------
+
+    def _fuse_into_products(self) -> None:
+        """A product takes in what does not make its operands smaller to read (a cast to a wider dtype, a scaling),
+        and writes its result as its one reader wants it, where that is smaller (a cast to a narrower dtype)."""
+        for i, one in enumerate(self.instructions):
+            if one.gemm is None or i not in self.kernels:
+                continue
+            for operand in list(one.operands):
+                source = operand
+                while (above := self._read_through(source)) is not None:
+                    source = above
+                if source != operand:
+                    self._read_instead(i, operand, source)
+            self._write_smaller(i)
+
+    def _read_through(self, at: int) -> int | None:
+        """The one large operand of an instruction that a product computes as it reads."""
+        one = self.instructions[at]
+        if one.kind != "loop" or one.primitive not in _READ_THROUGH:
+            return None
+        read = sum(self.instructions[o].num_bytes for o in one.operands)
+        if not one.operands or read - one.num_bytes > _TOLERATED_BYTES:
+            return None
+        return max(one.operands, key=lambda o: self.instructions[o].num_bytes)
+
+    def _read_instead(self, i: int, operand: int, source: int) -> None:
+        for operands in (self.instructions[i].operands, self.kernels[i].operands):
+            del operands[operand]
+            operands[source] = 1.0
+        self.users[operand].discard(i)
+        self.users[source].add(i)
+
+    def _write_smaller(self, i: int) -> None:
+        """Give a product the size of its only reader's result, where that is a cast to fewer bytes."""
+        while len(self.users[i]) == 1 and i not in self.outputs:
+            (reader,) = self.users[i]
+            one = self.instructions[reader]
+            narrower = one.primitive in ("convert_element_type", "slice") and len(one.operands) == 1
+            if one.kind != "loop" or not narrower or one.num_bytes > self.instructions[i].num_bytes:
+                return
+            product = self.instructions[i]
+            self.instructions[i] = replace(product, num_bytes=one.num_bytes, elements=one.elements, dtype=one.dtype)
+            for user in list(self.users[reader]):
+                for operands in (self.instructions[user].operands, self.kernels[user].operands):
+                    if reader in operands:
+                        operands[i] = operands.pop(reader)
+                self.users[i].add(user)
+            self.users[i].discard(reader)
+            self.users[reader] = set()
+            del self.kernels[reader]
+            if reader in self.outputs:
+                self.outputs.discard(reader)
+                self.outputs.add(i)
+                self.renamed[reader] = i
 
     # -- prices ------------------------------------------------------------------------------
 

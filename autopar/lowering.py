@@ -166,6 +166,7 @@ class _Lowering:
         self.local: dict[int, TensorSharding] = {}  # value -> how it is made
         self.moved: dict[tuple[int, TensorSharding], int] = {}
         self.laid_out: dict[int, int] = {}
+        self.known: dict[tuple[object, ...], int] = {}  # what was computed already, XLA computes once
         self.flow_of: dict[tuple[int, int], int] = {}
         for index, flow in enumerate(f.flows):
             for use in flow.uses:
@@ -312,12 +313,22 @@ class _Lowering:
             gemm=self._gemm(node, operands, shapes),
             dtype=infos[0].dtype if infos else "float32",
         )
-        at = self._add(instruction)
+        at = self._once(node, tuple(at for at, _ in operands), instruction)
         for value in node.results:
             self.at[value] = at
             axes = self._sharding(value).unreduced
             if axes and value not in self.f.value_made:  # a sum of a few elements: taken where it is made
                 self._small_sum(value, axes)
+
+    def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
+        """The instruction, or the same one made before; one that reads a literal is not compared."""
+        literal = any(value is None for value in node.operands) and node.primitive != "convert_element_type"
+        if literal or not operands or instruction.kind not in ("loop", "reduce") or node.effect:
+            return self._add(instruction)
+        key = (node.primitive, operands, repr(sorted(node.params.items())), instruction.elements, instruction.dtype)
+        if key not in self.known:
+            self.known[key] = self._add(instruction)
+        return self.known[key]
 
     def _scattered_sum(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
         """`x + scatter(zeros, …)` scatters into x: XLA's simplifier says so where nothing else reads the scatter."""
