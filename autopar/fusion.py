@@ -25,6 +25,28 @@ _CACHE_SPEEDUP = 2.5  # of reading again what fits the second-level cache
 _CACHE_BYTES = 50e6
 _MOST_OPERANDS = 96
 _LARGE_REDUCTION = 16  # elements to one; smaller ones are emitted like any loop
+#: What no kernel can do that works row by row.
+_NOT_TILED = frozenset(
+    [
+        "cut",
+        "pad",
+        "gather",
+        "concatenate",
+        "slice",
+        "dynamic_slice",
+        "scatter-add",
+        "scatter",
+        "rev",
+        "threefry2x32",
+        "random_bits",
+        "reduce_precision",
+        "dynamic_update_slice",
+        "argmax",
+        "argmin",
+        "cumsum",
+        "sort",
+    ]
+)
 _TOLERATED_BYTES = 1024  # by which a product's operand may be larger before what it takes in than after
 #: What a product's kernel computes as it reads an operand.
 _READ_THROUGH = frozenset(
@@ -57,6 +79,7 @@ class Fused:
         operands: positions of instructions in memory, with how often each of their elements is read.
         members: all instructions it computes, some perhaps in other kernels too.
         reduces: whether a large reduction is among them.
+        tiled: whether it works row by row, so that a reduction of a row and what uses it share a kernel.
     """
 
     roots: list[int]
@@ -64,6 +87,7 @@ class Fused:
     flops: float
     members: list[int]
     reduces: bool
+    tiled: bool = False
 
 
 def fuse(program: LocalProgram, profile: HardwareProfile) -> list[Fused]:
@@ -92,6 +116,7 @@ class _Fusion:
         self._drop_dead()
         self._fuse_into_products()
         self._drop_dead()
+        self._fuse_diamonds()
         self.times: dict[int, float] = {}
         self.version = [0] * len(program.instructions)
         self.heap: list[tuple[float, int, int]] = []
@@ -168,6 +193,45 @@ class _Fusion:
                 self.outputs.add(i)
                 self.renamed[reader] = i
 
+    # -- softmax -----------------------------------------------------------------------------
+
+    def _fuse_diamonds(self) -> None:
+        """A value, a reduction of its rows, and what reads both are one kernel that works row by row
+        (XLA's softmax rewriter): the subtracted maximum, the division by the sum."""
+        for i, one in enumerate(self.instructions):
+            if one.kind != "reduce" or not one.rows or i not in self.kernels or len(one.operands) != 1:
+                continue
+            (source,) = one.operands
+            chain = [i]
+            while len(self.users[chain[-1]]) == 1 and chain[-1] not in self.outputs:
+                (reader,) = self.users[chain[-1]]
+                if source in self.instructions[reader].operands:
+                    if self.users[source] == {i, reader} and self._closes(source, reader, chain):
+                        self._close(source, reader, chain)
+                    break
+                if self.instructions[reader].kind != "loop" or len(self.instructions[reader].operands) > 1:
+                    break
+                chain.append(reader)
+
+    def _closes(self, source: int, reader: int, chain: list[int]) -> bool:
+        one = self.instructions[reader]
+        whole = one.kind == "loop" and one.elements == self.instructions[source].elements
+        return whole and all(self.instructions[i].primitive not in _NOT_TILED for i in (*chain, reader))
+
+    def _close(self, source: int, reader: int, chain: list[int]) -> None:
+        kernel = self.kernels[reader]
+        for i in chain:
+            inner = self.kernels.pop(i)
+            kernel.flops += inner.flops
+            kernel.members += inner.members
+            for operand in inner.operands:
+                self.users[operand].discard(i)
+            self.users[i] = set()
+            kernel.operands.pop(i, None)
+        kernel.operands[source] = 1.0
+        self.users[source] = {reader}
+        kernel.tiled = True
+
     # -- prices ------------------------------------------------------------------------------
 
     def _read_s(self, operand: int, times: float) -> float:
@@ -216,7 +280,11 @@ class _Fusion:
             return False
         if consumer.kind == "inplace" and next(iter(consumer.operands)) == i:
             return False
-        if self.kernels[i].reduces:  # what follows a reduction is a kernel of its own
+        if self.kernels[i].tiled or self.kernels[j].tiled:
+            members = (*self.kernels[i].members, *self.kernels[j].members)
+            if any(self.instructions[m].primitive in _NOT_TILED for m in members):
+                return False
+        elif self.kernels[i].reduces:  # what follows a reduction is a kernel of its own
             return False
         return len(self.kernels[i].operands) + len(self.kernels[j].operands) <= _MOST_OPERANDS
 
@@ -238,6 +306,7 @@ class _Fusion:
             consumer = self.kernels[j]
             consumer.flops, consumer.operands = self._merged(i, j)
             consumer.reduces |= producer.reduces
+            consumer.tiled |= producer.tiled
             consumer.members += producer.members
             self.times.pop(j, None)
             changed |= set(consumer.operands)
@@ -285,6 +354,8 @@ class _Siblings:
     def _points(self, i: int) -> tuple[float, float] | None:
         """What two kernels must agree on: points, and how many of them make one result of a reduction."""
         one = self.instructions[i]
+        if self.kernels[i].tiled:
+            return None
         if one.kind == "loop":
             return one.elements, 1.0
         if one.kind == "reduce":

@@ -35,15 +35,15 @@ FLOPS: Mapping[str, float] = {
     "expm1": 190,
     "log": 166,
     "log1p": 229,
-    "logistic": 108,
+    "logistic": 115,
     "pow": 510,
     "rsqrt": 75,
     "sqrt": 75,
     "cbrt": 178,
     "tanh": 467,
     "atan2": 431,
-    "erf": 60,
-    "erfc": 90,
+    "erf": 266,
+    "erfc": 266,
     "erf_inv": 350,
     "threefry2x32": 360,
     "random_bits": 360,
@@ -119,6 +119,7 @@ class Instruction:
         value: the graph's value it makes.
         operands: positions of instructions, with how often each of their elements is read.
         elements, num_bytes: of the result.
+        rows: for a reduction, whether it is along the innermost dims alone.
         flops: of the whole result, outside matrix units (inside them for a convolution).
     """
 
@@ -131,6 +132,7 @@ class Instruction:
     num_bytes: float
     flops: float = 0.0
     reduces: float = 1.0
+    rows: bool = False
     gemm: Gemm | None = None
     collective: str = ""
     axes: tuple[str, ...] = ()
@@ -310,6 +312,7 @@ class _Lowering:
             num_bytes,
             flops=points * self._flops_per_element(node, operands, shapes),
             reduces=points / max(elements, 1.0),
+            rows=kind == "reduce" and _along_rows(node.params.get("axes"), operands),
             gemm=self._gemm(node, operands, shapes),
             dtype=infos[0].dtype if infos else "float32",
         )
@@ -485,6 +488,9 @@ class _Lowering:
             return 2.0 * math.prod(kernel) / max(kernel[out] if isinstance(out, int) else 1, 1)
         if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
             return 0.0
+        dtype = self.graph.values[node.results[0]].dtype
+        if dtype == "bfloat16" and node.primitive in ("exp", "log"):
+            return CHEAP
         return FLOPS.get(node.primitive, CHEAP)
 
     def _gemm(
@@ -522,3 +528,10 @@ class _Lowering:
             else:
                 at = self.at[value]
             self.program.outputs.append(at)
+
+
+def _along_rows(axes: object, operands: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
+    if not isinstance(axes, tuple) or len(operands) != 1:
+        return False
+    rank = len(operands[0][1])
+    return sorted(axes) == list(range(rank - len(axes), rank))
