@@ -21,8 +21,7 @@ from autopar.lowering import LocalProgram
 
 _LAUNCH_S = 1e-6  # what XLA charges a kernel when it weighs a fusion
 _PARALLEL = 0.95  # how much of the shorter of arithmetic and traffic the longer one hides
-_CACHE_SPEEDUP = 2.5  # of reading again what fits the second-level cache
-_CACHE_BYTES = 50e6
+_CACHES = ((264e3, 20.0), (50e6, 2.5))  # what fits so many bytes is read again so much faster
 _MOST_OPERANDS = 96
 _LARGE_REDUCTION = 16  # elements to one; smaller ones are emitted like any loop
 #: What no kernel can do that works row by row.
@@ -238,8 +237,8 @@ class _Fusion:
         size = self.instructions[operand].num_bytes
         total = size * times
         first = min(size, total)
-        again = self.bandwidth * (_CACHE_SPEEDUP if first < _CACHE_BYTES else 1.0)
-        return first / self.bandwidth + (total - first) / again
+        faster = next((speedup for most, speedup in _CACHES if first < most), 1.0)
+        return (first + (total - first) / faster) / self.bandwidth
 
     def _time(self, flops: float, operands: dict[int, float], written: float) -> float:
         arithmetic = flops / self.rate
