@@ -54,6 +54,9 @@ class Op:
         axes: mesh axes of a collective.
         payload_bytes: of a collective, by the convention of `cost.collectives`.
         combinable: whether XLA merges it with its like.
+        unpriced: XLA's estimator takes it for free (a Triton normalisation, a copy, a sort).
+        reread_bytes: what it reads again, out of a cache.
+        num_blocks: thread blocks it runs in, where they are too few for the whole device; 0: enough.
     """
 
     kind: OpKind
@@ -71,6 +74,9 @@ class Op:
     axes: tuple[str, ...] = ()
     payload_bytes: float = 0.0
     combinable: bool = False
+    unpriced: bool = False
+    reread_bytes: float = 0.0
+    num_blocks: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

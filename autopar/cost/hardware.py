@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.estimator import EstimatorProfile, read_estimator
 from autopar.errors import HardwareError
 
 #: Dtypes whose matrix rate a profile must state; `float8` stands for every 8-bit float.
@@ -68,6 +69,8 @@ class HardwareProfile:
         all_to_all_efficiency: part of a link's rate that an all-to-all reaches.
         sources: where the numbers of each block of the file come from, and when.
         xla_target: what XLA needs to compile for this GPU where there is none; None for a CPU.
+        xla_estimator: what XLA's own latency estimator charges on this GPU; None where it has no figures
+            of its own, as for a CPU or a GPU before Hopper.
     """
 
     name: str
@@ -90,6 +93,7 @@ class HardwareProfile:
     all_to_all_efficiency: float
     sources: Mapping[str, str] = field(compare=False, repr=False)
     xla_target: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    xla_estimator: EstimatorProfile | None = field(default=None, compare=False, repr=False)
 
     @property
     def usable_bytes(self) -> float:
@@ -213,7 +217,20 @@ def _profile(read: _Reader) -> HardwareProfile:
         all_to_all_efficiency=read.fraction("collectives.all_to_all_efficiency"),
         sources={block: f"{read.text(f'{block}.source')} ({read.text(f'{block}.date')})" for block in blocks},
         xla_target=read.table.get("xla_target"),
+        xla_estimator=_estimator(read),
     )
+
+
+def _estimator(read: _Reader) -> EstimatorProfile | None:
+    if "xla_estimator" not in read.table:
+        return None
+    num_cores, per_host = read.count("xla_target.core_count"), read.count("links.host.devices_per_host")
+    try:
+        return read_estimator(read.table["xla_estimator"], num_cores, per_host)
+    except (KeyError, TypeError, ValueError) as error:
+        raise HardwareError(
+            f"hardware profile {read.path}: `xla_estimator` cannot be read ({error}); cost_models/README.md lists its keys"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,366 @@
+"""When the operations of a device's program run, and what of its collectives nothing hides.
+
+In: a `DeviceProgram`, the mesh, a hardware profile. Out: `Timeline`. Kernels run one after another on
+one stream, collectives one after another beside them, in the order that XLA's latency hiding scheduler
+would choose (openxla/xla, latency_hiding_scheduler.cc): from the last operation to the first, always
+the one that is ready and least in the way of a collective that has to be hidden.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost.hardware import HardwareProfile
+from autopar.cost.kernels import op_seconds
+from autopar.device_program import DeviceProgram, Op
+from autopar.mesh import MeshShape
+
+#: The scheduler takes this long to pass between two kernels at the least.
+_BETWEEN_S = 1e-6
+#: Collectives that may be in flight together: those of the library, and those XLA writes itself.
+_IN_FLIGHT = {"library": 1, "kernel": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Seconds of one step on one device.
+
+    Args:
+        step_time_s: from the first operation to the last.
+        compute_s: kernels alone, with what it takes to start and end collectives.
+        exposed_s: by kind of collective, what no kernel hides; above zero only.
+        num_collectives: by kind, after merging.
+    """
+
+    step_time_s: float
+    compute_s: float
+    exposed_s: Mapping[str, float] = field(hash=False)
+    num_collectives: Mapping[str, int] = field(hash=False)
+
+
+def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
+    """Schedule a program, and time it.
+
+    A profile with `xla_estimator` gives XLA's own estimate of the step; any other, what the profile's
+    rates make of it.
+    """
+    tasks = merge_collectives(program, mesh, profile)
+    issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
+    nodes = _Nodes.of(tasks, mesh, profile, issue)
+    return _timed(nodes, _schedule(nodes))
+
+
+# -- merging ---------------------------------------------------------------------------------
+
+
+def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> tuple[Op, ...]:
+    """The operations with combinable collectives of a kind merged, as XLA's combiners merge them.
+
+    In the order in which a walk from the outputs meets them, collectives of one kind over the same axes
+    (and of one dtype, where they add) join until their results would exceed the profile's threshold, or one
+    waits for another. The merged one stands where its last member stood.
+    """
+    order = _from_outputs(program)
+    waiting = [i for i in order if program.ops[i].combinable and program.ops[i].kind == "collective"]
+    group_of: dict[int, int] = {}
+    members: dict[int, list[int]] = {}
+    while waiting:
+        lead, size, joined = waiting[0], 0.0, []
+        below = _readers_below(program, group_of)
+        for i in waiting:
+            if _merge_key(program.ops[i]) != _merge_key(program.ops[lead]):
+                continue
+            result = _result_bytes(program.ops[i], mesh)
+            if size + result > profile.combine_threshold_bytes and joined:
+                break
+            if joined and any(i in below[j] for j in joined):
+                break
+            joined.append(i)
+            size += result
+            if size > profile.combine_threshold_bytes:
+                break
+        waiting = [i for i in waiting if i not in set(joined)]
+        if len(joined) > 1:
+            members[lead] = joined
+            group_of |= dict.fromkeys(joined, lead)
+    last = {max(joined): lead for lead, joined in members.items()}
+    merged = []
+    for i, op in enumerate(program.ops):
+        if i in last:
+            merged.append(_joined([program.ops[j] for j in sorted(members[last[i]])]))
+        elif i not in group_of:
+            merged.append(op)
+    return _in_order(merged)
+
+
+def _merge_key(op: Op) -> tuple[str, tuple[str, ...], str]:
+    return op.collective, op.axes, op.dtype if op.collective in ("all-reduce", "reduce-scatter") else ""
+
+
+def _result_bytes(op: Op, mesh: MeshShape) -> float:
+    return op.payload_bytes / mesh.sizes(op.axes) if op.collective == "reduce-scatter" else op.payload_bytes
+
+
+def _joined(ops: Sequence[Op]) -> Op:
+    last = ops[-1]
+    return Op(
+        kind="collective",
+        node=last.node,
+        reads=tuple(b for op in ops for b in op.reads),
+        writes=tuple(b for op in ops for b in op.writes),
+        read_bytes=sum(op.read_bytes for op in ops),
+        written_bytes=sum(op.written_bytes for op in ops),
+        num_nodes=sum(op.num_nodes for op in ops),
+        dtype=last.dtype,
+        collective=last.collective,
+        axes=last.axes,
+        payload_bytes=sum(op.payload_bytes for op in ops),
+    )
+
+
+def _from_outputs(program: DeviceProgram) -> list[int]:
+    """Operations in the order of a walk from the outputs, those that one waits for before it."""
+    waits_for = _predecessors(program.ops)
+    writer = {buffer: i for i, op in enumerate(program.ops) for buffer in op.writes}
+    roots = [writer[b] for b, buffer in enumerate(program.buffers) if buffer.output and b in writer]
+    order, seen = [], set()
+    for root in [*roots, *range(len(program.ops))]:
+        stack = [(root, iter(waits_for[root]))]
+        if root in seen:
+            continue
+        seen.add(root)
+        while stack:
+            node, rest = stack[-1]
+            following = next((i for i in rest if i not in seen), None)
+            if following is None:
+                order.append(node)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(waits_for[following])))
+    return order
+
+
+def _readers_below(program: DeviceProgram, group_of: Mapping[int, int]) -> list[set[int]]:
+    """Of each combinable collective, the combinable collectives that wait for it, given what is merged."""
+    waits_for = _predecessors(program.ops)
+    marks = [i for i, op in enumerate(program.ops) if op.combinable]
+    bit = {i: 1 << n for n, i in enumerate(marks)}
+    above = [0] * len(program.ops)
+    of_group: dict[int, int] = defaultdict(int)
+    changed = True
+    while changed:  # a merged collective stands at several places, so one pass may not do
+        changed = False
+        for i in range(len(program.ops)):
+            mask = above[i]
+            for j in waits_for[i]:
+                mask |= above[j] | bit.get(j, 0)
+            group = group_of.get(i)
+            if group is not None:
+                mask |= of_group[group]
+                if mask != of_group[group]:
+                    of_group[group] = mask
+                    changed = True
+            if mask != above[i]:
+                above[i] = mask
+    found: list[set[int]] = [set() for _ in program.ops]
+    for i in marks:
+        for j in marks:
+            if above[j] & bit[i]:
+                found[i].add(j)
+    return found
+
+
+def _predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:
+    """Of each operation, those that write what it reads."""
+    writer: dict[int, int] = {}
+    waits_for = []
+    for i, op in enumerate(ops):
+        waits_for.append(tuple(dict.fromkeys(writer[b] for b in op.reads if b in writer)))
+        for buffer in op.writes:
+            writer[buffer] = i
+    return waits_for
+
+
+def _in_order(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """The operations, each after what it reads; otherwise as they stood."""
+    writer = {buffer: i for i, op in enumerate(ops) for buffer in op.writes}
+    order: list[Op] = []
+    done: set[int] = set()
+    for root in range(len(ops)):
+        stack = [root]
+        while stack:
+            i = stack[-1]
+            if i in done:
+                stack.pop()
+                continue
+            missing = [writer[b] for b in ops[i].reads if writer.get(b, i) != i and writer[b] not in done]
+            missing = [j for j in missing if j not in stack]
+            if missing:
+                stack.extend(missing)
+            else:
+                done.add(i)
+                order.append(ops[i])
+                stack.pop()
+    return tuple(order)
+
+
+# -- scheduling ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Nodes:
+    """What is scheduled: kernels, and for each collective its start and, one after it, its end.
+
+    `latency[i]` is the collective's own time where node `i` ends it, else 0.
+    """
+
+    kinds: list[str]
+    costs: list[float]
+    latency: list[float]
+    resource: list[str]
+    waits_for: list[list[int]]
+    is_start: list[bool]
+    is_end: list[bool]
+
+    @classmethod
+    def of(cls, ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile, issue_s: float) -> _Nodes:
+        nodes = cls([], [], [], [], [], [], [])
+        last_node: dict[int, int] = {}
+        for op in ops:
+            seconds = op_seconds(op, mesh, profile)
+            waits_for = sorted({last_node[b] for b in op.reads if b in last_node})
+            if op.kind != "collective":
+                nodes._add("", seconds, 0.0, "", waits_for)
+            elif seconds > 0:
+                small = profile.xla_estimator is not None and _is_one_kernel(op, mesh, profile)
+                resource = "kernel" if small else "library"
+                nodes._add(op.collective, issue_s, 0.0, resource, waits_for, start=True)
+                nodes._add(op.collective, issue_s, seconds, resource, [len(nodes.kinds) - 1], end=True)
+            else:
+                nodes._add("", 0.0, 0.0, "", waits_for)
+            for buffer in op.writes:
+                last_node[buffer] = len(nodes.kinds) - 1
+        return nodes
+
+    def _add(
+        self,
+        kind: str,
+        cost: float,
+        latency: float,
+        resource: str,
+        waits_for: list[int],
+        start: bool = False,
+        end: bool = False,
+    ) -> None:
+        self.kinds.append(kind)
+        self.costs.append(cost)
+        self.latency.append(latency)
+        self.resource.append(resource)
+        self.waits_for.append(waits_for)
+        self.is_start.append(start)
+        self.is_end.append(end)
+
+
+def _is_one_kernel(op: Op, mesh: MeshShape, profile: HardwareProfile) -> bool:
+    assert profile.xla_estimator is not None
+    most = profile.xla_estimator.small_all_reduce.max_bytes
+    return op.collective == "all-reduce" and op.payload_bytes * mesh.sizes(op.axes) <= most
+
+
+def _schedule(nodes: _Nodes) -> list[int]:
+    """The order of the nodes, first to last.
+
+    They are placed from the last to the first. `clock` runs backwards from the end of the step; a start
+    may be placed without waiting once its collective's time has passed since its end.
+    """
+    count = len(nodes.kinds)
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for i, waits_for in enumerate(nodes.waits_for):
+        for j in waits_for:
+            readers[j].append(i)
+    depth = _async_depth(nodes)
+    unlocks = [sum(len(readers[j]) == 1 for j in waits_for) for waits_for in nodes.waits_for]
+    ends_before = [any(nodes.is_end[j] for j in waits_for) for waits_for in nodes.waits_for]
+    left = [len(r) for r in readers]
+    ready_at = [0.0] * count
+    placed_at = [0.0] * count
+    ready = [i for i in range(count) if not readers[i]]
+    free = dict(_IN_FLIGHT)
+    queued = dict.fromkeys(_IN_FLIGHT, 0)
+    for i in ready:
+        if nodes.is_end[i]:
+            queued[nodes.resource[i]] += 1
+    clock, order = 0.0, []
+    while ready:
+        soonest = min((ready_at[i] for i in ready if ready_at[i] > clock), default=None)
+        best, best_key = -1, ()
+        for i in ready:
+            resource = nodes.resource[i]
+            if nodes.is_end[i] and not free[resource]:
+                continue
+            backed_up = nodes.is_start[i] and not free[resource] and queued[resource] > 0
+            waste = 0.0
+            if soonest is not None and not nodes.is_start[i]:
+                waste = -abs(soonest - clock - nodes.costs[i])
+            key = (
+                nodes.is_end[i],
+                -max(ready_at[i] - clock, 0.0),
+                not (nodes.is_start[i] and depth[i] == 0 and not backed_up),
+                backed_up,
+                depth[i],
+                waste,
+                ends_before[i],
+                unlocks[i],
+                i,
+            )
+            if best < 0 or key > best_key:
+                best, best_key = i, key
+        ready.remove(best)
+        order.append(best)
+        placed_at[best] = max(clock, ready_at[best])
+        clock = placed_at[best] + nodes.costs[best]
+        if nodes.is_end[best]:
+            free[nodes.resource[best]] -= 1
+            queued[nodes.resource[best]] -= 1
+        elif nodes.is_start[best]:
+            free[nodes.resource[best]] += 1
+        for j in nodes.waits_for[best]:
+            left[j] -= 1
+            if left[j]:
+                continue
+            lags = (placed_at[k] + (nodes.latency[k] or _BETWEEN_S) for k in readers[j])
+            ready_at[j] = max(clock, *lags)
+            ready.append(j)
+            if nodes.is_end[j]:
+                queued[nodes.resource[j]] += 1
+    return order[::-1]
+
+
+def _async_depth(nodes: _Nodes) -> list[float]:
+    """Seconds of collectives that one has to wait for, at the most, before a node can run."""
+    depth = [0.0] * len(nodes.kinds)
+    for i, waits_for in enumerate(nodes.waits_for):
+        depth[i] = max((depth[j] + nodes.latency[i] for j in waits_for), default=0.0)
+    return depth
+
+
+def _timed(nodes: _Nodes, order: Sequence[int]) -> Timeline:
+    """Walk the order from first to last: an end waits until its collective's time has passed since its start."""
+    clock = compute = 0.0
+    started: dict[int, float] = {}
+    exposed: dict[str, float] = defaultdict(float)
+    numbers: dict[str, int] = defaultdict(int)
+    for i in order:
+        clock += nodes.costs[i]
+        compute += nodes.costs[i]
+        if nodes.is_start[i]:
+            started[i] = clock
+            numbers[nodes.kinds[i]] += 1
+        elif nodes.is_end[i]:
+            waited = max(0.0, nodes.latency[i] - (clock - started[nodes.waits_for[i][0]]))
+            exposed[nodes.kinds[i]] += waited
+            clock += waited
+    return Timeline(clock, compute, {k: s for k, s in sorted(exposed.items()) if s > 0}, dict(sorted(numbers.items())))

@@ -1,0 +1,255 @@
+"""Fit compact formulas to the tables that XLA's latency estimator looks its times up in.
+
+The CUDA plugin wheel of JAX carries measured matrix products and collectives of several GPUs. They are
+read from the installed wheel each time, and never copied here: what is kept are the coefficients of
+`autopar.cost.kernels`, a handful for each dtype and kind, with the error that they have on rows that the fit
+had not seen (5-fold cross-validation).
+
+`python scripts/fit_xla_tables.py` prints the fits, the errors, and the `[xla_estimator]` tables of the profiles;
+`--write` also renews the section of `cost_models/accuracy.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import mmap
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.hardware import load
+from autopar.fit import Fit, Sample, fit
+
+ACCURACY = Path(__file__).resolve().parent.parent / "cost_models" / "accuracy.md"
+HEADING = "## XLA's latency estimator"
+#: Profile, and the names that XLA's tables have for it: of products, of collectives.
+DEVICES = {"h100-sxm": ("sm_90", "sm_90"), "b200": ("sm_100_B200", "sm_100_B200")}
+#: Dtype of `EstimatorProfile.gemms`: XLA's name, bytes of an operand's element and of the result's.
+DTYPES = {
+    "bfloat16": ("bf16xbf16->bf16", 2, 2),
+    "float32": ("f32xf32->f32", 4, 4),
+    "float8": ("f8e4m3fnxf8e4m3fn->bf16", 1, 2),
+}
+#: Below this many bytes a collective is all latency, and the table mostly noise.
+LEAST_BYTES = 32 << 10
+GEMM_TERMS = {
+    "launch": "launch_s",
+    "flops": "s_per_flop",
+    "input bytes": "s_per_input_byte",
+    "output bytes": "s_per_output_byte",
+    "waves": "s_per_wave",
+}
+COLLECTIVE_TERMS = ("launch", "root bytes", "bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A row of XLA's products: dims, and operations per second by XLA's name of the dtypes."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    rates: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A row of XLA's collectives: bytes of the whole buffer, and seconds."""
+
+    kind: str
+    num_devices: int
+    num_bytes: int
+    seconds: float
+
+
+# -- the tables in the wheel -----------------------------------------------------------------
+
+
+def plugin() -> mmap.mmap:
+    """The shared object of the installed CUDA plugin."""
+    for cuda in ("xla_cuda12", "xla_cuda13"):
+        found = importlib.util.find_spec(f"jax_plugins.{cuda}")
+        if found is not None and found.origin is not None:
+            with (Path(found.origin).parent / "xla_cuda_plugin.so").open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    raise SystemExit("the tables are in the wheel jax-cuda12-pjrt: pip install 'autopar[verify]'")
+
+
+def read_gemms(binary: mmap.mmap, device: str) -> list[Gemm]:
+    """Rows of a device, from the text proto `xla.GemmPerfTable`."""
+    inside = binary.find(b"proto-message: xla.GemmPerfTable")
+    text = binary[binary.rfind(b"\0", 0, inside) + 1 : binary.find(b"\0", inside)].decode()
+    block = next(b for b in re.split(r"\nentries \{\n  key: ", text)[1:] if b.startswith(f'"{device}"'))
+    row = re.compile(r"entries \{\s+b: (\d+)\s+m: (\d+)\s+n: (\d+)\s+k: (\d+)((?:\s+flops \{[^}]*\})*)")
+    rate = re.compile(r'key: "([^"]+)" value: (\d+)')
+    return [
+        Gemm(int(b), int(m), int(n), int(k), {name: float(value) for name, value in rate.findall(rates)})
+        for b, m, n, k, rates in row.findall(block)
+    ]
+
+
+def read_collectives(binary: mmap.mmap, device: str) -> list[Collective]:
+    """Rows of a device, from the binary proto `xla.gpu.DeviceHloInstructionProfiles`.
+
+    Field numbers are those of openxla/xla: hlo_op_profile.proto, hlo.proto, xla_data.proto.
+    """
+    name = device.encode()
+    prefix = bytes([0x0A, len(name)]) + name + b"\x12"
+    size, start = _varint(binary, binary.find(prefix) + len(prefix))
+    rows = []
+    for _, entry in _fields(binary[start : start + size]):
+        parts = dict(_fields(entry))
+        instruction = dict(_fields(parts[1]))
+        kind = instruction[2].decode()
+        shape = dict(_fields(instruction[3]))
+        num_bytes = 4 * _varint(shape[3], 0)[0]
+        if kind == "collective-permute":
+            pairs = [f for f, _ in _fields(parts[1]) if f == 52]
+            num_devices = len(pairs)
+        else:
+            num_devices = dict(_fields(instruction[92]))[2]
+        if kind == "reduce-scatter":
+            num_bytes *= num_devices
+        rows.append(Collective(kind, num_devices, num_bytes, num_bytes / parts[6]))
+    return rows
+
+
+def _varint(data: bytes | mmap.mmap, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, at
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        if key & 7 == 0:
+            value, at = _varint(data, at)
+        else:
+            size, at = _varint(data, at)
+            value, at = data[at : at + size], at + size
+        yield key >> 3, value
+
+
+# -- fits ------------------------------------------------------------------------------------
+
+
+def gemm_samples(rows: Sequence[Gemm], dtype: str, num_cores: int) -> list[Sample]:
+    """What `kernels.gemm_seconds` counts of each row."""
+    name, in_size, out_size = DTYPES[dtype]
+    samples = []
+    for row in rows:
+        outputs, flops = row.batch * row.m * row.n, 2.0 * row.batch * row.m * row.n * row.k
+        counts = {
+            "launch": 1.0,
+            "flops": flops,
+            "input bytes": row.batch * (row.m + row.n) * row.k * in_size,
+            "output bytes": outputs * out_size,
+            "waves": row.k * math.ceil(outputs / (128 * 128) / num_cores),
+        }
+        label = f"{row.batch}x{row.m}x{row.n}x{row.k}"
+        samples.append(Sample(f"gemm {dtype}", label, counts, flops / row.rates[name]))
+    return samples
+
+
+def collective_samples(rows: Sequence[Collective]) -> dict[tuple[str, int], list[Sample]]:
+    """What `kernels.collective_seconds` counts of each row of more than `LEAST_BYTES`, by kind and devices.
+
+    Permutes are measured over 4 and 8 pairs; the devices of the ring do not matter to XLA, so all are one.
+    """
+    groups = defaultdict(list)
+    for row in rows:
+        if LEAST_BYTES <= row.num_bytes <= 1 << 30:
+            key = (row.kind, 8 if row.kind == "collective-permute" else row.num_devices)
+            counts = {"launch": 1.0, "root bytes": math.sqrt(row.num_bytes), "bytes": float(row.num_bytes)}
+            groups[key].append(Sample(f"{key[0]} {key[1]}", str(row.num_bytes), counts, row.seconds))
+    return dict(groups)
+
+
+def main() -> None:
+    """Print everything; with `--write`, renew the section on accuracy too."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    binary = plugin()
+    lines = []
+    for profile, (products, collectives) in DEVICES.items():
+        target = load(profile).xla_target
+        assert target is not None
+        print(f"# {profile}")
+        rows = read_gemms(binary, products)
+        for dtype in DTYPES:
+            found = _fit(gemm_samples(rows, dtype, target["core_count"]), tuple(GEMM_TERMS))
+            lines.append(_row(profile, found))
+            print(f"[xla_estimator.gemms.{dtype}]")
+            for term, key in GEMM_TERMS.items():
+                print(f"{key} = {found.seconds_per[term]:.4g}")
+        print("[xla_estimator.collectives]")
+        groups = collective_samples(read_collectives(binary, collectives))
+        by_kind = defaultdict(dict)
+        for (kind, num_devices), samples in sorted(groups.items()):
+            found = _fit(samples, COLLECTIVE_TERMS)
+            lines.append(_row(profile, found))
+            by_kind[kind][num_devices] = [found.seconds_per[term] for term in COLLECTIVE_TERMS]
+        for kind, fits in by_kind.items():
+            inner = ", ".join(f"{n} = [{', '.join(f'{c:.4g}' for c in each)}]" for n, each in fits.items())
+            print(f"{kind} = {{ {inner} }}")
+    print("\n".join(lines))
+    if options.write:
+        _write(lines)
+
+
+def _fit(samples: Sequence[Sample], terms: tuple[str, ...]) -> Fit:
+    found = fit(samples[0].group, samples, terms)
+    assert found is not None
+    return found
+
+
+def _row(profile: str, of: Fit) -> str:
+    assert of.mean_error is not None and of.worst_error is not None
+    return f"| {profile} | {of.group} | {of.num_samples} | {of.mean_error:.1%} | {of.worst_error:.0%} |"
+
+
+def _write(lines: Sequence[str]) -> None:
+    text = ACCURACY.read_text(encoding="utf-8")
+    start = text.find(HEADING)
+    if start < 0:
+        start, end = len(text), len(text)
+    else:
+        end = text.find("\n## ", start + 1)
+        end = len(text) if end < 0 else end + 1
+    section = "\n".join(
+        [
+            HEADING,
+            "",
+            "Not what a GPU takes, but what XLA's scheduler believes it takes: the `[xla_estimator]` of the profiles, fitted",
+            f"to the tables of measured products and collectives in the CUDA plugin of JAX {version('jaxlib')}",
+            "(`scripts/fit_xla_tables.py`). Errors are of rows that the fit had not seen (5-fold cross-validation). Small",
+            "collectives are noisy in the table itself, by up to a factor of two between neighbouring sizes.",
+            "",
+            "| profile | fit | rows | mean error | worst |",
+            "|---|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+    ACCURACY.write_text(
+        text[:start].rstrip() + "\n\n" + section + ("\n" + text[end:] if end < len(text) else ""), encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main()
