@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autopar.device_program import Gemm
 from autopar.formulation import Formulation
 from autopar.graph.ir import Graph, Node, Value
 from autopar.sharding import TensorSharding, replicated
@@ -96,18 +97,6 @@ _HEROES = frozenset(
         "pallas_call",
     ]
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """One matrix product on one device: `batch` times [m, k] @ [k, n], in the operands' dtype."""
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    dtype: str
-    out_dtype: str
 
 
 @dataclass(slots=True)

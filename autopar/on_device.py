@@ -1,0 +1,119 @@
+"""From a formulation and an assignment to the program of one device.
+
+In: what the planner decided. Out: `DeviceProgram`: laid out (`lowering`), fused (`fusion`), and with a buffer for
+every value that is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.cost.hardware import HardwareProfile
+from autopar.cost.kernels import cycles
+from autopar.device_program import Buffer, DeviceProgram, Op, OpKind
+from autopar.formulation import Formulation
+from autopar.fusion import Fused, fuse
+from autopar.lowering import Instruction, LocalProgram, local_program
+
+
+def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProfile) -> DeviceProgram:
+    """The program of one device under an assignment.
+
+    Args:
+        choices: of each decision, its strategy.
+    """
+    local = local_program(f, choices)
+    return _Builder(local, fuse(local, profile), profile).build()
+
+
+class _Builder:
+    """Gives every value in memory a buffer. What writes in place shares its first operand's, if nothing reads
+    that later."""
+
+    def __init__(self, local: LocalProgram, kernels: Sequence[Fused], profile: HardwareProfile) -> None:
+        self.instructions, self.kernels = local.instructions, kernels
+        self.estimator = profile.xla_estimator
+        self.outputs = {at for at in local.outputs if at is not None}
+        self.written = {root for kernel in kernels for root in kernel.roots}
+        self.last_read = {operand: n for n, kernel in enumerate(kernels) for operand in kernel.operands}
+        self.buffers: list[Buffer] = []
+        self.buffer_of: dict[int, int] = {}
+
+    def build(self) -> DeviceProgram:
+        for at, one in enumerate(self.instructions):
+            if one.kind == "argument":
+                self._own_buffer(at)
+        ops = []
+        for n, kernel in enumerate(self.kernels):
+            for root in kernel.roots:
+                shared = self._shared_with(root, n)
+                if shared is None:
+                    self._own_buffer(root)
+                else:
+                    self.buffer_of[root] = self.buffer_of[shared]
+            ops.append(self._op(kernel))
+        return DeviceProgram(tuple(ops), tuple(self.buffers))
+
+    def _own_buffer(self, at: int) -> None:
+        one = self.instructions[at]
+        self.buffer_of[at] = len(self.buffers)
+        self.buffers.append(Buffer(one.num_bytes, one.value, one.kind == "argument", at in self.outputs))
+
+    def _shared_with(self, root: int, n: int) -> int | None:
+        one = self.instructions[root]
+        if one.kind != "inplace" or root in self.outputs:
+            return None
+        first = next(iter(one.operands))
+        free = first in self.written and first not in self.outputs and self.last_read.get(first) == n
+        return first if free and self.instructions[first].num_bytes == one.num_bytes else None
+
+    def _op(self, kernel: Fused) -> Op:
+        one = self.instructions[kernel.roots[0]]
+        first = again = 0.0
+        for operand, times in kernel.operands.items():
+            size = self.instructions[operand].num_bytes
+            first += size * min(times, 1.0)
+            again += size * max(times - 1.0, 0.0)
+        written = sum(self.instructions[root].num_bytes for root in kernel.roots)
+        if one.kind == "inplace":  # reads and writes what it changes, not the whole
+            target = next(iter(one.operands))
+            first -= min(self.instructions[target].num_bytes, first)
+            written = min(written, 2 * first)
+        return Op(
+            kind=_kind(one),
+            node=one.node,
+            reads=tuple(self.buffer_of[o] for o in kernel.operands),
+            writes=tuple(self.buffer_of[root] for root in kernel.roots),
+            read_bytes=first,
+            reread_bytes=again,
+            written_bytes=written,
+            flops=self._flops(kernel),
+            num_nodes=len(kernel.members),
+            gemm=one.gemm,
+            dtype=one.dtype,
+            collective=one.collective,
+            axes=one.axes,
+            payload_bytes=one.payload_bytes,
+            combinable=one.combinable,
+            unpriced=kernel.tiled or (one.kind == "hero" and one.gemm is None),
+        )
+
+    def _flops(self, kernel: Fused) -> float:
+        if self.estimator is None:
+            return kernel.flops
+        total = 0.0
+        for member in kernel.members:
+            one = self.instructions[member]
+            if one.flops:
+                total += one.elements * one.reduces * cycles(one.primitive, one.dtype, self.estimator)
+        return total
+
+
+def _kind(one: Instruction) -> OpKind:
+    if one.kind == "collective":
+        return "collective"
+    if one.gemm is not None:
+        return "gemm"
+    if one.primitive == "conv_general_dilated":
+        return "convolution"
+    return "other" if one.kind == "hero" else "fusion"
