@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.absent import CompiledStep
+from autopar.compiler import CompiledStep
 from autopar.hlo import Collective, collectives
 from autopar.hlo_places import mesh_axes
 from autopar.mesh import MeshShape

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -19,10 +20,11 @@ from test_hlo import MESH, PROGRAM
 from test_plan import make_plan
 
 import autopar
-from autopar import absent
-from autopar.absent import CompiledStep, read_times, target_text, topology_text
+from autopar import absent, compiler
+from autopar.absent import target_text, topology_text
 from autopar.cli import main
 from autopar.compare import Figure, match_collectives, memory_figures, module_path, step_time_figure
+from autopar.compiler import CompiledStep, Compiler, read_times
 from autopar.cost.hardware import load
 from autopar.errors import HardwareError, MeshError, VerifyError
 from autopar.mesh import MeshShape
@@ -135,11 +137,11 @@ def compiled_step(**changes: Any) -> CompiledStep:
         "temp_bytes": 50e6,
         "output_bytes": 80e6,
         "alias_bytes": 80e6,
+        "hosts": (0,) * 8,
         "step_time_s": 1e-3,
         "exposed_s": {},
-        "compile_s": 1.0,
-        "process_s": 2.0,
-        "flags": absent.FLAGS,
+        "compile_s": 0.0,
+        "flags": compiler.FLAGS,
         "hlo_text": "",
     }
     return CompiledStep(**(figures | changes))
@@ -203,7 +205,7 @@ def test_a_cpu_profile_and_uneven_hosts_are_refused() -> None:
 
 def test_a_users_flags_are_kept_but_for_the_cpu_and_ours() -> None:
     text = "--xla_force_host_platform_device_count=8 --xla_gpu_autotune_level=4 --xla_gpu_all_reduce_combine_threshold_bytes=1"
-    assert absent._own_flags(text) == ["--xla_gpu_all_reduce_combine_threshold_bytes=1"]
+    assert compiler.own_flags(text) == ["--xla_gpu_all_reduce_combine_threshold_bytes=1"]
 
 
 def test_every_gpu_profile_is_described_to_xla() -> None:
@@ -213,31 +215,137 @@ def test_every_gpu_profile_is_described_to_xla() -> None:
     assert "dnn_version_info { major: 9 minor: 10 patch: 0 }" in text
 
 
+class StandIn:
+    """A compiler that answers with what it is given, one step after the other."""
+
+    def __init__(self, *steps: CompiledStep) -> None:
+        self.steps = list(steps)
+        self.asked: list[tuple[int, int]] = []
+        self.closed = 0
+
+    def compile(self, module: bytes, profile: object, num_devices: int, num_hosts: int) -> CompiledStep:
+        assert module
+        self.asked.append((num_devices, num_hosts))
+        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed += 1
+
+
+TARGET = "def make():\n    import jax.numpy as jnp\n    return (lambda x: x * 2), (jnp.ones((8, 4)),)\n"
+
+
 def test_the_command_exits_with_1_where_a_figure_is_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """With the compiler stood in for: it reports far more memory than the plan predicts."""
-    target = tmp_path / "train_verify.py"
-    target.write_text("def make():\n    import jax.numpy as jnp\n    return (lambda x: x * 2), (jnp.ones((8, 4)),)\n")
-    asked: list[tuple[int, int]] = []
-
-    def compile_absent(module: bytes, profile: object, num_devices: int, num_hosts: int) -> CompiledStep:
-        assert module
-        asked.append((num_devices, num_hosts))
-        return compiled_step()
-
-    verify = sys.modules["autopar.verify"]
-    monkeypatch.setattr(verify, "compile_absent", compile_absent)
-    monkeypatch.setattr(verify, "require_wheels", lambda: None)
+    target, output = tmp_path / "train_verify.py", tmp_path / "out.json"
+    target.write_text(TARGET)
+    standin = StandIn(compiled_step())
+    monkeypatch.setattr(compiler, "Compiler", lambda: standin)
     arguments = [f"{target}:make", "--mesh", "2", "--hardware", "h100-sxm"]
     assert main(["verify", *arguments, "--hosts", "2", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert asked == [(2, 2)]
+    assert standin.asked == [(2, 2)]
+    assert standin.closed == 1
     assert document["topology"] == "1x2x1"
     assert not document["holds"]
     assert "peak" in document["off"]
-    assert main(["verify", *arguments]) == 1
-    assert "off: arguments" in capsys.readouterr().out
+    assert document["memory_budget"]["holds"]
+    assert 0 <= document["overhead_s"] < 60
+    assert main(["verify", *arguments, "-o", str(output)]) == 1
+    printed = capsys.readouterr().out
+    assert "off: arguments" in printed
+    assert f"saved to {output}" in printed
+    assert autopar.load_plan(output).mesh.num_devices == 2
+    assert main(["verify", *arguments, "-o", str(tmp_path)]) == 2
+
+
+def test_an_error_in_the_target_ends_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    standin = StandIn(compiled_step())
+    monkeypatch.setattr(compiler, "Compiler", lambda: standin)
+    assert main(["verify", f"{tmp_path}/none.py:make", "--mesh", "2", "--hardware", "h100-sxm"]) == 2
+    assert standin.closed == 1
+
+
+# -- the memory budget ------------------------------------------------------------------------
+
+
+def adam() -> programs.Program:
+    return programs.mlp(batch=32, width=256, num_layers=4, optimizer="adam")
+
+
+def peak_of(num_bytes: float) -> CompiledStep:
+    return compiled_step(argument_bytes=0.0, temp_bytes=num_bytes, output_bytes=0.0, alias_bytes=0.0)
+
+
+def test_a_plan_that_takes_more_than_the_budget_is_made_anew() -> None:
+    """XLA is made to take a fifth more than the budget at first, then less."""
+    pinned = {"state/*": jax.sharding.PartitionSpec()}
+    program = adam()
+    whole = autopar.plan(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", pin=pinned)
+    budget = 0.8 * whole.prediction.peak_bytes
+    standin: Any = StandIn(peak_of(1.2 * budget), peak_of(0.9 * budget))
+    told = autopar.verify(
+        program.step,
+        *program.abstract_args(),
+        mesh="8",
+        hardware="h100-sxm",
+        memory_budget_bytes=budget,
+        compiler=standin,
+    )
+    first, second = told.attempts
+    assert told.fits
+    assert first.predicted_bytes is not None and first.predicted_bytes <= 0.95 * budget
+    assert second.planned_for_bytes == pytest.approx(0.95 * first.predicted_bytes / 1.2)
+    assert second.predicted_bytes is not None and second.predicted_bytes <= second.planned_for_bytes
+    assert told.plan.prediction.peak_bytes == second.predicted_bytes
+    assert told.plan.memory_budget_bytes == budget
+    assert "planned for" in told.plan.notes[-1]
+    assert "attempt" in str(told)
+    assert len(told.to_json()["memory_budget"]["attempts"]) == 2
+
+
+def test_a_budget_that_no_plan_keeps_to_ends_after_two_more_attempts() -> None:
+    program = adam()
+    standin: Any = StandIn(peak_of(80e9), peak_of(75e9), peak_of(78e9))
+    told = autopar.verify(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", compiler=standin)
+    assert not told.fits
+    assert "memory budget" in told.off
+    assert len(told.attempts) in (2, 3)
+    if told.attempts[-1].predicted_bytes is None:
+        assert "no plan on mesh 8 fits" in told.attempts[-1].words
+    assert told.compiled.peak_bytes == min(one.compiled_bytes or 1e12 for one in told.attempts)
+    assert "over the memory budget of 63.7 GB" in str(told)
+
+
+def test_a_given_plan_is_not_made_anew() -> None:
+    program = adam()
+    plan = autopar.plan(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm")
+    standin: Any = StandIn(peak_of(80e9))
+    told = autopar.verify(program.step, *program.abstract_args(), plan=plan, compiler=standin)
+    assert told.plan.decisions == plan.decisions
+    assert len(told.attempts) == 1
+    assert not told.fits
+    assert "plan anew with a budget of" in " ".join(str(told).split())
+
+
+def test_hosts_decide_what_the_plan_takes_for_one_host() -> None:
+    """Eight GPUs on two hosts: what crosses all of them crosses the network, and is priced so."""
+    program = two_layers()
+    standin: Any = StandIn(compiled_step())
+    options: dict[str, Any] = {"mesh": "8", "hardware": "h100-sxm", "compiler": standin}
+    one = autopar.verify(program.step, *program.abstract_args(), **options)
+    two = autopar.verify(program.step, *program.abstract_args(), hosts=2, **options)
+    assert (one.topology, two.topology) == ("1x1x8", "1x2x4")
+    assert two.plan.prediction.step_time_s > one.plan.prediction.step_time_s
+    with pytest.raises(MeshError, match="over 3 hosts"):
+        autopar.verify(program.step, *program.abstract_args(), hosts=3, **options)
 
 
 def test_a_saved_plan_takes_no_planning_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,6 +388,28 @@ def test_a_two_layer_mlp_under_eight_gpus_that_are_not_there() -> None:
 
 
 @pytest.mark.slow
+def test_two_hosts_are_compiled_for_and_their_devices_numbered_as_the_mesh_does() -> None:
+    """16 GPUs on 2 hosts: the mesh's first axis is that of the hosts, and XLA's groups follow it."""
+    need_wheels()
+    program = two_layers()
+    told = autopar.verify(
+        program.step,
+        *program.abstract_args(),
+        mesh="host=2,gpu=8",
+        hosts=2,
+        hardware="h100-sxm",
+        pin={"state/params/*/kernel": jax.sharding.PartitionSpec(None, "gpu"), "x": jax.sharding.PartitionSpec("host")},
+    )
+    assert told.topology == "1x2x8"
+    assert told.compiled.hosts == (0,) * 8 + (1,) * 8
+    assert [match.name for match in told.collectives if match.axes is None] == []
+    assert {axis for match in told.collectives for axis in match.axes or ()} == {"host", "gpu"}
+    for match in told.collectives:
+        assert match.crosses_hosts == ("host" in (match.axes or ())), match.name
+    assert [match.name for match in told.collectives if not match.figure.holds] == []
+
+
+@pytest.mark.slow
 def test_the_command_says_nothing_of_the_plugin(tmp_path: Path) -> None:
     """A saved plan of a target, in a process as a user's: the report, and no complaint of a missing GPU."""
     need_wheels()
@@ -302,8 +432,50 @@ def test_the_command_says_nothing_of_the_plugin(tmp_path: Path) -> None:
 
 def test_xla_s_refusal_is_quoted() -> None:
     need_wheels()
-    with pytest.raises(VerifyError, match="XLA could not compile the planned step"):
-        absent.compile_absent(b"no module", load("h100-sxm"), 8, 1)
+    with Compiler() as process, pytest.raises(VerifyError, match="XLA could not compile the planned step"):
+        process.compile(b"no module", load("h100-sxm"), 8, 1)
+    assert process._child.poll() is not None
+    assert not Path(process._folder.name).exists()
+
+
+def test_a_compiler_that_dies_early_is_told_of() -> None:
+    need_wheels()
+    with Compiler() as process:
+        process._child.kill()
+        process._child.wait()
+        with pytest.raises(VerifyError, match=r"exit code -9"):
+            process.compile(b"no module", load("h100-sxm"), 8, 1)
+
+
+def test_an_interrupt_while_compiling_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_wheels()
+
+    def interrupt(self: Compiler, job: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Compiler, "_done", interrupt)
+    with pytest.raises(KeyboardInterrupt), Compiler() as process:
+        process.compile(b"no module", load("h100-sxm"), 8, 1)
+    assert process._child.poll() is not None
+
+
+def test_the_compiler_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    """Killed, it cannot end its compiler; which sees that nobody asks any more, and tidies up."""
+    need_wheels()
+    code = (
+        "import os, sys, time\nfrom autopar.compiler import Compiler\nc = Compiler()\n"
+        "print(c._child.pid, c._folder.name, flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
+    root = str(Path(__file__).resolve().parent.parent)
+    env = os.environ | {"PYTHONPATH": root, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    pid, folder = done.stdout.split()
+    deadline = time.monotonic() + 30
+    while (Path("/proc", pid).exists() or Path(folder).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(folder).exists()
 
 
 def test_lowering_needs_no_device() -> None:
