@@ -25,8 +25,9 @@ from autopar.absent import target_text, topology_text
 from autopar.api import ParallelStep, parallelize
 from autopar.compare import (
     CollectiveMatch,
+    Collectives,
+    CompiledCollective,
     Figure,
-    Unpredicted,
     as_json,
     match_collectives,
     memory_figures,
@@ -45,6 +46,8 @@ from autopar.units import human_bytes, human_seconds
 
 #: Rows shown of collectives that nobody predicted; the JSON has all.
 MAX_ROWS = 16
+#: Rows shown of compiled collectives one by one.
+FEW_ROWS = 8
 #: How often a plan whose compiled program takes more than the memory budget is made anew.
 MOST_REPLANS = 2
 
@@ -84,8 +87,8 @@ class Verification:
         plan: what was held against XLA's program.
         topology: `slices x hosts x GPUs` that it was compiled for.
         memory: arguments, temporaries, outputs, what these share, and the peak; bytes per device.
-        collectives: by kind and mesh axes, the largest first.
-        unpredicted: compiled collectives that no decision accounts for, the largest first.
+        matched: all collectives: by kind and mesh axes, and one by one with the decisions that
+            predicted them.
         step_time: the plan's beside the estimate of XLA's scheduler.
         compiled: what XLA made, its text included.
         budget_bytes: the memory budget that the compiled peak must keep to.
@@ -99,13 +102,22 @@ class Verification:
     plan: Plan
     topology: str
     memory: tuple[Figure, ...]
-    collectives: tuple[CollectiveMatch, ...]
-    unpredicted: tuple[Unpredicted, ...]
+    matched: Collectives
     step_time: Figure
     compiled: CompiledStep
     budget_bytes: float
     attempts: tuple[Attempt, ...]
     overhead_s: float
+
+    @property
+    def collectives(self) -> tuple[CollectiveMatch, ...]:
+        """By kind and mesh axes, the largest first."""
+        return self.matched.matches
+
+    @property
+    def unpredicted(self) -> tuple[CompiledCollective, ...]:
+        """Compiled collectives that no decision accounts for, the largest first."""
+        return self.matched.unpredicted
 
     @property
     def off(self) -> tuple[str, ...]:
@@ -156,8 +168,18 @@ class Verification:
             "predicted_collective_s": self.plan.prediction.collective_s,
             "exposed_s": compiled.exposed_s,
             "collectives": [{**asdict(match), "holds": match.figure.holds} for match in self.collectives],
+            "compiled_collectives": [
+                asdict(one) | {"predicted": [self._predicted(position) for position in one.predicted]}
+                for one in self.matched.compiled
+            ],
             "unpredicted": [asdict(one) for one in self.unpredicted],
+            "missing": [self._predicted(position) | {"missing_bytes": rest} for position, rest in self.matched.missing],
         }
+
+    def _predicted(self, position: int) -> dict[str, Any]:
+        use = self.plan.collectives[position]
+        about = {name: getattr(use, name) for name in ("kind", "axes", "num_bytes", "cause", "path", "source", "phase")}
+        return {"position": position, **about}
 
 
 def verify(
@@ -236,15 +258,14 @@ class _Verifier:
             self._note(other, limit * (1 - BUDGET_MARGIN))
             made = min(made, other, key=lambda one: one.compiled.peak_bytes)
         plan, compiled = made.plan, made.compiled
-        matches, unpredicted = match_collectives(plan, compiled.hlo_text)
+        matched = match_collectives(plan, compiled.hlo_text, compiled.hosts)
         # V100 and A100 have no such figures, and XLA's estimate is not to be believed there.
         believable = "matrix_unit_description" in (profile.xla_target or {})
         return Verification(
             plan=plan,
             topology=topology_text(plan.mesh.num_devices, self._num_hosts(plan, profile)),
             memory=memory_figures(plan, _argument_bytes(plan, program), compiled),
-            collectives=matches,
-            unpredicted=unpredicted,
+            matched=matched,
             step_time=step_time_figure(plan, compiled, believable),
             compiled=compiled,
             budget_bytes=budget,
@@ -352,8 +373,12 @@ def render_verification(told: Verification, console: Console) -> None:
     console.print(_budget(told))
     console.print(Text("Collectives: what one device sends in a step", "bold"))
     console.print(_collectives(told.collectives) if told.collectives else Padding(Text("none\n"), (0, 0, 0, 2)))
+    if told.matched.compiled:
+        console.print(Text("Compiled collectives, and what predicted them", "bold"), _one_by_one(told))
     if told.unpredicted:
         console.print(Text("Compiled, and predicted by no decision", "bold"), _strangers(told.unpredicted))
+    if told.matched.missing:
+        console.print(Text("Predicted, and not compiled", "bold"), _missing(told))
     console.print(Text("Step time, and XLA's estimate of it", "bold"), _figures([told.step_time]))
     exposed = [f"{kind} {human_seconds(seconds)}" for kind, seconds in compiled.exposed_s.items()]
     priced = [f"{kind} {human_seconds(seconds)}" for kind, seconds in plan.prediction.collective_s.items()]
@@ -403,7 +428,7 @@ def _collectives(matches: Sequence[CollectiveMatch]) -> RenderableType:
     table = _table("collective", "predicted", "compiled", "off", "", "what for")
     for one in matches:
         table.add_row(
-            Text(one.name),
+            Text(f"{one.name}, between hosts" if one.crosses_hosts else one.name),
             f"{one.predicted_count}{'*' if one.combinable else ''}: {human_bytes(one.predicted_bytes)}",
             f"{one.compiled_count}: {human_bytes(one.compiled_bytes)}",
             _off(one.figure),
@@ -421,15 +446,50 @@ def _collectives(matches: Sequence[CollectiveMatch]) -> RenderableType:
     return Padding(grid, (0, 0, 1, 2))
 
 
-def _strangers(rows: Sequence[Unpredicted]) -> RenderableType:
+def _one_by_one(told: Verification) -> RenderableType:
+    table = _table("collective", "sends", "decisions", "what for, and where")
+    for one in told.matched.compiled[:FEW_ROWS]:
+        uses = [told.plan.collectives[position] for position in one.predicted]
+        causes = list(dict.fromkeys(use.cause for use in sorted(uses, key=lambda use: -use.num_bytes)))
+        cause = f"{causes[0]}{', …' if len(causes) > 1 else ''}" if causes else "predicted by no decision"
+        times = f" x{one.num_times}" if one.num_times > 1 else ""
+        table.add_row(
+            Text(f"{_name_of(one)}{times}"),
+            human_bytes(one.num_bytes),
+            str(len(uses)),
+            Text(f"{cause}\n{one.path}"),
+        )
+    _add_rest(table, len(told.matched.compiled) - FEW_ROWS)
+    return Padding(table, (0, 0, 1, 2))
+
+
+def _strangers(rows: Sequence[CompiledCollective]) -> RenderableType:
     table = _table("collective", "sends", "where")
     for one in rows[:MAX_ROWS]:
-        axes = "no mesh axes" if one.axes is None else ", ".join(one.axes)
         where = [one.path, short_source(one.source)]
-        table.add_row(Text(f"{one.kind} over {axes}"), human_bytes(one.num_bytes), Text("\n".join(filter(None, where))))
-    if len(rows) > MAX_ROWS:
-        table.add_row(Text(f"and {len(rows) - MAX_ROWS} more; --json has all"), "", "")
+        table.add_row(Text(_name_of(one)), human_bytes(one.unpredicted_bytes), Text("\n".join(filter(None, where))))
+    _add_rest(table, len(rows) - MAX_ROWS)
     return Padding(table, (0, 0, 1, 2))
+
+
+def _missing(told: Verification) -> RenderableType:
+    table = _table("collective", "sends", "what for, and where")
+    for position, rest in told.matched.missing[:MAX_ROWS]:
+        use = told.plan.collectives[position]
+        where = [use.cause, use.path, short_source(use.source)]
+        name = f"{use.kind} over {', '.join(use.axes)}"
+        table.add_row(Text(name), human_bytes(rest), Text("\n".join(filter(None, where))))
+    _add_rest(table, len(told.matched.missing) - MAX_ROWS)
+    return Padding(table, (0, 0, 1, 2))
+
+
+def _name_of(one: CompiledCollective) -> str:
+    return f"{one.kind} over {'no mesh axes' if one.axes is None else ', '.join(one.axes)}"
+
+
+def _add_rest(table: Table, rest: int) -> None:
+    if rest > 0:
+        table.add_row(Text(f"and {rest} more; --json has all"))
 
 
 def _off(figure: Figure) -> str:
@@ -439,6 +499,6 @@ def _off(figure: Figure) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     for name in columns:
-        right = name in ("planned for", "predicted", "compiled", "off", "tolerance", "step time", "sends")
+        right = name in ("planned for", "predicted", "compiled", "off", "tolerance", "step time", "sends", "decisions")
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table

@@ -23,11 +23,13 @@ import autopar
 from autopar import absent, compiler
 from autopar.absent import target_text, topology_text
 from autopar.cli import main
-from autopar.compare import Figure, match_collectives, memory_figures, module_path, step_time_figure
+from autopar.compare import Collectives, Figure, match_collectives, memory_figures, step_time_figure
 from autopar.compiler import CompiledStep, Compiler, read_times
 from autopar.cost.hardware import load
 from autopar.errors import HardwareError, MeshError, VerifyError
+from autopar.hlo import Collective, collectives
 from autopar.mesh import MeshShape
+from autopar.pairing import Pairing, describe_origin, module_paths, pair
 from autopar.plan import CollectiveUse, Plan
 
 # -- XLA's log -----------------------------------------------------------------------------
@@ -79,9 +81,17 @@ def test_collectives_match_by_kind_and_axes_and_combined_ones_by_bytes() -> None
         use("collective-permute", ("data",), 12 * 64 * 8 * 4),
         use("all-to-all", ("data",), 128 * 4),
     )
-    matches, strangers = match_collectives(plan, PROGRAM)
+    found = match_collectives(plan, PROGRAM)
+    matches = found.matches
     assert [match.name for match in matches if not match.figure.holds] == []
-    assert not strangers
+    assert not found.unpredicted
+    assert not found.missing
+    assert {one.kind: one.predicted for one in found.compiled} == {
+        "all-reduce": (0, 1),
+        "reduce-scatter": (2,),
+        "collective-permute": (3,),
+        "all-to-all": (4,),
+    }
     reduced = next(match for match in matches if match.kind == "all-reduce")
     assert (reduced.predicted_count, reduced.compiled_count, reduced.combinable) == (2, 1, 2)
     assert reduced.compiled_bytes == pytest.approx(2 * 3 / 4 * (128 * 64 * 4 + 32 * 2))
@@ -92,30 +102,114 @@ def test_what_nobody_predicted_is_listed_with_its_place() -> None:
     plan = plan_with(
         use("reduce-scatter", ("data", "model"), 128 * 64 * 4), use("collective-permute", ("data",), 12 * 2048)
     )
-    matches, strangers = match_collectives(plan, PROGRAM)
-    (stranger,) = strangers  # the all-to-all sends 256 bytes, which are no matter
+    found = match_collectives(plan, PROGRAM, hosts=(0, 0, 0, 0, 1, 1, 1, 1))
+    matches = found.matches
+    (stranger,) = found.unpredicted  # the all-to-all sends 256 bytes, which are no matter
     assert (stranger.kind, stranger.axes) == ("all-reduce", ("model",))
     assert stranger.path == "jvp(MLP)/Dense_0/dot_general"
     assert stranger.source == "/home/me/train.py:12"
     assert [match.name for match in matches if not match.figure.holds] == ["all-reduce over model"]
+    assert {match.name for match in matches if match.crosses_hosts} == {
+        "reduce-scatter over data, model",
+        "collective-permute over data",
+        "all-to-all over data",
+    }
 
 
 def test_what_was_predicted_and_is_not_there_is_off() -> None:
-    matches, strangers = match_collectives(
-        plan_with(use("all-gather", ("data",), 1e6)), "ENTRY %main () -> f32[] {\n}\n"
-    )
-    assert [match.name for match in matches if not match.figure.holds] == ["all-gather over data"]
-    assert not strangers
+    found = match_collectives(plan_with(use("all-gather", ("data",), 1e6)), "ENTRY %main () -> f32[] {\n}\n")
+    assert [match.name for match in found.matches if not match.figure.holds] == ["all-gather over data"]
+    assert not found.unpredicted
+    assert found.missing == ((0, pytest.approx(0.5e6)),)
 
 
 def test_an_axis_of_one_device_sends_nothing() -> None:
     plan = replace(plan_with(use("all-reduce", ("data",), 1e6)), mesh=MeshShape(("data", "model"), (1, 8)))
-    assert match_collectives(plan, "") == ((), ())
+    assert match_collectives(plan, "") == Collectives((), (), ())
 
 
-def test_module_path_drops_the_jit_alone() -> None:
-    assert module_path("jit(run)/jvp(GPT)/h_0/add") == "jvp(GPT)/h_0/add"
-    assert module_path("") == ""
+# -- pairing ----------------------------------------------------------------------------------
+
+
+def reduced(name: str, *sizes: float, op_name: str = "", joined: tuple[float, ...] = ()) -> Collective:
+    return Collective("all-reduce", name, op_name, "", "", ((0, 1),), ("f32",), 1, sizes, 1, joined)
+
+
+def paired(found: list[Collective], uses: list[CollectiveUse]) -> Pairing:
+    return pair(found, list(enumerate(uses)), 2)
+
+
+def at(path: str, num_bytes: float) -> CollectiveUse:
+    return replace(use("all-reduce", ("data",), num_bytes), path=path)
+
+
+def test_bytes_decide_and_paths_break_ties() -> None:
+    found = [
+        reduced("first", 4e6, op_name="jit(run)/transpose(jvp(M))/b/dot_general"),
+        reduced("second", 4e6, op_name="jit(run)/transpose(jvp(M))/a/dot_general"),
+        reduced("third", 8e6, op_name="jit(run)/transpose(jvp(M))/a/dot_general"),
+    ]
+    told = paired(found, [at("M/a", 4e6), at("M/b", 4e6), at("M/elsewhere", 8e6)])
+    assert told.predicted == {0: (1,), 1: (0,), 2: (2,)}
+    assert not told.compiled_left
+    assert not told.predicted_left
+
+
+def test_one_that_xla_concatenated_answers_all_that_are_in_it() -> None:
+    """The parts are known for one, and not for the other, whose total is a little padded."""
+    merged = "jit(run)/transpose(jvp(M))/(a/dot_general:b/dot_general)"
+    found = [reduced("joined", 6e6, op_name=merged, joined=(2e6, 4e6)), reduced("opaque", 10.05e6)]
+    told = paired(found, [at("M/a", 2e6), at("M/c", 3e6), at("M/b", 4e6), at("M/d", 7e6), at("M/none", 5e6)])
+    assert told.predicted == {0: (0, 2), 1: (1, 3)}
+    assert not told.compiled_left
+    assert told.predicted_left == {4: 5e6}
+
+
+def test_one_prediction_may_be_compiled_as_several() -> None:
+    told = paired([reduced("a", 3e6), reduced("b", 5e6), reduced("c", 1e3)], [at("M", 8e6)])
+    assert told.predicted == {0: (0,), 1: (0,)}
+    assert told.compiled_left == {2: 1e3}
+    assert not told.predicted_left
+
+
+def test_the_parts_of_a_concatenation_are_read() -> None:
+    text = """\
+%joined (p0: f32[8], p1: f32[24]) -> f32[32] {
+  %p0 = f32[8]{0} parameter(0)
+  %p1 = f32[24]{0} parameter(1)
+  ROOT %concatenate.1 = f32[32]{0} concatenate(%p0, %p1), dimensions={0}
+}
+
+ENTRY %main (a: f32[8], b: f32[24]) -> f32[32] {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[24]{0} parameter(1)
+  %wrapped = f32[32]{0} fusion(%a, %b), kind=kLoop, calls=%joined
+  ROOT %r = f32[32]{0} all-reduce(%wrapped), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+    (one,) = collectives(text, ignore_up_to=0)
+    assert one.joined_bytes == one.parts(2) == (32.0, 96.0)
+    assert one.payloads(2) == (128.0,)
+    text = text.replace(
+        "ENTRY",
+        "%async (p: f32[32]) -> f32[32] {\n  %p = f32[32]{0} parameter(0)\n"
+        "  ROOT %r = f32[32]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add\n}\n\nENTRY",
+    ).replace(
+        "  ROOT %r = f32[32]{0} all-reduce(%wrapped), replica_groups={{0,1}}, to_apply=%add\n}\n",
+        "  %s = ((f32[32]{0}), f32[32]{0}) async-start(%wrapped), calls=%async\n"
+        "  ROOT %d = f32[32]{0} async-done(%s)\n}\n",
+    )
+    (one,) = collectives(text, ignore_up_to=0)
+    assert one.joined_bytes == (32.0, 96.0)
+
+
+def test_origins_are_named_as_a_plan_names_modules() -> None:
+    assert module_paths("jit(run)/jvp(GPT)/h_0/add") == ("GPT/h_0",)
+    assert module_paths("jit(run)/(transpose(jvp(M))/a/add:transpose(jvp(M))/b/add)") == ("M/a", "M/b")
+    assert module_paths("jit(run)/M/(a/add:b/ad") == ("M/a", "M/b")  # cut off
+    assert module_paths("") == ("",)
+    assert describe_origin("jit(run)/jvp(GPT)/h_0/add") == "jvp(GPT)/h_0/add"
+    assert describe_origin("") == ""
 
 
 # -- tolerances -------------------------------------------------------------------------------
