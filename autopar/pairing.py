@@ -168,7 +168,7 @@ def describe_origin(op_name: str) -> str:
     'MLP/*'
     """
     paths = module_paths(op_name)
-    if len(paths) == 1 and "/(" not in op_name:
+    if len(paths) == 1 and "/(" not in op_name and not op_name.startswith("("):
         return op_name.split("/", 1)[1] if op_name.startswith("jit(") and "/" in op_name else op_name
     levels = zip(*(path.split("/") for path in paths), strict=False)  # as deep as the shallowest
     common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels)]

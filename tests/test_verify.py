@@ -492,13 +492,13 @@ def test_two_hosts_are_compiled_for_and_their_devices_numbered_as_the_mesh_does(
         mesh="host=2,gpu=8",
         hosts=2,
         hardware="h100-sxm",
-        pin={"state/params/*/kernel": jax.sharding.PartitionSpec(None, "gpu"), "x": jax.sharding.PartitionSpec("host")},
     )
     assert told.topology == "1x2x8"
     assert told.compiled.hosts == (0,) * 8 + (1,) * 8
     assert [match.name for match in told.collectives if match.axes is None] == []
-    assert {axis for match in told.collectives for axis in match.axes or ()} == {"host", "gpu"}
-    for match in told.collectives:
+    compiled = [match for match in told.collectives if match.compiled_count]
+    assert any(match.crosses_hosts for match in compiled)
+    for match in compiled:
         assert match.crosses_hosts == ("host" in (match.axes or ())), match.name
     assert [match.name for match in told.collectives if not match.figure.holds] == []
 
