@@ -111,6 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--hosts", type=_count, metavar="N", help="spread the GPUs over N hosts (default: as few as can be)"
     )
+    about = "run the step too, and measure it; needs the GPUs themselves on this machine"
+    verify.add_argument("--run", dest="run_step", action="store_true", help=about)
     about = "save the verified plan, which is a tighter one where the first took too much memory"
     verify.add_argument("-o", "--output", metavar="FILE", help=about)
     verify.set_defaults(run=_run_verify)
@@ -295,20 +297,22 @@ def _run_verify(options: argparse.Namespace) -> int:
     _check_output(options)
     if options.plan is not None:
         _refuse_planning(options, options.plan, "or leave out --plan", allowed=("hardware",))
-        more: dict[str, Any] = {"plan": load_plan(options.plan)}
-        _use_cpu_only()
-    else:
-        more = _planning(options)
     from autopar.compiler import Compiler
 
-    with Compiler() as compiler:  # it gets ready while the target is loaded
+    # It gets ready while the target is loaded; and is told nothing of the CPU, for it may use GPUs.
+    with Compiler() as compiler:
+        if options.plan is not None:
+            more: dict[str, Any] = {"plan": load_plan(options.plan)}
+            more |= {"hardware": options.hardware} if options.hardware else {}
+            _use_cpu_only()
+        else:
+            more = _planning(options)
         step, args = load_target(options.target)
         from autopar.verify import render_verification, verify
 
-        if options.plan is not None and options.hardware:
-            more["hardware"] = options.hardware
+        more |= {"hosts": options.hosts, "run": options.run_step, "compiler": compiler}
         with _progress() as report:
-            told = verify(step, *args, hosts=options.hosts, compiler=compiler, progress=report, **more)
+            told = verify(step, *args, progress=report, **more)
     if options.output is not None:
         told.plan.save(options.output)
     if options.json:

@@ -47,6 +47,7 @@ class Figure:
         compiled: None where XLA says nothing.
         tolerance: relative to the compiled number; None where the figure is told and not held.
         slack: a difference that never counts, in the unit.
+        measured: where the step was run; told and not held.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Figure:
     compiled: float | None
     tolerance: float | None
     slack: float = 0.0
+    measured: float | None = None
 
     @property
     def off(self) -> float | None:
@@ -154,6 +156,7 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
     pointers = _POINTER_BYTES * len(plan.outputs) if len(plan.outputs) > 1 else 0
     output = sum(tensor.num_bytes for tensor in plan.outputs) + pointers
     alias = sum(plan.outputs[after].num_bytes for before, after in plan.carried if before in donated)
+    ran = compiled.measured.peak_bytes if compiled.measured else None
     rows = (
         ("arguments", argument_bytes, compiled.argument_bytes, EXACT_TOLERANCE),
         ("temporaries", plan.prediction.activation_bytes, compiled.temp_bytes, None),
@@ -162,7 +165,7 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
         ("peak", plan.prediction.peak_bytes, compiled.peak_bytes, PEAK_TOLERANCE),
     )
     return tuple(
-        Figure(name, "bytes", predicted, actual, tolerance, MEMORY_SLACK_BYTES)
+        Figure(name, "bytes", predicted, actual, tolerance, MEMORY_SLACK_BYTES, ran if name == "peak" else None)
         for name, predicted, actual, tolerance in rows
     )
 
@@ -170,7 +173,8 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
 def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Figure:
     """The step time; held only where XLA's estimator knows the device's matrix units."""
     tolerance = STEP_TIME_TOLERANCE if believable else None
-    return Figure("step time", "s", plan.prediction.step_time_s, compiled.step_time_s, tolerance)
+    ran = compiled.measured.step_time_s if compiled.measured else None
+    return Figure("step time", "s", plan.prediction.step_time_s, compiled.step_time_s, tolerance, measured=ran)
 
 
 def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> Collectives:
@@ -276,6 +280,7 @@ def as_json(figure: Figure) -> Mapping[str, object]:
         "unit": figure.unit,
         "predicted": figure.predicted,
         "compiled": figure.compiled,
+        "measured": figure.measured,
         "tolerance": figure.tolerance,
         "holds": figure.holds,
     }

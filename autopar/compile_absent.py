@@ -94,8 +94,7 @@ def _keep_text(executable: Any, dump: Path, program: Path) -> None:
         written[-1].replace(program)
     else:
         program.write_text(executable.hlo_modules()[0].to_string(), encoding="utf-8")
-    for path in dump.glob("*"):
-        path.unlink()
+    shutil.rmtree(dump, ignore_errors=True)  # so that the next program's is the only one
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from autopar.absent import require_wheels, target_text, topology_text
 from autopar.cost.hardware import HardwareProfile
@@ -41,6 +42,34 @@ _LOG_LINE = re.compile(r"^[IWEF]\d{4} ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Runs on the devices themselves: the median of `runs_s`, and the most memory that one device
+    held, None where the device does not say."""
+
+    step_time_s: float
+    runs_s: tuple[float, ...]
+    peak_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What a step is run on: values are made up.
+
+    Args:
+        mesh_axes, mesh_sizes: how the devices are laid out.
+        inputs: shape, dtype and the mesh axes of each dim, of the inputs that the step reads.
+        donated: positions in `inputs` whose buffers the step takes.
+        carried: positions in `inputs`, and those of the outputs that are the next step's.
+    """
+
+    mesh_axes: tuple[str, ...]
+    mesh_sizes: tuple[int, ...]
+    inputs: tuple[tuple[tuple[int, ...], str, tuple[tuple[str, ...], ...]], ...]
+    donated: tuple[int, ...]
+    carried: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
     """What XLA made of a step. Bytes are per device.
 
@@ -50,6 +79,7 @@ class CompiledStep:
         exposed_s: by collective kind, the part of it that no computation hides; above zero only.
         compile_s: what XLA took.
         flags: XLA_FLAGS it was compiled with.
+        measured: what a run took; None where it was not run.
     """
 
     argument_bytes: float
@@ -62,6 +92,7 @@ class CompiledStep:
     compile_s: float
     flags: tuple[str, ...]
     hlo_text: str = field(repr=False)
+    measured: Measured | None = None
 
     @property
     def peak_bytes(self) -> float:
@@ -69,19 +100,26 @@ class CompiledStep:
 
 
 class Compiler:
-    """A process that compiles for GPUs that are not there: started at once, ended by `close`.
+    """A process that compiles: started at once, ended by `close`.
 
-    It ends with this process, however that ends, and never outlives an error: use it in a `with`.
+    Where there may be GPUs it first takes these; if they turn out to be others than the profile's, or
+    too few, it compiles for GPUs that are not there. It ends with this process, however that ends,
+    and never outlives an error: use it in a `with`.
+
+    Args:
+        platform: JAX's name of the devices to look for here; None to look for none; by default GPUs,
+            where the machine seems to have any and JAX_PLATFORMS does not forbid them.
 
     Raises:
         VerifyError: the wheels are missing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, platform: str | None = "") -> None:
         require_wheels()
-        self.flags = (*own_flags(os.environ.get("XLA_FLAGS", "")), *FLAGS)
         self._jobs = 0
         self._read = 0  # bytes of the log
+        self._here: dict[str, Any] | None = None
+        self._platform = _platform_here() if platform == "" else platform
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-verify-")
         try:
             self._child = self._start()
@@ -89,11 +127,41 @@ class Compiler:
             self._folder.cleanup()
             raise
 
-    def compile(self, module: bytes, profile: HardwareProfile, num_devices: int, num_hosts: int) -> CompiledStep:
-        """Compile a step lowered for CUDA.
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """XLA_FLAGS of the process. Kernels can be tried out on GPUs that are here, and are."""
+        return (*own_flags(os.environ.get("XLA_FLAGS", "")), *(FLAGS if self._platform is None else SCHEDULER_FLAGS))
+
+    def is_present(self, profile: HardwareProfile, num_devices: int, num_hosts: int) -> bool:
+        """Whether the devices to compile for are here. From then on, if not, others are compiled for."""
+        if self._platform is None:
+            return False
+        here = self._here
+        if here is None:
+            assert self._child.stdout is not None
+            said = self._child.stdout.readline()  # nothing where JAX finds no such device
+            here = self._here = json.loads(said) if said else {"kind": "none", "count": 0}
+        kinds = {kind.lower() for kind in profile.device_kinds}
+        if here["kind"].lower() in kinds and here["count"] >= num_devices and num_hosts == 1:
+            return True
+        self._end()
+        self._platform, self._read = None, 0
+        self._child = self._start()
+        return False
+
+    def compile(
+        self,
+        module: bytes,
+        profile: HardwareProfile,
+        num_devices: int,
+        num_hosts: int,
+        arguments: Arguments | None = None,
+    ) -> CompiledStep:
+        """Compile a step lowered for the profile's platform, and run it where `arguments` are given.
 
         Raises:
-            VerifyError: XLA refuses the program, or numbers the devices otherwise than the mesh does.
+            VerifyError: XLA refuses the program, or numbers the devices otherwise than the mesh does; or
+                it is to be run and the devices are not here.
             HardwareError: the profile does not describe a GPU to XLA.
             MeshError: the devices cannot be spread evenly over the hosts.
         """
@@ -101,27 +169,47 @@ class Compiler:
         self._jobs += 1
         job.mkdir()
         (job / "module").write_bytes(module)
-        (job / "target").write_text(target_text(profile), encoding="utf-8")
-        (job / "topology").write_text(topology_text(num_devices, num_hosts), encoding="utf-8")
+        if self.is_present(profile, num_devices, num_hosts):
+            (job / "num_devices").write_text(str(num_devices), encoding="utf-8")
+            if arguments is not None:
+                (job / "arguments").write_text(json.dumps(asdict(arguments)), encoding="utf-8")
+        elif arguments is not None:
+            here = f"{self._here['count']} of kind {self._here['kind']!r}" if self._here else "none found"
+            raise VerifyError(
+                f"to run the step takes {num_devices} {' or '.join(map(repr, profile.device_kinds))} on this machine,"
+                f" but of such GPUs here: {here}; leave out --run (run=True) to compile for GPUs that are not there"
+            )
+        else:
+            (job / "target").write_text(target_text(profile), encoding="utf-8")
+            (job / "topology").write_text(topology_text(num_devices, num_hosts), encoding="utf-8")
         log = self._done(job.name)
         figures = json.loads((job / "figures").read_text(encoding="utf-8"))
         text = (job / "program").read_text(encoding="utf-8")
-        hosts = tuple(figures.pop("hosts"))
+        hosts, ran = tuple(figures.pop("hosts")), figures.pop("measured", None)
         _check_hosts(hosts, num_hosts)
         total, exposed = read_times(log)
         return CompiledStep(
-            **figures, hosts=hosts, step_time_s=total, exposed_s=exposed, flags=self.flags, hlo_text=text
+            **figures,
+            hosts=hosts,
+            step_time_s=total,
+            exposed_s=exposed,
+            flags=self.flags,
+            hlo_text=text,
+            measured=Measured(**ran | {"runs_s": tuple(ran["runs_s"])}) if ran else None,
         )
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
         self._child.kill()
         self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
             with contextlib.suppress(OSError):  # what the process will not read any more
                 assert pipe is not None
                 pipe.close()
-        self._folder.cleanup()
 
     def __enter__(self) -> Compiler:
         return self
@@ -142,7 +230,8 @@ class Compiler:
         own_dump = any(flag.startswith("--xla_dump_to") for flag in self.flags)
         dump = () if own_dump else (f"--xla_dump_to={folder}/dump", "--xla_dump_hlo_as_text")
         env = os.environ | {
-            "JAX_PLATFORMS": "cpu",
+            "JAX_PLATFORMS": self._platform or "cpu",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the process that asks may hold most of a GPU
             "XLA_FLAGS": " ".join((*self.flags, *dump)),
             "TF_CPP_VMODULE": _LOG_MODULES,
             "TF_CPP_MIN_LOG_LEVEL": "0",
@@ -151,7 +240,7 @@ class Compiler:
         with self._log.open("wb") as log:
             # A session of its own: Ctrl-C reaches this process alone, which then ends the compiler.
             return subprocess.Popen(
-                [sys.executable, "-m", "autopar.compile_absent", folder],
+                [sys.executable, "-m", f"autopar.compile_{'absent' if self._platform is None else 'present'}", folder],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -179,6 +268,15 @@ class Compiler:
                 + "\n  ".join(line[:500] for line in said[-6:])
             )
         return text
+
+
+def _platform_here() -> str | None:
+    """`cuda` where the machine seems to have GPUs and nobody forbids them; only a process that takes them can tell."""
+    allowed = os.environ.get("JAX_PLATFORMS", "")
+    forbidden = (allowed and not {"cuda", "gpu"} & set(allowed.split(","))) or (
+        os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    )
+    return "cuda" if not forbidden and any(Path("/dev").glob("nvidia[0-9]*")) else None
 
 
 def _check_hosts(hosts: tuple[int, ...], num_hosts: int) -> None:

@@ -34,11 +34,11 @@ from autopar.compare import (
     names_off,
     step_time_figure,
 )
-from autopar.compiler import CompiledStep, Compiler
+from autopar.compiler import Arguments, CompiledStep, Compiler
 from autopar.cost.hardware import HardwareProfile, detect, load
 from autopar.errors import BudgetError, TimeLimitError
 from autopar.explain import plain_text, short_source
-from autopar.jax_compat import module_bytes
+from autopar.jax_compat import kept_inputs, module_bytes, raw_struct
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.plan import Plan
 from autopar.planner import BUDGET_MARGIN, Program, plan_program
@@ -165,6 +165,7 @@ class Verification:
                 "attempts": [asdict(attempt) for attempt in self.attempts],
             },
             "step_time": as_json(self.step_time),
+            "measured": asdict(compiled.measured) if compiled.measured else None,
             "predicted_collective_s": self.plan.prediction.collective_s,
             "exposed_s": compiled.exposed_s,
             "collectives": [{**asdict(match), "holds": match.figure.holds} for match in self.collectives],
@@ -187,6 +188,7 @@ def verify(
     *args: Any,
     plan: Plan | str | Path | None = None,
     hosts: int | None = None,
+    run: bool = False,
     compiler: Compiler | None = None,
     **options: Any,
 ) -> Verification:
@@ -201,12 +203,14 @@ def verify(
         args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
         plan: the plan to hold against XLA's program; by default one is made.
         hosts: over how many hosts the devices are spread; by default as few as the profile needs.
+        run: run the step too, on GPUs that are here, and measure it.
         compiler: one that was started earlier, and is ended by whoever started it; by default one is
             started here.
         options: those of `autopar.plan`. With `plan`, `hardware` says what to compile for.
 
     Raises:
-        VerifyError: the CUDA wheels are missing, or XLA refuses the program.
+        VerifyError: the CUDA wheels are missing, XLA refuses the program, or it is to be run and the GPUs
+            are not here.
         AutoparError: as `autopar.plan` raises.
     """
     started = time.perf_counter()
@@ -219,7 +223,7 @@ def verify(
             if hosts is not None and plan is None:
                 options |= {"hardware": _spread(options, hosts)}
             parallel = parallelize(function, plan=plan, **options)
-        told = _Verifier(parallel, args, hosts, options, compiler).verify()
+        told = _Verifier(parallel, args, hosts, run, options, compiler).verify()
     return replace(told, overhead_s=time.perf_counter() - started - told.overhead_s)
 
 
@@ -231,10 +235,12 @@ class _Verifier:
         parallel: ParallelStep,
         args: Sequence[Any],
         hosts: int | None,
+        run: bool,
         options: Mapping[str, Any],
         compiler: Compiler,
     ) -> None:
-        self.parallel, self.args, self.hosts, self.options, self.compiler = parallel, args, hosts, options, compiler
+        self.parallel, self.args, self.hosts, self.run = parallel, args, hosts, run
+        self.options, self.compiler = options, compiler
         self.report: Callable[[str, float], None] = options.get("progress") or (lambda stage, fraction: None)
         self.elsewhere_s = 0.0  # planning, and XLA's own work
         self.attempts: list[Attempt] = []
@@ -282,9 +288,10 @@ class _Verifier:
         target_text(profile)  # a profile without a GPU
         self.report("lower", 1.0)
         jitted = execute.jit_plan(plan, program.trace, execute.abstract_mesh(plan.mesh))
-        module = module_bytes(execute.lower_for("cuda", jitted, self.args))
+        lowered = execute.lower_for("cuda", jitted, self.args)
+        arguments = [_arguments(plan, program, kept_inputs(lowered))] if self.run else []
         self.report("XLA compiles", 1.0)
-        compiled = self.compiler.compile(module, profile, plan.mesh.num_devices, num_hosts)
+        compiled = self.compiler.compile(module_bytes(lowered), profile, plan.mesh.num_devices, num_hosts, *arguments)
         self.elsewhere_s += compiled.compile_s
         return compiled
 
@@ -348,6 +355,22 @@ def _profile(given: Any, plan: Plan) -> HardwareProfile:
     return given if isinstance(given, HardwareProfile) else load(given or plan.hardware)
 
 
+def _arguments(plan: Plan, program: Program, kept: Sequence[int]) -> Arguments:
+    """What to run the step on: the inputs that the lowered program takes."""
+    trace, place = program.trace, {position: n for n, position in enumerate(kept)}
+    inputs = []
+    for position in kept:
+        raw, dims = raw_struct(trace.avals[trace.inputs[position]]), plan.inputs[position].sharding.dims
+        inputs.append((tuple(raw.shape), str(raw.dtype), tuple(map(tuple, dims))))
+    return Arguments(
+        mesh_axes=plan.mesh.axis_names,
+        mesh_sizes=plan.mesh.axis_sizes,
+        inputs=tuple(inputs),
+        donated=tuple(place[position] for position in plan.donated if position in place),
+        carried=tuple((place[before], after) for before, after in plan.carried if before in place),
+    )
+
+
 def _argument_bytes(plan: Plan, program: Program) -> float:
     graph = program.graph
     read = {value for node in graph.nodes for value in node.operands} | set(graph.outputs)
@@ -388,13 +411,15 @@ def render_verification(told: Verification, console: Console) -> None:
 
 
 def _figures(figures: Sequence[Figure]) -> RenderableType:
-    table = _table("", "predicted", "compiled", "off", "tolerance", "")
+    ran = ["measured"] if any(one.measured is not None for one in figures) else []
+    table = _table("", "predicted", "compiled", *ran, "off", "tolerance", "")
     for one in figures:
         show = human_bytes if one.unit == "bytes" else human_seconds
+        told = [one.compiled, *([one.measured] if ran else [])]
         table.add_row(
             Text(one.name),
             show(one.predicted),
-            "-" if one.compiled is None else show(one.compiled),
+            *("-" if number is None else show(number) for number in told),
             _off(one),
             "-" if one.tolerance is None else f"{100 * one.tolerance:g} %",
             Text("" if one.holds else "OFF", "red"),
@@ -425,7 +450,7 @@ def _budget(told: Verification) -> RenderableType:
 
 
 def _collectives(matches: Sequence[CollectiveMatch]) -> RenderableType:
-    table = _table("collective", "predicted", "compiled", "off", "", "what for")
+    table = _table("collective", "predicted", "compiled", "measured", "off", "", "what for")
     for one in matches:
         table.add_row(
             Text(f"{one.name}, between hosts" if one.crosses_hosts else one.name),
@@ -499,6 +524,16 @@ def _off(figure: Figure) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     for name in columns:
-        right = name in ("planned for", "predicted", "compiled", "off", "tolerance", "step time", "sends", "decisions")
+        right = name in (
+            "planned for",
+            "predicted",
+            "compiled",
+            "measured",
+            "off",
+            "tolerance",
+            "step time",
+            "sends",
+            "decisions",
+        )
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table

@@ -449,6 +449,69 @@ def test_a_saved_plan_takes_no_planning_options(tmp_path: Path, capsys: pytest.C
     assert "drop --mesh" in capsys.readouterr().err
 
 
+# -- devices that are here --------------------------------------------------------------------
+
+
+def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU devices stand in for GPUs: the same process, the same messages; carried state goes round."""
+    need_wheels()
+    from autopar import execute, jax_compat
+    from autopar.verify import _arguments
+
+    monkeypatch.setattr(compiler, "own_flags", lambda text: ["--xla_force_host_platform_device_count=4"])
+    program = programs.mlp(batch=64, width=64, num_layers=2, optimizer="adam")
+    step = autopar.parallelize(mesh="2x2", hardware="cpu-host")(program.step)
+    plan, traced = step.planned(*program.abstract_args())
+    jitted = execute.jit_plan(plan, traced.trace, execute.abstract_mesh(plan.mesh))
+    lowered = execute.lower_for("cpu", jitted, program.abstract_args())
+    arguments = _arguments(plan, traced, jax_compat.kept_inputs(lowered))
+    with Compiler(platform="cpu") as process:
+        made = process.compile(jax_compat.module_bytes(lowered), load("cpu-host"), 4, 1, arguments)
+        assert process.flags[-2:] == compiler.SCHEDULER_FLAGS
+    assert made.measured is not None
+    assert len(made.measured.runs_s) >= 3
+    assert min(made.measured.runs_s) <= made.measured.step_time_s <= max(made.measured.runs_s)
+    assert made.measured.peak_bytes is None  # a CPU does not say
+    assert made.argument_bytes == pytest.approx(
+        sum(t.num_bytes for i, t in enumerate(plan.inputs) if i in jax_compat.kept_inputs(lowered)), rel=0.01
+    )
+    assert "HloModule" in made.hlo_text
+
+
+def test_other_devices_than_the_profiles_are_passed_over() -> None:
+    """A CPU where H100s are wanted: it compiles for absent ones, and to run is refused."""
+    need_wheels()
+    with Compiler(platform="cpu") as process:
+        assert not process.is_present(load("h100-sxm"), 8, 1)
+        assert process.flags[-4:] == compiler.FLAGS
+        nothing: Any = object()
+        with pytest.raises(VerifyError, match=r"takes 8 'NVIDIA H100 80GB HBM3' on this machine.*of kind 'cpu'"):
+            process.compile(b"", load("h100-sxm"), 8, 1, nothing)
+
+
+def test_gpus_are_looked_for_where_nothing_forbids_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert compiler._platform_here() == "cuda"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert compiler._platform_here() is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert compiler._platform_here() is None
+
+
+def test_what_was_measured_is_a_third_column() -> None:
+    ran = compiler.Measured(step_time_s=2e-3, runs_s=(2e-3,) * 3, peak_bytes=140e6)
+    program = adam()
+    standin: Any = StandIn(compiled_step(measured=ran))
+    told = autopar.verify(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", compiler=standin)
+    assert "measured" in str(told)
+    assert "140 MB" in str(told)
+    assert told.to_json()["measured"]["step_time_s"] == 2e-3
+    assert told.step_time.measured == 2e-3
+
+
 # -- the real thing ---------------------------------------------------------------------------
 
 
