@@ -72,6 +72,16 @@ class ParallelStep:
         self._fast: Any = None  # the jitted replay of the last call
         self._fast_signature: Any = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it was decorated with, the plan aside."""
+        return dict(self._options)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it runs by a given plan, and makes none."""
+        return self._fixed is not None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. The first call with new shapes traces, plans and compiles."""
         if kwargs:

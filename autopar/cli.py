@@ -111,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--hosts", type=_count, metavar="N", help="spread the GPUs over N hosts (default: as few as can be)"
     )
+    about = "run the step too, and measure it; needs the GPUs themselves on this machine"
+    verify.add_argument("--run", dest="run_step", action="store_true", help=about)
+    about = "save the verified plan, which is a tighter one where the first took too much memory"
+    verify.add_argument("-o", "--output", metavar="FILE", help=about)
     verify.set_defaults(run=_run_verify)
     return parser
 
@@ -207,10 +211,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _run_plan(options: argparse.Namespace) -> None:
-    if options.output is not None:
-        folder = Path(options.output).resolve().parent
-        if Path(options.output).is_dir() or not os.access(folder, os.W_OK):
-            raise PlanFileError(f"cannot write {options.output!r}: give -o a file in a folder that can be written to")
+    _check_output(options)
     plan = _plan_target(options)
     if options.output is not None:
         plan.save(options.output)
@@ -222,6 +223,14 @@ def _run_plan(options: argparse.Namespace) -> None:
         print("\nThe plan was not saved: add -o FILE.")
     else:
         print(f"\nSaved to {options.output}; `autopar explain {options.output}` says why.")
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Refuse what cannot be written to now, rather than when all is done."""
+    if options.output is not None:
+        folder = Path(options.output).resolve().parent
+        if Path(options.output).is_dir() or not os.access(folder, os.W_OK):
+            raise PlanFileError(f"cannot write {options.output!r}: give -o a file in a folder that can be written to")
 
 
 def _run_explain(options: argparse.Namespace) -> None:
@@ -285,23 +294,33 @@ def _run_calibrate(options: argparse.Namespace) -> None:
 
 
 def _run_verify(options: argparse.Namespace) -> int:
+    _check_output(options)
     if options.plan is not None:
         _refuse_planning(options, options.plan, "or leave out --plan", allowed=("hardware",))
-        more: dict[str, Any] = {"plan": load_plan(options.plan)}
-        _use_cpu_only()
-    else:
-        more = _planning(options)
-    step, args = load_target(options.target)
-    from autopar.verify import render_verification, verify
+    from autopar.compiler import Compiler
 
-    if options.plan is not None and options.hardware:
-        more["hardware"] = options.hardware
-    with _progress() as report:
-        told = verify(step, *args, hosts=options.hosts, progress=report, **more)
+    # It gets ready while the target is loaded; and is told nothing of the CPU, for it may use GPUs.
+    with Compiler() as compiler:
+        if options.plan is not None:
+            more: dict[str, Any] = {"plan": load_plan(options.plan)}
+            more |= {"hardware": options.hardware} if options.hardware else {}
+            _use_cpu_only()
+        else:
+            more = _planning(options)
+        step, args = load_target(options.target)
+        from autopar.verify import render_verification, verify
+
+        more |= {"hosts": options.hosts, "run": options.run_step, "compiler": compiler}
+        with _progress() as report:
+            told = verify(step, *args, progress=report, **more)
+    if options.output is not None:
+        told.plan.save(options.output)
     if options.json:
         print(json.dumps(told.to_json(), indent=2, allow_nan=False))
-    else:
-        _show(lambda console: render_verification(told, console))
+        return 0 if told.holds else 1
+    _show(lambda console: render_verification(told, console))
+    if options.output is not None:
+        print(f"\nThe plan is saved to {options.output}.")
     return 0 if told.holds else 1
 
 

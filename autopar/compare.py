@@ -11,10 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.absent import CompiledStep
+from autopar.compiler import CompiledStep
 from autopar.hlo import Collective, collectives
 from autopar.hlo_places import mesh_axes
 from autopar.mesh import MeshShape
+from autopar.pairing import describe_origin, pair
 from autopar.plan import CollectiveUse, Plan
 
 #: Arguments, outputs and what they share follow from shapes and shardings alone.
@@ -46,6 +47,7 @@ class Figure:
         compiled: None where XLA says nothing.
         tolerance: relative to the compiled number; None where the figure is told and not held.
         slack: a difference that never counts, in the unit.
+        measured: where the step was run; told and not held.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Figure:
     compiled: float | None
     tolerance: float | None
     slack: float = 0.0
+    measured: float | None = None
 
     @property
     def off(self) -> float | None:
@@ -75,6 +78,7 @@ class CollectiveMatch:
         axes: None for compiled groups of devices that follow no mesh axes.
         combinable: of the predicted ones, how many XLA may merge: only bytes are held, not counts.
         causes: what the largest were predicted for; layers alike are one.
+        crosses_hosts: whether a compiled one has devices of several hosts in one group.
     """
 
     kind: str
@@ -85,6 +89,7 @@ class CollectiveMatch:
     compiled_bytes: float
     combinable: int
     causes: tuple[str, ...]
+    crosses_hosts: bool = False
 
     @property
     def name(self) -> str:
@@ -96,15 +101,49 @@ class CollectiveMatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpredicted:
-    """A compiled collective that no decision accounts for. `num_bytes` is what one device sends."""
+class CompiledCollective:
+    """One collective of XLA's program, with the decisions that predicted it.
+
+    Args:
+        axes: None for groups of devices that follow no mesh axes.
+        instruction: its name in XLA's program.
+        num_times: how often a step runs it.
+        num_bytes: what one device sends in a step. unpredicted_bytes: of it, what no decision accounts for.
+        path, source: the module path and the source line that XLA has kept.
+        predicted: positions in `Plan.collectives`.
+    """
 
     kind: str
     axes: tuple[str, ...] | None
+    instruction: str
+    num_times: int
     num_bytes: float
+    unpredicted_bytes: float
     path: str
     source: str
-    instruction: str
+    predicted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """All collectives, predicted and compiled, the largest first.
+
+    Args:
+        matches: by kind and mesh axes.
+        compiled: one by one.
+        missing: positions in `Plan.collectives` of those that XLA's program does not have, and what
+            one device was to send.
+    """
+
+    matches: tuple[CollectiveMatch, ...]
+    compiled: tuple[CompiledCollective, ...]
+    missing: tuple[tuple[int, float], ...]
+
+    @property
+    def unpredicted(self) -> tuple[CompiledCollective, ...]:
+        """The compiled ones that no decision accounts for, or not for all bytes of."""
+        found = (one for one in self.compiled if one.unpredicted_bytes > WIRE_SLACK_BYTES)
+        return tuple(sorted(found, key=lambda one: -one.unpredicted_bytes))
 
 
 def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) -> tuple[Figure, ...]:
@@ -117,6 +156,7 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
     pointers = _POINTER_BYTES * len(plan.outputs) if len(plan.outputs) > 1 else 0
     output = sum(tensor.num_bytes for tensor in plan.outputs) + pointers
     alias = sum(plan.outputs[after].num_bytes for before, after in plan.carried if before in donated)
+    ran = compiled.measured.peak_bytes if compiled.measured else None
     rows = (
         ("arguments", argument_bytes, compiled.argument_bytes, EXACT_TOLERANCE),
         ("temporaries", plan.prediction.activation_bytes, compiled.temp_bytes, None),
@@ -125,7 +165,7 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
         ("peak", plan.prediction.peak_bytes, compiled.peak_bytes, PEAK_TOLERANCE),
     )
     return tuple(
-        Figure(name, "bytes", predicted, actual, tolerance, MEMORY_SLACK_BYTES)
+        Figure(name, "bytes", predicted, actual, tolerance, MEMORY_SLACK_BYTES, ran if name == "peak" else None)
         for name, predicted, actual, tolerance in rows
     )
 
@@ -133,30 +173,44 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
 def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Figure:
     """The step time; held only where XLA's estimator knows the device's matrix units."""
     tolerance = STEP_TIME_TOLERANCE if believable else None
-    return Figure("step time", "s", plan.prediction.step_time_s, compiled.step_time_s, tolerance)
+    ran = compiled.measured.step_time_s if compiled.measured else None
+    return Figure("step time", "s", plan.prediction.step_time_s, compiled.step_time_s, tolerance, measured=ran)
 
 
-def match_collectives(plan: Plan, hlo_text: str) -> tuple[tuple[CollectiveMatch, ...], tuple[Unpredicted, ...]]:
-    """Predicted and compiled collectives by kind and axes, and those that nobody predicted."""
+def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> Collectives:
+    """Hold a plan's collectives against those of XLA's program.
+
+    Args:
+        hosts: the host of each device.
+    """
     mesh = plan.mesh
-    predicted: dict[tuple[str, tuple[str, ...] | None], list[CollectiveUse]] = defaultdict(list)
-    for use in plan.collectives:
+    predicted: dict[tuple[str, tuple[str, ...] | None], list[tuple[int, CollectiveUse]]] = defaultdict(list)
+    for position, use in enumerate(plan.collectives):
         axes = _real_axes(use.axes, mesh)
         if axes:
-            predicted[use.kind, axes].append(use)
+            predicted[use.kind, axes].append((position, use))
     compiled: dict[tuple[str, tuple[str, ...] | None], list[Collective]] = defaultdict(list)
     for one in collectives(hlo_text, ignore_up_to=0):
         axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
         if axes != ():
             compiled[one.kind, None if axes is None else _real_axes(axes, mesh)].append(one)
-    matches, strangers = [], []
+    matches, rows, missing = [], [], []
     for key in sorted({*predicted, *compiled}, key=lambda key: (key[0], key[1] or ())):
-        match = _match(*key, predicted.get(key, []), compiled.get(key, []), mesh)
-        matches.append(match)
-        if match.compiled_bytes > match.predicted_bytes and not match.figure.holds:
-            strangers += _unpredicted(match, predicted.get(key, []), compiled[key], mesh)
+        kind, axes = key
+        uses, found, size = predicted.get(key, []), compiled.get(key, []), mesh.sizes(key[1] or ())
+        matches.append(_match(kind, axes, [use for _, use in uses], found, mesh, hosts))
+        paired = pair(found, uses, mesh.num_devices)
+        for n, one in enumerate(found):
+            rest = sent_bytes(kind, paired.compiled_left.get(n, 0.0), one.group_size(mesh.num_devices))
+            path = describe_origin(one.op_name)
+            members = paired.predicted.get(n, ())
+            sent = _sent_by(one, mesh)
+            rows.append(CompiledCollective(kind, axes, one.name, one.num_times, sent, rest, path, one.source, members))
+        left = {position: sent_bytes(kind, rest, size) for position, rest in paired.predicted_left.items()}
+        missing += [(position, rest) for position, rest in left.items() if rest > WIRE_SLACK_BYTES]
     matches.sort(key=lambda match: -max(match.predicted_bytes, match.compiled_bytes))
-    return tuple(matches), tuple(sorted(strangers, key=lambda one: -one.num_bytes))
+    rows.sort(key=lambda row: -row.num_bytes)
+    return Collectives(tuple(matches), tuple(rows), tuple(sorted(missing, key=lambda one: -one[1])))
 
 
 def sent_bytes(kind: str, payload: float, num_devices: int) -> float:
@@ -176,6 +230,7 @@ def _match(
     uses: Sequence[CollectiveUse],
     found: Sequence[Collective],
     mesh: MeshShape,
+    hosts: Sequence[int],
 ) -> CollectiveMatch:
     size = mesh.sizes(axes or ())
     by_cause: Counter[str] = Counter()
@@ -190,40 +245,18 @@ def _match(
         compiled_bytes=sum(_sent_by(one, mesh) for one in found),
         combinable=sum(use.combinable for use in uses),
         causes=tuple(cause for cause, _ in by_cause.most_common(2)),
+        crosses_hosts=any(_crosses(one, hosts) for one in found),
     )
+
+
+def _crosses(one: Collective, hosts: Sequence[int]) -> bool:
+    groups = one.groups or (tuple(range(len(hosts))),)
+    return bool(hosts) and any(len({hosts[device] for device in group}) > 1 for group in groups)
 
 
 def _sent_by(one: Collective, mesh: MeshShape) -> float:
     size = one.group_size(mesh.num_devices)
     return one.num_times * sum(sent_bytes(one.kind, payload, size) for payload in one.payloads(mesh.num_devices))
-
-
-def _unpredicted(
-    match: CollectiveMatch, uses: Sequence[CollectiveUse], found: Sequence[Collective], mesh: MeshShape
-) -> list[Unpredicted]:
-    """Buffers of no predicted size, by the collective that holds them. One that XLA has concatenated
-    from several may be among them: its bytes are then in the predicted total."""
-    sizes = Counter(round(use.num_bytes) for use in uses)
-    out = []
-    for one in found:
-        rest = 0.0
-        for payload in one.payloads(mesh.num_devices):
-            if sizes[round(payload)] > 0:
-                sizes[round(payload)] -= 1
-            else:
-                rest += one.num_times * sent_bytes(one.kind, payload, one.group_size(mesh.num_devices))
-        if rest > WIRE_SLACK_BYTES:
-            out.append(Unpredicted(one.kind, match.axes, rest, module_path(one.op_name), one.source, one.name))
-    return out
-
-
-def module_path(op_name: str) -> str:
-    """`jit(run)/transpose(jvp(MLP))/Dense_0/dot_general` without the jit.
-
-    >>> module_path("jit(run)/transpose(jvp(MLP))/Dense_0/dot_general")
-    'transpose(jvp(MLP))/Dense_0/dot_general'
-    """
-    return op_name.split("/", 1)[1] if op_name.startswith("jit(") and "/" in op_name else op_name
 
 
 def _real_axes(axes: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:
@@ -247,6 +280,7 @@ def as_json(figure: Figure) -> Mapping[str, object]:
         "unit": figure.unit,
         "predicted": figure.predicted,
         "compiled": figure.compiled,
+        "measured": figure.measured,
         "tolerance": figure.tolerance,
         "holds": figure.holds,
     }

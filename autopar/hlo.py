@@ -48,6 +48,7 @@ class Collective:
         num_elements: of all its results on one device.
         result_bytes: of each of its results on one device: as many as it combines.
         num_times: how often a step runs it: the trips of the loops around it, where XLA knows them.
+        joined_bytes: of each of the buffers that its operand is a concatenation of; empty where it is none.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Collective:
     num_elements: int
     result_bytes: tuple[float, ...]
     num_times: int = 1
+    joined_bytes: tuple[float, ...] = ()
 
     @property
     def num_results(self) -> int:
@@ -77,6 +79,13 @@ class Collective:
             return tuple(self.group_size(num_devices) * size for size in self.result_bytes)
         # The parts of an all-to-all written as a tuple are one buffer.
         return (self.num_bytes,) if self.kind == "all-to-all" else self.result_bytes
+
+    def parts(self, num_devices: int) -> tuple[float, ...]:
+        """`payloads`, with what XLA has concatenated taken apart."""
+        payloads, joined = self.payloads(num_devices), sum(self.joined_bytes)
+        if len(payloads) != 1 or not joined:
+            return payloads
+        return tuple(payloads[0] * size / joined for size in self.joined_bytes)
 
     def group_size(self, num_devices: int) -> int:
         """Devices that take part together."""
@@ -160,7 +169,13 @@ def _read(hlo_text: str) -> list[tuple[_Instruction, Collective | None]]:
             instruction = _Instruction(computation, *parts.groups())
             known[computation, instruction.name] = instruction
     sources, times = read_sources(hlo_text), _num_times(list(known.values()))
-    return [(one, _collective(one, known, sources, times)) for one in known.values()]
+    joins: dict[str, _Instruction] = {}  # computation -> what it concatenates, or where it is called from
+    for one in known.values():
+        if one.opcode == "concatenate":
+            joins[one.computation] = one
+        elif one.opcode == "async-start":
+            joins[one.mentioned[-1]] = one
+    return [(one, _collective(one, known, sources, times, joins)) for one in known.values()]
 
 
 def _num_times(instructions: Sequence[_Instruction]) -> dict[str, int]:
@@ -179,6 +194,7 @@ def _collective(
     known: Mapping[tuple[str, str], _Instruction],
     sources: Mapping[int, str],
     times: Mapping[str, int],
+    joins: Mapping[str, _Instruction],
 ) -> Collective | None:
     kind = _KIND.fullmatch(instruction.opcode)
     if kind is None:
@@ -199,7 +215,31 @@ def _collective(
         num_elements=sum(size for _, size in arrays),
         result_bytes=tuple(size * _bits(dtype) / 8 for dtype, size in arrays),
         num_times=times.get(instruction.computation, 1),
+        joined_bytes=_joined(issued, known, joins) if len(arrays) == 1 else (),
     )
+
+
+def _joined(
+    issued: _Instruction, known: Mapping[tuple[str, str], _Instruction], joins: Mapping[str, _Instruction]
+) -> tuple[float, ...]:
+    """What the operand is put together from: XLA's combiner concatenates in a fusion of that alone."""
+    operand = known.get((issued.computation, issued.mentioned[0])) if issued.mentioned else None
+    if operand is not None and operand.opcode == "parameter" and issued.computation in joins:
+        caller = joins[issued.computation]  # XLA writes an async collective as a computation of its own, too
+        operand = known.get((caller.computation, caller.mentioned[int(operand.rest.split(")")[0])]))
+    while operand is not None and operand.opcode in ("bitcast", "copy", "reshape"):
+        operand = known.get((operand.computation, operand.mentioned[0]))
+    if operand is not None and operand.opcode == "fusion":
+        operand = next((joins[name] for name in operand.mentioned if name in joins), None)
+    if operand is None or operand.opcode != "concatenate":
+        return ()
+    sizes = [_num_bytes(known.get((operand.computation, name))) for name in operand.mentioned]
+    return tuple(sizes) if all(sizes) and len(sizes) > 1 else ()
+
+
+def _num_bytes(instruction: _Instruction | None) -> float:
+    arrays = _ARRAY.findall(instruction.shape) if instruction else []
+    return sum(_size(dims) * _bits(dtype) / 8 for dtype, dims in arrays)
 
 
 def _source(rest: str, sources: Mapping[int, str]) -> str:

@@ -144,6 +144,20 @@ def module_bytes(lowered: jax.stages.Lowered) -> bytes:
     return out.getvalue()
 
 
+def kept_inputs(lowered: jax.stages.Lowered) -> tuple[int, ...]:
+    """Positions of the inputs, all arguments' leaves in order, that a lowered program still takes."""
+    inner: Any = lowered._lowering
+    return tuple(sorted(inner.compile_args["kept_var_idx"]))
+
+
+def raw_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype as XLA sees them: typed PRNG keys are their words."""
+    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.eval_shape(jax.random.key_data, struct)
+    return struct
+
+
 def compile_module(module: bytes, devices: Sequence[Any]) -> Any:
     """Compile for devices, real or absent, with the options that `jax.jit` compiles with.
 

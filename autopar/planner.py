@@ -46,6 +46,10 @@ from autopar.words import strategy_words
 
 Progress = Callable[[str, float], None]
 
+#: The part of a memory budget that a plan leaves free: for what XLA's fusion holds beyond the plan's
+#: estimate, and for the allocator, whose memory is never all in one piece.
+BUDGET_MARGIN = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -134,7 +138,7 @@ def plan_program(
         report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
         try:
             pins = resolve_pins(pin or {}, program.graph, shape)
-            plans.append(_plan_on(shape, program, grouped, profile, budget, pins, solve_with))
+            plans.append(_plan_on(shape, program, grouped, profile, budget * (1 - BUDGET_MARGIN), pins, solve_with))
         except BudgetError as error:
             failures.append((shape, error))
     report("done", 1.0)
@@ -297,7 +301,7 @@ def _over_budget(
         return minimum_memory(f.problem).peak_bytes
 
     needed = least(mesh)
-    ways = [f"give `memory_budget_bytes={1.001 * needed:.4g}` or more"]
+    ways = [f"give `memory_budget_bytes={1.001 * needed / (1 - BUDGET_MARGIN):.4g}` or more"]
     for times in (2, 4, 8):
         larger = MeshShape(mesh.axis_names, (mesh.axis_sizes[0] * times, *mesh.axis_sizes[1:]))
         if least(larger) <= budget:
@@ -305,7 +309,8 @@ def _over_budget(
             break
     short = f"{human_bytes(needed - budget)} short" if needed > budget else solution.status.value
     return BudgetError(
-        f"no plan on mesh {mesh} fits the memory budget of {human_bytes(budget)} per device: the least any sharding"
+        f"no plan on mesh {mesh} fits the memory budget of {human_bytes(budget / (1 - BUDGET_MARGIN))} per device, of"
+        f" which {100 * BUDGET_MARGIN:g} % stay free: the least any sharding"
         f" reaches is {human_bytes(needed)}, {short}. Ways out: {'; '.join(ways)}; a smaller batch or model."
     )
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -19,13 +20,16 @@ from test_hlo import MESH, PROGRAM
 from test_plan import make_plan
 
 import autopar
-from autopar import absent
-from autopar.absent import CompiledStep, read_times, target_text, topology_text
+from autopar import absent, compiler
+from autopar.absent import target_text, topology_text
 from autopar.cli import main
-from autopar.compare import Figure, match_collectives, memory_figures, module_path, step_time_figure
+from autopar.compare import Collectives, Figure, match_collectives, memory_figures, step_time_figure
+from autopar.compiler import CompiledStep, Compiler, read_times
 from autopar.cost.hardware import load
 from autopar.errors import HardwareError, MeshError, VerifyError
+from autopar.hlo import Collective, collectives
 from autopar.mesh import MeshShape
+from autopar.pairing import Pairing, describe_origin, module_paths, pair
 from autopar.plan import CollectiveUse, Plan
 
 # -- XLA's log -----------------------------------------------------------------------------
@@ -77,9 +81,17 @@ def test_collectives_match_by_kind_and_axes_and_combined_ones_by_bytes() -> None
         use("collective-permute", ("data",), 12 * 64 * 8 * 4),
         use("all-to-all", ("data",), 128 * 4),
     )
-    matches, strangers = match_collectives(plan, PROGRAM)
+    found = match_collectives(plan, PROGRAM)
+    matches = found.matches
     assert [match.name for match in matches if not match.figure.holds] == []
-    assert not strangers
+    assert not found.unpredicted
+    assert not found.missing
+    assert {one.kind: one.predicted for one in found.compiled} == {
+        "all-reduce": (0, 1),
+        "reduce-scatter": (2,),
+        "collective-permute": (3,),
+        "all-to-all": (4,),
+    }
     reduced = next(match for match in matches if match.kind == "all-reduce")
     assert (reduced.predicted_count, reduced.compiled_count, reduced.combinable) == (2, 1, 2)
     assert reduced.compiled_bytes == pytest.approx(2 * 3 / 4 * (128 * 64 * 4 + 32 * 2))
@@ -90,30 +102,114 @@ def test_what_nobody_predicted_is_listed_with_its_place() -> None:
     plan = plan_with(
         use("reduce-scatter", ("data", "model"), 128 * 64 * 4), use("collective-permute", ("data",), 12 * 2048)
     )
-    matches, strangers = match_collectives(plan, PROGRAM)
-    (stranger,) = strangers  # the all-to-all sends 256 bytes, which are no matter
+    found = match_collectives(plan, PROGRAM, hosts=(0, 0, 0, 0, 1, 1, 1, 1))
+    matches = found.matches
+    (stranger,) = found.unpredicted  # the all-to-all sends 256 bytes, which are no matter
     assert (stranger.kind, stranger.axes) == ("all-reduce", ("model",))
     assert stranger.path == "jvp(MLP)/Dense_0/dot_general"
     assert stranger.source == "/home/me/train.py:12"
     assert [match.name for match in matches if not match.figure.holds] == ["all-reduce over model"]
+    assert {match.name for match in matches if match.crosses_hosts} == {
+        "reduce-scatter over data, model",
+        "collective-permute over data",
+        "all-to-all over data",
+    }
 
 
 def test_what_was_predicted_and_is_not_there_is_off() -> None:
-    matches, strangers = match_collectives(
-        plan_with(use("all-gather", ("data",), 1e6)), "ENTRY %main () -> f32[] {\n}\n"
-    )
-    assert [match.name for match in matches if not match.figure.holds] == ["all-gather over data"]
-    assert not strangers
+    found = match_collectives(plan_with(use("all-gather", ("data",), 1e6)), "ENTRY %main () -> f32[] {\n}\n")
+    assert [match.name for match in found.matches if not match.figure.holds] == ["all-gather over data"]
+    assert not found.unpredicted
+    assert found.missing == ((0, pytest.approx(0.5e6)),)
 
 
 def test_an_axis_of_one_device_sends_nothing() -> None:
     plan = replace(plan_with(use("all-reduce", ("data",), 1e6)), mesh=MeshShape(("data", "model"), (1, 8)))
-    assert match_collectives(plan, "") == ((), ())
+    assert match_collectives(plan, "") == Collectives((), (), ())
 
 
-def test_module_path_drops_the_jit_alone() -> None:
-    assert module_path("jit(run)/jvp(GPT)/h_0/add") == "jvp(GPT)/h_0/add"
-    assert module_path("") == ""
+# -- pairing ----------------------------------------------------------------------------------
+
+
+def reduced(name: str, *sizes: float, op_name: str = "", joined: tuple[float, ...] = ()) -> Collective:
+    return Collective("all-reduce", name, op_name, "", "", ((0, 1),), ("f32",), 1, sizes, 1, joined)
+
+
+def paired(found: list[Collective], uses: list[CollectiveUse]) -> Pairing:
+    return pair(found, list(enumerate(uses)), 2)
+
+
+def at(path: str, num_bytes: float) -> CollectiveUse:
+    return replace(use("all-reduce", ("data",), num_bytes), path=path)
+
+
+def test_bytes_decide_and_paths_break_ties() -> None:
+    found = [
+        reduced("first", 4e6, op_name="jit(run)/transpose(jvp(M))/b/dot_general"),
+        reduced("second", 4e6, op_name="jit(run)/transpose(jvp(M))/a/dot_general"),
+        reduced("third", 8e6, op_name="jit(run)/transpose(jvp(M))/a/dot_general"),
+    ]
+    told = paired(found, [at("M/a", 4e6), at("M/b", 4e6), at("M/elsewhere", 8e6)])
+    assert told.predicted == {0: (1,), 1: (0,), 2: (2,)}
+    assert not told.compiled_left
+    assert not told.predicted_left
+
+
+def test_one_that_xla_concatenated_answers_all_that_are_in_it() -> None:
+    """The parts are known for one, and not for the other, whose total is a little padded."""
+    merged = "jit(run)/transpose(jvp(M))/(a/dot_general:b/dot_general)"
+    found = [reduced("joined", 6e6, op_name=merged, joined=(2e6, 4e6)), reduced("opaque", 10.05e6)]
+    told = paired(found, [at("M/a", 2e6), at("M/c", 3e6), at("M/b", 4e6), at("M/d", 7e6), at("M/none", 5e6)])
+    assert told.predicted == {0: (0, 2), 1: (1, 3)}
+    assert not told.compiled_left
+    assert told.predicted_left == {4: 5e6}
+
+
+def test_one_prediction_may_be_compiled_as_several() -> None:
+    told = paired([reduced("a", 3e6), reduced("b", 5e6), reduced("c", 1e3)], [at("M", 8e6)])
+    assert told.predicted == {0: (0,), 1: (0,)}
+    assert told.compiled_left == {2: 1e3}
+    assert not told.predicted_left
+
+
+def test_the_parts_of_a_concatenation_are_read() -> None:
+    text = """\
+%joined (p0: f32[8], p1: f32[24]) -> f32[32] {
+  %p0 = f32[8]{0} parameter(0)
+  %p1 = f32[24]{0} parameter(1)
+  ROOT %concatenate.1 = f32[32]{0} concatenate(%p0, %p1), dimensions={0}
+}
+
+ENTRY %main (a: f32[8], b: f32[24]) -> f32[32] {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[24]{0} parameter(1)
+  %wrapped = f32[32]{0} fusion(%a, %b), kind=kLoop, calls=%joined
+  ROOT %r = f32[32]{0} all-reduce(%wrapped), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+    (one,) = collectives(text, ignore_up_to=0)
+    assert one.joined_bytes == one.parts(2) == (32.0, 96.0)
+    assert one.payloads(2) == (128.0,)
+    text = text.replace(
+        "ENTRY",
+        "%async (p: f32[32]) -> f32[32] {\n  %p = f32[32]{0} parameter(0)\n"
+        "  ROOT %r = f32[32]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add\n}\n\nENTRY",
+    ).replace(
+        "  ROOT %r = f32[32]{0} all-reduce(%wrapped), replica_groups={{0,1}}, to_apply=%add\n}\n",
+        "  %s = ((f32[32]{0}), f32[32]{0}) async-start(%wrapped), calls=%async\n"
+        "  ROOT %d = f32[32]{0} async-done(%s)\n}\n",
+    )
+    (one,) = collectives(text, ignore_up_to=0)
+    assert one.joined_bytes == (32.0, 96.0)
+
+
+def test_origins_are_named_as_a_plan_names_modules() -> None:
+    assert module_paths("jit(run)/jvp(GPT)/h_0/add") == ("GPT/h_0",)
+    assert module_paths("jit(run)/(transpose(jvp(M))/a/add:transpose(jvp(M))/b/add)") == ("M/a", "M/b")
+    assert module_paths("jit(run)/M/(a/add:b/ad") == ("M/a", "M/b")  # cut off
+    assert module_paths("") == ("",)
+    assert describe_origin("jit(run)/jvp(GPT)/h_0/add") == "jvp(GPT)/h_0/add"
+    assert describe_origin("") == ""
 
 
 # -- tolerances -------------------------------------------------------------------------------
@@ -135,11 +231,11 @@ def compiled_step(**changes: Any) -> CompiledStep:
         "temp_bytes": 50e6,
         "output_bytes": 80e6,
         "alias_bytes": 80e6,
+        "hosts": (0,) * 8,
         "step_time_s": 1e-3,
         "exposed_s": {},
-        "compile_s": 1.0,
-        "process_s": 2.0,
-        "flags": absent.FLAGS,
+        "compile_s": 0.0,
+        "flags": compiler.FLAGS,
         "hlo_text": "",
     }
     return CompiledStep(**(figures | changes))
@@ -203,7 +299,7 @@ def test_a_cpu_profile_and_uneven_hosts_are_refused() -> None:
 
 def test_a_users_flags_are_kept_but_for_the_cpu_and_ours() -> None:
     text = "--xla_force_host_platform_device_count=8 --xla_gpu_autotune_level=4 --xla_gpu_all_reduce_combine_threshold_bytes=1"
-    assert absent._own_flags(text) == ["--xla_gpu_all_reduce_combine_threshold_bytes=1"]
+    assert compiler.own_flags(text) == ["--xla_gpu_all_reduce_combine_threshold_bytes=1"]
 
 
 def test_every_gpu_profile_is_described_to_xla() -> None:
@@ -213,31 +309,137 @@ def test_every_gpu_profile_is_described_to_xla() -> None:
     assert "dnn_version_info { major: 9 minor: 10 patch: 0 }" in text
 
 
+class StandIn:
+    """A compiler that answers with what it is given, one step after the other."""
+
+    def __init__(self, *steps: CompiledStep) -> None:
+        self.steps = list(steps)
+        self.asked: list[tuple[int, int]] = []
+        self.closed = 0
+
+    def compile(self, module: bytes, profile: object, num_devices: int, num_hosts: int) -> CompiledStep:
+        assert module
+        self.asked.append((num_devices, num_hosts))
+        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed += 1
+
+
+TARGET = "def make():\n    import jax.numpy as jnp\n    return (lambda x: x * 2), (jnp.ones((8, 4)),)\n"
+
+
 def test_the_command_exits_with_1_where_a_figure_is_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """With the compiler stood in for: it reports far more memory than the plan predicts."""
-    target = tmp_path / "train_verify.py"
-    target.write_text("def make():\n    import jax.numpy as jnp\n    return (lambda x: x * 2), (jnp.ones((8, 4)),)\n")
-    asked: list[tuple[int, int]] = []
-
-    def compile_absent(module: bytes, profile: object, num_devices: int, num_hosts: int) -> CompiledStep:
-        assert module
-        asked.append((num_devices, num_hosts))
-        return compiled_step()
-
-    verify = sys.modules["autopar.verify"]
-    monkeypatch.setattr(verify, "compile_absent", compile_absent)
-    monkeypatch.setattr(verify, "require_wheels", lambda: None)
+    target, output = tmp_path / "train_verify.py", tmp_path / "out.json"
+    target.write_text(TARGET)
+    standin = StandIn(compiled_step())
+    monkeypatch.setattr(compiler, "Compiler", lambda: standin)
     arguments = [f"{target}:make", "--mesh", "2", "--hardware", "h100-sxm"]
     assert main(["verify", *arguments, "--hosts", "2", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert asked == [(2, 2)]
+    assert standin.asked == [(2, 2)]
+    assert standin.closed == 1
     assert document["topology"] == "1x2x1"
     assert not document["holds"]
     assert "peak" in document["off"]
-    assert main(["verify", *arguments]) == 1
-    assert "off: arguments" in capsys.readouterr().out
+    assert document["memory_budget"]["holds"]
+    assert 0 <= document["overhead_s"] < 60
+    assert main(["verify", *arguments, "-o", str(output)]) == 1
+    printed = capsys.readouterr().out
+    assert "off: arguments" in printed
+    assert f"saved to {output}" in printed
+    assert autopar.load_plan(output).mesh.num_devices == 2
+    assert main(["verify", *arguments, "-o", str(tmp_path)]) == 2
+
+
+def test_an_error_in_the_target_ends_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    standin = StandIn(compiled_step())
+    monkeypatch.setattr(compiler, "Compiler", lambda: standin)
+    assert main(["verify", f"{tmp_path}/none.py:make", "--mesh", "2", "--hardware", "h100-sxm"]) == 2
+    assert standin.closed == 1
+
+
+# -- the memory budget ------------------------------------------------------------------------
+
+
+def adam() -> programs.Program:
+    return programs.mlp(batch=32, width=256, num_layers=4, optimizer="adam")
+
+
+def peak_of(num_bytes: float) -> CompiledStep:
+    return compiled_step(argument_bytes=0.0, temp_bytes=num_bytes, output_bytes=0.0, alias_bytes=0.0)
+
+
+def test_a_plan_that_takes_more_than_the_budget_is_made_anew() -> None:
+    """XLA is made to take a fifth more than the budget at first, then less."""
+    pinned = {"state/*": jax.sharding.PartitionSpec()}
+    program = adam()
+    whole = autopar.plan(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", pin=pinned)
+    budget = 0.8 * whole.prediction.peak_bytes
+    standin: Any = StandIn(peak_of(1.2 * budget), peak_of(0.9 * budget))
+    told = autopar.verify(
+        program.step,
+        *program.abstract_args(),
+        mesh="8",
+        hardware="h100-sxm",
+        memory_budget_bytes=budget,
+        compiler=standin,
+    )
+    first, second = told.attempts
+    assert told.fits
+    assert first.predicted_bytes is not None and first.predicted_bytes <= 0.95 * budget
+    assert second.planned_for_bytes == pytest.approx(0.95 * first.predicted_bytes / 1.2)
+    assert second.predicted_bytes is not None and second.predicted_bytes <= second.planned_for_bytes
+    assert told.plan.prediction.peak_bytes == second.predicted_bytes
+    assert told.plan.memory_budget_bytes == budget
+    assert "planned for" in told.plan.notes[-1]
+    assert "attempt" in str(told)
+    assert len(told.to_json()["memory_budget"]["attempts"]) == 2
+
+
+def test_a_budget_that_no_plan_keeps_to_ends_after_two_more_attempts() -> None:
+    program = adam()
+    standin: Any = StandIn(peak_of(80e9), peak_of(75e9), peak_of(78e9))
+    told = autopar.verify(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", compiler=standin)
+    assert not told.fits
+    assert "memory budget" in told.off
+    assert len(told.attempts) in (2, 3)
+    if told.attempts[-1].predicted_bytes is None:
+        assert "no plan on mesh 8 fits" in told.attempts[-1].words
+    assert told.compiled.peak_bytes == min(one.compiled_bytes or 1e12 for one in told.attempts)
+    assert "over the memory budget of 63.7 GB" in str(told)
+
+
+def test_a_given_plan_is_not_made_anew() -> None:
+    program = adam()
+    plan = autopar.plan(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm")
+    standin: Any = StandIn(peak_of(80e9))
+    told = autopar.verify(program.step, *program.abstract_args(), plan=plan, compiler=standin)
+    assert told.plan.decisions == plan.decisions
+    assert len(told.attempts) == 1
+    assert not told.fits
+    assert "plan anew with a budget of" in " ".join(str(told).split())
+
+
+def test_hosts_decide_what_the_plan_takes_for_one_host() -> None:
+    """Eight GPUs on two hosts: what crosses all of them crosses the network, and is priced so."""
+    program = two_layers()
+    standin: Any = StandIn(compiled_step())
+    options: dict[str, Any] = {"mesh": "8", "hardware": "h100-sxm", "compiler": standin}
+    one = autopar.verify(program.step, *program.abstract_args(), **options)
+    two = autopar.verify(program.step, *program.abstract_args(), hosts=2, **options)
+    assert (one.topology, two.topology) == ("1x1x8", "1x2x4")
+    assert two.plan.prediction.step_time_s > one.plan.prediction.step_time_s
+    with pytest.raises(MeshError, match="over 3 hosts"):
+        autopar.verify(program.step, *program.abstract_args(), hosts=3, **options)
 
 
 def test_a_saved_plan_takes_no_planning_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,6 +447,69 @@ def test_a_saved_plan_takes_no_planning_options(tmp_path: Path, capsys: pytest.C
     make_plan().save(path)
     assert main(["verify", "train.py:make", "--plan", str(path), "--mesh", "2x4"]) == 2
     assert "drop --mesh" in capsys.readouterr().err
+
+
+# -- devices that are here --------------------------------------------------------------------
+
+
+def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU devices stand in for GPUs: the same process, the same messages; carried state goes round."""
+    need_wheels()
+    from autopar import execute, jax_compat
+    from autopar.verify import _arguments
+
+    monkeypatch.setattr(compiler, "own_flags", lambda text: ["--xla_force_host_platform_device_count=4"])
+    program = programs.mlp(batch=64, width=64, num_layers=2, optimizer="adam")
+    step = autopar.parallelize(mesh="2x2", hardware="cpu-host")(program.step)
+    plan, traced = step.planned(*program.abstract_args())
+    jitted = execute.jit_plan(plan, traced.trace, execute.abstract_mesh(plan.mesh))
+    lowered = execute.lower_for("cpu", jitted, program.abstract_args())
+    arguments = _arguments(plan, traced, jax_compat.kept_inputs(lowered))
+    with Compiler(platform="cpu") as process:
+        made = process.compile(jax_compat.module_bytes(lowered), load("cpu-host"), 4, 1, arguments)
+        assert process.flags[-2:] == compiler.SCHEDULER_FLAGS
+    assert made.measured is not None
+    assert len(made.measured.runs_s) >= 3
+    assert min(made.measured.runs_s) <= made.measured.step_time_s <= max(made.measured.runs_s)
+    assert made.measured.peak_bytes is None  # a CPU does not say
+    assert made.argument_bytes == pytest.approx(
+        sum(t.num_bytes for i, t in enumerate(plan.inputs) if i in jax_compat.kept_inputs(lowered)), rel=0.01
+    )
+    assert "HloModule" in made.hlo_text
+
+
+def test_other_devices_than_the_profiles_are_passed_over() -> None:
+    """A CPU where H100s are wanted: it compiles for absent ones, and to run is refused."""
+    need_wheels()
+    with Compiler(platform="cpu") as process:
+        assert not process.is_present(load("h100-sxm"), 8, 1)
+        assert process.flags[-4:] == compiler.FLAGS
+        nothing: Any = object()
+        with pytest.raises(VerifyError, match=r"takes 8 'NVIDIA H100 80GB HBM3' on this machine.*of kind 'cpu'"):
+            process.compile(b"", load("h100-sxm"), 8, 1, nothing)
+
+
+def test_gpus_are_looked_for_where_nothing_forbids_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert compiler._platform_here() == "cuda"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert compiler._platform_here() is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert compiler._platform_here() is None
+
+
+def test_what_was_measured_is_a_third_column() -> None:
+    ran = compiler.Measured(step_time_s=2e-3, runs_s=(2e-3,) * 3, peak_bytes=140e6)
+    program = adam()
+    standin: Any = StandIn(compiled_step(measured=ran))
+    told = autopar.verify(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", compiler=standin)
+    assert "measured" in str(told)
+    assert "140 MB" in str(told)
+    assert told.to_json()["measured"]["step_time_s"] == 2e-3
+    assert told.step_time.measured == 2e-3
 
 
 # -- the real thing ---------------------------------------------------------------------------
@@ -280,6 +545,28 @@ def test_a_two_layer_mlp_under_eight_gpus_that_are_not_there() -> None:
 
 
 @pytest.mark.slow
+def test_two_hosts_are_compiled_for_and_their_devices_numbered_as_the_mesh_does() -> None:
+    """16 GPUs on 2 hosts: the mesh's first axis is that of the hosts, and XLA's groups follow it."""
+    need_wheels()
+    program = two_layers()
+    told = autopar.verify(
+        program.step,
+        *program.abstract_args(),
+        mesh="host=2,gpu=8",
+        hosts=2,
+        hardware="h100-sxm",
+    )
+    assert told.topology == "1x2x8"
+    assert told.compiled.hosts == (0,) * 8 + (1,) * 8
+    assert [match.name for match in told.collectives if match.axes is None] == []
+    compiled = [match for match in told.collectives if match.compiled_count]
+    assert any(match.crosses_hosts for match in compiled)
+    for match in compiled:
+        assert match.crosses_hosts == ("host" in (match.axes or ())), match.name
+    assert [match.name for match in told.collectives if not match.figure.holds] == []
+
+
+@pytest.mark.slow
 def test_the_command_says_nothing_of_the_plugin(tmp_path: Path) -> None:
     """A saved plan of a target, in a process as a user's: the report, and no complaint of a missing GPU."""
     need_wheels()
@@ -302,8 +589,50 @@ def test_the_command_says_nothing_of_the_plugin(tmp_path: Path) -> None:
 
 def test_xla_s_refusal_is_quoted() -> None:
     need_wheels()
-    with pytest.raises(VerifyError, match="XLA could not compile the planned step"):
-        absent.compile_absent(b"no module", load("h100-sxm"), 8, 1)
+    with Compiler() as process, pytest.raises(VerifyError, match="XLA could not compile the planned step"):
+        process.compile(b"no module", load("h100-sxm"), 8, 1)
+    assert process._child.poll() is not None
+    assert not Path(process._folder.name).exists()
+
+
+def test_a_compiler_that_dies_early_is_told_of() -> None:
+    need_wheels()
+    with Compiler() as process:
+        process._child.kill()
+        process._child.wait()
+        with pytest.raises(VerifyError, match=r"exit code -9"):
+            process.compile(b"no module", load("h100-sxm"), 8, 1)
+
+
+def test_an_interrupt_while_compiling_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_wheels()
+
+    def interrupt(self: Compiler, job: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Compiler, "_done", interrupt)
+    with pytest.raises(KeyboardInterrupt), Compiler() as process:
+        process.compile(b"no module", load("h100-sxm"), 8, 1)
+    assert process._child.poll() is not None
+
+
+def test_the_compiler_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    """Killed, it cannot end its compiler; which sees that nobody asks any more, and tidies up."""
+    need_wheels()
+    code = (
+        "import os, sys, time\nfrom autopar.compiler import Compiler\nc = Compiler()\n"
+        "print(c._child.pid, c._folder.name, flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
+    root = str(Path(__file__).resolve().parent.parent)
+    env = os.environ | {"PYTHONPATH": root, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    pid, folder = done.stdout.split()
+    deadline = time.monotonic() + 30
+    while (Path("/proc", pid).exists() or Path(folder).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(folder).exists()
 
 
 def test_lowering_needs_no_device() -> None:
