@@ -23,6 +23,7 @@ from unittest import mock
 import jax
 
 import autopar
+from autopar.compare import CollectiveMatch
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.plan import Plan
 from autopar.verify import Verification
@@ -31,8 +32,11 @@ from benchmarks.baselines.megatron_only import data_whole_over
 from benchmarks.compile_cache import CompileCache, default_folder
 from benchmarks.frozen_choices import Frozen, Remembering
 from benchmarks.models import MODELS
+from benchmarks.proof_summary import OWN, off
 
 HARDWARE = "h100-sxm"
+#: Collectives of fewer bytes on the wire are passed over where one by one they count.
+MEGABYTE = 1e6
 GPUS_PER_HOST = 8
 #: Plans by hand do not look at memory: whether they fit is for the comparison to say.
 UNLIMITED_BYTES = 1e15
@@ -43,7 +47,6 @@ RECIPES: dict[str, Recipe] = {
     "fsdp": pinned.fsdp,
     "tensor_parallel": pinned.tensor_parallel,
 }
-OWN = "autopar"
 #: Every plan, with the meshes it is made for. One axis is enough for the first two.
 MESHES = {
     "data_parallel": ("8", "16"),
@@ -151,6 +154,74 @@ def prove(case: Case, cache: CompileCache | None = None, frozen: bool = False) -
     own_s = time.perf_counter() - start - cache.last_s
     verify_s = own_s + told.compiled.process_s - told.compiled.compile_s
     return Proved(case, plan, told, plan_s, verify_s, cache.last_key, cache.last_hit)
+
+
+# -- rows for the runner ---------------------------------------------------------------------
+
+
+def measure(program: str) -> list[dict[str, Any]]:
+    """One row per plan of a model. A case that fails says why, and does not end the others."""
+    cache = CompileCache(default_folder())
+    rows = []
+    for case in cases([program]):
+        try:
+            rows.append(row_of(prove(case, cache)))
+        except Exception as error:
+            rows.append(_about(case) | {"failed": f"{type(error).__name__}: {error}"})
+    return rows
+
+
+def row_of(done: Proved) -> dict[str, Any]:
+    """A case as JSON types: bytes per device, seconds, errors relative to what XLA compiled."""
+    told = done.verification
+    memory = {figure.name: figure for figure in told.memory}
+    predicted = sum(match.predicted_bytes for match in told.collectives)
+    compiled = sum(match.compiled_bytes for match in told.collectives)
+    kinds = [(kind_off(match), match.name) for match in told.collectives]
+    kind, name = max(kinds, key=lambda one: abs(one[0]), default=(0.0, ""))
+    return _about(done.case) | {
+        "words": done.plan.words,
+        "holds": told.holds,
+        "off": list(told.off),
+        "peak_predicted": memory["peak"].predicted,
+        "peak_compiled": memory["peak"].compiled,
+        "peak_off": memory["peak"].off,
+        "temp_predicted": memory["temporaries"].predicted,
+        "temp_compiled": memory["temporaries"].compiled,
+        "wire_predicted": predicted,
+        "wire_compiled": compiled,
+        "wire_off": off(predicted, compiled),
+        "kind_off": kind,
+        "kind_name": name if kind else "",
+        "unpredicted_over_1mb": sum(one.num_bytes > MEGABYTE for one in told.unpredicted),
+        "step_predicted_s": told.step_time.predicted,
+        "step_xla_s": told.step_time.compiled,
+        "step_off": told.step_time.off,
+        "predicted_collective_s": done.plan.prediction.collective_s,
+        "exposed_s": told.compiled.exposed_s,
+        "plan_s": done.plan_s,
+        "verify_s": done.verify_s,
+        "compile_s": told.compiled.compile_s,
+        "key": done.key,
+    }
+
+
+def kind_off(match: CollectiveMatch) -> float:
+    """How far one kind over one set of axes is off, relative to the larger of both; 0 below a megabyte."""
+    larger = max(match.predicted_bytes, match.compiled_bytes)
+    return 0.0 if larger < MEGABYTE else (match.predicted_bytes - match.compiled_bytes) / larger
+
+
+def _about(case: Case) -> dict[str, Any]:
+    return {
+        "case": case.name,
+        "model": case.model,
+        "recipe": case.recipe,
+        "mesh": case.mesh,
+        "gpus": case.num_gpus,
+        "fitted": MODELS[case.model].fitted,
+        "failed": "",
+    }
 
 
 # -- filling the cache -----------------------------------------------------------------------
