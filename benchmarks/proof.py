@@ -8,7 +8,9 @@ and its own estimate of the step time stand beside the predictions.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import json
 import os
 import sys
 import time
@@ -31,12 +33,15 @@ from benchmarks.baselines import pinned
 from benchmarks.baselines.megatron_only import data_whole_over
 from benchmarks.compile_cache import CompileCache, default_folder
 from benchmarks.frozen_choices import Frozen, Remembering
+from benchmarks.machine import fingerprint
 from benchmarks.models import MODELS
 from benchmarks.proof_summary import OWN, off
 
 HARDWARE = "h100-sxm"
 #: Collectives of fewer bytes on the wire are passed over where one by one they count.
 MEGABYTE = 1e6
+#: What a row depends on besides autopar, its data and this file.
+SOURCES = ("models.py", "compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py")
 GPUS_PER_HOST = 8
 #: Plans by hand do not look at memory: whether they fit is for the comparison to say.
 UNLIMITED_BYTES = 1e15
@@ -69,6 +74,11 @@ class Case:
         return f"{self.model}/{self.recipe}@{self.mesh}"
 
     @property
+    def file(self) -> str:
+        """The name of a file about it."""
+        return f"{self.name.replace('/', '.')}.json"
+
+    @property
     def shape(self) -> MeshShape:
         return parse_mesh(self.mesh)
 
@@ -92,7 +102,7 @@ class Case:
             frozen: take the choices of last time, where there are any, and only price them anew.
         """
         step, args = self.target()
-        file = default_folder() / "choices" / f"{self.name.replace('/', '.')}.json"
+        file = default_folder() / "choices" / self.file
         solver = Frozen.load(file) if frozen and file.exists() else Remembering()
         options: dict[str, Any] = {}
         if self.recipe != OWN:
@@ -160,14 +170,22 @@ def prove(case: Case, cache: CompileCache | None = None, frozen: bool = False) -
 
 
 def measure(program: str) -> list[dict[str, Any]]:
-    """One row per plan of a model. A case that fails says why, and does not end the others."""
+    """One row per plan of a model. A case that fails says why, and does not end the others.
+
+    What was proved with the same sources is not proved again, so an interrupted run is resumed.
+    """
+    _sources()
     cache = CompileCache(default_folder())
     rows = []
     for case in cases([program]):
-        try:
-            rows.append(row_of(prove(case, cache)))
-        except Exception as error:
-            rows.append(_about(case) | {"failed": f"{type(error).__name__}: {error}"})
+        row = _known_row(case)
+        if row is None:
+            try:
+                row = row_of(prove(case, cache))
+                _keep_row(case, row)
+            except Exception as error:
+                row = _about(case) | {"failed": f"{type(error).__name__}: {error}"}
+        rows.append(row)
     return rows
 
 
@@ -210,6 +228,28 @@ def kind_off(match: CollectiveMatch) -> float:
     """How far one kind over one set of axes is off, relative to the larger of both; 0 below a megabyte."""
     larger = max(match.predicted_bytes, match.compiled_bytes)
     return 0.0 if larger < MEGABYTE else (match.predicted_bytes - match.compiled_bytes) / larger
+
+
+def _known_row(case: Case) -> dict[str, Any] | None:
+    file = _row_file(case)
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def _keep_row(case: Case, row: dict[str, Any]) -> None:
+    file = _row_file(case)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+
+
+def _row_file(case: Case) -> Path:
+    return default_folder() / "rows" / _sources() / case.file
+
+
+@functools.cache
+def _sources() -> str:
+    """As they are when it is first asked: edits while cases run do not pass for what was run."""
+    here = Path(__file__).parent
+    return fingerprint(Path(__file__), *(here / name for name in SOURCES))
 
 
 def _about(case: Case) -> dict[str, Any]:
@@ -274,6 +314,7 @@ def main() -> None:
     parser.add_argument("--dump", type=Path, help="compile again, and keep XLA's buffer assignment in this folder")
     parser.add_argument("--frozen", action="store_true", help="price the plans of last time anew, choose none")
     options = parser.parse_args()
+    _sources()
     cache = CompileCache(default_folder(), again=options.dump is not None)
     failed = 0
     for case in cases(options.models, options.recipes):
@@ -287,8 +328,9 @@ def main() -> None:
             failed += 1
             print(f"{_now()} {case.name} FAILED {type(error).__name__}: {error}", flush=True)
             continue
-        row = index_row(done)
-        _put(options.index, row)
+        _put(options.index, index_row(done))
+        if not options.frozen and options.dump is None:
+            _keep_row(case, row_of(done))
         told = done.verification
         print(
             f"{_now()} {case.name} {'cached' if done.cached else 'compiled'} {done.key}"

@@ -53,8 +53,8 @@ BENCHMARKS = {
     "proof": Benchmark(
         ("gpt2_small", "llama_1b", "bert_base", "resnet50", "demo_gpt", "vit_base", "bart_base"),
         "",
-        ("compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py"),
-        "benchmarks.proof_summary",
+        sources=("compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py"),
+        summary="benchmarks.proof_summary",
     ),
     "step_time": Benchmark(("demo_gpt",), VIRTUAL_DEVICES),
 }
