@@ -54,11 +54,13 @@ class Model:
     Args:
         target: from the batch size of the whole job to a step and its arguments.
         batch_per_gpu: what one GPU gets where the batch alone is split.
+        lengths: how many tokens an example becomes, where its own shape does not say.
         fitted: whether the cost model's constants may be fitted to it; the others are held out.
     """
 
     target: Callable[[int], Target]
     batch_per_gpu: int
+    lengths: tuple[int, ...] = ()
     fitted: bool = True
 
 
@@ -192,7 +194,7 @@ MODELS = {
     "bert_base": Model(bert_base_target, 16),
     "resnet50": Model(resnet50_target, 64),
     "demo_gpt": Model(demo_gpt_target, 1),
-    "vit_base": Model(vit_base_target, 32, fitted=False),
+    "vit_base": Model(vit_base_target, 32, lengths=(196, 197), fitted=False),
     "bart_base": Model(bart_base_target, 8, fitted=False),
 }
 

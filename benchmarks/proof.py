@@ -118,8 +118,9 @@ class Case:
         if self.recipe != "tensor_parallel":
             return nullcontext()
         shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
-        seq = next((shape[1] for shape in shapes if len(shape) == 2), 0)
-        return data_whole_over("model", shapes[0][0], seq)
+        given = [shape[1] for shape in shapes if len(shape) == 2]
+        lengths = {*given, *(length - 1 for length in given), *MODELS[self.model].lengths}
+        return data_whole_over("model", shapes[0][0], lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,11 +155,11 @@ def test_megatron_only_keeps_the_batch_whole_over_its_axis() -> None:
 
     def splits_data() -> bool:
         plan = autopar.plan(program.step, *args, mesh=mesh, pin=pins, hardware="h100-sxm")
-        dims = [(one.sharding, data_dims(one.shape, 512, 16)) for one in plan.decisions]
+        dims = [(one.sharding, data_dims(one.shape, 512, (16,))) for one in plan.decisions]
         return any("model" in sharding.dims[dim] for sharding, data in dims for dim in data)
 
     assert splits_data()
-    with data_whole_over("model", 512, 16):
+    with data_whole_over("model", 512, (16,)):
         assert not splits_data()
     assert splits_data()
 

@@ -7,7 +7,7 @@ sequence or an image's rows and columns over the axis is forbidden, as the solve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,13 +19,17 @@ from autopar import planner
 from autopar.formulation import Formulation
 from autopar.sharding import TensorSharding
 
+#: Channels of an image.
+COLOURS = 3
+
 
 @contextmanager
-def data_whole_over(axis: str, batch: int, seq: int) -> Iterator[None]:
+def data_whole_over(axis: str, batch: int, lengths: Collection[int]) -> Iterator[None]:
     """Forbid it in all that is planned within.
 
     Args:
-        batch, seq: sizes that tell the dims of data, which stand first; no weight's first dim has that of a batch.
+        batch: the size of the first dim of data, and of no weight's.
+        lengths: sizes of the second dim where it counts the tokens of an example.
     """
     formulate: Callable[..., Formulation] = planner.formulate
 
@@ -34,7 +38,7 @@ def data_whole_over(axis: str, batch: int, seq: int) -> Iterator[None]:
         costs = [cost.copy() for cost in formulation.problem.node_costs]
         for cost, sharded in zip(costs, _shardings(formulation), strict=True):
             for shape, shardings in sharded:
-                dims = data_dims(shape, batch, seq)
+                dims = data_dims(shape, batch, lengths)
                 cost[np.array([any(axis in one.dims[dim] for dim in dims) for one in shardings], bool)] = np.inf
         return replace(formulation, problem=replace(formulation.problem, node_costs=tuple(costs)))
 
@@ -42,17 +46,19 @@ def data_whole_over(axis: str, batch: int, seq: int) -> Iterator[None]:
         yield
 
 
-def data_dims(shape: tuple[int, ...], batch: int, seq: int) -> tuple[int, ...]:
+def data_dims(shape: tuple[int, ...], batch: int, lengths: Collection[int]) -> tuple[int, ...]:
     """The dims that count examples, tokens of one, or rows and columns of an image.
 
-    >>> data_dims((64, 1024, 768), 64, 1024), data_dims((512, 56, 56, 256), 512, 0), data_dims((768, 3072), 64, 1024)
+    >>> data_dims((64, 1024, 768), 64, [1024]), data_dims((512, 56, 56, 256), 512, []), data_dims((768, 3072), 64, [])
     ((0, 1), (0, 1, 2), ())
     """
     if not shape or shape[0] != batch:
         return ()
     if len(shape) == 4 and shape[1] == shape[2]:
         return (0, 1, 2)
-    return (0, 1) if len(shape) > 1 and shape[1] in (seq, seq - 1) else (0,)
+    if len(shape) == 4 and shape[1] == COLOURS and shape[2] == shape[3]:
+        return (0, 2, 3)
+    return (0, 1) if len(shape) > 1 and shape[1] in lengths else (0,)
 
 
 def _shardings(formulation: Formulation) -> list[list[tuple[tuple[int, ...], tuple[TensorSharding, ...]]]]:
