@@ -228,6 +228,7 @@ def _train_step(loss_of: LossOf) -> Step:
         loss, grads = jax.value_and_grad(lambda params: loss_of(params, batch, dropout_rng))(state.params)
         return state.apply_gradients(grads=grads), loss
 
+    train_step.__qualname__ = train_step.__name__  # reports name it so
     return train_step
 
 
