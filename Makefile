@@ -1,4 +1,4 @@
-# make demo · make test · make check: each sets up its own virtual environment from nothing but
+# make demo · make test · make check · make verify: each sets up its own virtual environment from nothing but
 # python3 and make, and is quick the second time. PYTHON=/path/to/python3.12 overrides the choice.
 
 VENV := .venv
@@ -7,11 +7,12 @@ PYTEST_ARGS ?= -n 2
 VERSIONS := -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
 
-.PHONY: help demo test test-newest test-oldest check clean
+.PHONY: help demo test test-newest test-oldest check verify clean
 help:
 	@echo "make demo    train a small GPT on 8 virtual CPU devices by a plan, and explain it"
 	@echo "make test    the whole test suite; then its contract part on the oldest JAX supported"
 	@echo "make check   ruff, pyright, import-linter"
+	@echo "make verify  plan GPT-2 small for 8 H100s, compile it for them without a GPU, and compare"
 	@echo "make clean   remove the virtual environments and caches"
 
 demo: $(VENV)/autopar.stamp
@@ -41,7 +42,12 @@ check: $(VENV)/dev.stamp
 	$(VENV)/bin/lint-imports || status=1; \
 	exit $$status
 
-# One environment serves all three commands; each adds what it needs.
+# XLA's GPU compiler needs no GPU. Fails where a figure is off by more than its tolerance.
+verify: $(VENV)/test.stamp
+	@USE_TORCH=0 HF_HUB_OFFLINE=1 $(VENV)/bin/autopar verify benchmarks/models.py:gpt2_small_target \
+	    --hardware h100-sxm --mesh 1x8
+
+# One environment serves all these commands; each adds what it needs.
 $(VENV)/autopar.stamp: pyproject.toml scripts/venv.sh
 	@scripts/venv.sh newest $(VENV) ""
 	@touch $@

@@ -6,7 +6,7 @@ In: `Formulation` and the solver's choices. Out: the parts of a `Plan`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,7 +42,7 @@ def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorShard
     return Assembled(
         inputs=inputs,
         outputs=_output_plans(f, choices, inputs, roles),
-        constraints=_constraints(f, choices),
+        constraints=(*_constraints(f, choices), *_small_pins(f, pins)),
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
         prediction=_predict(f, choices, collectives, inputs),
@@ -151,6 +151,22 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         uses = flow.uses or _as_outputs(f, flow)
         out += [Constraint(value=flow.value, shardings=path, node=n, operand=i) for n, i in uses]
     return tuple(out)
+
+
+def _small_pins(f: Formulation, pins: dict[int, TensorSharding]) -> Iterator[Constraint]:
+    """A value too small to plan for that is pinned to be split is whole where it is used: else the
+    partitioner would carry the split on to large values. So is the output that renews it, until it leaves."""
+    renewed = dict(f.graph.carried)
+    small = {position for position, sharding in pins.items() if any(sharding.dims)} - set(f.input_decision)
+    whole = {f.graph.inputs[p]: (replicated(len(pins[p].dims)),) for p in small}
+    for n, node in enumerate(f.graph.nodes):
+        for i, value in enumerate(node.operands):
+            if value in whole:
+                yield Constraint(value=value, shardings=whole[value], node=n, operand=i)
+    for position in sorted(small & set(renewed)):
+        after, before = f.graph.outputs[renewed[position]], f.graph.inputs[position]
+        if after is not None and after != before:
+            yield Constraint(value=after, shardings=whole[before], node=len(f.graph.nodes), operand=renewed[position])
 
 
 def _as_outputs(f: Formulation, flow: Flow) -> tuple[tuple[int, int], ...]:

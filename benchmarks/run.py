@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,31 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A module of this package with `measure(program) -> rows`, the programs it knows, its flags for XLA."""
+    """A module of this package with `measure(program) -> rows`.
+
+    Args:
+        programs: those it knows. xla_flags: for its process.
+        sources: files of this folder that it measures with, besides its own and the models.
+        summary: a module with `summary(rows)` and `page_table(rows)` for its page, and `publish(rows, about)`
+            for what else tells its results; without one, a page has all columns of all rows.
+    """
 
     programs: tuple[str, ...]
     xla_flags: str
+    sources: tuple[str, ...] = ("timing.py", "baselines/by_hand.py")
+    summary: str = ""
 
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
     "planning_time": Benchmark(("gpt2_small",), "--xla_gpu_autotune_level=0"),
+    "proof": Benchmark(
+        ("gpt2_small", "llama_1b", "bert_base", "resnet50", "demo_gpt", "vit_base", "bart_base"),
+        "",
+        sources=("compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py"),
+        summary="benchmarks.proof_summary",
+    ),
     "step_time": Benchmark(("demo_gpt",), VIRTUAL_DEVICES),
 }
 
@@ -81,6 +97,8 @@ def _run(name: str, again: bool) -> bool:
     if _records(name):
         _path(name, "md").write_text(_page(name))
         print(f"{name}: {_path(name, 'md').relative_to(ROOT)}")
+        if BENCHMARKS[name].summary:
+            importlib.import_module(BENCHMARKS[name].summary).publish(_newest_rows(name), _about(name))
     return succeeded
 
 
@@ -103,7 +121,7 @@ def _measure(name: str, program: str) -> list[Record] | None:
 
 def _blank_record(name: str, program: str) -> Record:
     here = Path(__file__).parent
-    measured = [here / f"{name}.py", here / "models.py", here / "timing.py", here / "baselines" / "by_hand.py"]
+    measured = [here / f"{name}.py", here / "models.py", *(here / source for source in BENCHMARKS[name].sources)]
     return {
         "benchmark": name,
         "program": program,
@@ -131,18 +149,43 @@ def _path(name: str, suffix: str) -> Path:
 
 def _page(name: str) -> str:
     """The newest result of each program and JAX version, with what it takes to repeat it."""
-    newest = {(record["program"], record["versions"]["jax"]): record for record in _records(name)}
     about = ast.get_docstring(ast.parse((Path(__file__).parent / f"{name}.py").read_text())) or ""
-    return "\n\n".join([f"# {name}", about, *map(_section, newest.values())]) + "\n"
+    parts, table = [f"# {name}", about], _table
+    if BENCHMARKS[name].summary:
+        module = importlib.import_module(BENCHMARKS[name].summary)
+        parts.append(module.summary(_newest_rows(name)))
+        table = module.page_table
+    return "\n\n".join([*parts, *(_section(record, table) for record in _newest(name))]) + "\n"
 
 
-def _section(record: Record) -> str:
+def _newest(name: str) -> list[Record]:
+    found = {(record["program"], record["versions"]["jax"]): record for record in _records(name)}
+    order = BENCHMARKS[name].programs
+    known = [record for record in found.values() if record["program"] in order]
+    return sorted(known, key=lambda record: order.index(record["program"]))
+
+
+def _newest_rows(name: str) -> list[Record]:
+    newest = {record["program"]: record for record in _newest(name)}
+    return [row for record in newest.values() for row in record["rows"]]
+
+
+def _about(name: str) -> str:
+    """What the newest results were made with, for a page that does not show them one by one."""
+    newest = _newest(name)[-1]
+    return (
+        f"{newest['date']}, jax {newest['versions']['jax']}; `{newest['command']}`,"
+        f" every case in `benchmarks/results/{name}.md`."
+    )
+
+
+def _section(record: Record, table: Callable[[list[Record]], str]) -> str:
     used, host = record["versions"], record["machine"]
     title = f"## {record['program']}, jax {used['jax']}"
     made = f"{record['date']}, {host['cpu']}, {host['cores']} cores, {host['memory_gb']} GB, load {host['load']} before"
     packages = ", ".join(f"{package} {number}" for package, number in used.items())
     footer = f"{made}. {packages}; sources {record['sources']}. `{record['command']}`"
-    return "\n\n".join([title, _table(record["rows"]), footer])
+    return "\n\n".join([title, table(record["rows"]), footer])
 
 
 def _table(rows: list[Record]) -> str:

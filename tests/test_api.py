@@ -73,6 +73,19 @@ def test_pins_hold_by_path_and_by_glob(mlp: programs.Program) -> None:
     assert by_path["state/params/Dense_1/kernel"].pinned
 
 
+def test_a_pinned_split_of_a_small_value_goes_no_further(mlp: programs.Program) -> None:
+    """64 elements are too few to plan for; unless they are whole where they are used, XLA splits what they meet."""
+    pin = {"state/params/Dense_0/bias": PartitionSpec("model")}
+    plan = plan_of(mlp, mesh="2x4", pin=pin)
+    position = next(i for i, t in enumerate(plan.inputs) if t.pinned)
+    assert plan.inputs[position].shape == (64,)
+    assert plan.outputs[dict(plan.carried)[position]].sharding == plan.inputs[position].sharding
+    without = plan_of(mlp, mesh="2x4")
+    added = [c for c in plan.constraints if c not in without.constraints and all(s.is_replicated for s in c.shardings)]
+    assert {c.value for c in added if c.node is not None} >= {position}
+    assert len({c.value for c in added}) == 2  # the bias where it is read, and the new one before it leaves
+
+
 def test_in_and_out_shardings_are_what_jit_takes(mlp: programs.Program) -> None:
     step = autopar.parallelize(mesh="8", hardware="cpu-host")(mlp.step)
     plan = step.plan(*mlp.abstract_args())

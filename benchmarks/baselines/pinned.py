@@ -1,0 +1,86 @@
+"""Sharding recipes as experts write them by hand, as pins for `autopar.plan`: then each has a prediction.
+
+In: the arguments of a step (shapes are enough) and a mesh. Out: path -> `PartitionSpec`, for every
+tensor of the state and of the batch; the optimizer's are split as the parameters they belong to.
+Activations stay free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from autopar.mesh import MeshShape
+
+Pins = dict[str, PartitionSpec]
+Shape = tuple[int, ...]
+
+#: The ends of the names of the kernels (or biases) that Megatron-LM splits by column and by row.
+_COLUMN = re.compile(
+    r"(c_attn|c_fc|self/(query|key|value)|attention/(query|key|value)|[qkv]_proj|gate_proj|up_proj"
+    r"|intermediate/dense|fc1|qkv|mlp_in|lm_head|head|classifier/\d+)/(kernel|bias)$"
+)
+_ROW = re.compile(r"(c_proj|[^/]*attn/out_proj|o_proj|down_proj|output/dense|fc2|attention_out|mlp_out)/kernel$")
+_VOCABULARY = re.compile(r"(wte|embed_tokens|word_embeddings|shared|token_embed)/embedding$")
+#: Hugging Face's GPT-2 has its kernels as (out, in).
+_TRANSPOSED = re.compile(r"/(c_attn|c_fc|c_proj)/kernel$")
+_CONVOLUTION = re.compile(r"(/convolution/kernel|/normalization/(scale|bias|mean|var))$")
+
+
+def data_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
+    """Every device has the whole state and a part of the batch."""
+    return _pins(args, mesh, lambda path, shape: ())
+
+
+def fsdp(args: Sequence[Any], mesh: MeshShape) -> Pins:
+    """ZeRO-3: every tensor of the state is split on its largest dim that divides, the batch too."""
+    (size,), (axis,) = mesh.axis_sizes, mesh.axis_names
+
+    def dims(path: str, shape: Shape) -> tuple[str | None, ...]:
+        divisible = [dim for dim, length in enumerate(shape) if length % size == 0]
+        if not divisible:
+            return ()
+        return (*(None,) * max(divisible, key=lambda dim: shape[dim]), axis)
+
+    return _pins(args, mesh, dims)
+
+
+def tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
+    """Megatron-LM: column then row in attention and MLP, the vocabulary where it divides; in a
+    convolutional network the output channels. The batch is split over the other axis."""
+    size = mesh.size("model")
+
+    def dims(path: str, shape: Shape) -> tuple[str | None, ...]:
+        dim = _split_dim(path, shape)
+        return () if dim is None or shape[dim] % size else (*(None,) * dim, "model")
+
+    return _pins(args, mesh, dims)
+
+
+def _split_dim(path: str, shape: Shape) -> int | None:
+    """The dim of a tensor that tensor parallelism splits."""
+    if _CONVOLUTION.search(path) or _COLUMN.search(path):
+        return 0 if _TRANSPOSED.search(path) else len(shape) - 1
+    if _ROW.search(path):
+        return 1 if _TRANSPOSED.search(path) else 0
+    return 0 if _VOCABULARY.search(path) else None
+
+
+def _pins(args: Sequence[Any], mesh: MeshShape, state_dims: Callable[[str, Shape], tuple[str | None, ...]]) -> Pins:
+    state, batch = args
+    num_data = mesh.size("data")
+    pins = {f"state/{path}": PartitionSpec(*state_dims(path, leaf.shape)) for path, leaf in _leaves(state)}
+    for path, leaf in _leaves(batch):
+        if leaf.shape[0] % num_data:
+            raise ValueError(f"batch/{path} of {leaf.shape[0]} does not divide by {num_data}")
+        pins[f"batch/{path}"] = PartitionSpec("data") if num_data > 1 else PartitionSpec()
+    return pins
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]

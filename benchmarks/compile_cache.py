@@ -1,0 +1,106 @@
+"""XLA's GPU compiles, kept outside the repository: a change of predictions alone compiles nothing anew.
+
+In: what `autopar.absent.compile_absent` takes. Out: what it returns, from `$AUTOPAR_PROOF_CACHE` (by
+default `~/.cache/autopar-proof`) where the same program was compiled before. There each compile is
+two files that need no Python to read: `KEY.hlo.gz`, XLA's program, and `KEY.json`, its figures.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jax._src.interpreters import mlir  # noqa: TID251 - a context to read a module in, nothing else
+from jaxlib.mlir import ir
+
+from autopar.absent import FLAGS, CompiledStep, compile_absent, target_text, topology_text
+from autopar.cost.hardware import HardwareProfile
+
+#: Flags that change what XLA writes to disk, and not what it compiles.
+_DUMP = "--xla_dump_"
+
+
+@dataclass(slots=True)
+class CompileCache:
+    """`compile_absent` with a memory. Counts what it does, for the one who measures.
+
+    Args:
+        folder: where compiles are kept.
+        again: compile even what is there, e.g. to have XLA dump files.
+    """
+
+    folder: Path
+    again: bool = False
+    last_key: str = ""
+    last_hit: bool = False
+    last_s: float = 0.0
+
+    def compile(self, module: bytes, profile: HardwareProfile, num_devices: int, num_hosts: int) -> CompiledStep:
+        """As `autopar.absent.compile_absent`."""
+        start = time.perf_counter()
+        self.last_key = key(module, profile, num_devices, num_hosts)
+        known = None if self.again else load(self.folder, self.last_key)
+        compiled = known or compile_absent(module, profile, num_devices, num_hosts)
+        self.last_hit = known is not None
+        if known is None:
+            save(self.folder, self.last_key, compiled)
+        self.last_s = time.perf_counter() - start
+        return compiled
+
+
+def default_folder() -> Path:
+    """`$AUTOPAR_PROOF_CACHE`, or the user's cache."""
+    return Path(os.environ.get("AUTOPAR_PROOF_CACHE") or Path.home() / ".cache" / "autopar-proof")
+
+
+def key(module: bytes, profile: HardwareProfile, num_devices: int, num_hosts: int) -> str:
+    """Names a compile by all that goes into it but source lines, which XLA only carries along."""
+    own = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu_")]
+    parts = (
+        _without_places(module),
+        target_text(profile).encode(),
+        topology_text(num_devices, num_hosts).encode(),
+        " ".join((*sorted(own), *FLAGS)).encode(),
+        f"{version('jax')} {version('jaxlib')}".encode(),
+    )
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:24]
+
+
+def load(folder: Path, name: str) -> CompiledStep | None:
+    """A compile that was kept; None where there is none."""
+    facts, program = folder / f"{name}.json", folder / f"{name}.hlo.gz"
+    if not facts.exists() or not program.exists():
+        return None
+    fields = json.loads(facts.read_text(encoding="utf-8"))
+    fields["flags"] = tuple(fields["flags"])
+    with gzip.open(program, "rt", encoding="utf-8") as file:
+        return CompiledStep(**fields, hlo_text=file.read())
+
+
+def save(folder: Path, name: str, compiled: CompiledStep) -> None:
+    """Keep a compile; the figures come last, so that half a compile is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with gzip.open(folder / f"{name}.hlo.gz", "wt", encoding="utf-8", compresslevel=6) as file:
+        file.write(compiled.hlo_text)
+    fields = asdict(compiled)
+    del fields["hlo_text"]
+    fields["flags"] = [flag for flag in compiled.flags if not flag.startswith(_DUMP)]
+    (folder / f"{name}.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
+def _without_places(module: bytes) -> bytes:
+    """The module as text without name stacks and source lines."""
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        text: Any = parsed.operation.get_asm(enable_debug_info=False, large_elements_limit=None)
+    return text.encode()
