@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.device_program import DeviceProgram, peak_of_temporaries
 from autopar.formulation import Decision as Choice
-from autopar.formulation import Flow, Formulation, held_tensors
+from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Node
+from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
 from autopar.sharding import TensorSharding, replicated
+from autopar.timeline import simulate
 
 #: Primitives whose result is worth a row of its own in the report.
 _NOTABLE = ("dot_general", "conv_general_dilated", "gather", "scatter-add", "reduce_window_max", "sort", "cumsum")
@@ -32,20 +35,24 @@ class Assembled:
     decisions: tuple[Decision, ...]
     collectives: tuple[CollectiveUse, ...]
     prediction: Prediction
+    device: DeviceProgram
 
 
 def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorSharding]) -> Assembled:
     """Read an assignment."""
     roles = input_roles(f)
     inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
+    outputs = _output_plans(f, choices, inputs, roles)
     collectives, caused_by = _collectives(f, choices)
+    device = device_program(f, choices, f.profile)
     return Assembled(
         inputs=inputs,
-        outputs=_output_plans(f, choices, inputs, roles),
+        outputs=outputs,
         constraints=(*_constraints(f, choices), *_small_pins(f, pins)),
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
-        prediction=_predict(f, choices, collectives, inputs),
+        prediction=_predict(f, device, collectives, inputs, outputs),
+        device=device,
     )
 
 
@@ -375,43 +382,30 @@ def _decision(
 
 
 def _predict(
-    f: Formulation, choices: Sequence[int], collectives: Sequence[CollectiveUse], inputs: Sequence[TensorPlan]
+    f: Formulation,
+    device: DeviceProgram,
+    collectives: Sequence[CollectiveUse],
+    inputs: Sequence[TensorPlan],
+    outputs: Sequence[TensorPlan],
 ) -> Prediction:
-    compute = sum(float(times[s]) for times, s in zip(f.compute_s, choices, strict=True))
+    own_rates = simulate(device, f.mesh, replace(f.profile, xla_estimator=None))
+    estimated = simulate(device, f.mesh, f.profile).step_time_s if f.profile.xla_estimator else None
     by_kind: dict[str, float] = defaultdict(float)
     for use in collectives:
         by_kind[use.kind] += use.time_s
     by_role: dict[str, float] = defaultdict(float)
     for tensor in inputs:
         by_role[tensor.role] += tensor.num_bytes
+    renewed = {out for _, out in f.graph.carried}
     return Prediction(
-        step_time_s=compute + sum(by_kind.values()),
-        compute_s=compute,
+        step_time_s=own_rates.step_time_s,
+        compute_s=own_rates.compute_s,
+        exposed_s=dict(own_rates.exposed_s),
         collective_s=dict(sorted(by_kind.items())),
+        xla_step_time_s=estimated,
         parameter_bytes=by_role["parameter"],
         optimizer_bytes=by_role["optimizer"],
         data_bytes=by_role["data"],
-        activation_bytes=_peak_of_temporaries(f, choices),
+        activation_bytes=peak_of_temporaries(device),
+        output_bytes=sum(tensor.num_bytes for n, tensor in enumerate(outputs) if n not in renewed),
     )
-
-
-def _peak_of_temporaries(f: Formulation, choices: Sequence[int]) -> float:
-    """Peak of what is live besides the arguments. A shared copy that is its maker's own buffer is
-    free whether or not the problem knew it."""
-    arguments = set(f.graph.inputs)
-    change: dict[int, float] = defaultdict(float)
-    made_as = {v: shardings[choices[node]] for v, (node, shardings) in f.value_made.items()}
-    for tensor in held_tensors(f.graph, f.decisions, f.value_made, f.written, f.flows, f.last_use, f.mesh):
-        decision = f.decisions[tensor.node]
-        if tensor.value in arguments and decision.kind != "copy":
-            continue
-        if decision.kind == "copy" and decision.shardings[choices[tensor.node]] == made_as[tensor.value]:
-            continue
-        num_bytes = tensor.num_bytes(choices[tensor.node])
-        change[tensor.start] += num_bytes
-        change[tensor.end] -= num_bytes
-    peak = live = 0.0
-    for instant in sorted(change):
-        live += change[instant]
-        peak = max(peak, live)
-    return peak

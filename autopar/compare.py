@@ -174,7 +174,9 @@ def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Fi
     """The step time; held only where XLA's estimator knows the device's matrix units."""
     tolerance = STEP_TIME_TOLERANCE if believable else None
     ran = compiled.measured.step_time_s if compiled.measured else None
-    return Figure("step time", "s", plan.prediction.step_time_s, compiled.step_time_s, tolerance, measured=ran)
+    told = plan.prediction
+    predicted = told.step_time_s if told.xla_step_time_s is None else told.xla_step_time_s
+    return Figure("step time", "s", predicted, compiled.step_time_s, tolerance, measured=ran)
 
 
 def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> Collectives:

@@ -35,12 +35,14 @@ class Buffer:
         value: the graph's value that is in it.
         argument: whether it is an argument of the step, and so held throughout.
         output: whether it leaves the step.
+        moved: whether it holds the value otherwise split than it is made.
     """
 
     num_bytes: float
     value: int
     argument: bool = False
     output: bool = False
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,30 @@ class DeviceProgram:
 
     ops: tuple[Op, ...]
     buffers: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value that is in memory from node `start` until before node `end`; what stays inside kernels never is."""
+
+    value: int
+    start: int
+    end: int
+
+
+def stored_values(program: DeviceProgram) -> tuple[Stored, ...]:
+    """What is in memory as it is made, besides arguments and outputs, in the graph's order of nodes."""
+    spans: dict[int, tuple[int, int]] = {}
+    for op in program.ops:
+        for buffer in (*op.reads, *op.writes):
+            start, end = spans.get(buffer, (op.node, op.node))
+            spans[buffer] = (min(start, op.node), max(end, op.node))
+    stored = []
+    for position, (start, end) in sorted(spans.items()):
+        buffer = program.buffers[position]
+        if not (buffer.argument or buffer.output or buffer.moved):
+            stored.append(Stored(buffer.value, start, end + 1))
+    return tuple(stored)
 
 
 def peak_of_temporaries(program: DeviceProgram) -> float:

@@ -173,10 +173,7 @@ def _head(plan: Plan) -> list[RenderableType]:
 
 def _totals(plan: Plan) -> list[RenderableType]:
     told, peak = plan.prediction, plan.prediction.peak_bytes
-    parts = [("compute", told.compute_s), *sorted(told.collective_s.items(), key=lambda item: -item[1])]
-    hidden = told.step_time_s - sum(seconds for _, seconds in parts)
-    if abs(hidden) > 0.005 * told.step_time_s:
-        parts.append(("overlapped" if hidden < 0 else "other", hidden))
+    parts = [("compute", told.compute_s), *sorted(told.exposed_s.items(), key=lambda item: -item[1])]
     budget = plan.memory_budget_bytes
     of = f"of {human_bytes(budget)} ({_share(peak, budget)})" if budget else "(no budget given: what the device has)"
     memory = [
@@ -184,6 +181,7 @@ def _totals(plan: Plan) -> list[RenderableType]:
         ("optimizer state", told.optimizer_bytes),
         ("data", told.data_bytes),
         ("activations", told.activation_bytes),
+        ("outputs", told.output_bytes),
     ]
     return [
         Text(f"Predicted step time: {human_seconds(told.step_time_s)}", "bold"),

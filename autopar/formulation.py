@@ -21,6 +21,7 @@ from autopar.cost.collectives import collective_time
 from autopar.cost.compute import group_time
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.resharding import Move, collectives_of, resharding_moves
+from autopar.device_program import Stored
 from autopar.graph.ir import Graph, Phase, Value
 from autopar.mesh import MeshShape
 from autopar.rules.factors import Factor
@@ -113,13 +114,16 @@ def formulate(
     *,
     pins: Mapping[int, TensorSharding],
     memory_budget_bytes: float | None,
+    stored: Sequence[Stored] = (),
 ) -> Formulation:
     """Build the problem.
 
     Args:
         pins: input position -> the sharding it must have.
+        stored: with a budget, the values that are in memory, and when; sharded otherwise, they hold as much more
+            or less.
     """
-    return _Builder(graph, groups, mesh, profile, dict(pins), memory_budget_bytes).build()
+    return _Builder(graph, groups, mesh, profile, dict(pins), memory_budget_bytes, tuple(stored)).build()
 
 
 class _Builder:
@@ -133,9 +137,10 @@ class _Builder:
         profile: HardwareProfile,
         pins: dict[int, TensorSharding],
         budget: float | None,
+        stored: tuple[Stored, ...],
     ) -> None:
         self.graph, self.groups, self.mesh, self.profile = graph, groups, mesh, profile
-        self.pins, self.budget = pins, budget
+        self.pins, self.budget, self.stored = pins, budget, stored
         self.decisions: list[Decision] = []
         self.flows: list[Flow] = []
         self.made: dict[int, tuple[int, Shardings]] = {}
@@ -156,7 +161,7 @@ class _Builder:
                 self._connect(value)
         compute = tuple(self._compute_time(d, written) for d in self.decisions)
         costs, edges = self._price([c.copy() for c in compute])
-        usages = self._usages(written) if self.budget is not None else ()
+        usages = self._usages() if self.budget is not None else ()
         return Formulation(
             graph=self.graph,
             groups=self.groups,
@@ -347,21 +352,60 @@ class _Builder:
             )
         return self.cost_of_pair[key]
 
-    def _usages(self, written: frozenset[int]) -> tuple[Usage, ...]:
+    def _usages(self) -> tuple[Usage, ...]:
         return tuple(
             Usage(held.node, held.start, held.end, np.array([held.num_bytes(s) for s in range(len(held.shardings))]))
-            for held in held_tensors(
-                self.graph, self.decisions, self.made, written, self.flows, self.last_use, self.mesh
-            )
+            for held in self._held()
         )
+
+    def _held(self) -> list[HeldTensor]:
+        """Arguments are held throughout; what is stored, in its time; a shared copy from its first reader to its
+        last."""
+        end = len(self.graph.nodes) + 1
+        arguments = set(self.graph.inputs)
+        held: list[HeldTensor] = []
+        for value, (node, shardings) in self.made.items():
+            if value in arguments:
+                held.append(HeldTensor(node, 0, end, self.graph.values[value], shardings, self.mesh))
+        held += self._held_stored()
+        first_use: dict[int, int] = {}
+        for flow in self.flows:
+            for n, _ in flow.uses:
+                first_use[flow.source] = min(first_use.get(flow.source, end), n)
+        for node, decision in enumerate(self.decisions):
+            if decision.kind == "copy":
+                info = self.graph.values[decision.value]
+                start, stop = first_use.get(node, end - 1), self.last_use[decision.value] + 1
+                if start < stop:
+                    held.append(
+                        HeldTensor(node, start, stop, info, decision.shardings, self.mesh, shared=decision.shared)
+                    )
+        return held
+
+    def _held_stored(self) -> list[HeldTensor]:
+        """Values in memory, sized by whoever makes them."""
+        makers = {
+            define.value: (node, define)
+            for node, decision in enumerate(self.decisions)
+            if decision.kind == "group"
+            for define in self.groups[decision.group].defines
+        }
+        held: list[HeldTensor] = []
+        for one in self.stored:
+            if one.value not in makers or self.graph.values[one.value].size <= SMALL_SIZE:
+                continue
+            node, define = makers[one.value]
+            shardings = tuple(s.sharding(define.dims, define.pending) for s in self.decisions[node].strategies)
+            info = self.graph.values[one.value]
+            held.append(HeldTensor(node, one.start, one.end, info, shardings, self.mesh))
+        return held
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A buffer: the value in it, the decision that sizes it, when it is live, its sharding per strategy,
-    and whether it is then its maker's own buffer, which takes no new memory."""
+    """A buffer: the decision that sizes it, when it is live, its sharding per strategy, and whether it is then its
+    maker's own buffer, which takes no new memory."""
 
-    value: int
     node: int
     start: int
     end: int
@@ -375,41 +419,6 @@ class HeldTensor:
         if self.shared and self.shared[strategy]:
             return 0.0
         return self.info.itemsize * self.shardings[strategy].local_size(self.info.shape, self.mesh)
-
-
-def held_tensors(
-    graph: Graph,
-    decisions: Sequence[Decision],
-    made: Mapping[int, tuple[int, Shardings]],
-    written: frozenset[int],
-    flows: Sequence[Flow],
-    last_use: Mapping[int, int],
-    mesh: MeshShape,
-) -> list[HeldTensor]:
-    """Liveness over the program: arguments are held throughout; a value that leaves its group from
-    its definition to its last use; a shared copy from its first reader to its last. What stays inside
-    a group is assumed fused; state is renewed in its own buffer (donated)."""
-    end = len(graph.nodes) + 1
-    defined_at = {v: n for n, node in enumerate(graph.nodes) for v in node.results}
-    arguments = set(graph.inputs)
-    renewed = {graph.outputs[out] for _, out in graph.carried}
-    held: list[HeldTensor] = []
-    for value, (node, shardings) in made.items():
-        info = graph.values[value]
-        if value in arguments:
-            held.append(HeldTensor(value, node, 0, end, info, shardings, mesh))
-        elif value in written and value not in renewed:
-            held.append(HeldTensor(value, node, defined_at[value], last_use[value] + 1, info, shardings, mesh))
-    first_use: dict[int, int] = {}
-    for flow in flows:
-        for n, _ in flow.uses:
-            first_use[flow.source] = min(first_use.get(flow.source, end), n)
-    for node, decision in enumerate(decisions):
-        if decision.kind == "copy":
-            info = graph.values[decision.value]
-            start, stop = first_use.get(node, defined_at.get(decision.value, 0)), last_use[decision.value] + 1
-            held.append(HeldTensor(decision.value, node, start, stop, info, decision.shardings, mesh, decision.shared))
-    return held
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:

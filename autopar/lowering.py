@@ -163,9 +163,6 @@ class _Lowering:
             for use in flow.uses:
                 self.flow_of[use] = index
         self.copy_of = {d.value: n for n, d in enumerate(f.decisions) if d.kind == "copy"}
-        self.copy_flow = {
-            f.decisions[flow.target].value: flow for flow in f.flows if f.decisions[flow.target].kind == "copy"
-        }
         self.users: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for n, node in enumerate(self.graph.nodes):
             for i, value in enumerate(node.operands):
@@ -217,21 +214,20 @@ class _Lowering:
         if flow_index is None:
             return self.at[value], self._sharding(value)
         flow = self.f.flows[flow_index]
-        return self._reach(value, flow.wanted[self.choices[flow.target]], flow.combinable)
+        return self._reach(value, flow.wanted[self.choices[flow.target]])
 
-    def _reach(self, value: int, wanted: TensorSharding, combinable: bool) -> tuple[int, TensorSharding]:
+    def _reach(self, value: int, wanted: TensorSharding) -> tuple[int, TensorSharding]:
         made, start = self._sharding(value), self.at[value]
-        path: list[tuple[TensorSharding, bool]] = [(wanted, combinable)]
+        path = [wanted]
         copy = self.copy_of.get(value)
         if copy is not None and wanted != made:  # else the copy is passed by
-            flow = self.copy_flow[value]
-            path.insert(0, (self.f.decisions[copy].shardings[self.choices[copy]], flow.combinable))
-        for target, merge in path:
-            start = self._move(value, start, made, target, merge)
+            path.insert(0, self.f.decisions[copy].shardings[self.choices[copy]])
+        for target in path:
+            start = self._move(value, start, made, target)
             made = target
         return start, made
 
-    def _move(self, value: int, start: int, made: TensorSharding, wanted: TensorSharding, combinable: bool) -> int:
+    def _move(self, value: int, start: int, made: TensorSharding, wanted: TensorSharding) -> int:
         info = self.graph.values[value]
         for move in self.f.moves(value, made, wanted):
             key = (value, move.result)
@@ -252,7 +248,7 @@ class _Lowering:
                         collective="" if is_cut else move.kind,
                         axes=move.axes,
                         payload_bytes=move.num_bytes,
-                        combinable=combinable,
+                        combinable=move.kind != "all-to-all",
                         dtype=info.dtype,
                     )
                 )
@@ -499,24 +495,20 @@ class _Lowering:
     # -- outputs -----------------------------------------------------------------------------
 
     def _outputs(self) -> None:
-        renewed = {out: position for position, out in self.graph.carried}
-        wanted: dict[int, tuple[TensorSharding, bool]] = {}
+        wanted: dict[int, TensorSharding] = {}
+        renewed = dict(self.graph.carried)
         for flow in self.f.flows:
             target = self.f.decisions[flow.target]
-            if flow.uses or target.kind == "copy":
-                continue
-            position = target.position if target.kind == "output" else dict(self.graph.carried)[target.position]
-            wanted[position] = (flow.wanted[self.choices[flow.target]], flow.combinable)
+            if not flow.uses and target.kind != "copy":
+                position = target.position if target.kind == "output" else renewed[target.position]
+                wanted[position] = flow.wanted[self.choices[flow.target]]
         for position, value in enumerate(self.graph.outputs):
             if value is None:
                 self.program.outputs.append(None)
-                continue
-            _ = renewed
-            if position in wanted:
-                at, _ = self._reach(value, *wanted[position])
+            elif position in wanted:
+                self.program.outputs.append(self._reach(value, wanted[position])[0])
             else:
-                at = self.at[value]
-            self.program.outputs.append(at)
+                self.program.outputs.append(self.at[value])
 
 
 def _along_rows(axes: object, operands: Sequence[tuple[int, tuple[int, ...]]]) -> bool:

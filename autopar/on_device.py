@@ -33,19 +33,24 @@ class _Builder:
     def __init__(self, local: LocalProgram, kernels: Sequence[Fused], profile: HardwareProfile) -> None:
         self.instructions, self.kernels = local.instructions, kernels
         self.estimator = profile.xla_estimator
-        self.outputs = {at for at in local.outputs if at is not None}
+        self.order_of_outputs = [at for at in local.outputs if at is not None]
+        self.outputs = set(self.order_of_outputs)
         self.written = {root for kernel in kernels for root in kernel.roots}
         self.last_read = {operand: n for n, kernel in enumerate(kernels) for operand in kernel.operands}
         self.buffers: list[Buffer] = []
         self.buffer_of: dict[int, int] = {}
 
     def build(self) -> DeviceProgram:
+        for at in dict.fromkeys(at for at in self.order_of_outputs if at in self.written):
+            self._own_buffer(at)
         for at, one in enumerate(self.instructions):
             if one.kind == "argument":
                 self._own_buffer(at)
         ops = []
         for n, kernel in enumerate(self.kernels):
             for root in kernel.roots:
+                if root in self.outputs:
+                    continue
                 shared = self._shared_with(root, n)
                 if shared is None:
                     self._own_buffer(root)
@@ -57,7 +62,8 @@ class _Builder:
     def _own_buffer(self, at: int) -> None:
         one = self.instructions[at]
         self.buffer_of[at] = len(self.buffers)
-        self.buffers.append(Buffer(one.num_bytes, one.value, one.kind == "argument", at in self.outputs))
+        moved = bool(one.collective) or one.primitive == "cut"
+        self.buffers.append(Buffer(one.num_bytes, one.value, one.kind == "argument", at in self.outputs, moved))
 
     def _shared_with(self, root: int, n: int) -> int | None:
         one = self.instructions[root]

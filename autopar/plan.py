@@ -105,19 +105,32 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model expects of a step. Bytes are per device and at the peak instant."""
+    """What the cost model expects of a step. Bytes are per device and at the peak instant.
+
+    Args:
+        step_time_s: by the device's own rates: `compute_s` and all of `exposed_s`.
+        exposed_s: by kind of collective, what no kernel hides.
+        collective_s: by kind, what they take, hidden or not.
+        xla_step_time_s: what XLA's latency estimator is expected to say of it; None where the profile has no
+            figures of that.
+        activation_bytes: all temporaries: activations, gradients, gathered parameters.
+        output_bytes: of outputs that renew no argument.
+    """
 
     step_time_s: float
     compute_s: float
+    exposed_s: dict[str, float]
     collective_s: dict[str, float]
+    xla_step_time_s: float | None
     parameter_bytes: float
     optimizer_bytes: float
     data_bytes: float
     activation_bytes: float
+    output_bytes: float
 
     @property
     def peak_bytes(self) -> float:
-        return self.parameter_bytes + self.optimizer_bytes + self.data_bytes + self.activation_bytes
+        return self.parameter_bytes + self.optimizer_bytes + self.data_bytes + self.activation_bytes + self.output_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

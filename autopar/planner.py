@@ -17,12 +17,14 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
+import numpy as np
 
-from autopar.assemble import assemble
+from autopar.assemble import Assembled, assemble
 from autopar.carried import carried_arguments, carried_leaves, donated_leaves
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
+from autopar.device_program import stored_values
 from autopar.errors import BudgetError, MeshError, TimeLimitError
 from autopar.formulation import Formulation, formulate
 from autopar.graph.check import check
@@ -38,7 +40,7 @@ from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
 from autopar.sharding import TensorSharding
 from autopar.solve.ilp import Ilp, minimum_memory
-from autopar.solve.problem import Solution, Solver
+from autopar.solve.problem import Solution, Solver, Status
 from autopar.trace import Trace, argument_names, check_leaves, trace
 from autopar.units import human_bytes
 from autopar.version import __version__
@@ -49,6 +51,10 @@ Progress = Callable[[str, float], None]
 #: The part of a memory budget that a plan leaves free: for what XLA's fusion holds beyond the plan's
 #: estimate, and for the allocator, whose memory is never all in one piece.
 BUDGET_MARGIN = 0.05
+
+
+#: How often the solver's measure of memory is set right by a whole plan's.
+_MOST_TIGHTENINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +238,7 @@ def _plan_on(
         raise TimeLimitError(f"planning for mesh {mesh} ended with: {solution.status.value}")
     parts = assemble(formulation, solution.choices, pins)
     if parts.prediction.peak_bytes > budget:  # only now is memory worth its constraints
-        formulation = formulate(graph, groups, mesh, profile, pins=pins, memory_budget_bytes=budget)
-        solution = solver.solve(formulation.problem)
-        if len(solution.choices) != len(formulation.decisions):
-            raise _over_budget(graph, groups, mesh, profile, pins, budget, solution)
-        parts = assemble(formulation, solution.choices, pins)
+        formulation, solution, parts = _within(budget, formulation, solution.choices, parts, pins, solver)
     return Plan(
         program=program.signature,
         mesh=mesh,
@@ -285,33 +287,82 @@ def _outcome(solution: Solution, formulation: Formulation, seconds: float) -> Ou
     )
 
 
-def _over_budget(
-    graph: Graph,
-    groups: tuple[Group, ...],
-    mesh: MeshShape,
-    profile: HardwareProfile,
-    pins: dict[int, TensorSharding],
+def _within(
     budget: float,
-    solution: Solution,
-) -> BudgetError:
-    """How short it is, and what would fit."""
+    free: Formulation,
+    choices: Sequence[int],
+    parts: Assembled,
+    pins: dict[int, TensorSharding],
+    solver: Solver,
+) -> tuple[Formulation, Solution, Assembled]:
+    """A plan whose predicted peak keeps to a budget.
 
-    def least(shape: MeshShape) -> float:
-        f = formulate(graph, groups, shape, profile, pins=pins, memory_budget_bytes=budget)
-        return minimum_memory(f.problem).peak_bytes
+    The problem counts the values that the free plan has in memory; what XLA would really keep is known only of a
+    whole plan. So the problem's limit is the budget by the ratio of the two, set again where a plan is still over.
 
-    needed = least(mesh)
+    Args:
+        choices, parts: of the plan without a budget.
+    """
+    stored = stored_values(parts.device)
+
+    def formulation(mesh: MeshShape) -> Formulation:
+        return formulate(
+            free.graph, free.groups, mesh, free.profile, pins=pins, memory_budget_bytes=budget, stored=stored
+        )
+
+    f = formulation(free.mesh)
+    ratio = f.problem.peak_memory(_with_shared_copies(free, f, choices)) / parts.prediction.peak_bytes
+    limit = budget * ratio
+    least_met, status = np.inf, Status.NOT_FOUND
+    for _ in range(_MOST_TIGHTENINGS):
+        limited = replace(f, problem=replace(f.problem, memory_limit=limit))
+        solution = solver.solve(limited.problem)
+        status = solution.status
+        if len(solution.choices) != len(f.decisions):
+            break
+        parts = assemble(limited, solution.choices, pins)
+        if parts.prediction.peak_bytes <= budget:
+            return limited, solution, parts
+        least_met = min(least_met, parts.prediction.peak_bytes)
+        limit *= 0.995 * budget / parts.prediction.peak_bytes
+    if status is Status.NOT_FOUND:
+        raise TimeLimitError(f"planning for mesh {free.mesh} within its memory budget ended without a plan")
+
+    def least(mesh: MeshShape) -> float:
+        return minimum_memory(formulation(mesh).problem).peak_bytes / ratio
+
+    raise _over_budget(free.mesh, budget, min(least_met, max(least(free.mesh), budget)), least)
+
+
+def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
+    """Choices of the problem without a budget as those of the one with: its copies say too whether they are their
+    maker's own buffer, and those come first."""
+    made = {flow.target: flow.made[choices[flow.source]] for flow in free.flows if not flow.uses}
+    mapped = list(choices)
+    for node, decision in enumerate(free.decisions):
+        if decision.kind == "copy" and decision.shardings[choices[node]] != made.get(node):
+            mapped[node] += decision.num_strategies
+    assert all(c < d.num_strategies for c, d in zip(mapped, limited.decisions, strict=True))
+    return tuple(mapped)
+
+
+def _over_budget(mesh: MeshShape, budget: float, needed: float, least: Callable[[MeshShape], float]) -> BudgetError:
+    """How short it is, and what would fit.
+
+    Args:
+        needed: the least found on this mesh. least: what a mesh needs at the least.
+    """
     ways = [f"give `memory_budget_bytes={1.001 * needed / (1 - BUDGET_MARGIN):.4g}` or more"]
     for times in (2, 4, 8):
         larger = MeshShape(mesh.axis_names, (mesh.axis_sizes[0] * times, *mesh.axis_sizes[1:]))
         if least(larger) <= budget:
             ways.append(f"use {larger.num_devices} devices (mesh {larger})")
             break
-    short = f"{human_bytes(needed - budget)} short" if needed > budget else solution.status.value
     return BudgetError(
         f"no plan on mesh {mesh} fits the memory budget of {human_bytes(budget / (1 - BUDGET_MARGIN))} per device, of"
         f" which {100 * BUDGET_MARGIN:g} % stay free: the least any sharding"
-        f" reaches is {human_bytes(needed)}, {short}. Ways out: {'; '.join(ways)}; a smaller batch or model."
+        f" reaches is {human_bytes(needed)}, {human_bytes(needed - budget)} short. Ways out: {'; '.join(ways)};"
+        f" a smaller batch or model."
     )
 
 
