@@ -34,6 +34,9 @@ SCHEDULER_FLAGS = (
 #: The same for GPUs that are not there. No autotuning, for it runs kernels; then no split-K either,
 #: which autotuning would seldom choose and the estimator prices far too dear.
 FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_experimental_force_split_k=1", *SCHEDULER_FLAGS)
+#: Without this the estimator charges a flat 5 ms for any collective between hosts; with it, by bytes and latency.
+_GPUS_PER_HOST_FLAG = "--xla_gpu_analytical_latency_estimator_options=partition_size="
+_GPUS_PER_HOST = 8
 
 #: The least at which XLA's scheduler logs its estimate; 2 takes seconds, and 20 MB of log.
 _LOG_MODULES = "latency_hiding_scheduler=1"
@@ -117,6 +120,7 @@ class Compiler:
     def __init__(self, platform: str | None = "") -> None:
         require_wheels()
         self._jobs = 0
+        self._per_host = _GPUS_PER_HOST
         self._read = 0  # bytes of the log
         self._here: dict[str, Any] | None = None
         self._platform = _platform_here() if platform == "" else platform
@@ -130,7 +134,12 @@ class Compiler:
     @property
     def flags(self) -> tuple[str, ...]:
         """XLA_FLAGS of the process. Kernels can be tried out on GPUs that are here, and are."""
-        return (*own_flags(os.environ.get("XLA_FLAGS", "")), *(FLAGS if self._platform is None else SCHEDULER_FLAGS))
+        own = own_flags(os.environ.get("XLA_FLAGS", ""))
+        if any(flag.startswith(_GPUS_PER_HOST_FLAG.split("=")[0]) for flag in own):
+            own_options: tuple[str, ...] = ()
+        else:
+            own_options = (f"{_GPUS_PER_HOST_FLAG}{self._per_host}",)
+        return (*own, *(FLAGS if self._platform is None else SCHEDULER_FLAGS), *own_options)
 
     def is_present(self, profile: HardwareProfile, num_devices: int, num_hosts: int) -> bool:
         """Whether the devices to compile for are here. From then on, if not, others are compiled for."""
@@ -165,6 +174,10 @@ class Compiler:
             HardwareError: the profile does not describe a GPU to XLA.
             MeshError: the devices cannot be spread evenly over the hosts.
         """
+        if num_hosts > 1 and num_devices // num_hosts != self._per_host:  # a flag, which XLA reads at its start
+            self._end()
+            self._per_host, self._read = num_devices // num_hosts, 0
+            self._child = self._start()
         job = Path(self._folder.name, str(self._jobs))
         self._jobs += 1
         job.mkdir()

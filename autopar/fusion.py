@@ -131,7 +131,8 @@ class _Fusion:
 
     def _drop_dead(self) -> None:
         for i in reversed(range(len(self.instructions))):
-            if i in self.kernels and not self.users[i] and i not in self.outputs:
+            effect = self.instructions[i].value < 0
+            if i in self.kernels and not self.users[i] and i not in self.outputs and not effect:
                 for operand in self.kernels[i].operands:
                     self.users[operand].discard(i)
                 del self.kernels[i]

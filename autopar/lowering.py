@@ -379,7 +379,7 @@ class _Lowering:
 
     def _kind(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> InstructionKind:
         name = node.primitive
-        if name in _HEROES:
+        if name in _HEROES or node.effect or not node.results:
             return "hero"
         if not operands:
             return "loop"

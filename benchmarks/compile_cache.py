@@ -1,6 +1,6 @@
 """XLA's GPU compiles, kept outside the repository: a change of predictions alone compiles nothing anew.
 
-In: what `autopar.absent.compile_absent` takes. Out: what it returns, from `$AUTOPAR_PROOF_CACHE` (by
+In: what `autopar.compiler.Compiler` takes. Out: what it returns, from `$AUTOPAR_PROOF_CACHE` (by
 default `~/.cache/autopar-proof`) where the same program was compiled before. There each compile is
 two files that need no Python to read: `KEY.hlo.gz`, XLA's program, and `KEY.json`, its figures.
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,38 +21,50 @@ from typing import Any
 from jax._src.interpreters import mlir  # noqa: TID251 - a context to read a module in, nothing else
 from jaxlib.mlir import ir
 
-from autopar.absent import FLAGS, CompiledStep, compile_absent, target_text, topology_text
+from autopar.absent import target_text, topology_text
+from autopar.compiler import FLAGS, Arguments, CompiledStep, Compiler
 from autopar.cost.hardware import HardwareProfile
 
 #: Flags that change what XLA writes to disk, and not what it compiles.
 _DUMP = "--xla_dump_"
 
 
-@dataclass(slots=True)
-class CompileCache:
-    """`compile_absent` with a memory. Counts what it does, for the one who measures.
+class CachingCompiler(Compiler):
+    """A compiler with a memory. Counts what it does, for the one who measures.
 
     Args:
-        folder: where compiles are kept.
+        folder: where compiles are kept; what stands around XLA's own time of each is in `KEY.around`.
         again: compile even what is there, e.g. to have XLA dump files.
     """
 
-    folder: Path
-    again: bool = False
-    last_key: str = ""
-    last_hit: bool = False
-    last_s: float = 0.0
+    def __init__(self, folder: Path, again: bool = False) -> None:
+        super().__init__(platform=None)
+        self.folder, self.again = folder, again
+        self.last_key = ""
+        self.last_hit = False
+        self.last_s = 0.0
+        self.last_around_s = 0.0
 
-    def compile(self, module: bytes, profile: HardwareProfile, num_devices: int, num_hosts: int) -> CompiledStep:
-        """As `autopar.absent.compile_absent`."""
+    def compile(
+        self,
+        module: bytes,
+        profile: HardwareProfile,
+        num_devices: int,
+        num_hosts: int,
+        arguments: Arguments | None = None,
+    ) -> CompiledStep:
+        """As `autopar.compiler.Compiler.compile`."""
         start = time.perf_counter()
         self.last_key = key(module, profile, num_devices, num_hosts)
         known = None if self.again else load(self.folder, self.last_key)
-        compiled = known or compile_absent(module, profile, num_devices, num_hosts)
+        compiled = known or super().compile(module, profile, num_devices, num_hosts, arguments)
+        self.last_s = time.perf_counter() - start
         self.last_hit = known is not None
+        file = self.folder / f"{self.last_key}.around"
         if known is None:
             save(self.folder, self.last_key, compiled)
-        self.last_s = time.perf_counter() - start
+            file.write_text(str(self.last_s - compiled.compile_s), encoding="utf-8")
+        self.last_around_s = float(file.read_text(encoding="utf-8")) if file.exists() else math.nan
         return compiled
 
 
@@ -67,7 +80,7 @@ def key(module: bytes, profile: HardwareProfile, num_devices: int, num_hosts: in
         _without_places(module),
         target_text(profile).encode(),
         topology_text(num_devices, num_hosts).encode(),
-        " ".join((*sorted(own), *FLAGS)).encode(),
+        " ".join((*sorted(own), *FLAGS, *(["partition_size"] if num_hosts > 1 else []))).encode(),
         f"{version('jax')} {version('jaxlib')}".encode(),
     )
     digest = hashlib.sha256()
@@ -82,7 +95,7 @@ def load(folder: Path, name: str) -> CompiledStep | None:
     if not facts.exists() or not program.exists():
         return None
     fields = json.loads(facts.read_text(encoding="utf-8"))
-    fields["flags"] = tuple(fields["flags"])
+    fields["flags"], fields["hosts"] = tuple(fields["flags"]), tuple(fields["hosts"])
     with gzip.open(program, "rt", encoding="utf-8") as file:
         return CompiledStep(**fields, hlo_text=file.read())
 

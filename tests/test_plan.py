@@ -152,11 +152,14 @@ def make_plan(num_layers: int = 3) -> Plan:
         prediction=Prediction(
             step_time_s=2.6e-3,
             compute_s=1.97e-3,
+            exposed_s={"all-reduce": 6.3e-4},
             collective_s={"all-reduce": 6.3e-4},
+            xla_step_time_s=2.5e-3,
             parameter_bytes=1.5e9,
             optimizer_bytes=3.0e9,
             data_bytes=1.0e6,
             activation_bytes=7.5e9,
+            output_bytes=4.0,
         ),
         outcome=Outcome(
             cost_s=2.6e-3,
