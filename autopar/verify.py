@@ -450,7 +450,7 @@ def _budget(told: Verification) -> RenderableType:
 
 
 def _collectives(matches: Sequence[CollectiveMatch]) -> RenderableType:
-    table = _table("collective", "predicted", "compiled", "measured", "off", "", "what for")
+    table = _table("collective", "predicted", "compiled", "off", "", "what for")
     for one in matches:
         table.add_row(
             Text(f"{one.name}, between hosts" if one.crosses_hosts else one.name),
