@@ -155,6 +155,13 @@ def test_bytes_decide_and_paths_break_ties() -> None:
     assert not told.predicted_left
 
 
+def test_an_input_that_xla_names_is_found_in_the_cause() -> None:
+    """A parameter is gathered before any module reads it; XLA names the argument then."""
+    found = [reduced(name, 4e6, op_name=f"args[0].params[\\'{name}\\'][\\'kernel\\']") for name in ("b", "a")]
+    uses = [replace(at(f"M/{n}", 4e6), cause=f"gather `state/params/{n}/kernel` for use") for n in ("a", "b")]
+    assert paired(found, uses).predicted == {0: (1,), 1: (0,)}
+
+
 def test_one_that_xla_concatenated_answers_all_that_are_in_it() -> None:
     """The parts are known for one, and not for the other, whose total is a little padded."""
     merged = "jit(run)/transpose(jvp(M))/(a/dot_general:b/dot_general)"
