@@ -132,6 +132,18 @@ class Compiler:
         """XLA_FLAGS of the process. Kernels can be tried out on GPUs that are here, and are."""
         return (*own_flags(os.environ.get("XLA_FLAGS", "")), *(FLAGS if self._platform is None else SCHEDULER_FLAGS))
 
+    def check_may_run(self) -> None:
+        """Refuse to run anything where no device is looked for: before planning, which may take long.
+
+        Raises:
+            VerifyError: there seem to be no GPUs here.
+        """
+        if self._platform is None:
+            raise VerifyError(
+                "to run the step takes GPUs on this machine, and there are none: no /dev/nvidia*, or JAX_PLATFORMS or"
+                " CUDA_VISIBLE_DEVICES forbids them; leave out --run (run=True) to compile for GPUs that are not there"
+            )
+
     def is_present(self, profile: HardwareProfile, num_devices: int, num_hosts: int) -> bool:
         """Whether the devices to compile for are here. From then on, if not, others are compiled for."""
         if self._platform is None:
