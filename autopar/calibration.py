@@ -98,6 +98,7 @@ def profile_table(calibration: Calibration, name: str) -> dict[str, Any]:
         "compute": _compute(calibration),
         "memory": _memory(calibration),
         "links": {"host": _host_link(calibration), "network": _network_link(calibration)},
+        "storage": _storage(calibration),
         "collectives": _collectives(calibration),
     }
     if base.xla_target is not None:
@@ -133,6 +134,7 @@ def _host_link(calibration: Calibration) -> dict[str, Any]:
     base, block, link = calibration.base, _Block(calibration, "links.host"), calibration.fit_of(_LINK)
     block.add("bytes_per_s", calibration.rate(_LINK, "bytes"), base.host_link.bytes_per_s)
     block.add("latency_s", link and link.seconds_per["hops"], base.host_link.latency_s)
+    block.table["kind"] = base.host_link_kind
     block.add("devices_per_host", None, base.devices_per_host)
     return block.done([_LINK])
 
@@ -141,6 +143,13 @@ def _network_link(calibration: Calibration) -> dict[str, Any]:
     base, block = calibration.base, _Block(calibration, "links.network")
     block.add("bytes_per_s", None, base.network_link.bytes_per_s)
     block.add("latency_s", None, base.network_link.latency_s)
+    return block.done([])
+
+
+def _storage(calibration: Calibration) -> dict[str, Any]:
+    base, block = calibration.base, _Block(calibration, "storage")
+    block.add("read_bytes_per_s", None, base.storage_read_bytes_per_s)
+    block.add("write_bytes_per_s", None, base.storage_write_bytes_per_s)
     return block.done([])
 
 

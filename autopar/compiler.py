@@ -141,6 +141,18 @@ class Compiler:
             own_options = (f"{_GPUS_PER_HOST_FLAG}{self._per_host}",)
         return (*own, *(FLAGS if self._platform is None else SCHEDULER_FLAGS), *own_options)
 
+    def check_may_run(self) -> None:
+        """Refuse to run anything where no device is looked for: before planning, which may take long.
+
+        Raises:
+            VerifyError: there seem to be no GPUs here.
+        """
+        if self._platform is None:
+            raise VerifyError(
+                "to run the step takes GPUs on this machine, and there are none: no /dev/nvidia*, or JAX_PLATFORMS or"
+                " CUDA_VISIBLE_DEVICES forbids them; leave out --run (run=True) to compile for GPUs that are not there"
+            )
+
     def is_present(self, profile: HardwareProfile, num_devices: int, num_hosts: int) -> bool:
         """Whether the devices to compile for are here. From then on, if not, others are compiled for."""
         if self._platform is None:

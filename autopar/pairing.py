@@ -20,6 +20,8 @@ from autopar.plan import CollectiveUse
 #: Relative difference of bytes that is none: XLA pads a little when it combines.
 TOLERANCE = 0.02
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)$")
+_ARGUMENT = re.compile(r"^\w+\[\d+\](.*)$")
+_NAME = re.compile(r"[\w\-]+")
 
 
 @dataclass(slots=True)
@@ -65,7 +67,7 @@ def pair(found: Sequence[Collective], uses: Sequence[tuple[int, CollectiveUse]],
         for position, one in enumerate(found)
         for size in one.parts(num_devices)
     ]
-    wanted = [Share(position, use.num_bytes, (use.path,)) for position, use in uses]
+    wanted = [Share(position, use.num_bytes, (use.path, *_inputs_named(use.cause))) for position, use in uses]
     members: dict[int, list[int]] = defaultdict(list)
 
     def note(part: Share, use: Share) -> None:
@@ -153,9 +155,14 @@ def module_paths(op_name: str) -> tuple[str, ...]:
 
     >>> module_paths("jit(run)/transpose(jvp(MLP))/(a/dot_general:b/(c/add:d/add))")
     ('MLP/a', 'MLP/b/c', 'MLP/b/d')
+    >>> module_paths("args[0].params[\\'Dense_0\\'][\\'kernel\\']")  # an input, as XLA names it
+    ('params/Dense_0/kernel',)
     """
     found: dict[str, None] = {}
     for name in _expand(op_name):
+        if argument := _ARGUMENT.match(name):
+            found["/".join(_NAME.findall(argument[1]))] = None
+            continue
         names = [_without_transforms(part) for part in name.split("/")[:-1] if not part.startswith("jit(")]
         found["/".join(filter(None, names))] = None
     return tuple(found)
@@ -168,11 +175,16 @@ def describe_origin(op_name: str) -> str:
     'MLP/*'
     """
     paths = module_paths(op_name)
-    if len(paths) == 1 and "/(" not in op_name and not op_name.startswith("("):
+    if len(paths) == 1 and not _ARGUMENT.match(op_name) and "/(" not in op_name and not op_name.startswith("("):
         return op_name.split("/", 1)[1] if op_name.startswith("jit(") and "/" in op_name else op_name
     levels = zip(*(path.split("/") for path in paths), strict=False)  # as deep as the shallowest
     common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels)]
     return "/".join([*common, "*"] if len(paths) > 1 else common)
+
+
+def _inputs_named(cause: str) -> list[str]:
+    """Paths in a decision's words, without the argument, whose name XLA does not know."""
+    return [path.split("/", 1)[1] for path in re.findall(r"`([^`]+)`", cause) if "/" in path]
 
 
 def _expand(name: str) -> list[str]:

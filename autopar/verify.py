@@ -216,8 +216,13 @@ def verify(
     started = time.perf_counter()
     # Before planning, which may take long: it is getting ready meanwhile.
     with Compiler() if compiler is None else nullcontext(compiler) as compiler:
-        if isinstance(step, ParallelStep) and plan is None and not options:
-            parallel, options = step, step.options
+        if run:
+            compiler.check_may_run()
+        whole = step if isinstance(step, ParallelStep) and plan is None and not options else None
+        if whole is not None:
+            options = whole.options
+        if whole is not None and (hosts is None or whole.is_fixed):
+            parallel = whole
         else:
             function = step.__wrapped__ if isinstance(step, ParallelStep) else step  # type: ignore[attr-defined]
             if hosts is not None and plan is None:
@@ -450,7 +455,7 @@ def _budget(told: Verification) -> RenderableType:
 
 
 def _collectives(matches: Sequence[CollectiveMatch]) -> RenderableType:
-    table = _table("collective", "predicted", "compiled", "measured", "off", "", "what for")
+    table = _table("collective", "predicted", "compiled", "off", "", "what for")
     for one in matches:
         table.add_row(
             Text(f"{one.name}, between hosts" if one.crosses_hosts else one.name),

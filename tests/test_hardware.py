@@ -56,6 +56,9 @@ def test_units_are_sane(name: str):
         assert 1e-7 <= link.latency_s <= 1e-3
     assert p.network_link.bytes_per_s < p.host_link.bytes_per_s
     assert p.devices_per_host >= 8
+    assert p.host_link_kind in hardware.LINK_KINDS
+    assert (p.host_link_kind == "memory") == (p.platform == "cpu")
+    assert 1e8 <= p.storage_write_bytes_per_s <= p.storage_read_bytes_per_s <= 1e12
     assert 1e-6 <= p.collective_launch_s <= 1e-3
     assert p.combine_threshold_bytes >= 1e6
 
@@ -63,7 +66,7 @@ def test_units_are_sane(name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_block_has_a_source_and_a_date(name: str):
     sources = hardware.load(name).sources
-    assert set(sources) == {"compute", "memory", "links.host", "links.network", "collectives"}
+    assert set(sources) == {"compute", "memory", "links.host", "links.network", "storage", "collectives"}
     assert all(re.search(r"\w{4}.* \(\d{4}-\d\d-\d\d\)$", source) for source in sources.values())
 
 
@@ -216,6 +219,8 @@ def test_a_missing_block_is_named_by_its_first_key(tmp_path: Path):
         ("usable_fraction", "75", "`memory.usable_fraction` must be a number above 0 and at most 1; got 75"),
         ("device_kinds", '"cpu"', "`device_kinds` must be a list of texts; got 'cpu'"),
         ("description", '""', "`description` must be text; got ''"),
+        ("kind", '"rope"', "`links.host.kind` must be one of nvswitch, nvlink, pcie, memory; got 'rope'"),
+        ("read_bytes_per_s", "0", "`storage.read_bytes_per_s` must be a number above 0; got 0"),
     ],
 )
 def test_a_senseless_value_is_named_with_its_rule(key: str, value: str, rule: str, tmp_path: Path):

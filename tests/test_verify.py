@@ -155,6 +155,13 @@ def test_bytes_decide_and_paths_break_ties() -> None:
     assert not told.predicted_left
 
 
+def test_an_input_that_xla_names_is_found_in_the_cause() -> None:
+    """A parameter is gathered before any module reads it; XLA names the argument then."""
+    found = [reduced(name, 4e6, op_name=f"args[0].params[\\'{name}\\'][\\'kernel\\']") for name in ("b", "a")]
+    uses = [replace(at(f"M/{n}", 4e6), cause=f"gather `state/params/{n}/kernel` for use") for n in ("a", "b")]
+    assert paired(found, uses).predicted == {0: (1,), 1: (0,)}
+
+
 def test_one_that_xla_concatenated_answers_all_that_are_in_it() -> None:
     """The parts are known for one, and not for the other, whose total is a little padded."""
     merged = "jit(run)/transpose(jvp(M))/(a/dot_general:b/dot_general)"
@@ -438,6 +445,9 @@ def test_hosts_decide_what_the_plan_takes_for_one_host() -> None:
     two = autopar.verify(program.step, *program.abstract_args(), hosts=2, **options)
     assert (one.topology, two.topology) == ("1x1x8", "1x2x4")
     assert two.plan.prediction.step_time_s > one.plan.prediction.step_time_s
+    decorated = autopar.parallelize(mesh="8", hardware="h100-sxm")(program.step)
+    same = autopar.verify(decorated, *program.abstract_args(), hosts=2, compiler=standin)
+    assert same.plan.prediction == two.plan.prediction
     with pytest.raises(MeshError, match="over 3 hosts"):
         autopar.verify(program.step, *program.abstract_args(), hosts=3, **options)
 
@@ -487,6 +497,17 @@ def test_other_devices_than_the_profiles_are_passed_over() -> None:
         nothing: Any = object()
         with pytest.raises(VerifyError, match=r"takes 8 'NVIDIA H100 80GB HBM3' on this machine.*of kind 'cpu'"):
             process.compile(b"", load("h100-sxm"), 8, 1, nothing)
+
+
+def test_to_run_without_gpus_is_refused_before_planning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    need_wheels()
+    target = tmp_path / "train_run.py"
+    target.write_text(TARGET)
+    monkeypatch.setattr(compiler, "_platform_here", lambda: None)
+    assert main(["verify", f"{target}:make", "--mesh", "2", "--hardware", "h100-sxm", "--run"]) == 2
+    assert "to run the step takes GPUs on this machine" in capsys.readouterr().err
 
 
 def test_gpus_are_looked_for_where_nothing_forbids_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,6 +561,7 @@ def test_a_two_layer_mlp_under_eight_gpus_that_are_not_there() -> None:
     assert not told.unpredicted
     assert told.step_time.compiled is not None
     assert 0 < told.step_time.compiled < 1
+    assert 0 < told.overhead_s < 10  # a second where the machine has nothing else to do
     assert "Verification of" in str(told)
     assert json.loads(json.dumps(told.to_json()))["topology"] == "1x1x8"
 

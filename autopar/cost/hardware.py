@@ -24,6 +24,10 @@ MATRIX_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "float8")
 #: Dtypes multiplied on the units of another.
 _RUNS_AS = {"uint8": "int8", "int4": "int8", "uint4": "int8", "complex64": "float32", "complex128": "float64"}
 
+#: What joins the devices of a host: a switch between all, links between some, the bus of the machine,
+#: or its memory, where the devices are virtual.
+LINK_KINDS = ("nvswitch", "nvlink", "pcie", "memory")
+
 _HOW_TO_ADD = "or describe yours in a TOML file (cost_models/README.md) and pass its path"
 
 
@@ -60,7 +64,9 @@ class HardwareProfile:
         hbm_bytes_per_s: device memory bandwidth, read and written bytes together.
         host_link: between devices of one host.
         network_link: between devices of different hosts.
+        host_link_kind: one of `LINK_KINDS`.
         devices_per_host: how many devices `host_link` joins.
+        storage_read_bytes_per_s, storage_write_bytes_per_s: of one host's own drives, all together.
         collective_launch_s: fixed seconds per collective.
         combine_threshold_bytes: XLA merges collectives of one kind until they reach this many
             bytes, and the merged one pays `collective_launch_s` once.
@@ -86,7 +92,10 @@ class HardwareProfile:
     hbm_bytes_per_s: float
     host_link: LinkProfile
     network_link: LinkProfile
+    host_link_kind: str
     devices_per_host: int
+    storage_read_bytes_per_s: float
+    storage_write_bytes_per_s: float
     collective_launch_s: float
     combine_threshold_bytes: int
     combined_launch_fraction: float
@@ -195,7 +204,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _profile(read: _Reader) -> HardwareProfile:
-    blocks = ("compute", "memory", "links.host", "links.network", "collectives")
+    blocks = ("compute", "memory", "links.host", "links.network", "storage", "collectives")
     return HardwareProfile(
         name=read.text("name"),
         description=read.text("description"),
@@ -210,7 +219,10 @@ def _profile(read: _Reader) -> HardwareProfile:
         hbm_bytes_per_s=read.positive("memory.hbm_bytes_per_s"),
         host_link=read.link("links.host"),
         network_link=read.link("links.network"),
+        host_link_kind=read.one_of("links.host.kind", LINK_KINDS),
         devices_per_host=read.count("links.host.devices_per_host"),
+        storage_read_bytes_per_s=read.positive("storage.read_bytes_per_s"),
+        storage_write_bytes_per_s=read.positive("storage.write_bytes_per_s"),
         collective_launch_s=read.not_negative("collectives.launch_s"),
         combine_threshold_bytes=read.count("collectives.combine_threshold_bytes"),
         combined_launch_fraction=read.fraction("collectives.combined_launch_fraction"),
@@ -257,6 +269,9 @@ class _Reader:
         return tuple(
             self._must(key, "a list of texts", lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v))
         )
+
+    def one_of(self, key: str, allowed: tuple[str, ...]) -> str:
+        return self._must(key, f"one of {', '.join(allowed)}", lambda v: v in allowed)
 
     def positive(self, key: str) -> float:
         return float(self._must(key, "a number above 0", lambda v: _is_number(v) and v > 0))
