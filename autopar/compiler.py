@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from autopar.absent import require_wheels, target_text, topology_text
 from autopar.cost.hardware import HardwareProfile
@@ -236,7 +236,7 @@ class Compiler:
                 assert pipe is not None
                 pipe.close()
 
-    def __enter__(self) -> Compiler:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

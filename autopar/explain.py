@@ -181,8 +181,9 @@ def _totals(plan: Plan) -> list[RenderableType]:
         ("optimizer state", told.optimizer_bytes),
         ("data", told.data_bytes),
         ("activations", told.activation_bytes),
-        ("outputs", told.output_bytes),
     ]
+    if told.output_bytes > 0.005 * peak:  # a loss and a few metrics are no matter
+        memory.append(("outputs", told.output_bytes))
     return [
         Text(f"Predicted step time: {human_seconds(told.step_time_s)}", "bold"),
         _inset(_bars(parts, told.step_time_s, human_seconds)),

@@ -464,7 +464,7 @@ class _Lowering:
     def _flops_per_element(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> float:
-        if node.primitive == "dot_general":
+        if node.primitive == "dot_general" or not node.results:
             return 0.0
         if node.primitive == "conv_general_dilated" and len(operands) == 2:
             kernel = operands[1][1]

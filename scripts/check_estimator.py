@@ -134,7 +134,7 @@ def cycles_table() -> Mapping[tuple[str, str], float]:
 
 # -- what a fusion reads and computes --------------------------------------------------------
 
-_ELEMENTWISE = set(
+_ELEMENTWISE = frozenset(
     [
         "abs",
         "add",

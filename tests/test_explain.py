@@ -215,11 +215,12 @@ def test_a_bare_plan_is_explained() -> None:
         assert absent not in text
 
 
-def test_hidden_communication_is_told() -> None:
+def test_only_what_nothing_hides_adds_to_the_step() -> None:
     plan = make_plan()
-    overlapped = replace(plan, prediction=replace(plan.prediction, compute_s=2.2e-3))
-    rows = [line.split() for line in str(explain(overlapped)).splitlines()]
-    assert ["overlapped", "-230", "us", "-9", "%"] in rows
+    exposed = replace(plan.prediction, step_time_s=2.0e-3, compute_s=1.9e-3, exposed_s={"all-reduce": 1e-4})
+    rows = [line.split()[:5] for line in str(explain(replace(plan, prediction=exposed))).splitlines()]
+    assert ["all-reduce", "100", "us", "5", "%"] in rows
+    assert ["compute", "1.90", "ms", "95", "%"] in rows
 
 
 def long_plan() -> Plan:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.absent import CompiledStep
+from autopar.compiler import CompiledStep
 from autopar.cost.hardware import load
 from autopar.jax_compat import module_bytes
 from autopar.mesh import parse_mesh
@@ -219,7 +219,7 @@ def test_a_compile_is_kept_and_found(tmp_path: Path) -> None:
         step_time_s=None,
         exposed_s={"all-reduce": 1e-3},
         compile_s=4,
-        process_s=5,
+        hosts=(0, 0),
         flags=("--a",),
         hlo_text="HloModule m",
     )
