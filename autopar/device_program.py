@@ -59,7 +59,8 @@ class Op:
         payload_bytes: of a collective, by the convention of `cost.collectives`.
         combinable: whether XLA merges it with its like.
         unpriced: XLA's estimator takes it for free (a Triton normalisation, a copy, a sort).
-        reread_bytes: what it reads again, out of a cache.
+        reread_bytes, broadcast_bytes: what it reads again, out of a cache: of large operands, and of those
+            under a quarter of a MiB.
         num_blocks: thread blocks it runs in, where they are too few for the whole device; 0: enough.
     """
 
@@ -79,6 +80,7 @@ class Op:
     combinable: bool = False
     unpriced: bool = False
     reread_bytes: float = 0.0
+    broadcast_bytes: float = 0.0
     num_blocks: float = 0.0
 
 

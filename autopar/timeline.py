@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.cost.kernels import op_seconds
+from autopar.cost.kernels import is_small, op_seconds
 from autopar.device_program import DeviceProgram, Op
 from autopar.mesh import MeshShape
 
@@ -235,7 +235,7 @@ class _Nodes:
             if op.kind != "collective":
                 nodes._add("", seconds, 0.0, "", waits_for)
             elif seconds > 0:
-                small = profile.xla_estimator is not None and _is_one_kernel(op, mesh, profile)
+                small = profile.xla_estimator is not None and is_small(op, mesh, profile.xla_estimator)
                 resource = "kernel" if small else "library"
                 nodes._add(op.collective, issue_s, 0.0, resource, waits_for, start=True)
                 nodes._add(op.collective, issue_s, seconds, resource, [len(nodes.kinds) - 1], end=True)
@@ -262,12 +262,6 @@ class _Nodes:
         self.waits_for.append(waits_for)
         self.is_start.append(start)
         self.is_end.append(end)
-
-
-def _is_one_kernel(op: Op, mesh: MeshShape, profile: HardwareProfile) -> bool:
-    assert profile.xla_estimator is not None
-    most = profile.xla_estimator.small_all_reduce.max_bytes
-    return op.collective == "all-reduce" and op.payload_bytes * mesh.sizes(op.axes) <= most
 
 
 def _schedule(nodes: _Nodes) -> list[int]:

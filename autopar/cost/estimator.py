@@ -55,6 +55,8 @@ class EstimatorNetwork:
         bytes_per_s: of one device's link, headers taken off.
         latency_s: per message. chunk_s: per `chunk_bytes` begun of a message. launch_s: per collective.
         flat_s: of a collective that the formula does not cover.
+        always_flat: whether it covers none but permutes and small all-reduces, which then count as if inside
+            a host: so it is where XLA is not told how many devices a host has (`partition_size`).
     """
 
     bytes_per_s: float
@@ -63,6 +65,7 @@ class EstimatorNetwork:
     chunk_bytes: float
     launch_s: float
     flat_s: float
+    always_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,8 @@ class EstimatorProfile:
     Args:
         num_cores: streaming multiprocessors.
         memory_bytes_per_s: device memory. block_bytes_per_s: what one thread block moves at most.
-        cache_speedup: how much faster what fits the cache is read again.
+        cache_speedup, near_cache_speedup: how much faster it is read again: what fits the device's cache,
+            and what fits those of the cores.
         scalar_flops_per_s: outside matrix units.
         parallel_fraction: the part of the shorter of arithmetic and memory time that the longer hides.
         unpriced_s: a kernel that the estimator knows nothing of. custom_call_s: a library call that is
@@ -80,7 +84,8 @@ class EstimatorProfile:
         issue_s: what starting and ending a collective takes of the kernels' time.
         cycles: operations that one element of a primitive counts as; `default` for the others.
         gemms: by the dtype of operands and result alike.
-        collectives: kind, then devices, to seconds per collective, per square root of a byte, per byte.
+        collectives: kind, then devices, to seconds per collective, per square root of a byte, per byte, and
+            seconds of 1 KiB, which is a case of its own.
         source: where the numbers come from, and when.
     """
 
@@ -88,6 +93,7 @@ class EstimatorProfile:
     memory_bytes_per_s: float
     block_bytes_per_s: float
     cache_speedup: float
+    near_cache_speedup: float
     scalar_flops_per_s: float
     parallel_fraction: float
     unpriced_s: float
@@ -95,7 +101,7 @@ class EstimatorProfile:
     issue_s: float
     cycles: Mapping[str, float] = field(hash=False)
     gemms: Mapping[str, GemmFit] = field(hash=False)
-    collectives: Mapping[str, Mapping[int, tuple[float, float, float]]] = field(hash=False)
+    collectives: Mapping[str, Mapping[int, tuple[float, float, float, float]]] = field(hash=False)
     small_all_reduce: SmallAllReduce
     network: EstimatorNetwork
     devices_per_host: int
@@ -115,7 +121,7 @@ def read_estimator(table: Mapping[str, Any], num_cores: int, devices_per_host: i
         cycles=dict(table["cycles"]),
         gemms={dtype: GemmFit(**fit) for dtype, fit in table["gemms"].items()},
         collectives={
-            kind: {int(devices): (fit[0], fit[1], fit[2]) for devices, fit in fits.items()}
+            kind: {int(devices): (fit[0], fit[1], fit[2], fit[3]) for devices, fit in fits.items()}
             for kind, fits in table["collectives"].items()
         },
         small_all_reduce=SmallAllReduce(**table["small_all_reduce"]),
