@@ -37,8 +37,9 @@ DTYPES = {
     "float32": ("f32xf32->f32", 4, 4),
     "float8": ("f8e4m3fnxf8e4m3fn->bf16", 1, 2),
 }
-#: The table's first row is set apart: it is several times dearer than the next, as if the links had to wake.
-TINY_BYTES = 1 << 10
+#: The smallest collectives are set apart, each kind's mean for both sizes: they are all latency, and mostly noise. The
+#: table's first row is several times dearer than the next, as if the links had to wake.
+TINY_BYTES, SMALL_BYTES = 1 << 10, 16 << 10
 GEMM_TERMS = {
     "launch": "launch_s",
     "flops": "s_per_flop",
@@ -167,24 +168,24 @@ def gemm_samples(rows: Sequence[Gemm], dtype: str, num_cores: int) -> list[Sampl
 
 
 def collective_samples(rows: Sequence[Collective]) -> dict[tuple[str, int], list[Sample]]:
-    """What `kernels.collective_seconds` counts of each row but the tiny, by kind and devices.
+    """What `kernels.collective_seconds` counts of each row but the smallest, by kind and devices.
 
     Permutes are measured over 4 and 8 pairs; the devices of the ring do not matter to XLA, so all are one.
     """
     groups = defaultdict(list)
     for row in rows:
-        if TINY_BYTES < row.num_bytes <= 1 << 30:
+        if SMALL_BYTES < row.num_bytes <= 1 << 30:
             key = _group(row)
             counts = {"launch": 1.0, "root bytes": math.sqrt(row.num_bytes), "bytes": float(row.num_bytes)}
             groups[key].append(Sample(f"{key[0]} {key[1]}", str(row.num_bytes), counts, row.seconds))
     return dict(groups)
 
 
-def tiny_seconds(rows: Sequence[Collective]) -> dict[tuple[str, int], float]:
-    """The table's first row, by kind and devices."""
+def small_seconds(rows: Sequence[Collective], least: int, most: int) -> dict[tuple[str, int], float]:
+    """The mean of the rows of these sizes, by kind and devices."""
     groups = defaultdict(list)
     for row in rows:
-        if row.num_bytes == TINY_BYTES:
+        if least <= row.num_bytes <= most:
             groups[_group(row)].append(row.seconds)
     return {key: sum(seconds) / len(seconds) for key, seconds in groups.items()}
 
@@ -212,13 +213,15 @@ def main() -> None:
                 print(f"{key} = {found.seconds_per[term]:.4g}")
         print("[xla_estimator.collectives]")
         measured = read_collectives(binary, collectives)
-        groups, tiny = collective_samples(measured), tiny_seconds(measured)
+        groups = collective_samples(measured)
+        tiny = small_seconds(measured, 0, TINY_BYTES)
+        small = small_seconds(measured, TINY_BYTES + 1, SMALL_BYTES)
         by_kind = defaultdict(dict)
         for (kind, num_devices), samples in sorted(groups.items()):
             found = _fit(samples, COLLECTIVE_TERMS)
             lines.append(_row(profile, found))
             coefficients = [found.seconds_per[term] for term in COLLECTIVE_TERMS]
-            by_kind[kind][num_devices] = [*coefficients, tiny[kind, num_devices]]
+            by_kind[kind][num_devices] = [*coefficients, small[kind, num_devices], tiny[kind, num_devices]]
         for kind, fits in by_kind.items():
             inner = ", ".join(f"{n} = [{', '.join(f'{c:.4g}' for c in each)}]" for n, each in fits.items())
             print(f"{kind} = {{ {inner} }}")

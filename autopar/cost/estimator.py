@@ -31,6 +31,22 @@ class GemmFit:
     s_per_wave: float
 
 
+@dataclass(frozen=True, slots=True)
+class CollectiveFit:
+    """Seconds of one collective inside a host: a sum of terms, but for the smallest.
+
+    Args:
+        launch_s: always. s_per_root_byte: per square root of a byte. s_per_byte: per byte.
+        small_s: of 2 to 16 KiB. tiny_s: of 1 KiB, which is dearer in XLA's table.
+    """
+
+    launch_s: float
+    s_per_root_byte: float
+    s_per_byte: float
+    small_s: float
+    tiny_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallAllReduce:
     """The one-kernel all-reduce that XLA writes itself inside a host.
@@ -84,8 +100,7 @@ class EstimatorProfile:
         issue_s: what starting and ending a collective takes of the kernels' time.
         cycles: operations that one element of a primitive counts as; `default` for the others.
         gemms: by the dtype of operands and result alike.
-        collectives: kind, then devices, to seconds per collective, per square root of a byte, per byte, and
-            seconds of 1 KiB, which is a case of its own.
+        collectives: kind, then devices, to the fit.
         source: where the numbers come from, and when.
     """
 
@@ -101,7 +116,7 @@ class EstimatorProfile:
     issue_s: float
     cycles: Mapping[str, float] = field(hash=False)
     gemms: Mapping[str, GemmFit] = field(hash=False)
-    collectives: Mapping[str, Mapping[int, tuple[float, float, float, float]]] = field(hash=False)
+    collectives: Mapping[str, Mapping[int, CollectiveFit]] = field(hash=False)
     small_all_reduce: SmallAllReduce
     network: EstimatorNetwork
     devices_per_host: int
@@ -121,7 +136,7 @@ def read_estimator(table: Mapping[str, Any], num_cores: int, devices_per_host: i
         cycles=dict(table["cycles"]),
         gemms={dtype: GemmFit(**fit) for dtype, fit in table["gemms"].items()},
         collectives={
-            kind: {int(devices): (fit[0], fit[1], fit[2], fit[3]) for devices, fit in fits.items()}
+            kind: {int(devices): CollectiveFit(*fit) for devices, fit in fits.items()}
             for kind, fits in table["collectives"].items()
         },
         small_all_reduce=SmallAllReduce(**table["small_all_reduce"]),

@@ -37,7 +37,7 @@ from functools import lru_cache
 from operator import truediv
 
 from autopar.cost.collectives import collective_time
-from autopar.cost.estimator import EstimatorProfile, GemmFit
+from autopar.cost.estimator import CollectiveFit, EstimatorProfile, GemmFit
 from autopar.cost.hardware import HardwareProfile
 from autopar.device_program import Gemm, Op
 from autopar.mesh import MeshShape
@@ -50,6 +50,7 @@ _BATCH_RANGE, _DIM_RANGE = (1, 4), (256, 4096)
 _TILE = 128 * 128
 #: Bytes of the collectives in XLA's table.
 _PAYLOAD_RANGE = (1 << 10, 1 << 30)
+_SMALL_BYTES = 16 << 10
 
 
 def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
@@ -218,10 +219,18 @@ def collective_seconds(
         phase = (devices - 1) / devices * num_bytes / small.bytes_per_s + small.barrier_s
         return traffic + small.launch_s + 2 * phase
     fits = estimator.collectives[kind]
-    launch, per_root, per_byte, tiny = fits[min(fits, key=lambda measured: abs(math.log(measured / devices)))]
+    fit = fits[min(fits, key=lambda measured: abs(math.log(measured / devices)))]
     nearest = min(max(_nearest_power(num_bytes), _PAYLOAD_RANGE[0]), _PAYLOAD_RANGE[1])
-    measured = launch + per_root * math.sqrt(nearest) + per_byte * nearest
-    return num_bytes / nearest * (tiny if nearest == _PAYLOAD_RANGE[0] else measured)
+    return num_bytes / nearest * _measured_collective(fit, nearest)
+
+
+def _measured_collective(fit: CollectiveFit, num_bytes: int) -> float:
+    """Seconds of a collective that is in XLA's table."""
+    if num_bytes <= _PAYLOAD_RANGE[0]:
+        return fit.tiny_s
+    if num_bytes <= _SMALL_BYTES:
+        return fit.small_s
+    return fit.launch_s + fit.s_per_root_byte * math.sqrt(num_bytes) + fit.s_per_byte * num_bytes
 
 
 def is_small(op: Op, mesh: MeshShape, estimator: EstimatorProfile) -> bool:
