@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-OpKind = Literal["gemm", "convolution", "fusion", "collective"]
+#: A `view` gives what it reads another name or shape, for nothing; a program may go without.
+OpKind = Literal["gemm", "convolution", "fusion", "collective", "view"]
 
 
 @dataclass(frozen=True, slots=True)

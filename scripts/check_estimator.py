@@ -217,16 +217,20 @@ def device_program(text: str, mesh: MeshShape) -> DeviceProgram:
     """XLA's scheduled program as operations over buffers."""
     computations, entry = read_text(text)
     buffer_of = {name: i for i, name in enumerate(entry)}
-    buffers, ops, through = [], [], {}
+    buffers: list[Buffer] = []
+    ops: list[Op] = []
+    through: dict[str, tuple[int, ...]] = {}
     for name, one in entry.items():
         buffers.append(Buffer(one.num_bytes, buffer_of[name], one.opcode == "parameter", one.root))
-        if one.opcode in _FREE or one.opcode.endswith("-done"):
-            # What only renames, or ends what was started, is its operands.
-            through[name] = list(dict.fromkeys(b for o in one.operands for b in through.get(o, ())))
-            continue
         reads = tuple(dict.fromkeys(b for o in one.operands for b in through.get(o, ())))
+        if one.opcode == "parameter" or one.opcode.endswith("-done"):
+            through[name] = reads  # what ends a collective is the collective
+            continue
+        through[name] = (buffer_of[name],)
+        if one.opcode in _FREE:
+            ops.append(Op("view", buffer_of[name], reads, through[name], 0.0, 0.0))
+            continue
         ops.append(_op(one, reads, buffer_of[name], entry, computations, mesh))
-        through[name] = [buffer_of[name]]
     return DeviceProgram(tuple(ops), tuple(buffers))
 
 

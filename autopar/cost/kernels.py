@@ -60,6 +60,8 @@ def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
         profile: without `xla_estimator`, the device's own rates are used.
     """
     estimator = profile.xla_estimator
+    if op.kind == "view":
+        return 0.0
     if op.kind == "collective":
         if estimator is None:
             return collective_time(op.collective, op.payload_bytes, op.axes, mesh, profile)
