@@ -75,7 +75,7 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
             result = _result_bytes(program.ops[i], mesh)
             if size + result > profile.combine_threshold_bytes and joined:
                 break
-            if joined and any(i in below[j] for j in joined):
+            if any(i in below[j] or j in below[i] for j in joined):
                 break
             joined.append(i)
             size += result
