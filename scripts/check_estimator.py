@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import math
 import mmap
@@ -21,8 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from fit_xla_tables import plugin
+from fit_xla_tables import ACCURACY, plugin, write_section
 
 from autopar.cost.hardware import HardwareProfile, load
 from autopar.cost.kernels import column_blocks
@@ -31,6 +33,14 @@ from autopar.hlo_places import mesh_axes, read_groups
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.timeline import Timeline, simulate
 
+HEADING = "## XLA's estimate of compiled programs"
+ABOUT = (
+    "XLA's compiled H100 programs of real models (`benchmarks/proof.py`), read back and timed by `timeline.simulate`",
+    "(`scripts/check_estimator.py`), beside XLA's own estimate of them. No planning is in it, so the difference is",
+    "pricing and scheduling alone. Nothing is fitted to these programs. 16 GPUs are two hosts.",
+    "",
+)
+HEAD = ("| program | XLA, ms | ours, ms | off |", "|---|---|---|---|")
 CACHE = Path.home() / ".cache" / "autopar-proof"
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -49,7 +59,7 @@ _CYCLE_DTYPE = {
     "s8": "S8",
 }
 _FREE = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant", "partition-id", "replica-id", "iota"}
-_L1_BYTES, _L2_BYTES = 1 << 18, 52428800
+_L1_BYTES, _L2_BYTES = 132 * 2048, 52428800  # of an H100, by the estimator
 
 
 @dataclass(slots=True)
@@ -261,7 +271,7 @@ def _op(
     return Op("fusion", unpriced=True, **priced)
 
 
-def _collective(kind: Instruction, issued: Instruction, common: dict, read: float, mesh: MeshShape) -> Op:
+def _collective(kind: Instruction, issued: Instruction, common: dict[str, Any], read: float, mesh: MeshShape) -> Op:
     found = _KIND.fullmatch(kind.opcode)
     assert found is not None
     name, started = found[1], found[2]
@@ -292,7 +302,11 @@ def _gemm(dot: Instruction, inside: Computation, fusion: Instruction) -> Gemm:
 
 
 def _fusion(
-    one: Instruction, inside: Computation, computations: Mapping[str, Computation], entry: Computation, common: dict
+    one: Instruction,
+    inside: Computation,
+    computations: Mapping[str, Computation],
+    entry: Computation,
+    common: dict[str, Any],
 ) -> Op:
     flops, used = fusion_work(inside, computations)
     read = again = near = 0.0
@@ -357,23 +371,60 @@ def _column_blocks(inside: Computation) -> float:
 # -- the table -------------------------------------------------------------------------------
 
 
-def check(
-    name: str, text: str, told: Mapping[str, float], mesh: MeshShape, profile: HardwareProfile
-) -> tuple[str, float, Timeline]:
-    """A row of the table, our seconds over XLA's, and our timeline."""
-    start = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One program: seconds by XLA and by us, and how long ours took."""
+
+    case: str
+    told: Mapping[str, Any]
+    ours: Timeline
+    num_ops: int
+    took_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours.step_time_s / self.told["step_time_s"]
+
+    @property
+    def row(self) -> str:
+        """Of the printed table; exposed collectives above 50 us."""
+        theirs, ours = (
+            ", ".join(f"{kind} {seconds * 1e3:.2f}" for kind, seconds in exposed.items() if seconds > 5e-5)
+            for exposed in (dict(self.told.get("exposed_s", {})), self.ours.exposed_s)
+        )
+        return f"{self.short_row} {theirs} | {ours} | {self.num_ops} ops in {self.took_s:.1f} s |"
+
+    @property
+    def short_row(self) -> str:
+        told, ours = self.told["step_time_s"] * 1e3, self.ours.step_time_s * 1e3
+        return f"| {self.case} | {told:.2f} | {ours:.2f} | {self.ratio - 1:+.1%} |"
+
+
+def check(case: str, text: str, told: Mapping[str, Any], mesh: MeshShape, profile: HardwareProfile) -> Checked:
+    """Price and schedule XLA's program."""
     program = device_program(text, mesh)
-    read_s = time.perf_counter() - start
+    start = time.perf_counter()
     ours = simulate(program, mesh, profile)
-    took = time.perf_counter() - start - read_s
-    ratio = ours.step_time_s / told["step_time_s"]
-    exposed = ", ".join(f"{k} {s * 1e3:.2f}" for k, s in ours.exposed_s.items() if s > 5e-5)
-    theirs = ", ".join(f"{k} {s * 1e3:.2f}" for k, s in dict(told.get("exposed_s", {})).items() if s > 5e-5)
-    row = f"| {name} | {told['step_time_s'] * 1e3:.2f} | {ours.step_time_s * 1e3:.2f} | {ratio - 1:+.1%} | {theirs} | {exposed} | {len(program.ops)} ops, {took:.1f} s |"
-    return row, ratio, ours
+    return Checked(case, told, ours, len(program.ops), time.perf_counter() - start)
 
 
-def collected(index: Path, skip: Iterable[str]) -> Iterable[tuple[str, str, dict, MeshShape]]:
+def kendall_tau(found: Sequence[Checked]) -> float:
+    """Agreement in order of all pairs of plans of one model for as many devices: 1 for all, -1 for none."""
+    score = pairs = 0
+    for one, other in itertools.combinations(found, 2):
+        alike = one.case.split("/")[0] == other.case.split("/")[0]
+        if alike and _num_devices(one.case) == _num_devices(other.case):
+            theirs = one.told["step_time_s"] - other.told["step_time_s"]
+            score += 1 if theirs * (one.ours.step_time_s - other.ours.step_time_s) > 0 else -1
+            pairs += 1
+    return score / pairs if pairs else 1.0
+
+
+def _num_devices(case: str) -> int:
+    return parse_mesh(case.split("@")[1]).num_devices
+
+
+def collected(index: Path, skip: Iterable[str]) -> Iterable[tuple[str, str, dict[str, Any], MeshShape]]:
     """Cases of the index whose program is there."""
     for line in index.read_text(encoding="utf-8").splitlines()[1:]:
         case, key = line.split("\t")[:2]
@@ -385,28 +436,37 @@ def collected(index: Path, skip: Iterable[str]) -> Iterable[tuple[str, str, dict
 
 
 def main() -> None:
-    """Print the table, the mean and the worst error."""
+    """Print the table, the mean and the worst error, and the agreement in order."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--index", type=Path, default=CACHE / "index.tsv")
     parser.add_argument("--hardware", default="h100-sxm")
     parser.add_argument("--skip", nargs="*", default=[], help="models to leave out, e.g. those held out")
-    parser.add_argument("--flat", action="store_true", help="XLA was not told partition_size: 5 ms between hosts")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--write", action="store_true", help="renew the section of cost_models/accuracy.md")
     options = parser.parse_args()
-    print("| case | XLA ms | ours ms | off | XLA exposed | ours exposed | |\n|---|---|---|---|---|---|---|")
-    ratios = []
     profile = load(options.hardware)
-    assert profile.xla_estimator is not None
-    if options.flat:
-        flat = replace(profile.xla_estimator.network, always_flat=True)
-        profile = replace(profile, xla_estimator=replace(profile.xla_estimator, network=flat))
+    print("| case | XLA ms | ours ms | off | XLA exposed | ours exposed | |\n|---|---|---|---|---|---|---|")
+    found = []
     for case, text, told, mesh in collected(options.index, options.skip):
         if options.only in case and told.get("step_time_s"):
-            row, ratio, _ = check(case, text, told, mesh, profile)
-            ratios.append(ratio)
-            print(row, flush=True)
-    errors = [abs(ratio - 1) for ratio in ratios]
-    print(f"{len(errors)} programs: mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}")
+            informed = any("partition_size" in flag for flag in told.get("flags", ()))
+            found.append(check(case, text, told, mesh, profile if informed else uninformed(profile)))
+            print(found[-1].row, flush=True)
+    errors = [abs(one.ratio - 1) for one in found]
+    summary = (
+        f"{len(errors)} programs: mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}, Kendall's tau"
+        f" {kendall_tau(found):.2f} among the plans of a model for as many GPUs."
+    )
+    print(summary)
+    if options.write:
+        write_section(ACCURACY, HEADING, [*ABOUT, summary, "", *HEAD, *(one.short_row for one in found)])
+
+
+def uninformed(profile: HardwareProfile) -> HardwareProfile:
+    """The profile for programs compiled without `partition_size`: XLA has one price between hosts then."""
+    assert profile.xla_estimator is not None
+    flat = replace(profile.xla_estimator.network, always_flat=True)
+    return replace(profile, xla_estimator=replace(profile.xla_estimator, network=flat))
 
 
 if __name__ == "__main__":

@@ -242,31 +242,27 @@ def _row(profile: str, of: Fit) -> str:
 
 
 def _write(lines: Sequence[str]) -> None:
-    text = ACCURACY.read_text(encoding="utf-8")
-    start = text.find(HEADING)
-    if start < 0:
-        start, end = len(text), len(text)
-    else:
-        end = text.find("\n## ", start + 1)
-        end = len(text) if end < 0 else end + 1
-    section = "\n".join(
-        [
-            HEADING,
-            "",
-            "Not what a GPU takes, but what XLA's scheduler believes it takes: the `[xla_estimator]` of the profiles, fitted",
-            f"to the tables of measured products and collectives in the CUDA plugin of JAX {version('jaxlib')}",
-            "(`scripts/fit_xla_tables.py`). Errors are of rows that the fit had not seen (5-fold cross-validation). Small",
-            "collectives are noisy in the table itself, by up to a factor of two between neighbouring sizes.",
-            "",
-            "| profile | fit | rows | mean error | worst |",
-            "|---|---|---|---|---|",
-            *lines,
-            "",
-        ]
+    about = (
+        "Not what a GPU takes, but what XLA's scheduler believes it takes: the `[xla_estimator]` of the profiles, fitted",
+        f"to the tables of measured products and collectives in the CUDA plugin of JAX {version('jaxlib')}",
+        "(`scripts/fit_xla_tables.py`). Errors are of rows that the fit had not seen (5-fold cross-validation). Neighbouring",
+        "rows of the table itself differ by up to a factor of two where collectives are small, and by half where float32",
+        "products are.",
+        "",
+        "| profile | fit | rows | mean error | worst |",
+        "|---|---|---|---|---|",
     )
-    ACCURACY.write_text(
-        text[:start].rstrip() + "\n\n" + section + ("\n" + text[end:] if end < len(text) else ""), encoding="utf-8"
-    )
+    write_section(ACCURACY, HEADING, [*about, *lines])
+
+
+def write_section(file: Path, heading: str, lines: Sequence[str]) -> None:
+    """Renew a section of a page, or add it at the end."""
+    text = file.read_text(encoding="utf-8")
+    start = text.find(heading + "\n")
+    start = len(text) if start < 0 else start
+    end = text.find("\n## ", start + 1)
+    rest = "" if end < 0 else text[end:]
+    file.write_text("\n".join([text[:start].rstrip(), "", heading, "", *lines, ""]) + rest, encoding="utf-8")
 
 
 if __name__ == "__main__":
