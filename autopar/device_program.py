@@ -11,7 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-OpKind = Literal["gemm", "convolution", "fusion", "collective", "other"]
+#: A `view` gives what it reads another name or shape, for nothing; a program may go without.
+OpKind = Literal["gemm", "convolution", "fusion", "collective", "other", "view"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class Op:
         node: the graph's node that names it: the last one it computes.
         reads, writes: positions of buffers.
         read_bytes, written_bytes: what it moves from and to device memory (a slice reads part of a buffer).
-        reread_bytes: what it reads a second time, from a cache if it fits one.
+        reread_bytes, broadcast_bytes: what it reads again, out of a cache: of large operands, and of those
+            under a quarter of a MiB.
         flops: arithmetic outside matrix units, weighted by XLA's cycles (for a convolution: inside them).
         num_nodes: how many of the graph's nodes are fused in it.
         gemm: for a matrix product.
@@ -82,6 +84,7 @@ class Op:
     payload_bytes: float = 0.0
     combinable: bool = False
     unpriced: bool = False
+    broadcast_bytes: float = 0.0
     num_blocks: float = 0.0
 
 

@@ -109,6 +109,7 @@ class Instruction:
         operands: positions of instructions, with how often each of their elements is read.
         elements, num_bytes: of the result.
         rows: for a reduction, whether it is along the innermost dims alone.
+        columns: for any other, how many elements it keeps innermost; 0 for none.
         flops: of the whole result, outside matrix units (inside them for a convolution).
     """
 
@@ -122,6 +123,7 @@ class Instruction:
     flops: float = 0.0
     reduces: float = 1.0
     rows: bool = False
+    columns: float = 0.0
     gemm: Gemm | None = None
     collective: str = ""
     axes: tuple[str, ...] = ()
@@ -297,7 +299,8 @@ class _Lowering:
             num_bytes,
             flops=points * self._flops_per_element(node, operands, shapes),
             reduces=points / max(elements, 1.0),
-            rows=kind == "reduce" and _along_rows(node.params.get("axes"), operands),
+            rows=kind == "reduce" and _kept_columns(node.params.get("axes"), operands) == 0.0,
+            columns=_kept_columns(node.params.get("axes"), operands) if kind == "reduce" else 0.0,
             gemm=self._gemm(node, operands, shapes),
             dtype=infos[0].dtype if infos else "float32",
         )
@@ -511,8 +514,10 @@ class _Lowering:
                 self.program.outputs.append(self.at[value])
 
 
-def _along_rows(axes: object, operands: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
-    if not isinstance(axes, tuple) or len(operands) != 1:
-        return False
-    rank = len(operands[0][1])
-    return sorted(axes) == list(range(rank - len(axes), rank))
+def _kept_columns(axes: object, operands: Sequence[tuple[int, tuple[int, ...]]]) -> float:
+    """How many elements a reduction keeps inside the innermost dim that it sums: 0 where that is the last."""
+    if not isinstance(axes, tuple) or len(operands) != 1 or not axes:
+        return 0.0
+    shape = operands[0][1]
+    last = max(int(axis) for axis in axes)
+    return float(math.prod(shape[last + 1 :])) if last + 1 < len(shape) else 0.0

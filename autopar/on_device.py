@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.cost.kernels import cycles
+from autopar.cost.kernels import column_blocks, cycles
 from autopar.device_program import Buffer, DeviceProgram, Op, OpKind
 from autopar.formulation import Formulation
 from autopar.fusion import Fused, fuse
 from autopar.lowering import Instruction, LocalProgram, local_program
+
+_SMALL_BYTES = 256 * 1024
 
 
 def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProfile) -> DeviceProgram:
@@ -75,11 +77,14 @@ class _Builder:
 
     def _op(self, kernel: Fused) -> Op:
         one = self.instructions[kernel.roots[0]]
-        first = again = 0.0
+        first = again = small = 0.0
         for operand, times in kernel.operands.items():
             size = self.instructions[operand].num_bytes
             first += size * min(times, 1.0)
-            again += size * max(times - 1.0, 0.0)
+            if size < _SMALL_BYTES:
+                small += size * max(times - 1.0, 0.0)
+            else:
+                again += size * max(times - 1.0, 0.0)
         written = sum(self.instructions[root].num_bytes for root in kernel.roots)
         if one.kind == "inplace":  # reads and writes what it changes, not the whole
             target = next(iter(one.operands))
@@ -92,6 +97,7 @@ class _Builder:
             writes=tuple(self.buffer_of[root] for root in kernel.roots),
             read_bytes=first,
             reread_bytes=again,
+            broadcast_bytes=small,
             written_bytes=written,
             flops=self._flops(kernel),
             num_nodes=len(kernel.members),
@@ -102,7 +108,18 @@ class _Builder:
             payload_bytes=one.payload_bytes,
             combinable=one.combinable,
             unpriced=kernel.tiled or (one.kind == "hero" and one.gemm is None),
+            num_blocks=self._num_blocks(kernel),
         )
+
+    def _num_blocks(self, kernel: Fused) -> float:
+        """Of a sum down columns, which may run in few thread blocks; else 0."""
+        sums = [one for root in kernel.roots if (one := self.instructions[root]).kind == "reduce"]
+        if not sums or not sums[0].columns or kernel.tiled:
+            return 0.0
+        one = sums[0]
+        sizes = [self.instructions[o] for o in kernel.operands if self.instructions[o].elements > 1.0]
+        itemsize = min((i.num_bytes / i.elements for i in sizes), default=4.0)
+        return column_blocks(one.reduces, one.columns, max(itemsize, 1.0), max(one.elements / one.columns, 1.0))
 
     def _flops(self, kernel: Fused) -> float:
         if self.estimator is None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.cost.kernels import op_seconds
+from autopar.cost.kernels import is_small, op_seconds
 from autopar.device_program import DeviceProgram, Op
 from autopar.mesh import MeshShape
 
@@ -75,7 +75,7 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
             result = _result_bytes(program.ops[i], mesh)
             if size + result > profile.combine_threshold_bytes and joined:
                 break
-            if joined and any(i in below[j] for j in joined):
+            if any(i in below[j] or j in below[i] for j in joined):
                 break
             joined.append(i)
             size += result
@@ -224,23 +224,26 @@ class _Nodes:
     waits_for: list[list[int]]
     is_start: list[bool]
     is_end: list[bool]
+    is_view: list[bool]
+    has_views: bool = False
 
     @classmethod
     def of(cls, ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile, issue_s: float) -> _Nodes:
-        nodes = cls([], [], [], [], [], [], [])
+        nodes = cls([], [], [], [], [], [], [], [])
         last_node: dict[int, int] = {}
+        nodes.has_views = any(op.kind == "view" for op in ops)
         for op in ops:
             seconds = op_seconds(op, mesh, profile)
             waits_for = sorted({last_node[b] for b in op.reads if b in last_node})
             if op.kind != "collective":
-                nodes._add("", seconds, 0.0, "", waits_for)
+                nodes._add("", seconds, 0.0, "", waits_for, view=op.kind == "view")
             elif seconds > 0:
-                small = profile.xla_estimator is not None and _is_one_kernel(op, mesh, profile)
+                small = profile.xla_estimator is not None and is_small(op, mesh, profile.xla_estimator)
                 resource = "kernel" if small else "library"
                 nodes._add(op.collective, issue_s, 0.0, resource, waits_for, start=True)
                 nodes._add(op.collective, issue_s, seconds, resource, [len(nodes.kinds) - 1], end=True)
             else:
-                nodes._add("", 0.0, 0.0, "", waits_for)
+                nodes._add("", 0.0, 0.0, "", waits_for, view=True)
             for buffer in op.writes:
                 last_node[buffer] = len(nodes.kinds) - 1
         return nodes
@@ -254,6 +257,7 @@ class _Nodes:
         waits_for: list[int],
         start: bool = False,
         end: bool = False,
+        view: bool = False,
     ) -> None:
         self.kinds.append(kind)
         self.costs.append(cost)
@@ -262,12 +266,7 @@ class _Nodes:
         self.waits_for.append(waits_for)
         self.is_start.append(start)
         self.is_end.append(end)
-
-
-def _is_one_kernel(op: Op, mesh: MeshShape, profile: HardwareProfile) -> bool:
-    assert profile.xla_estimator is not None
-    most = profile.xla_estimator.small_all_reduce.max_bytes
-    return op.collective == "all-reduce" and op.payload_bytes * mesh.sizes(op.axes) <= most
+        self.is_view.append(view)
 
 
 def _schedule(nodes: _Nodes) -> list[int]:
@@ -284,6 +283,12 @@ def _schedule(nodes: _Nodes) -> list[int]:
     depth = _async_depth(nodes)
     unlocks = [sum(len(readers[j]) == 1 for j in waits_for) for waits_for in nodes.waits_for]
     ends_before = [any(nodes.is_end[j] for j in waits_for) for waits_for in nodes.waits_for]
+    # Views take a turn each. Where the program has none, one is taken to stand between any two kernels, but not after
+    # those that turn arguments into operands.
+    direct = [
+        nodes.has_views or (not nodes.kinds[i] and all(nodes.is_end[j] for j in waits_for))
+        for i, waits_for in enumerate(nodes.waits_for)
+    ]
     left = [len(r) for r in readers]
     ready_at = [0.0] * count
     placed_at = [0.0] * count
@@ -297,7 +302,8 @@ def _schedule(nodes: _Nodes) -> list[int]:
     while ready:
         soonest = min((ready_at[i] for i in ready if ready_at[i] > clock), default=None)
         best, best_key = -1, ()
-        for i in ready:
+        views = [i for i in ready if nodes.is_view[i]]
+        for i in views[-1:] or ready:
             resource = nodes.resource[i]
             if nodes.is_end[i] and not free[resource]:
                 continue
@@ -332,7 +338,7 @@ def _schedule(nodes: _Nodes) -> list[int]:
             if left[j]:
                 continue
             lags = (placed_at[k] + (nodes.latency[k] or _BETWEEN_S) for k in readers[j])
-            ready_at[j] = max(clock, *lags)
+            ready_at[j] = max(clock, *lags) + (0.0 if direct[j] else _BETWEEN_S)
             ready.append(j)
             if nodes.is_end[j]:
                 queued[nodes.resource[j]] += 1

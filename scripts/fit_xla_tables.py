@@ -16,6 +16,7 @@ import importlib.util
 import math
 import mmap
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.hardware import load
 from autopar.fit import Fit, Sample, fit
 
-ACCURACY = Path(__file__).resolve().parent.parent / "cost_models" / "accuracy.md"
+MODELS = Path(__file__).resolve().parent.parent / "cost_models" / "hardware"
+ACCURACY = MODELS.parent / "accuracy.md"
 HEADING = "## XLA's latency estimator"
 #: Profile, and the names that XLA's tables have for it: of products, of collectives.
 DEVICES = {"h100-sxm": ("sm_90", "sm_90"), "b200": ("sm_100_B200", "sm_100_B200")}
@@ -36,8 +37,9 @@ DTYPES = {
     "float32": ("f32xf32->f32", 4, 4),
     "float8": ("f8e4m3fnxf8e4m3fn->bf16", 1, 2),
 }
-#: Below this many bytes a collective is all latency, and the table mostly noise.
-LEAST_BYTES = 32 << 10
+#: The smallest collectives are set apart, each kind's mean for both sizes: they are all latency, and mostly noise. The
+#: table's first row is several times dearer than the next, as if the links had to wake.
+TINY_BYTES, SMALL_BYTES = 1 << 10, 16 << 10
 GEMM_TERMS = {
     "launch": "launch_s",
     "flops": "s_per_flop",
@@ -166,17 +168,30 @@ def gemm_samples(rows: Sequence[Gemm], dtype: str, num_cores: int) -> list[Sampl
 
 
 def collective_samples(rows: Sequence[Collective]) -> dict[tuple[str, int], list[Sample]]:
-    """What `kernels.collective_seconds` counts of each row of more than `LEAST_BYTES`, by kind and devices.
+    """What `kernels.collective_seconds` counts of each row but the smallest, by kind and devices.
 
     Permutes are measured over 4 and 8 pairs; the devices of the ring do not matter to XLA, so all are one.
     """
     groups = defaultdict(list)
     for row in rows:
-        if LEAST_BYTES <= row.num_bytes <= 1 << 30:
-            key = (row.kind, 8 if row.kind == "collective-permute" else row.num_devices)
+        if SMALL_BYTES < row.num_bytes <= 1 << 30:
+            key = _group(row)
             counts = {"launch": 1.0, "root bytes": math.sqrt(row.num_bytes), "bytes": float(row.num_bytes)}
             groups[key].append(Sample(f"{key[0]} {key[1]}", str(row.num_bytes), counts, row.seconds))
     return dict(groups)
+
+
+def small_seconds(rows: Sequence[Collective], least: int, most: int) -> dict[tuple[str, int], float]:
+    """The mean of the rows of these sizes, by kind and devices."""
+    groups = defaultdict(list)
+    for row in rows:
+        if least <= row.num_bytes <= most:
+            groups[_group(row)].append(row.seconds)
+    return {key: sum(seconds) / len(seconds) for key, seconds in groups.items()}
+
+
+def _group(row: Collective) -> tuple[str, int]:
+    return row.kind, 8 if row.kind == "collective-permute" else row.num_devices
 
 
 def main() -> None:
@@ -187,8 +202,7 @@ def main() -> None:
     binary = plugin()
     lines = []
     for profile, (products, collectives) in DEVICES.items():
-        target = load(profile).xla_target
-        assert target is not None
+        target = tomllib.loads((MODELS / f"{profile}.toml").read_text(encoding="utf-8"))["xla_target"]
         print(f"# {profile}")
         rows = read_gemms(binary, products)
         for dtype in DTYPES:
@@ -198,12 +212,16 @@ def main() -> None:
             for term, key in GEMM_TERMS.items():
                 print(f"{key} = {found.seconds_per[term]:.4g}")
         print("[xla_estimator.collectives]")
-        groups = collective_samples(read_collectives(binary, collectives))
+        measured = read_collectives(binary, collectives)
+        groups = collective_samples(measured)
+        tiny = small_seconds(measured, 0, TINY_BYTES)
+        small = small_seconds(measured, TINY_BYTES + 1, SMALL_BYTES)
         by_kind = defaultdict(dict)
         for (kind, num_devices), samples in sorted(groups.items()):
             found = _fit(samples, COLLECTIVE_TERMS)
             lines.append(_row(profile, found))
-            by_kind[kind][num_devices] = [found.seconds_per[term] for term in COLLECTIVE_TERMS]
+            coefficients = [found.seconds_per[term] for term in COLLECTIVE_TERMS]
+            by_kind[kind][num_devices] = [*coefficients, small[kind, num_devices], tiny[kind, num_devices]]
         for kind, fits in by_kind.items():
             inner = ", ".join(f"{n} = [{', '.join(f'{c:.4g}' for c in each)}]" for n, each in fits.items())
             print(f"{kind} = {{ {inner} }}")
@@ -224,31 +242,27 @@ def _row(profile: str, of: Fit) -> str:
 
 
 def _write(lines: Sequence[str]) -> None:
-    text = ACCURACY.read_text(encoding="utf-8")
-    start = text.find(HEADING)
-    if start < 0:
-        start, end = len(text), len(text)
-    else:
-        end = text.find("\n## ", start + 1)
-        end = len(text) if end < 0 else end + 1
-    section = "\n".join(
-        [
-            HEADING,
-            "",
-            "Not what a GPU takes, but what XLA's scheduler believes it takes: the `[xla_estimator]` of the profiles, fitted",
-            f"to the tables of measured products and collectives in the CUDA plugin of JAX {version('jaxlib')}",
-            "(`scripts/fit_xla_tables.py`). Errors are of rows that the fit had not seen (5-fold cross-validation). Small",
-            "collectives are noisy in the table itself, by up to a factor of two between neighbouring sizes.",
-            "",
-            "| profile | fit | rows | mean error | worst |",
-            "|---|---|---|---|---|",
-            *lines,
-            "",
-        ]
+    about = (
+        "Not what a GPU takes, but what XLA's scheduler believes it takes: the `[xla_estimator]` of the profiles, fitted",
+        f"to the tables of measured products and collectives in the CUDA plugin of JAX {version('jaxlib')}",
+        "(`scripts/fit_xla_tables.py`). Errors are of rows that the fit had not seen (5-fold cross-validation). Neighbouring",
+        "rows of the table itself differ by up to a factor of two where collectives are small, and by half where float32",
+        "products are.",
+        "",
+        "| profile | fit | rows | mean error | worst |",
+        "|---|---|---|---|---|",
     )
-    ACCURACY.write_text(
-        text[:start].rstrip() + "\n\n" + section + ("\n" + text[end:] if end < len(text) else ""), encoding="utf-8"
-    )
+    write_section(ACCURACY, HEADING, [*about, *lines])
+
+
+def write_section(file: Path, heading: str, lines: Sequence[str]) -> None:
+    """Renew a section of a page, or add it at the end."""
+    text = file.read_text(encoding="utf-8")
+    start = text.find(heading + "\n")
+    start = len(text) if start < 0 else start
+    end = text.find("\n## ", start + 1)
+    rest = "" if end < 0 else text[end:]
+    file.write_text("\n".join([text[:start].rstrip(), "", heading, "", *lines, ""]) + rest, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,22 @@ class GemmFit:
     s_per_wave: float
 
 
+@dataclass(frozen=True, slots=True)
+class CollectiveFit:
+    """Seconds of one collective inside a host: a sum of terms, but for the smallest.
+
+    Args:
+        launch_s: always. s_per_root_byte: per square root of a byte. s_per_byte: per byte.
+        small_s: of 2 to 16 KiB. tiny_s: of 1 KiB, which is dearer in XLA's table.
+    """
+
+    launch_s: float
+    s_per_root_byte: float
+    s_per_byte: float
+    small_s: float
+    tiny_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallAllReduce:
     """The one-kernel all-reduce that XLA writes itself inside a host.
@@ -55,6 +71,8 @@ class EstimatorNetwork:
         bytes_per_s: of one device's link, headers taken off.
         latency_s: per message. chunk_s: per `chunk_bytes` begun of a message. launch_s: per collective.
         flat_s: of a collective that the formula does not cover.
+        always_flat: whether it covers none but permutes and small all-reduces, which then count as if inside
+            a host: so it is where XLA is not told how many devices a host has (`partition_size`).
     """
 
     bytes_per_s: float
@@ -63,6 +81,7 @@ class EstimatorNetwork:
     chunk_bytes: float
     launch_s: float
     flat_s: float
+    always_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +91,8 @@ class EstimatorProfile:
     Args:
         num_cores: streaming multiprocessors.
         memory_bytes_per_s: device memory. block_bytes_per_s: what one thread block moves at most.
-        cache_speedup: how much faster what fits the cache is read again.
+        cache_speedup, near_cache_speedup: how much faster it is read again: what fits the device's cache,
+            and what fits those of the cores.
         scalar_flops_per_s: outside matrix units.
         parallel_fraction: the part of the shorter of arithmetic and memory time that the longer hides.
         unpriced_s: a kernel that the estimator knows nothing of. custom_call_s: a library call that is
@@ -80,7 +100,7 @@ class EstimatorProfile:
         issue_s: what starting and ending a collective takes of the kernels' time.
         cycles: operations that one element of a primitive counts as; `default` for the others.
         gemms: by the dtype of operands and result alike.
-        collectives: kind, then devices, to seconds per collective, per square root of a byte, per byte.
+        collectives: kind, then devices, to the fit.
         source: where the numbers come from, and when.
     """
 
@@ -88,6 +108,7 @@ class EstimatorProfile:
     memory_bytes_per_s: float
     block_bytes_per_s: float
     cache_speedup: float
+    near_cache_speedup: float
     scalar_flops_per_s: float
     parallel_fraction: float
     unpriced_s: float
@@ -95,7 +116,7 @@ class EstimatorProfile:
     issue_s: float
     cycles: Mapping[str, float] = field(hash=False)
     gemms: Mapping[str, GemmFit] = field(hash=False)
-    collectives: Mapping[str, Mapping[int, tuple[float, float, float]]] = field(hash=False)
+    collectives: Mapping[str, Mapping[int, CollectiveFit]] = field(hash=False)
     small_all_reduce: SmallAllReduce
     network: EstimatorNetwork
     devices_per_host: int
@@ -115,7 +136,7 @@ def read_estimator(table: Mapping[str, Any], num_cores: int, devices_per_host: i
         cycles=dict(table["cycles"]),
         gemms={dtype: GemmFit(**fit) for dtype, fit in table["gemms"].items()},
         collectives={
-            kind: {int(devices): (fit[0], fit[1], fit[2]) for devices, fit in fits.items()}
+            kind: {int(devices): CollectiveFit(*fit) for devices, fit in fits.items()}
             for kind, fits in table["collectives"].items()
         },
         small_all_reduce=SmallAllReduce(**table["small_all_reduce"]),

@@ -239,7 +239,7 @@ def _estimator(read: _Reader) -> EstimatorProfile | None:
     num_cores, per_host = read.count("xla_target.core_count"), read.count("links.host.devices_per_host")
     try:
         return read_estimator(read.table["xla_estimator"], num_cores, per_host)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise HardwareError(
             f"hardware profile {read.path}: `xla_estimator` cannot be read ({error}); cost_models/README.md lists its keys"
         ) from error

@@ -34,9 +34,10 @@ from __future__ import annotations
 import itertools
 import math
 from functools import lru_cache
+from operator import truediv
 
 from autopar.cost.collectives import collective_time
-from autopar.cost.estimator import EstimatorProfile, GemmFit
+from autopar.cost.estimator import CollectiveFit, EstimatorProfile, GemmFit
 from autopar.cost.hardware import HardwareProfile
 from autopar.device_program import Gemm, Op
 from autopar.mesh import MeshShape
@@ -49,6 +50,7 @@ _BATCH_RANGE, _DIM_RANGE = (1, 4), (256, 4096)
 _TILE = 128 * 128
 #: Bytes of the collectives in XLA's table.
 _PAYLOAD_RANGE = (1 << 10, 1 << 30)
+_SMALL_BYTES = 16 << 10
 
 
 def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
@@ -58,10 +60,12 @@ def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
         profile: without `xla_estimator`, the device's own rates are used.
     """
     estimator = profile.xla_estimator
+    if op.kind == "view":
+        return 0.0
     if op.kind == "collective":
         if estimator is None:
             return collective_time(op.collective, op.payload_bytes, op.axes, mesh, profile)
-        return collective_seconds(op.collective, op.payload_bytes, op.axes, mesh, estimator)
+        return collective_seconds(op.collective, op.payload_bytes, op.axes, mesh, estimator, num_buffers=len(op.writes))
     if estimator is None:
         return _roofline(op, profile)
     if op.unpriced:
@@ -90,14 +94,35 @@ def cycles(primitive: str, dtype: str, estimator: EstimatorProfile) -> float:
 
 def fusion_seconds(op: Op, estimator: EstimatorProfile) -> float:
     """Seconds of a loop or input fusion."""
-    rate = estimator.memory_bytes_per_s
-    cache = rate * estimator.cache_speedup
+    rate, scalar = estimator.memory_bytes_per_s, estimator.scalar_flops_per_s
+    rates = (rate, rate * estimator.cache_speedup, rate * estimator.near_cache_speedup)
     if op.num_blocks:
         most = op.num_blocks * estimator.block_bytes_per_s
-        rate, cache = min(rate, most), min(cache, most)
-    memory = op.read_bytes / rate + op.reread_bytes / cache + op.written_bytes / estimator.memory_bytes_per_s
-    arithmetic = op.flops / estimator.scalar_flops_per_s
+        rates = tuple(min(each, most) for each in rates)
+        scalar *= min(1.0, op.num_blocks / estimator.num_cores)
+    reads = (op.read_bytes, op.reread_bytes, op.broadcast_bytes)
+    memory = sum(map(truediv, reads, rates)) + op.written_bytes / rate
+    arithmetic = op.flops / scalar
     return arithmetic + memory - estimator.parallel_fraction * min(arithmetic, memory)
+
+
+def column_blocks(num_rows: float, num_columns: float, itemsize: float, num_outer: float = 1.0) -> float:
+    """Thread blocks of a kernel that sums down columns: few, where there are few columns.
+
+    XLA gives a block 32 columns times the elements of 8 bytes. It cuts more than 4,096 rows into some
+    square root of as many parts first, which a second kernel adds.
+
+    Args:
+        num_rows: summed. num_columns: kept, contiguous. num_outer: kept, outside the summed.
+        itemsize: of the narrowest operand.
+
+    >>> column_blocks(2048, 1024, 4), column_blocks(2048, 1024, 2), column_blocks(8192, 768, 2)
+    (16, 8, 546)
+    """
+    wide = 32 * min(4, int(8 // max(1, itemsize)))
+    if num_rows > 4096:
+        num_outer *= math.isqrt(int(num_rows)) + (math.isqrt(int(num_rows)) ** 2 < num_rows)
+    return max(1, int(num_outer) * math.ceil(num_columns / wide))
 
 
 # -- matrix products -------------------------------------------------------------------------
@@ -182,19 +207,41 @@ def collective_seconds(
     devices = mesh.sizes(axes)
     if devices == 1 or num_bytes <= 0:
         return 0.0
+    small, network = estimator.small_all_reduce, estimator.network
+    is_one_kernel = _is_small(kind, num_bytes, devices, num_buffers, estimator)
     if _crosses_hosts(axes, mesh, estimator.devices_per_host):
-        return _between_hosts(kind, num_bytes, devices, mesh.num_devices // devices, estimator)
-    small = estimator.small_all_reduce
-    if kind == "all-reduce" and num_buffers == 1 and num_bytes * devices <= small.max_bytes:
+        if not network.always_flat:
+            return _between_hosts(kind, num_bytes, devices, mesh.num_devices // devices, estimator)
+        if not is_one_kernel and kind != "collective-permute":
+            return network.flat_s
+    if is_one_kernel:
         traffic = 2 * num_bytes / estimator.memory_bytes_per_s
         if num_bytes * devices <= small.one_shot_bytes:
             return traffic + small.launch_s + (devices - 1) * num_bytes / small.bytes_per_s + small.barrier_s
         phase = (devices - 1) / devices * num_bytes / small.bytes_per_s + small.barrier_s
         return traffic + small.launch_s + 2 * phase
     fits = estimator.collectives[kind]
-    launch, per_root, per_byte = fits[min(fits, key=lambda measured: abs(math.log(measured / devices)))]
+    fit = fits[min(fits, key=lambda measured: abs(math.log(measured / devices)))]
     nearest = min(max(_nearest_power(num_bytes), _PAYLOAD_RANGE[0]), _PAYLOAD_RANGE[1])
-    return num_bytes / nearest * (launch + per_root * math.sqrt(nearest) + per_byte * nearest)
+    return num_bytes / nearest * _measured_collective(fit, nearest)
+
+
+def _measured_collective(fit: CollectiveFit, num_bytes: int) -> float:
+    """Seconds of a collective that is in XLA's table."""
+    if num_bytes <= _PAYLOAD_RANGE[0]:
+        return fit.tiny_s
+    if num_bytes <= _SMALL_BYTES:
+        return fit.small_s
+    return fit.launch_s + fit.s_per_root_byte * math.sqrt(num_bytes) + fit.s_per_byte * num_bytes
+
+
+def is_small(op: Op, mesh: MeshShape, estimator: EstimatorProfile) -> bool:
+    """Whether XLA writes a kernel of its own for this collective: a small all-reduce, merged with no other."""
+    return _is_small(op.collective, op.payload_bytes, mesh.sizes(op.axes), len(op.writes), estimator)
+
+
+def _is_small(kind: str, num_bytes: float, devices: int, num_buffers: int, estimator: EstimatorProfile) -> bool:
+    return kind == "all-reduce" and num_buffers == 1 and num_bytes * devices <= estimator.small_all_reduce.max_bytes
 
 
 def _between_hosts(kind: str, num_bytes: float, devices: int, num_groups: int, estimator: EstimatorProfile) -> float:

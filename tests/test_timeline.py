@@ -1,0 +1,217 @@
+"""Schedules of programs made by hand: what is hidden, what is not, and what is merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.cost.hardware import load
+from autopar.device_program import Buffer, DeviceProgram, Op
+from autopar.mesh import parse_mesh
+from autopar.timeline import Timeline, merge_collectives, simulate
+
+MESH = parse_mesh("x=8")
+H100 = load("h100-sxm")
+MIB = 1 << 20
+#: A kernel of 100 microseconds, by memory alone.
+BYTES_OF_100_US = 100e-6 * 3352.32e9
+
+
+class Written:
+    """A program written down step by step; what a method returns is the buffer it wrote."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.buffers: list[Buffer] = []
+
+    def _buffer(self, **kind: bool) -> int:
+        self.buffers.append(Buffer(1.0, len(self.buffers), **kind))
+        return len(self.buffers) - 1
+
+    def argument(self) -> int:
+        return self._buffer(argument=True)
+
+    def kernel(self, *reads: int, times: float = 1.0) -> int:
+        written = self._buffer()
+        read = times * BYTES_OF_100_US
+        self.ops.append(Op("fusion", len(self.ops), reads, (written,), read, 0.0))
+        return written
+
+    def collective(self, kind: str, read: int, num_bytes: float, *, combinable: bool = False, dtype: str = "") -> int:
+        written = self._buffer()
+        self.ops.append(
+            Op(
+                "collective", len(self.ops), (read,), (written,), 0.0, 0.0, collective=kind, axes=("x",),
+                payload_bytes=num_bytes, combinable=combinable, dtype=dtype,
+            )
+        )  # fmt: skip
+        return written
+
+    def output(self, *buffers: int) -> None:
+        for buffer in buffers:
+            self.buffers[buffer] = replace(self.buffers[buffer], output=True)
+
+    @property
+    def program(self) -> DeviceProgram:
+        return DeviceProgram(tuple(self.ops), tuple(self.buffers))
+
+    def timeline(self) -> Timeline:
+        return simulate(self.program, MESH, H100)
+
+
+def alone(kind: str, num_bytes: float) -> float:
+    """Seconds of a collective with nothing beside it."""
+    program = Written()
+    program.collective(kind, program.argument(), num_bytes)
+    return program.timeline().exposed_s[kind]
+
+
+def test_kernels_add_up() -> None:
+    program = Written()
+    last = program.argument()
+    for _ in range(5):
+        last = program.kernel(last)
+    found = program.timeline()
+    assert found.step_time_s == pytest.approx(500e-6, rel=1e-6)
+    assert found.compute_s == found.step_time_s
+    assert not found.exposed_s
+
+
+def test_a_chain_hides_nothing() -> None:
+    program = Written()
+    first = program.kernel(program.argument())
+    reduced = program.collective("all-reduce", first, 100 * MIB)
+    program.kernel(reduced)
+    found = program.timeline()
+    seconds = alone("all-reduce", 100 * MIB)
+    assert found.exposed_s["all-reduce"] == pytest.approx(seconds, rel=1e-6)
+    assert found.step_time_s == pytest.approx(200e-6 + 2e-6 + seconds, rel=1e-2)
+
+
+def test_independent_kernels_hide_a_collective() -> None:
+    program = Written()
+    start = program.argument()
+    reduced = program.collective("all-reduce", program.kernel(start), 100 * MIB)
+    beside = start
+    for _ in range(8):
+        beside = program.kernel(beside)
+    program.kernel(reduced, beside)
+    found = program.timeline()
+    assert not found.exposed_s
+    assert found.step_time_s == pytest.approx(1002e-6, rel=1e-3)
+
+
+def test_what_the_kernels_do_not_cover_is_exposed() -> None:
+    program = Written()
+    start = program.argument()
+    reduced = program.collective("all-gather", program.kernel(start), 100 * MIB)
+    program.kernel(reduced, program.kernel(start))
+    found = program.timeline()
+    assert found.exposed_s["all-gather"] == pytest.approx(alone("all-gather", 100 * MIB) - 100e-6, abs=2e-6)
+
+
+def test_order_of_the_program_does_not_decide() -> None:
+    """The reader stands right after the collective, and the kernels that may hide it after the reader."""
+    program = Written()
+    start = program.argument()
+    reduced = program.collective("all-reduce", program.kernel(start), 100 * MIB)
+    reader = program.kernel(reduced)
+    beside = start
+    for _ in range(8):
+        beside = program.kernel(beside)
+    program.kernel(reader, beside)
+    assert not program.timeline().exposed_s
+
+
+def test_collectives_do_not_run_beside_each_other() -> None:
+    program = Written()
+    start = program.argument()
+    ends = [program.collective(kind, start, 100 * MIB) for kind in ("all-gather", "all-to-all")]
+    program.kernel(*ends)
+    found = program.timeline()
+    apart = alone("all-gather", 100 * MIB) + alone("all-to-all", 100 * MIB)
+    assert sum(found.exposed_s.values()) == pytest.approx(apart, rel=0.02)
+
+
+def test_small_collectives_are_merged() -> None:
+    program = Written()
+    start = program.argument()
+    ends = [program.collective("reduce-scatter", program.kernel(start), MIB, combinable=True) for _ in range(6)]
+    outputs = [program.kernel(end) for end in ends]
+    program.output(*outputs)
+    assert program.timeline().num_collectives == {"reduce-scatter": 1}
+    merged = [op for op in merge_collectives(program.program, MESH, H100) if op.kind == "collective"]
+    assert len(merged[0].writes) == 6
+    assert merged[0].payload_bytes == 6 * MIB
+
+
+def test_merging_stops_at_the_threshold_of_results() -> None:
+    def merged(kind: str, num_bytes: float) -> int:
+        program = Written()
+        start = program.argument()
+        ends = [program.collective(kind, start, num_bytes, combinable=True) for _ in range(8)]
+        program.output(*(program.kernel(end) for end in ends))
+        return program.timeline().num_collectives[kind]
+
+    assert merged("all-gather", 10 * MIB) == 3  # three of 10 MiB in 30
+    assert merged("all-gather", 40 * MIB) == 8
+    assert merged("reduce-scatter", 10 * MIB) == 1  # its results are an eighth
+
+
+def test_what_adds_is_merged_by_dtype() -> None:
+    program = Written()
+    start = program.argument()
+    ends = [
+        program.collective("all-reduce", start, MIB, combinable=True, dtype=dtype)
+        for dtype in ("float32", "bfloat16", "float32", "bfloat16")
+    ]
+    program.output(*(program.kernel(end) for end in ends))
+    assert program.timeline().num_collectives == {"all-reduce": 2}
+
+
+def test_what_waits_for_another_is_not_merged_with_it() -> None:
+    program = Written()
+    first = program.collective("all-gather", program.argument(), MIB, combinable=True)
+    second = program.collective("all-gather", program.kernel(first), MIB, combinable=True)
+    program.output(program.kernel(second))
+    assert program.timeline().num_collectives == {"all-gather": 2}
+
+
+def test_merging_makes_no_circle() -> None:
+    """a1 -> b1 and b2 -> a2: merging both pairs would make each merged one wait for the other."""
+    program = Written()
+    start = program.argument()
+    a1 = program.collective("all-gather", start, MIB, combinable=True)
+    b1 = program.collective("reduce-scatter", program.kernel(a1), MIB, combinable=True)
+    b2 = program.collective("reduce-scatter", start, MIB, combinable=True)
+    a2 = program.collective("all-gather", program.kernel(b2), MIB, combinable=True)
+    program.output(program.kernel(b1), program.kernel(a2))
+    found = program.timeline()
+    assert sum(found.num_collectives.values()) == 3
+
+
+def test_a_merged_gather_waits_for_its_last_operand() -> None:
+    """Merged, the early reduction is no longer hidden by the late kernels."""
+
+    def exposed(combinable: bool) -> float:
+        program = Written()
+        start = program.argument()
+        early = program.collective("all-reduce", start, 14 * MIB, combinable=combinable)
+        last = start
+        for _ in range(10):
+            last = program.kernel(last)
+        late = program.collective("all-reduce", last, 14 * MIB, combinable=combinable)
+        program.output(program.kernel(early), program.kernel(late))
+        return program.timeline().exposed_s["all-reduce"]
+
+    assert exposed(True) > exposed(False)
+
+
+def test_other_devices_are_timed_too() -> None:
+    program = Written()
+    program.collective("all-reduce", program.kernel(program.argument()), MIB)
+    for name in ("cpu-host", "a100-sxm-80"):
+        found = simulate(program.program, MESH, load(name))
+        assert found.step_time_s >= found.compute_s > 0
+        assert found.exposed_s
