@@ -35,14 +35,13 @@ from benchmarks.compile_cache import CompileCache, default_folder
 from benchmarks.frozen_choices import Frozen, Remembering
 from benchmarks.machine import fingerprint
 from benchmarks.models import MODELS
-from benchmarks.proof_summary import OWN, off
+from benchmarks.proof_summary import GPUS_PER_HOST, OWN, off
 
 HARDWARE = "h100-sxm"
 #: Collectives of fewer bytes on the wire are passed over where one by one they count.
 MEGABYTE = 1e6
 #: What a row depends on besides autopar, its data and this file.
 SOURCES = ("models.py", "compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py")
-GPUS_PER_HOST = 8
 #: Plans by hand do not look at memory: whether they fit is for the comparison to say.
 UNLIMITED_BYTES = 1e15
 
@@ -173,7 +172,7 @@ def prove(case: Case, cache: CompileCache | None = None, frozen: bool = False) -
 def measure(program: str) -> list[dict[str, Any]]:
     """One row per plan of a model. A case that fails says why, and does not end the others.
 
-    What was proved with the same sources is not proved again, so an interrupted run is resumed.
+    A run that was interrupted is resumed, if the sources are the same.
     """
     _sources()
     cache = CompileCache(default_folder())
@@ -187,6 +186,8 @@ def measure(program: str) -> list[dict[str, Any]]:
             except Exception as error:
                 row = _about(case) | {"failed": f"{type(error).__name__}: {error}"}
         rows.append(row)
+    for case in cases([program]):  # the runner has them now
+        _row_file(case).unlink(missing_ok=True)
     return rows
 
 
