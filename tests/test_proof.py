@@ -226,3 +226,8 @@ def test_a_compile_is_kept_and_found(tmp_path: Path) -> None:
     assert compile_cache.load(tmp_path, "k") is None
     compile_cache.save(tmp_path, "k", compiled)
     assert compile_cache.load(tmp_path, "k") == compiled
+    facts = tmp_path / "k.json"
+    facts.write_text(facts.read_text().replace("{", '{"new": 1,', 1))  # by an autopar that keeps more
+    assert compile_cache.load(tmp_path, "k") == compiled
+    facts.write_text(facts.read_text().replace("temp_bytes", "other_bytes"))  # by one that keeps less
+    assert compile_cache.load(tmp_path, "k") is None
