@@ -63,25 +63,29 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
     waits for another. The merged one stands where its last member stood.
     """
     order = _from_outputs(program)
+    waits_for = _predecessors(program.ops)
     waiting = [i for i in order if program.ops[i].combinable and program.ops[i].kind == "collective"]
+    bit = {i: 1 << n for n, i in enumerate(waiting)}
     group_of: dict[int, int] = {}
     members: dict[int, list[int]] = {}
     while waiting:
         lead, size, joined = waiting[0], 0.0, []
-        below = _readers_below(program, group_of)
+        above = _collectives_above(waits_for, bit, group_of)
+        own = before = 0  # of those joined: their bits, and those of what they wait for
         for i in waiting:
             if _merge_key(program.ops[i]) != _merge_key(program.ops[lead]):
                 continue
             result = _result_bytes(program.ops[i], mesh)
             if size + result > profile.combine_threshold_bytes and joined:
                 break
-            if any(i in below[j] or j in below[i] for j in joined):
+            if above[i] & own or before & bit[i]:
                 break
             joined.append(i)
-            size += result
+            own, before, size = own | bit[i], before | above[i], size + result
             if size > profile.combine_threshold_bytes:
                 break
-        waiting = [i for i in waiting if i not in set(joined)]
+        taken = set(joined)
+        waiting = [i for i in waiting if i not in taken]
         if len(joined) > 1:
             members[lead] = joined
             group_of |= dict.fromkeys(joined, lead)
@@ -143,19 +147,18 @@ def _from_outputs(program: DeviceProgram) -> list[int]:
     return order
 
 
-def _readers_below(program: DeviceProgram, group_of: Mapping[int, int]) -> list[set[int]]:
-    """Of each combinable collective, the combinable collectives that wait for it, given what is merged."""
-    waits_for = _predecessors(program.ops)
-    marks = [i for i, op in enumerate(program.ops) if op.combinable]
-    bit = {i: 1 << n for n, i in enumerate(marks)}
-    above = [0] * len(program.ops)
+def _collectives_above(
+    waits_for: Sequence[tuple[int, ...]], bit: Mapping[int, int], group_of: Mapping[int, int]
+) -> list[int]:
+    """Of each operation, the bits of the combinable collectives that it waits for, given what is merged."""
+    above = [0] * len(waits_for)
     of_group: dict[int, int] = defaultdict(int)
     changed = True
     while changed:  # a merged collective stands at several places, so one pass may not do
         changed = False
-        for i in range(len(program.ops)):
+        for i, before in enumerate(waits_for):
             mask = above[i]
-            for j in waits_for[i]:
+            for j in before:
                 mask |= above[j] | bit.get(j, 0)
             group = group_of.get(i)
             if group is not None:
@@ -163,14 +166,8 @@ def _readers_below(program: DeviceProgram, group_of: Mapping[int, int]) -> list[
                 if mask != of_group[group]:
                     of_group[group] = mask
                     changed = True
-            if mask != above[i]:
-                above[i] = mask
-    found: list[set[int]] = [set() for _ in program.ops]
-    for i in marks:
-        for j in marks:
-            if above[j] & bit[i]:
-                found[i].add(j)
-    return found
+            above[i] = mask
+    return above
 
 
 def _predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:

@@ -1,31 +1,32 @@
 """Seconds of one kernel or one collective of a device's program.
 
 In: an `Op`, the mesh, a hardware profile. Out: seconds. A profile with an estimator is priced as
-XLA's own GPU latency estimator prices (`autopar verify` reads its sum); any other, or on request, by
-the device's own rates: the roofline of `compute` and the collectives of `collectives`.
+XLA's own GPU latency estimator prices (`autopar verify` reads its sum); any other by the device's own
+rates: the roofline of `compute` and the collectives of `collectives`.
 
 What XLA's estimator charges, found in its log and sources (openxla/xla, sol_latency_estimator.cc,
 matmul_interpolator.cc, gpu_performance_model.cc, sol_gpu_cost_model.cc), with JAX 0.12.0.1:
 
 - Loop and input fusions: `c + m - f min(c, m)`, where `c` is operations over the scalar rate, `m` is
-  bytes read and written over the memory's, bytes read again at the cache's, and `f` is 0.95. An
-  operation is a cycle by XLA's count: `EstimatorProfile.cycles`. No launch. A kernel in few thread
-  blocks reads at their joint rate.
+  bytes read and written over the memory's rate and bytes read again over a cache's, and `f` is 0.95.
+  Operations are XLA's cycles per element (`EstimatorProfile.cycles`). No launch. A kernel in few thread
+  blocks reads and computes at their joint rate, so sums down few columns are slow.
 - Matrix products, whatever is fused into them: operations over a rate. XLA looks the rate up in a
-  table of measured products with dims of 256 to 4,096 (batch 1 to 4), takes the mean of the 16
-  neighbours of a product, weighted by 1/(1 + distance squared), and moves dims outside the table to its
-  edge; so far outside, time is proportional to operations. A fit stands for the table here. Where operands and
-  result differ in dtype, or for other dtypes than the table's, XLA counts dims in bytes of the
-  result, and so multiplies the time of bfloat16 by the cube of the result's itemsize: 64 for a float32
-  result of bfloat16 operands.
-- Library calls (cuDNN convolutions and attention): 10 us each. Triton kernels that normalise (softmax,
-  layer norm), copies, sorts, loops: 0.01 us.
-- Collectives of one host: bytes over the rate of the nearest power of two of bytes in another table. A fit
-  stands for that too. An all-reduce of one buffer of at most 32 MiB / devices is one kernel: launch + (n-1) B/w +
-  barrier up to 2 MiB / devices, else launch + 2 ((n-1)/n B/w + barrier), with its reads and writes.
-- Collectives between hosts: `rounds (d-1)/l (B/d/w + chunks + latency) + launch` and the memory's time, `d` the devices of a
-  communicator, `l` those in one host, 2 rounds for an all-reduce; an all-to-all sends B/(d-1) to each device of
-  another host in turn; a permute sends its buffer once.
+  table of measured products with dims of 256 to 4,096 (batch 1 to 4): the mean of a product's 16
+  neighbours, weighted by 1/(1 + distance squared), dims outside the table moved to its edge. So far
+  outside, time is proportional to operations. A fit stands for the table here. Where operands and
+  result differ in dtype, or for dtypes that the table lacks, XLA counts dims in bytes of the result,
+  and so multiplies bfloat16's time by the cube of the result's itemsize: by 64 for a float32 result of
+  bfloat16 operands, by 8 for float16.
+- Library calls (cuDNN convolutions and attention): 10 us each. Triton's kernels (an attention's softmax,
+  forward and backward), copies, sorts, and whole loops: 0.01 us.
+- Collectives of one host: bytes over the rate of the nearest power of two of bytes in another table. A
+  fit stands for that too. An all-reduce of one buffer of at most 32 MiB / n is one kernel: its reads
+  and writes, a launch, and up to 2 MiB / n `(n-1) B/w + barrier`, beyond `2 ((n-1)/n B/w + barrier)`.
+- Collectives between hosts: `r (d-1)/l (B/d/w + chunks + latency) + launch` and the memory's time; `d`
+  devices of a communicator, `l` of them in one host, `r` rounds: 2 for an all-reduce. An all-to-all
+  sends B/(d-1) to each device of other hosts in turn; a permute sends its buffer once. All this only
+  if XLA is told how many devices a host has, else each is 5 ms.
 - Each collective that runs beside kernels takes 2 us of their time: 1 to start, 1 to end.
 """
 
