@@ -6,7 +6,7 @@ In: `Formulation` and the solver's choices. Out: the parts of a `Plan`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -139,6 +139,7 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     each operand that its reader wants otherwise, one move at a time."""
     out: list[Constraint] = []
     arguments = set(f.graph.inputs)
+    copies = {d.value: d.shardings[choices[n]] for n, d in enumerate(f.decisions) if d.kind == "copy"}
     natural: dict[int, TensorSharding] = {}
     for value, (node, shardings) in f.value_made.items():
         sharding = shardings[choices[node]]
@@ -146,8 +147,11 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         if value in arguments or f.graph.values[value].size <= SMALL_SIZE:
             continue
         if value in f.written or sharding.unreduced:
-            out.append(Constraint(value=value, shardings=(natural[value],)))
-    copies = {d.value: d.shardings[choices[n]] for n, d in enumerate(f.decisions) if d.kind == "copy"}
+            path = (natural[value],)
+            if len(sharding.unreduced) > 1:
+                path = _scattered(f, choices, value, sharding, copies) or path
+                natural[value] = path[-1]
+            out.append(Constraint(value=value, shardings=path))
     for flow in f.flows:
         wanted = flow.wanted[choices[flow.target]]
         if wanted == natural[flow.value]:
@@ -158,6 +162,24 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         uses = flow.uses or _as_outputs(f, flow)
         out += [Constraint(value=flow.value, shardings=path, node=n, operand=i) for n, i in uses]
     return tuple(out)
+
+
+def _scattered(
+    f: Formulation,
+    choices: Sequence[int],
+    value: int,
+    made: TensorSharding,
+    copies: Mapping[int, TensorSharding],
+) -> tuple[TensorSharding, ...]:
+    """The steps of a sum that is pending over several axes, where all readers want the same of it split; else
+    nothing. Told to sum all of it first, XLA would, and then cut; told the split of each step, it scatters."""
+    steps: set[tuple[TensorSharding, ...]] = set()
+    for flow in f.flows:
+        if flow.value != value or (value in copies and f.decisions[flow.target].kind != "copy"):
+            continue
+        moves = f.moves(value, made, flow.wanted[choices[flow.target]])
+        steps.add(tuple(move.result.resolved() for move in moves if move.kind == "reduce-scatter"))
+    return steps.pop() if len(steps) == 1 else ()
 
 
 def _small_pins(f: Formulation, pins: dict[int, TensorSharding]) -> Iterator[Constraint]:

@@ -33,8 +33,8 @@ def resharding_moves(
 ) -> tuple[Move, ...]:
     """The moves from `source` to `target`; none where they are equal.
 
-    A pending reduction comes first: a reduce-scatter along the axes that `target` splits, an
-    all-reduce along the rest. Then cuts (free, and they make the rest smaller), exchanges between
+    A pending reduction comes first: a reduce-scatter for each dim that `target` splits along pending
+    axes, an all-reduce along the rest. Then cuts (free, and they make the rest smaller), exchanges between
     dims, reordering within dims, and gathers.
     """
     if source == target:
@@ -80,12 +80,15 @@ class _Path:
             self.moves.append(Move(kind, tuple(axes), self.now(), num_bytes))
 
     def reduce(self) -> None:
-        before = self.local_bytes()
-        scattered = [axis for axis in self.target_dim if axis in self.pending]
-        for axis in scattered:
-            self.dims[self.target_dim[axis]].append(axis)
-            self.pending.remove(axis)
-        self.add("reduce-scatter", scattered, before)
+        scattered: dict[int, list[str]] = {}
+        for axis, dim in self.target_dim.items():
+            if axis in self.pending:
+                scattered.setdefault(dim, []).append(axis)
+        for dim, axes in scattered.items():  # to two dims at once XLA sums whole, and cuts
+            before = self.local_bytes()
+            self.dims[dim] += axes
+            self.pending = [axis for axis in self.pending if axis not in axes]
+            self.add("reduce-scatter", axes, before)
         before, reduced = self.local_bytes(), self.pending
         self.pending = []
         self.add("all-reduce", reduced, before)
