@@ -43,13 +43,32 @@ class Timeline:
 def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
     """Schedule a program, and time it.
 
-    A profile with `xla_estimator` gives XLA's own estimate of the step; any other, what the profile's
+    Only GPUs hide collectives. A profile with `xla_estimator` gives XLA's own estimate of the step; any other, what the profile's
     rates make of it.
     """
     tasks = merge_collectives(program, mesh, profile)
+    if profile.platform != "gpu":
+        return _one_after_another(tasks, mesh, profile)
     issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
     nodes = _Nodes.of(tasks, mesh, profile, issue)
     return _timed(nodes, _schedule(nodes))
+
+
+def _one_after_another(ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile) -> Timeline:
+    """Elsewhere than on GPUs XLA waits for each collective where it starts."""
+    compute = 0.0
+    exposed: dict[str, float] = defaultdict(float)
+    numbers: dict[str, int] = defaultdict(int)
+    for op in ops:
+        seconds = op_seconds(op, mesh, profile)
+        if op.kind == "collective":
+            exposed[op.collective] += seconds
+            numbers[op.collective] += 1
+        else:
+            compute += seconds
+    return Timeline(
+        compute + sum(exposed.values()), compute, dict(sorted(exposed.items())), dict(sorted(numbers.items()))
+    )
 
 
 # -- merging ---------------------------------------------------------------------------------
