@@ -150,7 +150,7 @@ def _print(told: Explanation, console: Console) -> None:
 def _head(plan: Plan) -> list[RenderableType]:
     outcome = plan.outcome
     if outcome.gap <= 1e-6:
-        sure = "proven optimal: in the solver's model no plan costs less"
+        sure = "proven optimal: in the solver's model none is faster"
     elif math.isfinite(outcome.gap):
         sure = f"within {100 * outcome.gap:.2g} % of the best there can be; {outcome.status}"
     else:

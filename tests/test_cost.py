@@ -77,13 +77,15 @@ def test_an_axis_that_leaves_the_host_rides_the_network() -> None:
         (WHOLE, sharding(D, M), []),  # each device cuts out its part
         (sharding(D, ()), WHOLE, [("all-gather", D, 512)]),
         (sharding(D, ()), sharding((), D), [("all-to-all", D, 256)]),
-        (sharding(D, M), WHOLE, [("all-gather", ("data", "model"), 512)]),
+        (sharding(D, M), WHOLE, [("all-gather", M, 256), ("all-gather", D, 512)]),  # dim by dim
         (sharding((), (), unreduced=D), WHOLE, [("all-reduce", D, 512)]),
         (sharding((), (), unreduced=D), sharding(D, ()), [("reduce-scatter", D, 512)]),
         (sharding((), M, unreduced=D), sharding((), M), [("all-reduce", D, 128)]),
         (sharding((), (), unreduced=D), sharding((), M), [("all-reduce", D, 512)]),  # a sum is taken where it is made
         (sharding((), (), unreduced=("data", "model")), sharding(D, ()),
          [("reduce-scatter", D, 512), ("all-reduce", M, 256)]),
+        (sharding((), (), unreduced=("data", "model")), sharding(D, M),
+         [("reduce-scatter", D, 512), ("reduce-scatter", M, 256)]),
         (sharding(("data", "model"), ()), sharding(D, ()), [("all-gather", M, 256)]),
         (sharding(("data", "model"), ()), sharding(("model", "data"), ()),
          [("collective-permute", ("model", "data"), 64)]),

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import programs
 import pytest
+from jax.sharding import PartitionSpec as P
 from test_hlo import MESH, PROGRAM
 from test_plan import make_plan
 
@@ -460,6 +461,20 @@ def test_a_saved_plan_takes_no_planning_options(tmp_path: Path, capsys: pytest.C
 
 
 # -- devices that are here --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [P("data", "model"), P("model", None), P(None, "data")])
+def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P) -> None:
+    """Gradients pending over both axes are scattered dim by dim, and kernels gathered so."""
+    need_wheels()
+    program = programs.mlp(batch=4096, width=1024, num_layers=3, optimizer="adam")
+    pins = {"state/*/kernel": kernel, "batch/*": P(("data", "model"))}
+    with Compiler(platform=None) as process:
+        told = autopar.verify(
+            program.step, *program.abstract_args(), mesh="2x4", hardware="h100-sxm", pin=pins, compiler=process
+        )
+    assert all(match.figure.holds for match in told.collectives), str(told)
+    assert sum(match.compiled_bytes for match in told.collectives) > 1e7
 
 
 def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

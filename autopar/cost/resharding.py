@@ -134,9 +134,10 @@ class _Path:
         self.add("collective-permute", disordered, self.local_bytes())
 
     def gather(self) -> None:
-        leaving = [axis for axes in self.dims for axis in axes if axis not in self.target_dim]
-        self.dims = [[axis for axis in axes if axis in self.target_dim] for axes in self.dims]
-        self.add("all-gather", leaving, self.local_bytes())
+        for d in reversed(range(len(self.dims))):  # XLA gathers one dim at a time
+            leaving = [axis for axis in self.dims[d] if axis not in self.target_dim]
+            self.dims[d] = [axis for axis in self.dims[d] if axis in self.target_dim]
+            self.add("all-gather", leaving, self.local_bytes())
 
     def cut_late(self, late: list[str]) -> None:
         for axis in late:
