@@ -411,7 +411,7 @@ def _predict(
     outputs: Sequence[TensorPlan],
 ) -> Prediction:
     own_rates = simulate(device, f.mesh, replace(f.profile, xla_estimator=None))
-    estimated = simulate(device, f.mesh, f.profile).step_time_s if f.profile.xla_estimator else None
+    estimated = simulate(device, f.mesh, f.profile) if f.profile.xla_estimator else None
     by_kind: dict[str, float] = defaultdict(float)
     for use in collectives:
         by_kind[use.kind] += use.time_s
@@ -424,7 +424,8 @@ def _predict(
         compute_s=own_rates.compute_s,
         exposed_s=dict(own_rates.exposed_s),
         collective_s=dict(sorted(by_kind.items())),
-        xla_step_time_s=estimated,
+        xla_step_time_s=estimated.step_time_s if estimated else None,
+        xla_exposed_s=dict(estimated.exposed_s) if estimated else None,
         parameter_bytes=by_role["parameter"],
         optimizer_bytes=by_role["optimizer"],
         data_bytes=by_role["data"],

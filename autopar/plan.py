@@ -111,8 +111,8 @@ class Prediction:
         step_time_s: by the device's own rates: `compute_s` and all of `exposed_s`.
         exposed_s: by kind of collective, what no kernel hides.
         collective_s: by kind, what they take, hidden or not.
-        xla_step_time_s: what XLA's latency estimator is expected to say of it; None where the profile has no
-            figures of that.
+        xla_step_time_s, xla_exposed_s: what XLA's latency estimator is expected to say of it; None where the profile
+            has no figures of that.
         activation_bytes: all temporaries: activations, gradients, gathered parameters.
         output_bytes: of outputs that renew no argument.
     """
@@ -122,6 +122,7 @@ class Prediction:
     exposed_s: dict[str, float]
     collective_s: dict[str, float]
     xla_step_time_s: float | None
+    xla_exposed_s: dict[str, float] | None
     parameter_bytes: float
     optimizer_bytes: float
     data_bytes: float

@@ -166,7 +166,7 @@ class Verification:
             },
             "step_time": as_json(self.step_time),
             "measured": asdict(compiled.measured) if compiled.measured else None,
-            "predicted_collective_s": self.plan.prediction.collective_s,
+            "predicted_exposed_s": self.plan.prediction.xla_exposed_s,
             "exposed_s": compiled.exposed_s,
             "collectives": [{**asdict(match), "holds": match.figure.holds} for match in self.collectives],
             "compiled_collectives": [
@@ -408,10 +408,12 @@ def render_verification(told: Verification, console: Console) -> None:
     if told.matched.missing:
         console.print(Text("Predicted, and not compiled", "bold"), _missing(told))
     console.print(Text("Step time, and XLA's estimate of it", "bold"), _figures([told.step_time]))
-    exposed = [f"{kind} {human_seconds(seconds)}" for kind, seconds in compiled.exposed_s.items()]
-    priced = [f"{kind} {human_seconds(seconds)}" for kind, seconds in plan.prediction.collective_s.items()]
-    console.print(Padding(Text(f"exposed, says XLA: {', '.join(exposed) or 'none'}"), (0, 0, 0, 2)))
-    console.print(Padding(Text(f"priced by the plan: {', '.join(priced) or 'none'}\n"), (0, 0, 0, 2)))
+    foreseen = plan.prediction.xla_exposed_s
+    for whose, times in (("predicted", foreseen), ("says XLA", compiled.exposed_s)):
+        if times is not None:
+            each = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in times.items())
+            console.print(Padding(Text(f"hidden by no kernel, {whose}: {each or 'none'}"), (0, 0, 0, 2)))
+    console.print()
     console.print(Text("XLA_FLAGS", "bold"), *(Padding(Text(flag), (0, 0, 0, 2)) for flag in compiled.flags))
 
 

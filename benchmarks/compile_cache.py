@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import math
 import os
 import time
 from dataclasses import asdict
@@ -43,7 +42,7 @@ class CachingCompiler(Compiler):
         self.last_key = ""
         self.last_hit = False
         self.last_s = 0.0
-        self.last_around_s = 0.0
+        self.last_around_s: float | None = None
 
     def compile(
         self,
@@ -64,7 +63,7 @@ class CachingCompiler(Compiler):
         if known is None:
             save(self.folder, self.last_key, compiled)
             file.write_text(str(self.last_s - compiled.compile_s), encoding="utf-8")
-        self.last_around_s = float(file.read_text(encoding="utf-8")) if file.exists() else math.nan
+        self.last_around_s = float(file.read_text(encoding="utf-8")) if file.exists() else None
         return compiled
 
 

@@ -128,8 +128,8 @@ class Proved:
 
     Args:
         plan_s: seconds to trace and plan.
-        verify_s: seconds of `verify` beyond XLA's compile: tracing again, lowering, starting XLA's
-            process, reading what it made.
+        verify_s: seconds that `verify` adds to planning and XLA's compile: lowering, what is left of starting XLA's
+            process, reading what it made; None where that was not timed when it was compiled.
         key: of the compile in the cache. cached: whether it was there.
     """
 
@@ -137,7 +137,7 @@ class Proved:
     plan: Plan
     verification: Verification
     plan_s: float
-    verify_s: float
+    verify_s: float | None
     key: str
     cached: bool
 
@@ -161,7 +161,9 @@ def prove(case: Case, compiler: CachingCompiler | None = None, frozen: bool = Fa
     plan_s = time.perf_counter() - start
     told = autopar.verify(step, *args, plan=plan, hosts=case.num_hosts, hardware=HARDWARE, compiler=compiler)
     # What was compiled before took no time now: then as now, all but XLA's own time counts.
-    verify_s = told.overhead_s + told.compiled.compile_s - compiler.last_s + compiler.last_around_s
+    verify_s = None
+    if compiler.last_around_s is not None:
+        verify_s = told.overhead_s + told.compiled.compile_s - compiler.last_s + compiler.last_around_s
     return Proved(case, plan, told, plan_s, verify_s, compiler.last_key, compiler.last_hit)
 
 
@@ -214,7 +216,7 @@ def row_of(done: Proved) -> dict[str, Any]:
         "step_predicted_s": told.step_time.predicted,
         "step_xla_s": told.step_time.compiled,
         "step_off": told.step_time.off,
-        "predicted_collective_s": done.plan.prediction.collective_s,
+        "predicted_exposed_s": done.plan.prediction.xla_exposed_s,
         "exposed_s": told.compiled.exposed_s,
         "plan_s": done.plan_s,
         "verify_s": done.verify_s,

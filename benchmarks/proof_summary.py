@@ -21,8 +21,8 @@ CLOSE = 0.20
 OWN = "autopar"
 GPUS_PER_HOST = 8
 _ABOUT_HOSTS = (
-    "Between hosts XLA's estimate charges some 5 ms for each collective that it cannot hide, be it of 100 bytes or of"
-    " 100 MB, so on two hosts it is no measure of a step time."
+    "Between hosts XLA's estimate takes its own fixed network, and is told how many GPUs a host has (`verify` says by"
+    " which flag)."
 )
 BEGIN, END = "<!-- proof: begin -->", "<!-- proof: end -->"
 ACCURACY = Path(__file__).parents[1] / "cost_models" / "accuracy.md"
@@ -123,7 +123,7 @@ def summary(rows: Sequence[Row]) -> str:
     parts = [_errors(groups | {"autopar's own plans": own}), _models(good), _ABOUT_HOSTS]
     if own:
         parts.append(_own(own, good))
-    seconds = [row["verify_s"] for row in good]
+    seconds = [row["verify_s"] for row in good if row["verify_s"] is not None]
     if seconds:
         parts.append(
             f"`verify` takes {statistics.median(seconds):.1f} s beyond XLA's own compile (median of {len(seconds)}),"
@@ -145,6 +145,7 @@ def _errors(groups: Mapping[str, Sequence[Row]]) -> str:
                     percent(median_error(rows, "peak_off")),
                     _worst_text(rows, "peak_off"),
                     _worst_text(rows, "wire_off"),
+                    _worst_text(rows, "kind_off"),
                     str(sum(row["unpredicted_over_1mb"] for row in rows)),
                     percent(median_error(rows, "step_off")),
                     _worst_text(rows, "step_off"),
@@ -158,6 +159,7 @@ def _errors(groups: Mapping[str, Sequence[Row]]) -> str:
             "peak memory, median",
             "worst",
             "bytes sent, worst",
+            "of one kind over the same axes, worst",
             "collectives over 1 MB unpredicted",
             "step time, median",
             "worst",
@@ -221,7 +223,7 @@ def page_table(rows: Sequence[Row]) -> str:
                 milliseconds(row["step_predicted_s"]),
                 milliseconds(row["step_xla_s"]),
                 percent(row["step_off"], signed=True),
-                f"{row['compile_s']:.0f} + {row['verify_s']:.1f}",
+                f"{row['compile_s']:.0f} + {'-' if row['verify_s'] is None else format(row['verify_s'], '.1f')}",
             ]
         )
     return table(

@@ -1,4 +1,4 @@
-"""Run what README, tutorial and guide show, and put the real output into them.
+"""Run what README, tutorial and guides show, and put the real output into them.
 
 Usage, from the repository root: `.venv/bin/python scripts/refresh_docs.py`, after a change to what
 `explain` prints or to what the planner finds. The pages are made from `scripts/docs_templates/`, in
@@ -97,6 +97,14 @@ def collectives(folder: Path) -> str:
     return page.replace("@TABLE@", printed.split("Drawn into")[0].rstrip())
 
 
+def verifying(folder: Path) -> str:
+    """The page on `verify`: its report of the tutorial's large model, which XLA compiles for it."""
+    page = (TEMPLATES / "verify.md").read_text()
+    command = re.search(r"^autopar (verify .*)$", page, re.M)
+    assert command, "the page has a command"
+    return page.replace("@VERIFY@", run(["-m", "autopar", *shlex.split(command[1])], folder).rstrip())
+
+
 def readme(folder: Path) -> str:
     """Its example, run; the demo's block is kept as it stands."""
     page = (TEMPLATES / "README.md").read_text()
@@ -106,6 +114,8 @@ def readme(folder: Path) -> str:
     report = run(["example.py"], folder)
     shown = f"{section(report, 'Plan of', 'How to read')}\n…\n{section(report, 'Parameters:', 'Large activations')}"
     page = page.replace("@OUTPUT@", shown)
+    proof = (ROOT / "benchmarks" / "results" / "proof.md").read_text()
+    page = page.replace("@PROOF@", section(proof, "|  | plans", "\n\n"))
     demo = re.compile(r"<!-- demo-output -->.*?<!-- /demo-output -->", re.S)
     kept = demo.search((ROOT / "README.md").read_text())
     return demo.sub(lambda _: kept[0], page) if kept else page
@@ -116,6 +126,7 @@ def main() -> None:
         folder = Path(name)
         pages = {"docs/tutorial.md": tutorial(folder), "docs/reading-a-plan.md": reading_a_plan(folder)}
         pages["docs/collectives.md"] = collectives(folder)
+        pages["docs/verify.md"] = verifying(folder)
         pages["README.md"] = readme(folder)
     for path, page in pages.items():
         left = sorted(set(re.findall(r"@[A-Z0-9]+@", page)))

@@ -155,6 +155,7 @@ def make_plan(num_layers: int = 3) -> Plan:
             exposed_s={"all-reduce": 6.3e-4},
             collective_s={"all-reduce": 6.3e-4},
             xla_step_time_s=2.5e-3,
+            xla_exposed_s={"all-reduce": 5e-4},
             parameter_bytes=1.5e9,
             optimizer_bytes=3.0e9,
             data_bytes=1.0e6,
