@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -89,14 +89,17 @@ def key(module: bytes, profile: HardwareProfile, num_devices: int, num_hosts: in
 
 
 def load(folder: Path, name: str) -> CompiledStep | None:
-    """A compile that was kept; None where there is none."""
+    """A compile that was kept; None where there is none, or one of an autopar that kept less."""
     facts, program = folder / f"{name}.json", folder / f"{name}.hlo.gz"
     if not facts.exists() or not program.exists():
         return None
-    fields = json.loads(facts.read_text(encoding="utf-8"))
-    fields["flags"], fields["hosts"] = tuple(fields["flags"]), tuple(fields["hosts"])
+    kept = json.loads(facts.read_text(encoding="utf-8"))
+    wanted = {field.name for field in fields(CompiledStep)} - {"hlo_text"}
+    if not wanted <= set(kept):
+        return None
+    kept["flags"], kept["hosts"] = tuple(kept["flags"]), tuple(kept["hosts"])
     with gzip.open(program, "rt", encoding="utf-8") as file:
-        return CompiledStep(**fields, hlo_text=file.read())
+        return CompiledStep(**{name: kept[name] for name in wanted}, hlo_text=file.read())
 
 
 def save(folder: Path, name: str, compiled: CompiledStep) -> None:
@@ -104,10 +107,10 @@ def save(folder: Path, name: str, compiled: CompiledStep) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with gzip.open(folder / f"{name}.hlo.gz", "wt", encoding="utf-8", compresslevel=6) as file:
         file.write(compiled.hlo_text)
-    fields = asdict(compiled)
-    del fields["hlo_text"]
-    fields["flags"] = [flag for flag in compiled.flags if not flag.startswith(_DUMP)]
-    (folder / f"{name}.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    kept = asdict(compiled)
+    del kept["hlo_text"]
+    kept["flags"] = [flag for flag in compiled.flags if not flag.startswith(_DUMP)]
+    (folder / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def _without_places(module: bytes) -> bytes:
