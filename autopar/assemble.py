@@ -429,6 +429,6 @@ def _predict(
         parameter_bytes=by_role["parameter"],
         optimizer_bytes=by_role["optimizer"],
         data_bytes=by_role["data"],
-        activation_bytes=peak_of_temporaries(device),
+        temporary_bytes=peak_of_temporaries(device),
         output_bytes=sum(tensor.num_bytes for n, tensor in enumerate(outputs) if n not in renewed),
     )

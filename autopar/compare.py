@@ -159,7 +159,7 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
     ran = compiled.measured.peak_bytes if compiled.measured else None
     rows = (
         ("arguments", argument_bytes, compiled.argument_bytes, EXACT_TOLERANCE),
-        ("temporaries", plan.prediction.activation_bytes, compiled.temp_bytes, None),
+        ("temporaries", plan.prediction.temporary_bytes, compiled.temp_bytes, None),
         ("outputs", output, compiled.output_bytes, EXACT_TOLERANCE),
         ("shared by both", alias, compiled.alias_bytes, EXACT_TOLERANCE),
         ("peak", plan.prediction.peak_bytes, compiled.peak_bytes, PEAK_TOLERANCE),

@@ -180,7 +180,7 @@ def _totals(plan: Plan) -> list[RenderableType]:
         ("parameters", told.parameter_bytes),
         ("optimizer state", told.optimizer_bytes),
         ("data", told.data_bytes),
-        ("activations", told.activation_bytes),
+        ("temporaries", told.temporary_bytes),
     ]
     if told.output_bytes > 0.005 * peak:  # a loss and a few metrics are no matter
         memory.append(("outputs", told.output_bytes))

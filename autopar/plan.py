@@ -113,7 +113,7 @@ class Prediction:
         collective_s: by kind, what they take, hidden or not.
         xla_step_time_s, xla_exposed_s: what XLA's latency estimator is expected to say of it; None where the profile
             has no figures of that.
-        activation_bytes: all temporaries: activations, gradients, gathered parameters.
+        temporary_bytes: what is live between inputs and outputs: activations, gradients, gathered parameters.
         output_bytes: of outputs that renew no argument.
     """
 
@@ -126,12 +126,12 @@ class Prediction:
     parameter_bytes: float
     optimizer_bytes: float
     data_bytes: float
-    activation_bytes: float
+    temporary_bytes: float
     output_bytes: float
 
     @property
     def peak_bytes(self) -> float:
-        return self.parameter_bytes + self.optimizer_bytes + self.data_bytes + self.activation_bytes + self.output_bytes
+        return self.parameter_bytes + self.optimizer_bytes + self.data_bytes + self.temporary_bytes + self.output_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ Predicted peak memory per device: 12.0 GB of 40.0 GB (30 %)
   parameters           1.50 GB   12 %  #####
   optimizer state      3.00 GB   25 %  ##########
   data                 1.00 MB    0 %
-  activations          7.50 GB   62 %  #########################
+  temporaries          7.50 GB   62 %  #########################
 
 How to read it: P('data', None) splits dim 0 of a tensor over the mesh axis `data` and leaves dim 1
 whole; P() keeps a copy on every device. `cost` is what the choice takes of a step, for one tensor:

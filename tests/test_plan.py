@@ -159,7 +159,7 @@ def make_plan(num_layers: int = 3) -> Plan:
             parameter_bytes=1.5e9,
             optimizer_bytes=3.0e9,
             data_bytes=1.0e6,
-            activation_bytes=7.5e9,
+            temporary_bytes=7.5e9,
             output_bytes=4.0,
         ),
         outcome=Outcome(

@@ -252,7 +252,7 @@ def compiled_step(**changes: Any) -> CompiledStep:
 def test_temporaries_are_told_and_the_peak_is_held() -> None:
     plan = make_plan()
     prediction = replace(
-        plan.prediction, parameter_bytes=100e6, optimizer_bytes=0.0, data_bytes=0.0, activation_bytes=20e6
+        plan.prediction, parameter_bytes=100e6, optimizer_bytes=0.0, data_bytes=0.0, temporary_bytes=20e6
     )
     rows = {row.name: row for row in memory_figures(replace(plan, prediction=prediction), 100e6, compiled_step())}
     assert rows["arguments"].holds
