@@ -179,7 +179,10 @@ class _Fusion:
             if one.kind != "loop" or not narrower or one.num_bytes > self.instructions[i].num_bytes:
                 return
             product = self.instructions[i]
-            self.instructions[i] = replace(product, num_bytes=one.num_bytes, elements=one.elements, dtype=one.dtype)
+            gemm = replace(product.gemm, out_dtype=one.dtype) if product.gemm else None
+            self.instructions[i] = replace(
+                product, num_bytes=one.num_bytes, elements=one.elements, dtype=one.dtype, gemm=gemm
+            )
             for user in list(self.users[reader]):
                 for operands in (self.instructions[user].operands, self.kernels[user].operands):
                     if reader in operands:
