@@ -13,11 +13,14 @@ November 2026.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.lowering import LocalProgram
+from autopar.cost.kernels import column_blocks
+from autopar.lowering import Instruction, LocalProgram
 
 _LAUNCH_S = 1e-6  # what XLA charges a kernel when it weighs a fusion
 _PARALLEL = 0.95  # how much of the shorter of arithmetic and traffic the longer one hides
@@ -94,13 +97,55 @@ def fuse(program: LocalProgram, profile: HardwareProfile) -> list[Fused]:
     fusion = _Fusion(program, profile)
     kernels = fusion.run()
     program.outputs = [at if at is None else fusion.renamed.get(at, at) for at in program.outputs]
-    return _Siblings(program, kernels).run()
+    return _Siblings(program, kernels, profile).run()
+
+
+def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operands: Iterable[int]) -> float:
+    """Thread blocks that a kernel runs in, as XLA's emitters choose them; 0: as many as the device can use."""
+    one = instructions[roots[0]]
+    if one.primitive.startswith("scatter"):
+        return max(1.0, max((instructions[o].elements for o in list(one.operands)[1:]), default=1.0) // 128)
+    sums = [one for root in roots if (one := instructions[root]).kind == "reduce"]
+    if not sums:
+        return max(1.0, -(-one.elements // (512 if one.elements % 4 == 0 else 128)))
+    one = sums[0]
+    if not one.columns:
+        return 0.0
+    read = [instructions[o] for o in operands if instructions[o].elements > 64.0]
+    itemsize = min((i.num_bytes / i.elements for i in read), default=4.0)
+    return column_blocks(one.reduces, one.columns, max(itemsize, 1.0), max(one.elements / one.columns, 1.0))
+
+
+class _Price:
+    """XLA's roofline of a kernel: few thread blocks reach neither the memory's rate nor the arithmetic's."""
+
+    def __init__(self, instructions: Sequence[Instruction], profile: HardwareProfile) -> None:
+        self.instructions = instructions
+        self.rate, self.bandwidth = profile.vector_flops_per_s, profile.hbm_bytes_per_s
+        estimator = profile.xla_estimator
+        self.block_bandwidth = estimator.block_bytes_per_s if estimator else math.inf
+        self.num_cores = estimator.num_cores if estimator else 1
+
+    def seconds(self, blocks: float, flops: float, operands: Mapping[int, float], written: float) -> float:
+        rate, most = self.rate, math.inf
+        if blocks:
+            rate *= min(1.0, blocks / self.num_cores)
+            most = blocks * self.block_bandwidth
+        arithmetic = flops / rate
+        traffic = written / self.bandwidth
+        for operand, times in operands.items():
+            size = self.instructions[operand].num_bytes
+            first = size * min(times, 1.0)
+            faster = next((speedup for fits, speedup in _CACHES if size < fits), 1.0)
+            traffic += first / min(self.bandwidth, most)
+            traffic += (size * times - first) / min(self.bandwidth * faster, most)
+        return arithmetic + traffic - _PARALLEL * min(arithmetic, traffic)
 
 
 class _Fusion:
     def __init__(self, program: LocalProgram, profile: HardwareProfile) -> None:
         self.instructions = program.instructions
-        self.rate, self.bandwidth = profile.vector_flops_per_s, profile.hbm_bytes_per_s
+        self.price = _Price(program.instructions, profile)
         self.kernels: dict[int, Fused] = {}
         self.users: list[set[int]] = [set() for _ in program.instructions]
         self.outputs = {at for at in program.outputs if at is not None}
@@ -237,22 +282,14 @@ class _Fusion:
 
     # -- prices ------------------------------------------------------------------------------
 
-    def _read_s(self, operand: int, times: float) -> float:
-        size = self.instructions[operand].num_bytes
-        total = size * times
-        first = min(size, total)
-        faster = next((speedup for most, speedup in _CACHES if first < most), 1.0)
-        return (first + (total - first) / faster) / self.bandwidth
-
-    def _time(self, flops: float, operands: dict[int, float], written: float) -> float:
-        arithmetic = flops / self.rate
-        traffic = sum(self._read_s(o, times) for o, times in operands.items()) + written / self.bandwidth
-        return arithmetic + traffic - _PARALLEL * min(arithmetic, traffic)
+    def _time(self, i: int, flops: float, operands: dict[int, float], written: float) -> float:
+        """Seconds of a kernel whose result is instruction i."""
+        return self.price.seconds(num_blocks(self.instructions, (i,), operands), flops, operands, written)
 
     def _own_time(self, i: int) -> float:
         if i not in self.times:
             k = self.kernels[i]
-            self.times[i] = self._time(k.flops, k.operands, self.instructions[i].num_bytes)
+            self.times[i] = self._time(i, k.flops, k.operands, self.instructions[i].num_bytes)
         return self.times[i]
 
     def _merged(self, i: int, j: int) -> tuple[float, dict[int, float]]:
@@ -274,7 +311,7 @@ class _Fusion:
         saved = _LAUNCH_S + self._own_time(i)
         for j in readers:
             flops, operands = self._merged(i, j)
-            saved += self._own_time(j) - self._time(flops, operands, self.instructions[j].num_bytes)
+            saved += self._own_time(j) - self._time(j, flops, operands, self.instructions[j].num_bytes)
         return saved
 
     def _may_fuse(self, i: int, j: int) -> bool:
@@ -329,8 +366,9 @@ class _Siblings:
     """Joins kernels over the same points to one with several results: those that read the same, and a loop with
     a reader of its result, where no third kernel stands between the two."""
 
-    def __init__(self, program: LocalProgram, kernels: dict[int, Fused]) -> None:
+    def __init__(self, program: LocalProgram, kernels: dict[int, Fused], profile: HardwareProfile) -> None:
         self.instructions = program.instructions
+        self.price = _Price(program.instructions, profile)
         self.kernels = kernels
         self.home = {i: i for i in kernels}  # instruction in memory -> the kernel that writes it
         self.users: dict[int, set[int]] = defaultdict(set)
@@ -389,9 +427,24 @@ class _Siblings:
                 for o in self.kernels[reader].operands
                 if o in self.home and self.home[o] != source
             )
-            if not between:
+            if not between and self._pays(source, reader):
                 self._join(source, reader)
                 return
+
+    def _pays(self, source: int, reader: int) -> bool:
+        """Whether one kernel takes no longer than the two: it may have few thread blocks (multi_output_fusion.cc)."""
+        above, below = self.kernels[source], self.kernels[reader]
+        written = sum(self.instructions[root].num_bytes for root in above.roots)
+        own = sum(self.instructions[root].num_bytes for root in below.roots)
+        roots = (*below.roots, *above.roots)
+        operands = {o: times for o, times in below.operands.items() if o != source}
+        for operand, times in above.operands.items():
+            operands[operand] = operands.get(operand, 0.0) + times
+        blocks = [num_blocks(self.instructions, k.roots, k.operands) for k in (above, below)]
+        apart = self.price.seconds(blocks[0], above.flops, above.operands, written)
+        apart += self.price.seconds(blocks[1], below.flops, below.operands, own)
+        joined = num_blocks(self.instructions, roots, operands)
+        return self.price.seconds(joined, above.flops * 2 + below.flops, operands, written + own) <= apart + _LAUNCH_S
 
     def _fits(self, a: int, b: int) -> bool:
         return len(self.kernels[a].operands) + len(self.kernels[b].operands) <= _MOST_OPERANDS

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.cost.kernels import column_blocks, cycles
+from autopar.cost.kernels import cycles
 from autopar.device_program import Buffer, DeviceProgram, Op, OpKind
 from autopar.formulation import Formulation
-from autopar.fusion import Fused, fuse
+from autopar.fusion import Fused, fuse, num_blocks
 from autopar.lowering import Instruction, LocalProgram, local_program
 
 #: What fits the cache nearest to the cores, and what fits the device's, as XLA's estimator takes them.
@@ -131,7 +131,7 @@ class _Builder:
             payload_bytes=one.payload_bytes,
             combinable=one.combinable,
             unpriced=kernel.tiled or (_kind(one) == "other"),
-            num_blocks=self._num_blocks(kernel),
+            num_blocks=0.0 if kernel.tiled else num_blocks(self.instructions, kernel.roots, kernel.operands),
         )
 
     def _work(self, kernel: Fused) -> tuple[float, dict[int, float]]:
@@ -166,24 +166,6 @@ class _Builder:
                 else:
                     places.setdefault(operand, set()).update(places[at])
         return flops, {operand: sum(times[place] for place in places.get(operand, ())) for operand in kernel.operands}
-
-    def _num_blocks(self, kernel: Fused) -> float:
-        """Where they may be too few for the whole device; else 0."""
-        one = self.instructions[kernel.roots[0]]
-        if one.primitive.startswith("scatter"):
-            updates = [self.instructions[o].elements for o in list(one.operands)[1:]]
-            return max(1.0, max(updates, default=1.0) // 128)
-        sums = [one for root in kernel.roots if (one := self.instructions[root]).kind == "reduce"]
-        if kernel.tiled:
-            return 0.0
-        if not sums:
-            return max(1.0, -(-one.elements // (512 if one.elements % 4 == 0 else 128)))
-        one = sums[0]
-        if not one.columns:
-            return 0.0
-        sizes = [self.instructions[o] for o in kernel.operands if self.instructions[o].elements > 1.0]
-        itemsize = min((i.num_bytes / i.elements for i in sizes), default=4.0)
-        return column_blocks(one.reduces, one.columns, max(itemsize, 1.0), max(one.elements / one.columns, 1.0))
 
     def _flops(self, one: Instruction) -> float:
         assert self.estimator is not None
