@@ -395,8 +395,6 @@ class _Lowering:
                 return "alias"
             if name == "broadcast_in_dim" and result.size == first.size:
                 return "alias"
-            if name == "transpose" and self._feeds_dots(node.results[0]) and self._from_dot(node.operands[0]):
-                return "alias"
         if name.startswith("reduce_") or name in _REDUCTIONS:
             return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
         if name.startswith("scatter") or name in _IN_PLACE or name == "select_and_scatter_add":
@@ -426,8 +424,6 @@ class _Lowering:
         if tuple(dims) == tuple(range(len(dims))):
             return at
         source = self.program.instructions[at]
-        if source.gemm is not None:
-            return at
         if at not in self.laid_out:
             self.laid_out[at] = self._add(
                 Instruction(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import is_small, op_seconds
@@ -109,10 +109,16 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
             members[lead] = joined
             group_of |= dict.fromkeys(joined, lead)
     last = {max(joined): lead for lead, joined in members.items()}
-    merged = []
+    merged: list[Op] = []
+    packed = len(program.buffers)
     for i, op in enumerate(program.ops):
         if i in last:
-            merged.append(_joined([program.ops[j] for j in sorted(members[last[i]])]))
+            together = [program.ops[j] for j in sorted(members[last[i]])]
+            if op.collective == "all-reduce" and profile.platform == "gpu":
+                merged += _packed(together, packed)
+                packed += 2
+            else:
+                merged.append(_joined(together))
         elif i not in group_of:
             merged.append(op)
     return _in_order(merged)
@@ -141,6 +147,22 @@ def _joined(ops: Sequence[Op]) -> Op:
         axes=last.axes,
         payload_bytes=sum(op.payload_bytes for op in ops),
     )
+
+
+def _packed(ops: Sequence[Op], buffer: int) -> list[Op]:
+    """Merged all-reduces: XLA copies what they add to one buffer, and from that to each one's own.
+
+    Args:
+        buffer: a free position, and the one after it.
+    """
+    whole = _joined(ops)
+    size = whole.payload_bytes
+    itemsize = {"float64": 8, "bfloat16": 2, "float16": 2}.get(whole.dtype, 4)
+    into = Op("fusion", whole.node, whole.reads, (buffer,), size, size, flops=6 * size / itemsize)
+    out = [
+        Op("fusion", op.node, (buffer + 1,), op.writes, op.payload_bytes, op.payload_bytes, num_blocks=0.0) for op in ops
+    ]
+    return [into, replace(whole, reads=(buffer,), writes=(buffer + 1, -1 - buffer)), *out]
 
 
 def _from_outputs(program: DeviceProgram) -> list[int]:
