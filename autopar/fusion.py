@@ -65,7 +65,6 @@ _READ_THROUGH = frozenset(
         "tanh",
         "sqrt",
         "rsqrt",
-        "transpose",
         "slice",
         "integer_pow",
     ]

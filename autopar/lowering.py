@@ -395,6 +395,10 @@ class _Lowering:
                 return "alias"
             if name == "broadcast_in_dim" and result.size == first.size:
                 return "alias"
+            if name == "transpose" and _swaps_halves(node.params["permutation"]):
+                # A matrix product takes an operand and gives its result in either order of rows and columns.
+                if self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0]):
+                    return "alias"
         if name.startswith("reduce_") or name in _REDUCTIONS:
             return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
         if name.startswith("scatter") or name in _IN_PLACE or name == "select_and_scatter_add":
@@ -508,6 +512,12 @@ class _Lowering:
                 self.program.outputs.append(self._reach(value, wanted[position])[0])
             else:
                 self.program.outputs.append(self.at[value])
+
+
+def _swaps_halves(permutation: Sequence[int]) -> bool:
+    """Whether a transpose turns [a, b] to [b, a], each perhaps of several dims."""
+    first = permutation.index(0)
+    return list(permutation) == [*range(len(permutation) - first, len(permutation)), *range(len(permutation) - first)]
 
 
 def _kept_columns(axes: object, operands: Sequence[tuple[int, tuple[int, ...]]]) -> float:
