@@ -274,7 +274,7 @@ class _Lowering:
             for value in node.results:
                 self.at[value] = operands[0][0]
             return
-        if node.primitive in ("dot_general",):
+        if node.primitive == "dot_general" and kind == "hero":
             operands = [(self._laid_out(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
             operands = [(self._masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         shapes = [self._local_shape(v, self._sharding(v)) for v in node.results]
@@ -293,7 +293,7 @@ class _Lowering:
             kind,
             n,
             node.results[0] if node.results else -1,
-            node.primitive,
+            "mul" if _sums_nothing(node) else node.primitive,
             used,
             elements,
             num_bytes,
@@ -382,6 +382,8 @@ class _Lowering:
 
     def _kind(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> InstructionKind:
         name = node.primitive
+        if _sums_nothing(node):
+            return "loop"
         if name in _HEROES or node.effect or not node.results:
             return "hero"
         if not operands:
@@ -399,6 +401,8 @@ class _Lowering:
                 # A matrix product takes an operand and gives its result in either order of rows and columns.
                 if self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0]):
                     return "alias"
+            if name == "transpose" and self._of_outer_product(node.operands[0]):
+                return "alias"
         if name.startswith("reduce_") or name in _REDUCTIONS:
             return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
         if name.startswith("scatter") or name in _IN_PLACE or name == "select_and_scatter_add":
@@ -407,6 +411,13 @@ class _Lowering:
 
     def _from_dot(self, value: int | None) -> bool:
         return value is not None and self.program.instructions[self.at[value]].gemm is not None
+
+    def _of_outer_product(self, value: int | None) -> bool:
+        """Whether a value is made by a product that sums nothing, which may write its dims in any order."""
+        if value is None:
+            return False
+        one = self.program.instructions[self.at[value]]
+        return one.node >= 0 and one.value == value and _sums_nothing(self.graph.nodes[one.node])
 
     def _feeds_dots(self, value: int) -> bool:
         """Whether all readers are matrix products, which take an operand in any order of its dims."""
@@ -468,7 +479,7 @@ class _Lowering:
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> float:
         if node.primitive == "dot_general" or not node.results:
-            return 0.0
+            return CHEAP if _sums_nothing(node) else 0.0
         if node.primitive == "conv_general_dilated" and len(operands) == 2:
             kernel = operands[1][1]
             numbers = node.params.get("dimension_numbers")
@@ -484,7 +495,7 @@ class _Lowering:
     def _gemm(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> Gemm | None:
-        if node.primitive != "dot_general" or len(operands) != 2:
+        if node.primitive != "dot_general" or len(operands) != 2 or _sums_nothing(node):
             return None
         (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
         left, right = operands[0][1], operands[1][1]
@@ -512,6 +523,11 @@ class _Lowering:
                 self.program.outputs.append(self._reach(value, wanted[position])[0])
             else:
                 self.program.outputs.append(self.at[value])
+
+
+def _sums_nothing(node: Node) -> bool:
+    """A product without contracted dims is a multiplication to XLA, of no kernel of its own (DotDecomposer)."""
+    return node.primitive == "dot_general" and not node.params["dimension_numbers"][0][0]
 
 
 def _swaps_halves(permutation: Sequence[int]) -> bool:
