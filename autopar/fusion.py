@@ -216,6 +216,7 @@ class _Fusion:
 
     def _write_smaller(self, i: int) -> None:
         """Give a product the size of its only reader's result, where that is a cast to fewer bytes."""
+        self._cast_before_transpose(i)
         while len(self.users[i]) == 1 and i not in self.outputs:
             (reader,) = self.users[i]
             one = self.instructions[reader]
@@ -239,6 +240,23 @@ class _Fusion:
                 self.outputs.discard(reader)
                 self.outputs.add(i)
                 self.renamed[reader] = i
+
+    def _cast_before_transpose(self, i: int) -> None:
+        """A product's result that is transposed and then narrowed is narrowed first: a transpose is a layout."""
+        if len(self.users[i]) != 1 or i in self.outputs:
+            return
+        (moved,) = self.users[i]
+        if self.instructions[moved].primitive != "transpose" or moved in self.outputs or len(self.users[moved]) != 1:
+            return
+        (cast,) = self.users[moved]
+        one = self.instructions[cast]
+        if one.primitive != "convert_element_type" or one.num_bytes >= self.instructions[moved].num_bytes:
+            return
+        # The two change places: i -> cast -> moved -> what read the cast.
+        wide = self.instructions[moved]
+        self.instructions[moved] = replace(one, operands={i: 1.0})
+        self.instructions[cast] = replace(wide, operands={moved: 1.0}, num_bytes=one.num_bytes, dtype=one.dtype)
+        self.kernels[moved].flops, self.kernels[cast].flops = self.kernels[cast].flops, self.kernels[moved].flops
 
     # -- softmax -----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopar.device_program import Gemm
@@ -439,20 +439,35 @@ class _Lowering:
         if tuple(dims) == tuple(range(len(dims))):
             return at
         source = self.program.instructions[at]
-        if at not in self.laid_out:
-            self.laid_out[at] = self._add(
-                Instruction(
-                    "loop",
-                    n,
-                    source.value,
-                    "transpose",
-                    {at: 1.0},
-                    source.elements,
-                    source.num_bytes,
-                    dtype=source.dtype,
-                )
+        if at in self.laid_out:
+            return self.laid_out[at]
+        # Layouts are settled for whole chains of elementwise operations, so the copy is made where it is smallest.
+        chain, narrowest = [at], 0
+        while (above := self._only_operand(chain[-1])) is not None:
+            chain.append(above)
+            if self.program.instructions[above].num_bytes < self.program.instructions[chain[narrowest]].num_bytes:
+                narrowest = len(chain) - 1
+        top = chain[narrowest]
+        if top not in self.laid_out:
+            one = self.program.instructions[top]
+            self.laid_out[top] = self._add(
+                replace(one, kind="loop", node=n, primitive="transpose", operands={top: 1.0}, flops=0.0, gemm=None)
             )
+        for below in reversed(chain[:narrowest]):
+            one = self.program.instructions[below]
+            operands = {self.laid_out[top] if o == top else o: times for o, times in one.operands.items()}
+            self.laid_out[below] = self._add(replace(one, node=n, operands=operands))
+            top = below
         return self.laid_out[at]
+
+    def _only_operand(self, at: int) -> int | None:
+        """What an elementwise operation without any other operand of its size reads."""
+        one = self.program.instructions[at]
+        if one.primitive not in ("convert_element_type", "mul", "div", "neg") or not one.operands:
+            return None
+        full = [o for o in one.operands if self.program.instructions[o].elements == one.elements]
+        small = all(o in full or self.program.instructions[o].elements <= 1.0 for o in one.operands)
+        return full[0] if len(full) == 1 and small else None
 
     def _masked(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
         """A product's operand that is unevenly split along a summed dim is copied with its padding set to zero."""
