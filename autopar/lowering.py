@@ -397,17 +397,21 @@ class _Lowering:
                 return "alias"
             if name == "broadcast_in_dim" and result.size == first.size:
                 return "alias"
-            if name == "transpose" and _swaps_halves(node.params["permutation"]):
-                # A matrix product takes an operand and gives its result in either order of rows and columns.
-                if self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0]):
-                    return "alias"
-            if name == "transpose" and self._of_outer_product(node.operands[0]):
+            if name == "transpose" and self._is_layout(node):
                 return "alias"
         if name.startswith("reduce_") or name in _REDUCTIONS:
             return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
         if name.startswith("scatter") or name in _IN_PLACE or name == "select_and_scatter_add":
             return "inplace"
         return "loop"
+
+    def _is_layout(self, node: Node) -> bool:
+        """Whether a transpose copies nothing: a matrix product takes an operand and gives its result in either
+        order of rows and columns."""
+        if self._of_outer_product(node.operands[0]):
+            return True
+        beside = self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0])
+        return beside and _swaps_halves(node.params["permutation"])
 
     def _from_dot(self, value: int | None) -> bool:
         return value is not None and self.program.instructions[self.at[value]].gemm is not None
@@ -438,7 +442,6 @@ class _Lowering:
         dims = batch[index]
         if tuple(dims) == tuple(range(len(dims))):
             return at
-        source = self.program.instructions[at]
         if at in self.laid_out:
             return self.laid_out[at]
         # Layouts are settled for whole chains of elementwise operations, so the copy is made where it is smallest.

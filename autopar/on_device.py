@@ -140,7 +140,7 @@ class _Builder:
         What is used at the same position by several is computed once; every use at another position, as a
         reduction's or a broadcast's, computes it anew (openxla/xla, gpu_hlo_cost_analysis.cc).
         """
-        if self.estimator is None or len(kernel.members) == 1 and len(kernel.roots) == 1:
+        if self.estimator is None or (len(kernel.members) == 1 and len(kernel.roots) == 1):
             one = self.instructions[kernel.roots[0]]
             if self.estimator is None:
                 return kernel.flops, dict(kernel.operands)

@@ -160,7 +160,8 @@ def _packed(ops: Sequence[Op], buffer: int) -> list[Op]:
     itemsize = {"float64": 8, "bfloat16": 2, "float16": 2}.get(whole.dtype, 4)
     into = Op("fusion", whole.node, whole.reads, (buffer,), size, size, flops=6 * size / itemsize)
     out = [
-        Op("fusion", op.node, (buffer + 1,), op.writes, op.payload_bytes, op.payload_bytes, num_blocks=0.0) for op in ops
+        Op("fusion", op.node, (buffer + 1,), op.writes, op.payload_bytes, op.payload_bytes, num_blocks=0.0)
+        for op in ops
     ]
     return [into, replace(whole, reads=(buffer,), writes=(buffer + 1, -1 - buffer)), *out]
 
