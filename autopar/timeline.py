@@ -225,24 +225,35 @@ def _predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:
 
 def _in_order(ops: Sequence[Op]) -> tuple[Op, ...]:
     """The operations, each after what it reads; otherwise as they stood."""
-    writer = {buffer: i for i, op in enumerate(ops) for buffer in op.writes}
+    writers: dict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(ops):
+        for buffer in op.writes:
+            writers[buffer].append(i)
+
+    def waits_for(i: int) -> list[int]:
+        found = []
+        for buffer in ops[i].reads:
+            by = [j for j in writers[buffer] if j != i]
+            if by:  # what is written in place has several writers: the last one before
+                found.append(max((j for j in by if j < i), default=by[0]))
+        return found
+
     order: list[Op] = []
-    done: set[int] = set()
+    seen: set[int] = set()
     for root in range(len(ops)):
-        stack = [root]
+        if root in seen:
+            continue
+        seen.add(root)
+        stack = [(root, iter(waits_for(root)))]
         while stack:
-            i = stack[-1]
-            if i in done:
-                stack.pop()
-                continue
-            missing = [writer[b] for b in ops[i].reads if writer.get(b, i) != i and writer[b] not in done]
-            missing = [j for j in missing if j not in stack]
-            if missing:
-                stack.extend(missing)
-            else:
-                done.add(i)
+            i, rest = stack[-1]
+            following = next((j for j in rest if j not in seen), None)
+            if following is None:
                 order.append(ops[i])
                 stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(waits_for(following))))
     return tuple(order)
 
 
