@@ -13,11 +13,14 @@ November 2026.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.lowering import LocalProgram
+from autopar.cost.kernels import column_blocks
+from autopar.lowering import Instruction, LocalProgram
 
 _LAUNCH_S = 1e-6  # what XLA charges a kernel when it weighs a fusion
 _PARALLEL = 0.95  # how much of the shorter of arithmetic and traffic the longer one hides
@@ -62,7 +65,6 @@ _READ_THROUGH = frozenset(
         "tanh",
         "sqrt",
         "rsqrt",
-        "transpose",
         "slice",
         "integer_pow",
     ]
@@ -94,13 +96,55 @@ def fuse(program: LocalProgram, profile: HardwareProfile) -> list[Fused]:
     fusion = _Fusion(program, profile)
     kernels = fusion.run()
     program.outputs = [at if at is None else fusion.renamed.get(at, at) for at in program.outputs]
-    return _Siblings(program, kernels).run()
+    return _Siblings(program, kernels, profile).run()
+
+
+def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operands: Iterable[int]) -> float:
+    """Thread blocks that a kernel runs in, as XLA's emitters choose them; 0: as many as the device can use."""
+    one = instructions[roots[0]]
+    if one.primitive.startswith("scatter"):
+        return max(1.0, max((instructions[o].elements for o in list(one.operands)[1:]), default=1.0) // 128)
+    sums = [one for root in roots if (one := instructions[root]).kind == "reduce"]
+    if not sums:
+        return max(1.0, -(-one.elements // (512 if one.elements % 4 == 0 else 128)))
+    one = sums[0]
+    if not one.columns:
+        return 0.0
+    read = [instructions[o] for o in operands if instructions[o].elements > 64.0]
+    itemsize = min((i.num_bytes / i.elements for i in read), default=4.0)
+    return column_blocks(one.reduces, one.columns, max(itemsize, 1.0), max(one.elements / one.columns, 1.0))
+
+
+class _Price:
+    """XLA's roofline of a kernel: few thread blocks reach neither the memory's rate nor the arithmetic's."""
+
+    def __init__(self, instructions: Sequence[Instruction], profile: HardwareProfile) -> None:
+        self.instructions = instructions
+        self.rate, self.bandwidth = profile.vector_flops_per_s, profile.hbm_bytes_per_s
+        estimator = profile.xla_estimator
+        self.block_bandwidth = estimator.block_bytes_per_s if estimator else math.inf
+        self.num_cores = estimator.num_cores if estimator else 1
+
+    def seconds(self, blocks: float, flops: float, operands: Mapping[int, float], written: float) -> float:
+        rate, most = self.rate, math.inf
+        if blocks:
+            rate *= min(1.0, blocks / self.num_cores)
+            most = blocks * self.block_bandwidth
+        arithmetic = flops / rate
+        traffic = written / self.bandwidth
+        for operand, times in operands.items():
+            size = self.instructions[operand].num_bytes
+            first = size * min(times, 1.0)
+            faster = next((speedup for fits, speedup in _CACHES if size < fits), 1.0)
+            traffic += first / min(self.bandwidth, most)
+            traffic += (size * times - first) / min(self.bandwidth * faster, most)
+        return arithmetic + traffic - _PARALLEL * min(arithmetic, traffic)
 
 
 class _Fusion:
     def __init__(self, program: LocalProgram, profile: HardwareProfile) -> None:
         self.instructions = program.instructions
-        self.rate, self.bandwidth = profile.vector_flops_per_s, profile.hbm_bytes_per_s
+        self.price = _Price(program.instructions, profile)
         self.kernels: dict[int, Fused] = {}
         self.users: list[set[int]] = [set() for _ in program.instructions]
         self.outputs = {at for at in program.outputs if at is not None}
@@ -172,6 +216,7 @@ class _Fusion:
 
     def _write_smaller(self, i: int) -> None:
         """Give a product the size of its only reader's result, where that is a cast to fewer bytes."""
+        self._cast_before_transpose(i)
         while len(self.users[i]) == 1 and i not in self.outputs:
             (reader,) = self.users[i]
             one = self.instructions[reader]
@@ -179,7 +224,10 @@ class _Fusion:
             if one.kind != "loop" or not narrower or one.num_bytes > self.instructions[i].num_bytes:
                 return
             product = self.instructions[i]
-            self.instructions[i] = replace(product, num_bytes=one.num_bytes, elements=one.elements, dtype=one.dtype)
+            gemm = replace(product.gemm, out_dtype=one.dtype) if product.gemm else None
+            self.instructions[i] = replace(
+                product, num_bytes=one.num_bytes, elements=one.elements, dtype=one.dtype, gemm=gemm
+            )
             for user in list(self.users[reader]):
                 for operands in (self.instructions[user].operands, self.kernels[user].operands):
                     if reader in operands:
@@ -192,6 +240,23 @@ class _Fusion:
                 self.outputs.discard(reader)
                 self.outputs.add(i)
                 self.renamed[reader] = i
+
+    def _cast_before_transpose(self, i: int) -> None:
+        """A product's result that is transposed and then narrowed is narrowed first: a transpose is a layout."""
+        if len(self.users[i]) != 1 or i in self.outputs:
+            return
+        (moved,) = self.users[i]
+        if self.instructions[moved].primitive != "transpose" or moved in self.outputs or len(self.users[moved]) != 1:
+            return
+        (cast,) = self.users[moved]
+        one = self.instructions[cast]
+        if one.primitive != "convert_element_type" or one.num_bytes >= self.instructions[moved].num_bytes:
+            return
+        # The two change places: i -> cast -> moved -> what read the cast.
+        wide = self.instructions[moved]
+        self.instructions[moved] = replace(one, operands={i: 1.0})
+        self.instructions[cast] = replace(wide, operands={moved: 1.0}, num_bytes=one.num_bytes, dtype=one.dtype)
+        self.kernels[moved].flops, self.kernels[cast].flops = self.kernels[cast].flops, self.kernels[moved].flops
 
     # -- softmax -----------------------------------------------------------------------------
 
@@ -234,22 +299,14 @@ class _Fusion:
 
     # -- prices ------------------------------------------------------------------------------
 
-    def _read_s(self, operand: int, times: float) -> float:
-        size = self.instructions[operand].num_bytes
-        total = size * times
-        first = min(size, total)
-        faster = next((speedup for most, speedup in _CACHES if first < most), 1.0)
-        return (first + (total - first) / faster) / self.bandwidth
-
-    def _time(self, flops: float, operands: dict[int, float], written: float) -> float:
-        arithmetic = flops / self.rate
-        traffic = sum(self._read_s(o, times) for o, times in operands.items()) + written / self.bandwidth
-        return arithmetic + traffic - _PARALLEL * min(arithmetic, traffic)
+    def _time(self, i: int, flops: float, operands: dict[int, float], written: float) -> float:
+        """Seconds of a kernel whose result is instruction i."""
+        return self.price.seconds(num_blocks(self.instructions, (i,), operands), flops, operands, written)
 
     def _own_time(self, i: int) -> float:
         if i not in self.times:
             k = self.kernels[i]
-            self.times[i] = self._time(k.flops, k.operands, self.instructions[i].num_bytes)
+            self.times[i] = self._time(i, k.flops, k.operands, self.instructions[i].num_bytes)
         return self.times[i]
 
     def _merged(self, i: int, j: int) -> tuple[float, dict[int, float]]:
@@ -271,7 +328,7 @@ class _Fusion:
         saved = _LAUNCH_S + self._own_time(i)
         for j in readers:
             flops, operands = self._merged(i, j)
-            saved += self._own_time(j) - self._time(flops, operands, self.instructions[j].num_bytes)
+            saved += self._own_time(j) - self._time(j, flops, operands, self.instructions[j].num_bytes)
         return saved
 
     def _may_fuse(self, i: int, j: int) -> bool:
@@ -326,8 +383,9 @@ class _Siblings:
     """Joins kernels over the same points to one with several results: those that read the same, and a loop with
     a reader of its result, where no third kernel stands between the two."""
 
-    def __init__(self, program: LocalProgram, kernels: dict[int, Fused]) -> None:
+    def __init__(self, program: LocalProgram, kernels: dict[int, Fused], profile: HardwareProfile) -> None:
         self.instructions = program.instructions
+        self.price = _Price(program.instructions, profile)
         self.kernels = kernels
         self.home = {i: i for i in kernels}  # instruction in memory -> the kernel that writes it
         self.users: dict[int, set[int]] = defaultdict(set)
@@ -343,6 +401,8 @@ class _Siblings:
             self.above[i] = bits
 
     def run(self) -> list[Fused]:
+        # Random bits of one shape are made from the same counters, which their kernels so have in common.
+        self._join_all([i for i, kernel in self.kernels.items() if self._is_random(kernel)])
         for source in [*range(len(self.instructions))]:
             if self.instructions[source].elements > 1.0 and len(self.users[source]) > 1:
                 self._join_readers(source)
@@ -365,8 +425,14 @@ class _Siblings:
     def _independent(self, a: int, b: int) -> bool:
         return not (self.above[a] >> b & 1 or self.above[b] >> a & 1)
 
+    def _is_random(self, kernel: Fused) -> bool:
+        return any(self.instructions[i].primitive in ("random_bits", "threefry2x32") for i in kernel.members)
+
     def _join_readers(self, source: int) -> None:
-        readers = sorted({self.home[u] for u in self.users[source]})
+        self._join_all(sorted({self.home[u] for u in self.users[source]}))
+
+    def _join_all(self, readers: Sequence[int]) -> None:
+        """Those of them that do the same number of points and wait not for one another."""
         for n, a in enumerate(readers):
             if self.home[a] != a or (points := self._points(a)) is None:
                 continue
@@ -386,9 +452,24 @@ class _Siblings:
                 for o in self.kernels[reader].operands
                 if o in self.home and self.home[o] != source
             )
-            if not between:
+            if not between and self._pays(source, reader):
                 self._join(source, reader)
                 return
+
+    def _pays(self, source: int, reader: int) -> bool:
+        """Whether one kernel takes no longer than the two: it may have few thread blocks (multi_output_fusion.cc)."""
+        above, below = self.kernels[source], self.kernels[reader]
+        written = sum(self.instructions[root].num_bytes for root in above.roots)
+        own = sum(self.instructions[root].num_bytes for root in below.roots)
+        roots = (*below.roots, *above.roots)
+        operands = {o: times for o, times in below.operands.items() if o != source}
+        for operand, times in above.operands.items():
+            operands[operand] = operands.get(operand, 0.0) + times
+        blocks = [num_blocks(self.instructions, k.roots, k.operands) for k in (above, below)]
+        apart = self.price.seconds(blocks[0], above.flops, above.operands, written)
+        apart += self.price.seconds(blocks[1], below.flops, below.operands, own)
+        joined = num_blocks(self.instructions, roots, operands)
+        return self.price.seconds(joined, above.flops * 2 + below.flops, operands, written + own) <= apart + _LAUNCH_S
 
     def _fits(self, a: int, b: int) -> bool:
         return len(self.kernels[a].operands) + len(self.kernels[b].operands) <= _MOST_OPERANDS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopar.device_program import Gemm
@@ -274,7 +274,7 @@ class _Lowering:
             for value in node.results:
                 self.at[value] = operands[0][0]
             return
-        if node.primitive in ("dot_general",):
+        if node.primitive == "dot_general" and kind == "hero":
             operands = [(self._laid_out(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
             operands = [(self._masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         shapes = [self._local_shape(v, self._sharding(v)) for v in node.results]
@@ -293,7 +293,7 @@ class _Lowering:
             kind,
             n,
             node.results[0] if node.results else -1,
-            node.primitive,
+            "mul" if _sums_nothing(node) else node.primitive,
             used,
             elements,
             num_bytes,
@@ -382,6 +382,8 @@ class _Lowering:
 
     def _kind(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> InstructionKind:
         name = node.primitive
+        if _sums_nothing(node):
+            return "loop"
         if name in _HEROES or node.effect or not node.results:
             return "hero"
         if not operands:
@@ -395,7 +397,7 @@ class _Lowering:
                 return "alias"
             if name == "broadcast_in_dim" and result.size == first.size:
                 return "alias"
-            if name == "transpose" and self._feeds_dots(node.results[0]) and self._from_dot(node.operands[0]):
+            if name == "transpose" and self._is_layout(node):
                 return "alias"
         if name.startswith("reduce_") or name in _REDUCTIONS:
             return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
@@ -403,8 +405,23 @@ class _Lowering:
             return "inplace"
         return "loop"
 
+    def _is_layout(self, node: Node) -> bool:
+        """Whether a transpose copies nothing: a matrix product takes an operand and gives its result in either
+        order of rows and columns."""
+        if self._of_outer_product(node.operands[0]):
+            return True
+        beside = self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0])
+        return beside and _swaps_halves(node.params["permutation"])
+
     def _from_dot(self, value: int | None) -> bool:
         return value is not None and self.program.instructions[self.at[value]].gemm is not None
+
+    def _of_outer_product(self, value: int | None) -> bool:
+        """Whether a value is made by a product that sums nothing, which may write its dims in any order."""
+        if value is None:
+            return False
+        one = self.program.instructions[self.at[value]]
+        return one.node >= 0 and one.value == value and _sums_nothing(self.graph.nodes[one.node])
 
     def _feeds_dots(self, value: int) -> bool:
         """Whether all readers are matrix products, which take an operand in any order of its dims."""
@@ -425,23 +442,35 @@ class _Lowering:
         dims = batch[index]
         if tuple(dims) == tuple(range(len(dims))):
             return at
-        source = self.program.instructions[at]
-        if source.gemm is not None:
-            return at
-        if at not in self.laid_out:
-            self.laid_out[at] = self._add(
-                Instruction(
-                    "loop",
-                    n,
-                    source.value,
-                    "transpose",
-                    {at: 1.0},
-                    source.elements,
-                    source.num_bytes,
-                    dtype=source.dtype,
-                )
+        if at in self.laid_out:
+            return self.laid_out[at]
+        # Layouts are settled for whole chains of elementwise operations, so the copy is made where it is smallest.
+        chain, narrowest = [at], 0
+        while (above := self._only_operand(chain[-1])) is not None:
+            chain.append(above)
+            if self.program.instructions[above].num_bytes < self.program.instructions[chain[narrowest]].num_bytes:
+                narrowest = len(chain) - 1
+        top = chain[narrowest]
+        if top not in self.laid_out:
+            one = self.program.instructions[top]
+            self.laid_out[top] = self._add(
+                replace(one, kind="loop", node=n, primitive="transpose", operands={top: 1.0}, flops=0.0, gemm=None)
             )
+        for below in reversed(chain[:narrowest]):
+            one = self.program.instructions[below]
+            operands = {self.laid_out[top] if o == top else o: times for o, times in one.operands.items()}
+            self.laid_out[below] = self._add(replace(one, node=n, operands=operands))
+            top = below
         return self.laid_out[at]
+
+    def _only_operand(self, at: int) -> int | None:
+        """What an elementwise operation without any other operand of its size reads."""
+        one = self.program.instructions[at]
+        if one.primitive not in ("convert_element_type", "mul", "div", "neg") or not one.operands:
+            return None
+        full = [o for o in one.operands if self.program.instructions[o].elements == one.elements]
+        small = all(o in full or self.program.instructions[o].elements <= 1.0 for o in one.operands)
+        return full[0] if len(full) == 1 and small else None
 
     def _masked(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
         """A product's operand that is unevenly split along a summed dim is copied with its padding set to zero."""
@@ -468,7 +497,7 @@ class _Lowering:
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> float:
         if node.primitive == "dot_general" or not node.results:
-            return 0.0
+            return CHEAP if _sums_nothing(node) else 0.0
         if node.primitive == "conv_general_dilated" and len(operands) == 2:
             kernel = operands[1][1]
             numbers = node.params.get("dimension_numbers")
@@ -484,7 +513,7 @@ class _Lowering:
     def _gemm(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> Gemm | None:
-        if node.primitive != "dot_general" or len(operands) != 2:
+        if node.primitive != "dot_general" or len(operands) != 2 or _sums_nothing(node):
             return None
         (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
         left, right = operands[0][1], operands[1][1]
@@ -512,6 +541,17 @@ class _Lowering:
                 self.program.outputs.append(self._reach(value, wanted[position])[0])
             else:
                 self.program.outputs.append(self.at[value])
+
+
+def _sums_nothing(node: Node) -> bool:
+    """A product without contracted dims is a multiplication to XLA, of no kernel of its own (DotDecomposer)."""
+    return node.primitive == "dot_general" and not node.params["dimension_numbers"][0][0]
+
+
+def _swaps_halves(permutation: Sequence[int]) -> bool:
+    """Whether a transpose turns [a, b] to [b, a], each perhaps of several dims."""
+    first = permutation.index(0)
+    return list(permutation) == [*range(len(permutation) - first, len(permutation)), *range(len(permutation) - first)]
 
 
 def _kept_columns(axes: object, operands: Sequence[tuple[int, tuple[int, ...]]]) -> float:

@@ -6,16 +6,35 @@ every value that is in memory.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.cost.kernels import column_blocks, cycles
+from autopar.cost.kernels import cycles
 from autopar.device_program import Buffer, DeviceProgram, Op, OpKind
 from autopar.formulation import Formulation
-from autopar.fusion import Fused, fuse
+from autopar.fusion import Fused, fuse, num_blocks
 from autopar.lowering import Instruction, LocalProgram, local_program
 
-_SMALL_BYTES = 256 * 1024
+#: What fits the cache nearest to the cores, and what fits the device's, as XLA's estimator takes them.
+_SMALL_BYTES, _CACHED_BYTES = 132 * 2048, 50 * 2**20
+#: XLA's estimator knows of these that they write into their operand; a scatter it charges for the whole.
+_UPDATES = frozenset(["dynamic_update_slice"])
+#: Loops whose results' elements are not those of their operands at the same position.
+_MOVES = frozenset(
+    [
+        "broadcast_in_dim",
+        "transpose",
+        "slice",
+        "dynamic_slice",
+        "cut",
+        "pad",
+        "gather",
+        "concatenate",
+        "rev",
+        "iota",
+    ]
+)
 
 
 def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProfile) -> DeviceProgram:
@@ -77,16 +96,20 @@ class _Builder:
 
     def _op(self, kernel: Fused) -> Op:
         one = self.instructions[kernel.roots[0]]
+        flops, reads = self._work(kernel)
         first = again = small = 0.0
-        for operand, times in kernel.operands.items():
-            size = self.instructions[operand].num_bytes
+        for operand in kernel.operands:
+            size, times = self.instructions[operand].num_bytes, reads.get(operand, 0.0)
             first += size * min(times, 1.0)
+            rest = size * max(times - 1.0, 0.0)
             if size < _SMALL_BYTES:
-                small += size * max(times - 1.0, 0.0)
+                small += rest
+            elif size < _CACHED_BYTES:
+                again += rest
             else:
-                again += size * max(times - 1.0, 0.0)
+                first += rest
         written = sum(self.instructions[root].num_bytes for root in kernel.roots)
-        if one.kind == "inplace":  # reads and writes what it changes, not the whole
+        if one.primitive in _UPDATES:  # reads and writes what it changes, not the whole
             target = next(iter(one.operands))
             first -= min(self.instructions[target].num_bytes, first)
             written = min(written, 2 * first)
@@ -99,7 +122,7 @@ class _Builder:
             reread_bytes=again,
             broadcast_bytes=small,
             written_bytes=written,
-            flops=self._flops(kernel),
+            flops=flops,
             num_nodes=len(kernel.members),
             gemm=one.gemm,
             dtype=one.dtype,
@@ -107,29 +130,48 @@ class _Builder:
             axes=one.axes,
             payload_bytes=one.payload_bytes,
             combinable=one.combinable,
-            unpriced=kernel.tiled or (one.kind == "hero" and one.gemm is None),
-            num_blocks=self._num_blocks(kernel),
+            unpriced=kernel.tiled or (_kind(one) == "other"),
+            num_blocks=0.0 if kernel.tiled else num_blocks(self.instructions, kernel.roots, kernel.operands),
         )
 
-    def _num_blocks(self, kernel: Fused) -> float:
-        """Of a sum down columns, which may run in few thread blocks; else 0."""
-        sums = [one for root in kernel.roots if (one := self.instructions[root]).kind == "reduce"]
-        if not sums or not sums[0].columns or kernel.tiled:
-            return 0.0
-        one = sums[0]
-        sizes = [self.instructions[o] for o in kernel.operands if self.instructions[o].elements > 1.0]
-        itemsize = min((i.num_bytes / i.elements for i in sizes), default=4.0)
-        return column_blocks(one.reduces, one.columns, max(itemsize, 1.0), max(one.elements / one.columns, 1.0))
+    def _work(self, kernel: Fused) -> tuple[float, dict[int, float]]:
+        """Arithmetic, and how often the elements of each operand are read, as XLA's cost analysis counts both.
 
-    def _flops(self, kernel: Fused) -> float:
-        if self.estimator is None:
-            return kernel.flops
-        total = 0.0
-        for member in kernel.members:
-            one = self.instructions[member]
-            if one.flops:
-                total += one.elements * one.reduces * cycles(one.primitive, one.dtype, self.estimator)
-        return total
+        What is used at the same position by several is computed once; every use at another position, as a
+        reduction's or a broadcast's, computes it anew (openxla/xla, gpu_hlo_cost_analysis.cc).
+        """
+        if self.estimator is None or (len(kernel.members) == 1 and len(kernel.roots) == 1):
+            one = self.instructions[kernel.roots[0]]
+            if self.estimator is None:
+                return kernel.flops, dict(kernel.operands)
+            return self._flops(one), dict(kernel.operands)
+        inside = set(kernel.members)
+        places: dict[int, set[int]] = {root: {-1} for root in kernel.roots}
+        times: dict[int, float] = defaultdict(float)
+        times[-1] = 1.0
+        flops = 0.0
+        for at in sorted(inside, reverse=True) + sorted(kernel.operands, reverse=True):
+            if at not in places:
+                continue
+            here = sum(times[place] for place in places[at])
+            if at not in inside:
+                continue
+            one = self.instructions[at]
+            flops += here * self._flops(one)
+            moves = one.kind != "loop" or one.primitive in _MOVES
+            for operand, read in one.operands.items():
+                if moves:
+                    places.setdefault(operand, set()).add(operand)
+                    times[operand] += here * read
+                else:
+                    places.setdefault(operand, set()).update(places[at])
+        return flops, {operand: sum(times[place] for place in places.get(operand, ())) for operand in kernel.operands}
+
+    def _flops(self, one: Instruction) -> float:
+        assert self.estimator is not None
+        if not one.flops:
+            return 0.0
+        return one.elements * one.reduces * cycles(one.primitive, one.dtype, self.estimator)
 
 
 def _kind(one: Instruction) -> OpKind:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import is_small, op_seconds
@@ -109,10 +109,16 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
             members[lead] = joined
             group_of |= dict.fromkeys(joined, lead)
     last = {max(joined): lead for lead, joined in members.items()}
-    merged = []
+    merged: list[Op] = []
+    packed = len(program.buffers)
     for i, op in enumerate(program.ops):
         if i in last:
-            merged.append(_joined([program.ops[j] for j in sorted(members[last[i]])]))
+            together = [program.ops[j] for j in sorted(members[last[i]])]
+            if op.collective == "all-reduce" and profile.platform == "gpu":
+                merged += _packed(together, packed)
+                packed += 2
+            else:
+                merged.append(_joined(together))
         elif i not in group_of:
             merged.append(op)
     return _in_order(merged)
@@ -141,6 +147,23 @@ def _joined(ops: Sequence[Op]) -> Op:
         axes=last.axes,
         payload_bytes=sum(op.payload_bytes for op in ops),
     )
+
+
+def _packed(ops: Sequence[Op], buffer: int) -> list[Op]:
+    """Merged all-reduces: XLA copies what they add to one buffer, and from that to each one's own.
+
+    Args:
+        buffer: a free position, and the one after it.
+    """
+    whole = _joined(ops)
+    size = whole.payload_bytes
+    itemsize = {"float64": 8, "bfloat16": 2, "float16": 2}.get(whole.dtype, 4)
+    into = Op("fusion", whole.node, whole.reads, (buffer,), size, size, flops=6 * size / itemsize)
+    out = [
+        Op("fusion", op.node, (buffer + 1,), op.writes, op.payload_bytes, op.payload_bytes, num_blocks=0.0)
+        for op in ops
+    ]
+    return [into, replace(whole, reads=(buffer,), writes=(buffer + 1, -1 - buffer)), *out]
 
 
 def _from_outputs(program: DeviceProgram) -> list[int]:
@@ -202,24 +225,35 @@ def _predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:
 
 def _in_order(ops: Sequence[Op]) -> tuple[Op, ...]:
     """The operations, each after what it reads; otherwise as they stood."""
-    writer = {buffer: i for i, op in enumerate(ops) for buffer in op.writes}
+    writers: dict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(ops):
+        for buffer in op.writes:
+            writers[buffer].append(i)
+
+    def waits_for(i: int) -> list[int]:
+        found = []
+        for buffer in ops[i].reads:
+            by = [j for j in writers[buffer] if j != i]
+            if by:  # what is written in place has several writers: the last one before
+                found.append(max((j for j in by if j < i), default=by[0]))
+        return found
+
     order: list[Op] = []
-    done: set[int] = set()
+    seen: set[int] = set()
     for root in range(len(ops)):
-        stack = [root]
+        if root in seen:
+            continue
+        seen.add(root)
+        stack = [(root, iter(waits_for(root)))]
         while stack:
-            i = stack[-1]
-            if i in done:
-                stack.pop()
-                continue
-            missing = [writer[b] for b in ops[i].reads if writer.get(b, i) != i and writer[b] not in done]
-            missing = [j for j in missing if j not in stack]
-            if missing:
-                stack.extend(missing)
-            else:
-                done.add(i)
+            i, rest = stack[-1]
+            following = next((j for j in rest if j not in seen), None)
+            if following is None:
                 order.append(ops[i])
                 stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(waits_for(following))))
     return tuple(order)
 
 

@@ -110,19 +110,19 @@ def fusion_seconds(op: Op, estimator: EstimatorProfile) -> float:
 def column_blocks(num_rows: float, num_columns: float, itemsize: float, num_outer: float = 1.0) -> float:
     """Thread blocks of a kernel that sums down columns: few, where there are few columns.
 
-    XLA gives a block 32 columns times the elements of 8 bytes. It cuts more than 4,096 rows into some
-    square root of as many parts first, which a second kernel adds.
+    XLA gives a block 32 columns times the elements of 8 bytes. It cuts more than 4,096 rows into parts first,
+    the power of two below their square root, which a second kernel adds (tree_reduction_rewriter.cc).
 
     Args:
         num_rows: summed. num_columns: kept, contiguous. num_outer: kept, outside the summed.
         itemsize: of the narrowest operand.
 
     >>> column_blocks(2048, 1024, 4), column_blocks(2048, 1024, 2), column_blocks(8192, 768, 2)
-    (16, 8, 546)
+    (16, 8, 384)
     """
     wide = 32 * min(4, int(8 // max(1, itemsize)))
     if num_rows > 4096:
-        num_outer *= math.isqrt(int(num_rows)) + (math.isqrt(int(num_rows)) ** 2 < num_rows)
+        num_outer *= 1 << math.isqrt(int(num_rows)).bit_length() - 1
     return max(1, int(num_outer) * math.ceil(num_columns / wide))
 
 

@@ -1,0 +1,307 @@
+"""What XLA makes of a step, rule by rule: small programs by hand, small functions, and one real compile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import programs
+import pytest
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar import absent
+from autopar.cost.hardware import load
+from autopar.device_program import Buffer, DeviceProgram, Op, peak_of_temporaries
+from autopar.errors import VerifyError
+from autopar.formulation import Formulation, formulate
+from autopar.fusion import Fused, fuse
+from autopar.lowering import Instruction, InstructionKind, LocalProgram
+from autopar.mesh import parse_mesh
+from autopar.on_device import device_program
+from autopar.pins import resolve_pins
+from autopar.planner import _group, program_of
+from autopar.solve.ilp import Ilp
+from autopar.timeline import simulate
+
+H100 = load("h100-sxm")
+ROWS, COLUMNS = 8192, 4096
+MATRIX = float(ROWS * COLUMNS)
+
+
+class Hand:
+    """Instructions written down one by one; what a method returns is the position of the new one."""
+
+    def __init__(self) -> None:
+        self.local = LocalProgram()
+
+    def _add(
+        self, kind: InstructionKind, primitive: str, operands: Mapping[int, float], elements: float, **more: Any
+    ) -> int:
+        at = len(self.local.instructions)
+        self.local.instructions.append(
+            Instruction(kind, 0, at, primitive, dict(operands), elements, 4 * elements, **more)
+        )
+        return at
+
+    def argument(self, elements: float = MATRIX) -> int:
+        return self._add("argument", "", {}, elements)
+
+    def loop(self, primitive: str, *operands: int, flops: float = 3.0) -> int:
+        """Elementwise; what is smaller is read once for each element."""
+        of = self.local.instructions
+        times = {o: MATRIX / of[o].elements for o in operands}
+        return self._add("loop", primitive, times, MATRIX, flops=flops * MATRIX)
+
+    def total(self, operand: int, *, rows: bool = True, num_rows: int = ROWS) -> int:
+        """A sum along rows, or down the columns."""
+        kept = num_rows if rows else self.local.instructions[operand].elements / num_rows
+        elements = self.local.instructions[operand].elements
+        return self._add(
+            "reduce", "reduce_sum", {operand: 1.0}, kept, flops=7 * elements, reduces=elements / kept, rows=rows,
+            columns=0.0 if rows else kept,
+        )  # fmt: skip
+
+    def kernels(self, *outputs: int) -> list[Fused]:
+        self.local.outputs = list(outputs)
+        return fuse(self.local, H100)
+
+    def roots(self, *outputs: int) -> list[list[int]]:
+        return [sorted(kernel.roots) for kernel in self.kernels(*outputs)]
+
+
+# -- fusion ------------------------------------------------------------------------------------
+
+
+def test_a_chain_of_loops_is_one_kernel() -> None:
+    hand = Hand()
+    x = hand.argument()
+    last = hand.loop("tanh", hand.loop("mul", hand.loop("add", x)))
+    (kernel,) = hand.kernels(last)
+    assert kernel.roots == [last]
+    assert list(kernel.operands) == [x]
+    assert len(kernel.members) == 3
+
+
+def test_a_cheap_function_is_computed_in_each_reader() -> None:
+    hand = Hand()
+    x = hand.argument()
+    cheap = hand.loop("mul", x)
+    down, along = hand.total(cheap, rows=False), hand.total(cheap)
+    assert [cheap] not in hand.roots(down, along)
+
+
+def test_an_expensive_function_with_two_readers_is_stored() -> None:
+    hand = Hand()
+    dear = hand.loop("erf", hand.argument(), flops=2000.0)
+    down, along = hand.total(dear, rows=False), hand.total(dear)
+    assert any(dear in roots for roots in hand.roots(down, along))
+
+
+def test_a_softmax_is_one_kernel_that_the_estimator_does_not_price() -> None:
+    hand = Hand()
+    x = hand.argument()
+    shifted = hand.loop("sub", x, hand.total(x))
+    powers = hand.loop("exp", shifted)
+    last = hand.loop("div", powers, hand.total(powers))
+    (kernel,) = hand.kernels(last)
+    assert kernel.tiled
+    assert list(kernel.operands) == [x]
+
+
+def test_what_follows_a_reduction_is_a_kernel_of_its_own() -> None:
+    hand = Hand()
+    first, second = hand.argument(), hand.argument()
+    total = hand.total(first)
+    last = hand.loop("mul", second, total)
+    assert hand.roots(last) == [[total], [last]]
+
+
+def test_reductions_of_the_same_are_one_kernel() -> None:
+    hand = Hand()
+    x = hand.argument()
+    one, squares = hand.total(x), hand.total(hand.loop("integer_pow", x))
+    assert hand.roots(one, squares) == [[one, squares]]
+
+
+def test_random_bits_of_one_shape_are_one_kernel() -> None:
+    hand = Hand()
+    keys = [hand.argument(2.0) for _ in range(3)]
+    masks = [hand.loop("lt", hand.loop("random_bits", key, flops=360.0)) for key in keys]
+    assert hand.roots(*masks) == [masks]
+
+
+def test_few_columns_are_summed_by_few_blocks_and_so_from_memory() -> None:
+    """A kernel of few thread blocks reads slowly, so nothing more than need be is read in it."""
+    hand = Hand()
+    few = 64 * COLUMNS
+    wide = [hand._add("argument", "", {}, float(few)) for _ in range(6)]
+    total = hand._add("loop", "add", dict.fromkeys(wide, 1.0), float(few), flops=6.0 * few)
+    summed = hand.total(total, rows=False, num_rows=few // 64)
+    assert hand.roots(summed) == [[total], [summed]]
+
+
+# -- lowering ----------------------------------------------------------------------------------
+
+
+def planned(step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None) -> tuple[Formulation, Any]:
+    """A function's formulation and the best choices in it."""
+    shape = parse_mesh(mesh)
+    traced = program_of(step, args, carry=None, donate=None)
+    pins = resolve_pins(pin or {}, traced.graph, shape)
+    groups = _group(traced.graph, pins).groups
+    made = formulate(traced.graph, groups, shape, H100, pins=pins, memory_budget_bytes=None)
+    return made, Ilp().solve(made.problem).choices
+
+
+def built(step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None) -> DeviceProgram:
+    """A function as XLA would run it on one device."""
+    made, choices = planned(step, *args, mesh=mesh, pin=pin)
+    assert choices is not None
+    return device_program(made, choices, H100)
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def gemms(program: DeviceProgram) -> list[Op]:
+    return [op for op in program.ops if op.kind == "gemm"]
+
+
+def test_a_product_reads_through_a_widening_cast() -> None:
+    program = built(lambda x, w: x.astype(jnp.float32) @ w, array(512, 512, dtype=jnp.bfloat16), array(512, 512))
+    (op,) = program.ops
+    assert op.kind == "gemm"
+    assert op.read_bytes == 512 * 512 * (2 + 4)
+
+
+def test_a_narrowing_cast_is_a_kernel_before_all_its_readers() -> None:
+    program = built(lambda x, w: x @ w.astype(jnp.bfloat16), array(512, 512, dtype=jnp.bfloat16), array(512, 512))
+    assert [op.kind for op in program.ops] == ["fusion", "gemm"]
+
+
+def test_a_product_writes_as_narrow_as_its_reader_wants() -> None:
+    program = built(lambda x, w: (x @ w).astype(jnp.bfloat16), array(512, 512), array(512, 512))
+    (op,) = program.ops
+    assert op.gemm is not None
+    assert op.gemm.out_dtype == "bfloat16"
+    assert op.written_bytes == 512 * 512 * 2
+
+
+def test_a_batch_that_is_not_outermost_is_copied_to_be() -> None:
+    x = array(8, 512, 12, 64, dtype=jnp.bfloat16)
+    program = built(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), x, x)
+    assert [op.kind for op in program.ops] == ["fusion", "fusion", "gemm"]
+
+
+def test_a_product_that_sums_nothing_is_no_product() -> None:
+    program = built(lambda x, h: jnp.einsum("hqk,h->hqk", x, h), array(12, 512, 512), array(12))
+    assert not gemms(program)
+    assert len(program.ops) == 1
+
+
+def test_a_scatter_writes_in_place_and_is_charged_for_the_whole() -> None:
+    def step(table: Any, rows: Any, updates: Any) -> Any:
+        return (table * 2.0).at[rows].add(updates).sum()
+
+    program = built(step, array(50000, 512), array(64, dtype=jnp.int32), array(64, 512))
+    scatter = next(op for op in program.ops if op.num_blocks and set(op.writes) & set(op.reads))
+    assert scatter.written_bytes == 50000 * 512 * 4
+    assert peak_of_temporaries(program) < 1.1 * 50000 * 512 * 4
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def test_the_peak_of_three_layers_by_hand() -> None:
+    """Three layers with relu, and the gradients of the weights: four activations are live at once."""
+    batch, width = 4096, 1024
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for w in weights:
+                h = jnp.maximum(h @ w, 0.0)
+            return jnp.sum(h)
+
+        return jax.grad(loss)(weights)
+
+    program = built(step, [array(width, width)] * 3, array(batch, width))
+    activation = 4.0 * batch * width
+    # Each layer's product is kept, its relu made in those who read it: three. The fourth is the last one's gradient.
+    assert peak_of_temporaries(program) == 4 * activation
+    weights = 3 * 4.0 * width * width
+    assert sum(b.num_bytes for b in program.buffers if b.output) == weights
+
+
+def test_outputs_and_arguments_are_no_temporaries() -> None:
+    program = built(lambda w, g: w - 0.1 * g, array(1024, 1024), array(1024, 1024))
+    assert peak_of_temporaries(program) == 0.0
+    assert [b.output for b in program.buffers].count(True) == 1
+
+
+def test_the_peak_counts_what_is_live_together() -> None:
+    buffers = (
+        Buffer(1.0, 0, argument=True),
+        Buffer(10.0, 1),
+        Buffer(20.0, 2),
+        Buffer(40.0, 3),
+        Buffer(5.0, 4, output=True),
+    )
+    ops = tuple(Op("fusion", n, (n,), (n + 1,), 0.0, 0.0) for n in range(4))
+    assert peak_of_temporaries(DeviceProgram(ops, buffers)) == 60.0
+
+
+# -- work --------------------------------------------------------------------------------------
+
+
+def test_two_results_at_different_positions_read_twice() -> None:
+    """XLA counts an operand once for each position it is used at: a sum's and the written value's."""
+
+    def step(x: Any) -> Any:
+        y = x * 2.0
+        return y, jnp.sum(y, axis=1)
+
+    (op,) = built(step, array(ROWS, 256)).ops
+    size = ROWS * 256 * 4
+    assert op.read_bytes == size
+    assert op.reread_bytes == size
+
+
+def test_a_broadcast_operand_is_read_again_out_of_a_cache() -> None:
+    (op,) = built(lambda x, b: x + b, array(8192, 1024), array(1024)).ops
+    assert op.read_bytes == 4 * (8192 * 1024 + 1024)
+    assert op.broadcast_bytes == pytest.approx(4 * 8191 * 1024)
+
+
+# -- the real thing ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_small_gpt_is_compiled_about_as_predicted() -> None:
+    """Data parallel on eight absent H100s: XLA's temporaries and its step time beside ours."""
+    need_wheels()
+    sizes = programs.GPTSizes(seq=512, hidden=512, vocab=4096)
+    program = programs.gpt(batch=64, sizes=sizes)
+    args = program.abstract_args()
+    pin = {"batch/*": PartitionSpec("data"), "state/*": PartitionSpec()}
+    told = autopar.verify(program.step, *args, mesh="8", hardware="h100-sxm", pin=pin)
+    made = built(program.step, *args, mesh="8", pin=pin)
+    assert told.step_time.compiled is not None
+    assert peak_of_temporaries(made) == pytest.approx(told.compiled.temp_bytes, rel=0.12)
+    seconds = simulate(made, parse_mesh("8"), H100).step_time_s
+    assert seconds == pytest.approx(told.step_time.compiled, rel=0.2)
+
+
+def need_wheels() -> None:
+    """Skips where XLA's GPU compiler is absent; in CI it has to be here."""
+    try:
+        absent.require_wheels()
+    except VerifyError as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"in CI XLA's GPU compiler must be here: {error}")
+        pytest.skip(f"XLA's GPU compiler is not here: {error}")
