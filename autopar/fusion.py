@@ -124,6 +124,12 @@ class _Price:
         estimator = profile.xla_estimator
         self.block_bandwidth = estimator.block_bytes_per_s if estimator else math.inf
         self.num_cores = estimator.num_cores if estimator else 1
+        self.sizes: list[float] = []
+        self.again: list[float] = []  # bytes per second at which a value is read again
+        for one in instructions:
+            speedup = next((faster for fits, faster in _CACHES if one.num_bytes < fits), 1.0)
+            self.sizes.append(one.num_bytes)
+            self.again.append(self.bandwidth * speedup)
 
     def seconds(self, blocks: float, flops: float, operands: Mapping[int, float], written: float) -> float:
         rate, most = self.rate, math.inf
@@ -132,19 +138,21 @@ class _Price:
             most = blocks * self.block_bandwidth
         arithmetic = flops / rate
         traffic = written / self.bandwidth
+        sizes, again = self.sizes, self.again
+        memory = min(self.bandwidth, most)
         for operand, times in operands.items():
-            size = self.instructions[operand].num_bytes
-            first = size * min(times, 1.0)
-            faster = next((speedup for fits, speedup in _CACHES if size < fits), 1.0)
-            traffic += first / min(self.bandwidth, most)
-            traffic += (size * times - first) / min(self.bandwidth * faster, most)
+            size = sizes[operand]
+            if times <= 1.0:
+                traffic += size * times / memory
+            else:
+                cached = again[operand]
+                traffic += size / memory + size * (times - 1.0) / (cached if cached < most else most)
         return arithmetic + traffic - _PARALLEL * min(arithmetic, traffic)
 
 
 class _Fusion:
     def __init__(self, program: LocalProgram, profile: HardwareProfile) -> None:
         self.instructions = program.instructions
-        self.price = _Price(program.instructions, profile)
         self.kernels: dict[int, Fused] = {}
         self.users: list[set[int]] = [set() for _ in program.instructions]
         self.outputs = {at for at in program.outputs if at is not None}
@@ -160,6 +168,7 @@ class _Fusion:
         self._fuse_into_products()
         self._drop_dead()
         self._fuse_diamonds()
+        self.price = _Price(program.instructions, profile)
         self.times: dict[int, float] = {}
         self.version = [0] * len(program.instructions)
         self.heap: list[tuple[float, int, int]] = []

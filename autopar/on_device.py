@@ -160,7 +160,7 @@ class _Builder:
             flops += here * self._flops(one)
             moves = one.kind != "loop" or one.primitive in _MOVES
             for operand, read in one.operands.items():
-                if moves:
+                if moves or read != 1.0:  # a smaller operand is broadcast
                     places.setdefault(operand, set()).add(operand)
                     times[operand] += here * read
                 else:
