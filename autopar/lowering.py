@@ -51,9 +51,10 @@ FLOPS: Mapping[str, float] = {
     "integer_pow": 9,
 }
 CHEAP = 3.0
-#: How often XLA's cost analysis has an operand read for one element, where it expands the operation to polynomials:
-#: whatever is fused into that is counted as often, so the operand is stored if anything else reads it.
-_READS: Mapping[str, float] = {"erf": 25.0, "erfc": 25.0, "erf_inv": 25.0}
+#: How often XLA's cost analysis has an operand read for one element while kernels are formed, where it expands the
+#: operation to polynomials: whatever would be fused into that is counted as often, so the operand is stored if
+#: anything else reads it. In the kernel that comes out it is read once.
+EXPANDED: Mapping[str, float] = {"erf": 25.0, "erfc": 25.0, "erf_inv": 25.0}
 
 #: The same memory under another shape or name.
 _ALIASES = frozenset(
@@ -494,7 +495,7 @@ class _Lowering:
             return 1.0
         if node.primitive in ("pad", "concatenate"):
             return 1.0
-        return elements / operand * _READS.get(node.primitive, 1.0)
+        return elements / operand * EXPANDED.get(node.primitive, 1.0)
 
     def _flops_per_element(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]

@@ -14,7 +14,7 @@ from autopar.cost.kernels import cycles
 from autopar.device_program import Buffer, DeviceProgram, Op, OpKind
 from autopar.formulation import Formulation
 from autopar.fusion import Fused, fuse, num_blocks
-from autopar.lowering import Instruction, LocalProgram, local_program
+from autopar.lowering import EXPANDED, Instruction, LocalProgram, local_program
 
 #: What fits the cache nearest to the cores, and what fits the device's, as XLA's estimator takes them.
 _SMALL_BYTES, _CACHED_BYTES = 132 * 2048, 50 * 2**20
@@ -144,7 +144,8 @@ class _Builder:
             one = self.instructions[kernel.roots[0]]
             if self.estimator is None:
                 return kernel.flops, dict(kernel.operands)
-            return self._flops(one), dict(kernel.operands)
+            own = EXPANDED.get(one.primitive, 1.0)
+            return self._flops(one), {operand: read / own for operand, read in kernel.operands.items()}
         inside = set(kernel.members)
         places: dict[int, set[int]] = {root: {-1} for root in kernel.roots}
         times: dict[int, float] = defaultdict(float)
@@ -160,6 +161,7 @@ class _Builder:
             flops += here * self._flops(one)
             moves = one.kind != "loop" or one.primitive in _MOVES
             for operand, read in one.operands.items():
+                read /= EXPANDED.get(one.primitive, 1.0)
                 if moves or read != 1.0:  # a smaller operand is broadcast
                     places.setdefault(operand, set()).add(operand)
                     times[operand] += here * read
