@@ -446,7 +446,8 @@ class _Siblings:
             if self.home[a] != a or (points := self._points(a)) is None:
                 continue
             for b in readers[n + 1 :]:
-                if self.home[b] == b and self._points(b) == points and self._independent(a, b) and self._fits(a, b):
+                alike = self.home[b] == b and self._points(b) == points
+                if alike and self._independent(a, b) and self._fits(a, b) and self._pays(a, b):
                     self._join(a, b)
 
     def _join_with_reader(self, source: int) -> None:
