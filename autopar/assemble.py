@@ -429,6 +429,7 @@ def _predict(
         parameter_bytes=by_role["parameter"],
         optimizer_bytes=by_role["optimizer"],
         data_bytes=by_role["data"],
-        temporary_bytes=peak_of_temporaries(device),
+        # XLA orders first for memory, then for overlap, as far as memory allows: it ends between the two.
+        temporary_bytes=max(peak_of_temporaries(device), (estimated or own_rates).temporary_bytes),
         output_bytes=sum(tensor.num_bytes for n, tensor in enumerate(outputs) if n not in renewed),
     )

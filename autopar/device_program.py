@@ -8,6 +8,7 @@ the step time (what each kernel takes, and what of the collectives no kernel hid
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,16 +121,23 @@ def stored_values(program: DeviceProgram) -> tuple[Stored, ...]:
     return tuple(stored)
 
 
-def peak_of_temporaries(program: DeviceProgram) -> float:
-    """Bytes that are live besides arguments and outputs, at most."""
+def peak_of_temporaries(program: DeviceProgram, ops: Sequence[Op] | None = None) -> float:
+    """Bytes that are live besides arguments and outputs, at most.
+
+    Args:
+        ops: the operations in another order than the program's. They may have buffers of their own, which count
+            for nothing.
+    """
     change: dict[int, float] = defaultdict(float)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for at, op in enumerate(program.ops):
+    for at, op in enumerate(program.ops if ops is None else ops):
         for buffer in (*op.reads, *op.writes):
             first.setdefault(buffer, at)
             last[buffer] = at
     for buffer, at in first.items():
+        if not 0 <= buffer < len(program.buffers):
+            continue
         one = program.buffers[buffer]
         if not one.argument and not one.output:
             change[at] += one.num_bytes

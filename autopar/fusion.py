@@ -410,8 +410,6 @@ class _Siblings:
             self.above[i] = bits
 
     def run(self) -> list[Fused]:
-        # Random bits of one shape are made from the same counters, which their kernels so have in common.
-        self._join_all([i for i, kernel in self.kernels.items() if self._is_random(kernel)])
         for source in [*range(len(self.instructions))]:
             if self.instructions[source].elements > 1.0 and len(self.users[source]) > 1:
                 self._join_readers(source)
@@ -434,14 +432,11 @@ class _Siblings:
     def _independent(self, a: int, b: int) -> bool:
         return not (self.above[a] >> b & 1 or self.above[b] >> a & 1)
 
-    def _is_random(self, kernel: Fused) -> bool:
-        return any(self.instructions[i].primitive in ("random_bits", "threefry2x32") for i in kernel.members)
-
     def _join_readers(self, source: int) -> None:
         self._join_all(sorted({self.home[u] for u in self.users[source]}))
 
     def _join_all(self, readers: Sequence[int]) -> None:
-        """Those of them that do the same number of points and wait not for one another."""
+        """Those of them that do the same number of points and wait not for one another, where it pays."""
         for n, a in enumerate(readers):
             if self.home[a] != a or (points := self._points(a)) is None:
                 continue

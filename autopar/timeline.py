@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import is_small, op_seconds
-from autopar.device_program import DeviceProgram, Op
+from autopar.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.mesh import MeshShape
 
 #: The scheduler takes this long to pass between two kernels at the least.
@@ -32,12 +32,14 @@ class Timeline:
         compute_s: kernels alone, with what it takes to start and end collectives.
         exposed_s: by kind of collective, what no kernel hides; above zero only.
         num_collectives: by kind, after merging.
+        temporary_bytes: what is live in this order besides arguments and outputs, at most.
     """
 
     step_time_s: float
     compute_s: float
     exposed_s: Mapping[str, float] = field(hash=False)
     num_collectives: Mapping[str, int] = field(hash=False)
+    temporary_bytes: float
 
 
 def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
@@ -48,13 +50,16 @@ def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) 
     """
     tasks = merge_collectives(program, mesh, profile)
     if profile.platform != "gpu":
-        return _one_after_another(tasks, mesh, profile)
+        return _one_after_another(tasks, mesh, profile, peak_of_temporaries(program))
     issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
     nodes = _Nodes.of(tasks, mesh, profile, issue)
-    return _timed(nodes, _schedule(nodes))
+    order = _schedule(nodes)
+    return _timed(nodes, order, peak_of_temporaries(program, [tasks[nodes.tasks[i]] for i in order]))
 
 
-def _one_after_another(ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile) -> Timeline:
+def _one_after_another(
+    ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile, temporary_bytes: float
+) -> Timeline:
     """Elsewhere than on GPUs XLA waits for each collective where it starts."""
     compute = 0.0
     exposed: dict[str, float] = defaultdict(float)
@@ -67,7 +72,11 @@ def _one_after_another(ops: Sequence[Op], mesh: MeshShape, profile: HardwareProf
         else:
             compute += seconds
     return Timeline(
-        compute + sum(exposed.values()), compute, dict(sorted(exposed.items())), dict(sorted(numbers.items()))
+        compute + sum(exposed.values()),
+        compute,
+        dict(sorted(exposed.items())),
+        dict(sorted(numbers.items())),
+        temporary_bytes,
     )
 
 
@@ -264,9 +273,10 @@ def _in_order(ops: Sequence[Op]) -> tuple[Op, ...]:
 class _Nodes:
     """What is scheduled: kernels, and for each collective its start and, one after it, its end.
 
-    `latency[i]` is the collective's own time where node `i` ends it, else 0.
+    `latency[i]` is the collective's own time where node `i` ends it, else 0; `tasks[i]` the operation it stands for.
     """
 
+    tasks: list[int]
     kinds: list[str]
     costs: list[float]
     latency: list[float]
@@ -279,10 +289,10 @@ class _Nodes:
 
     @classmethod
     def of(cls, ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile, issue_s: float) -> _Nodes:
-        nodes = cls([], [], [], [], [], [], [], [])
+        nodes = cls([], [], [], [], [], [], [], [], [])
         last_node: dict[int, int] = {}
         nodes.has_views = any(op.kind == "view" for op in ops)
-        for op in ops:
+        for task, op in enumerate(ops):
             seconds = op_seconds(op, mesh, profile)
             waits_for = sorted({last_node[b] for b in op.reads if b in last_node})
             if op.kind != "collective":
@@ -294,6 +304,7 @@ class _Nodes:
                 nodes._add(op.collective, issue_s, seconds, resource, [len(nodes.kinds) - 1], end=True)
             else:
                 nodes._add("", 0.0, 0.0, "", waits_for, view=True)
+            nodes.tasks += [task] * (len(nodes.kinds) - len(nodes.tasks))
             for buffer in op.writes:
                 last_node[buffer] = len(nodes.kinds) - 1
         return nodes
@@ -403,7 +414,7 @@ def _async_depth(nodes: _Nodes) -> list[float]:
     return depth
 
 
-def _timed(nodes: _Nodes, order: Sequence[int]) -> Timeline:
+def _timed(nodes: _Nodes, order: Sequence[int], temporary_bytes: float) -> Timeline:
     """Walk the order from first to last: an end waits until its collective's time has passed since its start."""
     clock = compute = 0.0
     started: dict[int, float] = {}
@@ -419,4 +430,5 @@ def _timed(nodes: _Nodes, order: Sequence[int]) -> Timeline:
             waited = max(0.0, nodes.latency[i] - (clock - started[nodes.waits_for[i][0]]))
             exposed[nodes.kinds[i]] += waited
             clock += waited
-    return Timeline(clock, compute, {k: s for k, s in sorted(exposed.items()) if s > 0}, dict(sorted(numbers.items())))
+    waited_s = {kind: seconds for kind, seconds in sorted(exposed.items()) if seconds > 0}
+    return Timeline(clock, compute, waited_s, dict(sorted(numbers.items())), temporary_bytes)

@@ -127,13 +127,6 @@ def test_reductions_of_the_same_are_one_kernel() -> None:
     assert hand.roots(one, squares) == [[one, squares]]
 
 
-def test_random_bits_of_one_shape_are_one_kernel() -> None:
-    hand = Hand()
-    keys = [hand.argument(2.0) for _ in range(3)]
-    masks = [hand.loop("lt", hand.loop("random_bits", key, flops=360.0)) for key in keys]
-    assert hand.roots(*masks) == [masks]
-
-
 def test_few_columns_are_summed_by_few_blocks_and_so_from_memory() -> None:
     """A kernel of few thread blocks reads slowly, so nothing more than need be is read in it."""
     hand = Hand()
