@@ -16,13 +16,14 @@ from autopar.rules.convolution import CONVOLUTION
 from autopar.rules.elementwise import ELEMENTWISE
 from autopar.rules.factors import Rule
 from autopar.rules.indexing import INDEXING
+from autopar.rules.linear_algebra import LINEAR_ALGEBRA
 from autopar.rules.reduction import REDUCTION
 from autopar.rules.registry import NodeView, RuleFunction
 from autopar.rules.shape import SHAPE
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(
-    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING
+    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA
 )
 
 
