@@ -100,15 +100,18 @@ def randomness(key: Any) -> Any:
 
 def look_ups(table: jax.Array, ids: jax.Array) -> Any:
     along = jnp.take_along_axis(table, jnp.tile(ids[None], (16, 1)) % 8, axis=1)
-    return table[ids], along, jax.vmap(lambda row, i: lax.dynamic_slice(row, (i,), (4,)))(table[:8], ids % 4)
+    beyond = table.at[ids + 4].get(mode="clip"), table.at[ids + 4].get(mode="fill", fill_value=0)
+    return beyond, table[ids], along, jax.vmap(lambda row, i: lax.dynamic_slice(row, (i,), (4,)))(table[:8], ids % 4)
 
 
 def updates(x: jax.Array, ids: jax.Array) -> Any:
     rows = x[:8] * 2
-    changed = [getattr(x.at[ids], kind)(rows) for kind in ("set", "add", "subtract", "multiply", "min", "max")]
+    changed = [x.at[ids + 4].set(rows), x.at[ids + 4].add(rows), x.at[ids + 4].max(rows, mode="clip")]
+    changed += [getattr(x.at[ids], kind)(rows) for kind in ("set", "add", "subtract", "multiply", "min", "max")]
     repeated = jax.ops.segment_sum(x, jnp.arange(16) // 2, 8), jax.ops.segment_max(x, jnp.arange(16) // 2, 8)
     paired = jax.vmap(lambda row, i: row.at[i].add(1.0))(x[:8], ids % 8)
     written = lax.dynamic_update_slice(x, rows[:1], (ids[0], 0)), lax.dynamic_update_slice(x, rows, (ids[0], 0))
+    written += (lax.dynamic_update_slice(IMAGE, IMAGE[:, :1, :, :1] * ids[0], (0, ids[1], 0, ids[2])),)
     return changed, repeated, paired, written, x.at[:, ids % 8].set(0.5), x.at[3].set(1.0)
 
 
