@@ -394,7 +394,9 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
 
 
 #: Primitives that hold a whole program, which no rule describes.
-_PROGRAMS = frozenset(["checkpoint", "cond", "custom_linear_solve", "remat2", "scan", "shard_map", "while"])
+_PROGRAMS = frozenset(
+    ["call_hi_primitive", "checkpoint", "cond", "custom_linear_solve", "remat2", "scan", "shard_map", "while"]
+)
 
 
 def _way_out(graph: Graph, name: str) -> str:

@@ -96,6 +96,7 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
     ("iota", (), (X,), {"dimension": 0}, " -> a b"),
     ("iota_2x32_shape", (), (X, X), {}, " -> a b, a b"),
     ("empty", (), (X,), {}, " -> a b"),
+    ("platform_index", (), (S,), {}, " -> "),
     ("rng_uniform", (S, S), (X,), {}, ",  -> . ."),
     ("random_bits", (S,), (X,), {"shape": X}, " -> a b"),
     ("random_wrap", ((4, 2),), ((4,),), {}, "a . -> a"),

@@ -162,10 +162,10 @@ def moves(x: jax.Array) -> Any:
     return *kept, lax.clamp(0.2, x, 0.8), lax.select(x > 0.5, x, -x), bind("add_any")(x, x)
 
 
-def made(_: jax.Array) -> Any:
+def made(x: jax.Array) -> Any:
     state = jnp.arange(4, dtype=jnp.uint32)
     numbers = lax.rng_bit_generator(state, (16, 8)), bind("iota_2x32_shape", shape=(16, 8))()
-    numbers += (lax.empty((16, 8), jnp.float32),)
+    numbers += (lax.empty((16, 8), jnp.float32), lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos))
     return numbers, lax.broadcasted_iota(jnp.int32, (16, 8), 1), bind("rng_uniform", shape=(16,))(0.0, 1.0)
 
 

@@ -148,4 +148,5 @@ ELEMENTWISE: dict[str, RuleFunction] = {
     "iota": partial(_created, flops=0.0),
     "iota_2x32_shape": partial(_created, flops=1.0),
     "empty": partial(_created, flops=0.0),
+    "platform_index": partial(_created, flops=0.0),
 }
