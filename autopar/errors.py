@@ -57,5 +57,9 @@ class StepSignatureError(AutoparError):
     """A step called, or its state built, with arguments it does not take."""
 
 
+class RuleError(AutoparError):
+    """A sharding rule of a user's that cannot be read, or does not fit the operation it is for."""
+
+
 class VerifyError(AutoparError):
     """A plan that cannot be held against XLA's program: wheels are missing, or XLA refuses it."""

@@ -36,6 +36,7 @@ from autopar.pins import meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, ProgramSignature, RejectedMesh
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
+from autopar.rules.registered import called, template
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
 from autopar.sharding import TensorSharding
@@ -269,7 +270,7 @@ def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
         view = NodeView.of(node, graph)
         rule = rule_for(view)
         if rule is None:
-            unknown[node.primitive] += not node.effect
+            unknown[called(view)] += not node.effect
             rule = unknown_rule(view)
         rules.append(rule)
     return tuple(rules), unknown
@@ -368,7 +369,7 @@ def _over_budget(mesh: MeshShape, budget: float, needed: float, least: Callable[
 
 def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequence[Any]) -> tuple[str, ...]:
     notes = [
-        f"`{name}` has no sharding rule: its {count} uses run replicated, and are priced so"
+        f"`{name}` has no sharding rule: its {count} uses run replicated, and are priced so{_way_out(graph, name)}"
         for name, count in sorted(unknown.items())
         if count
     ]
@@ -390,6 +391,23 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
             f" divides: it is not split. A multiple of {axes[-1][1]} would be."
         )
     return tuple(notes)
+
+
+#: Primitives that hold a whole program, which no rule describes.
+_PROGRAMS = frozenset(
+    ["call_hi_primitive", "checkpoint", "cond", "custom_linear_solve", "remat2", "scan", "shard_map", "while"]
+)
+
+
+def _way_out(graph: Graph, name: str) -> str:
+    """Where a primitive without a rule is first used, and the line that would give it one."""
+    views = ((node, NodeView.of(node, graph)) for node in graph.nodes if not node.effect)
+    node, view = next((node, view) for node, view in views if called(view) == name)
+    what = f", a `{node.primitive}`," if name != node.primitive else ""
+    where = f". The first{what} is at {node.source or 'an unknown line'}"
+    if node.primitive in _PROGRAMS:
+        return where
+    return f"{where}. To split it, name the loops instead of the dots: `{template(view)}`"
 
 
 # -- meshes ----------------------------------------------------------------------------------

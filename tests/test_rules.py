@@ -70,6 +70,14 @@ def scatters(window_dims: tuple[int, ...], inserted: tuple[int, ...], batching: 
     return {"dimension_numbers": numbers | pairs | {"scatter_dims_to_operand_dims": inserted}}
 
 
+def ragged(
+    left: tuple[int, ...], right: tuple[int, ...], ragged: tuple[int, ...], groups: tuple[int, ...]
+) -> dict[str, Any]:
+    numbers = {"dot_dimension_numbers": ((left, right), ((), ()))}
+    numbers |= {"lhs_ragged_dimensions": ragged, "rhs_group_dimensions": groups}
+    return {"ragged_dot_dimension_numbers": numbers}
+
+
 X, S = (4, 6), ()
 FORWARD = ("nhwc", "hwio", "nhwc")
 #: How JAX writes a convolution's gradients: the one by the kernel sums over the batch as over input channels.
@@ -88,7 +96,8 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
     ("iota", (), (X,), {"dimension": 0}, " -> a b"),
     ("iota_2x32_shape", (), (X, X), {}, " -> a b, a b"),
     ("empty", (), (X,), {}, " -> a b"),
-    ("rng_uniform", (S, S), (X,), {}, ",  -> a b"),
+    ("platform_index", (), (S,), {}, " -> "),
+    ("rng_uniform", (S, S), (X,), {}, ",  -> . ."),
     ("random_bits", (S,), (X,), {"shape": X}, " -> a b"),
     ("random_wrap", ((4, 2),), ((4,),), {}, "a . -> a"),
     ("random_unwrap", ((4,),), ((4, 2),), {}, "a -> a ."),
@@ -106,9 +115,9 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
      conv(*BY_INPUT), "a . . b, . . c b -> a . . c; b sum"),
     # two groups of three channels each, and the gradient by the kernel; then depthwise
     ("conv_general_dilated", ((2, 8, 8, 6), (3, 3, 3, 8)), ((2, 8, 8, 8),),
-     conv(*FORWARD, feature_group_count=2), "a . . ., . . . . -> a . . ."),
+     conv(*FORWARD, feature_group_count=2), ". . . ., . . . . -> . . . ."),
     ("conv_general_dilated", ((2, 8, 8, 6), (2, 8, 8, 8)), ((3, 3, 3, 8),),
-     conv(*BY_KERNEL, batch_group_count=2), "a . . (b c), a . . (b d) -> . . c (b d); a sum"),
+     conv(*BY_KERNEL, batch_group_count=2), ". . . (a b), . . . (a c) -> . . b (a c)"),
     ("conv_general_dilated", ((2, 8, 8, 6), (3, 3, 1, 6)), ((2, 8, 8, 6),),
      conv(*FORWARD, feature_group_count=6), "a . . b, . . . b -> a . . b"),
     ("reduce_sum", (X,), ((4,),), {"axes": (1,)}, "a b -> a; b sum"),
@@ -153,10 +162,31 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
     ("gather", ((10, 6), (3, 1)), ((3, 4, 6),), gathers((1, 2), (), (4, 6), (0,)), ". a, b . -> b . a"),
     ("scatter-add", ((10, 6), (2, 3, 1), (2, 3, 6)), ((10, 6),), scatters((2,), (0,)),
      "a b, c d ., c d b -> a b; c sum; d sum"),
-    ("scatter-sub", ((10, 6), (3, 1), (3, 6)), ((10, 6),), scatters((1,), (0,)), "a b, c ., c b -> a b; c sum"),
     ("scatter-add", (X, (4, 3, 1), (4, 3)), (X,), scatters((), (1,), (0,)), "a b, a c ., a c -> a b; c sum"),
+    *((f"scatter-{kind}", ((10, 6), (3, 1), (3, 6)), ((10, 6),), scatters((1,), (0,)), f"a b, c ., c b -> a b; c {name}")
+      for kind, name in (("mul", "prod"), ("min", "min"), ("max", "max"))),
     *((f"scatter{kind}", ((10, 6), (3, 1), (3, 6)), ((10, 6),), scatters((1,), (0,)), "a b, . ., . b -> a b")
-      for kind in ("", "-mul", "-min", "-max")),
+      for kind in ("", "-sub")),
+    ("ragged_dot_general", ((6, 4), (2, 4, 5), (2,)), ((6, 5),), ragged((1,), (1,), (0,), (0,)),
+     ". a, . a b, . -> . b; a sum"),
+    ("ragged_dot_general", ((6, 4), (6, 5), (2,)), ((2, 4, 5),), ragged((0,), (0,), (0,), ()),
+     ". a, . b, . -> . a b"),
+    ("symmetric_product", ((8, 4, 6), (8, 4, 4)), ((8, 4, 4),), {}, "a . ., a . . -> a . ."),
+    ("fft", ((8, 4, 6),), ((8, 4, 4),), {"fft_lengths": (4, 6)}, "a . . -> a . ."),
+    ("cholesky", ((8, 4, 4),), ((8, 4, 4),), {}, "a . . -> a . ."),
+    ("lu", ((8, 4, 4),), ((8, 4, 4), (8, 4), (8, 4)), {}, "a . . -> a . ., a ., a ."),
+    ("qr", ((8, 6, 4),), ((8, 6, 6), (8, 6, 4)), {}, "a . . -> a . ., a . ."),
+    *((name, ((8, 6, 4),), ((8, 6, 4), (8, 4)), {}, "a . . -> a . ., a .") for name in ("geqrf", "hessenberg")),
+    ("geqp3", ((8, 6, 4), (8, 4)), ((8, 6, 4), (8, 4), (8, 4)), {}, "a . ., a . -> a . ., a ., a ."),
+    ("householder_product", ((8, 6, 4), (8, 4)), ((8, 6, 4),), {}, "a . ., a . -> a . ."),
+    ("ormqr", ((8, 6, 4), (8, 4), (8, 6, 5)), ((8, 6, 5),), {}, "a . ., a ., a . . -> a . ."),
+    *((name, ((8, 4, 4),), ((8, 4, 4), (8, 4)), {}, "a . . -> a . ., a .") for name in ("eigh", "eig", "schur")),
+    ("svd", ((8, 6, 4),), ((8, 4), (8, 6, 4), (8, 4, 4)), {}, "a . . -> a ., a . ., a . ."),
+    ("tridiagonal", ((8, 4, 4),), ((8, 4, 4), (8, 4), (8, 3), (8, 3)), {}, "a . . -> a . ., a ., a ., a ."),
+    ("cholesky_update", ((4, 4), (4,)), ((4, 4),), {}, ". ., . -> . ."),
+    ("lu_pivots_to_permutation", ((8, 4),), ((8, 6),), {}, "a . -> a ."),
+    ("triangular_solve", ((8, 4, 4), (8, 4, 5)), ((8, 4, 5),), {"left_side": True}, "a . ., a . . -> a . ."),
+    ("tridiagonal_solve", ((8, 4), (8, 4), (8, 4), (8, 4, 5)), ((8, 4, 5),), {}, "a ., a ., a ., a . . -> a . ."),
 ]  # fmt: skip
 
 

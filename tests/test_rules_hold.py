@@ -234,6 +234,13 @@ COMBINING |= {"max": (-np.inf, np.maximum), "min": (np.inf, np.minimum)}
 COMBINING |= {"and": (True, np.logical_and), "or": (False, np.logical_or)}
 
 
+def _cast(identity: Any, dtype: np.dtype) -> Any:
+    """An identity in a dtype; of integers, the least or largest stands for an infinity."""
+    if np.issubdtype(dtype, np.integer) and np.isinf(identity):
+        return np.iinfo(dtype).max if identity > 0 else np.iinfo(dtype).min
+    return np.asarray(identity).astype(dtype)
+
+
 class Evaluated:
     """One equation with random operands."""
 
@@ -273,7 +280,7 @@ class Evaluated:
                 # what lacks the factor is whole in both; only what a scatter adds to is counted once
                 lacking = np.full(x.shape, part or not self.view.primitive.startswith("scatter"))
                 here = lacking if half is None else half == part
-                masked.append(np.where(here, x, np.asarray(identity).astype(x.dtype)))
+                masked.append(np.where(here, x, _cast(identity, x.dtype)))
             parts.append(self.results(masked))
         for whole, *halves in zip(self.results(self.operands), *parts, strict=True):
             np.testing.assert_allclose(combine(*halves), whole, rtol=1e-5, err_msg=str(self.equation.source))

@@ -36,7 +36,17 @@ def plain_params(primitive_name: str, params: Mapping[str, Any]) -> dict[str, An
     """
     assert all(isinstance(name, str) for name in params), f"parameters of {primitive_name} need names"
     plain = {name: _plain(value) for name, value in params.items() if name not in _IGNORED}
+    if primitive_name == "pallas_call":
+        plain["name"] = _kernel_name(params)
     return {name: value for name, value in plain.items() if value is not _Left.OUT}
+
+
+def _kernel_name(params: Mapping[str, Any]) -> str | None:
+    """Of a Pallas kernel: what it was called, else the name of its function."""
+    described = params.get("name_and_src_info")  # up to JAX 0.11
+    debug = getattr(params.get("jaxpr"), "debug_info", None)
+    names = (params.get("name"), getattr(described, "name", None), getattr(debug, "func_name", None))
+    return next((name for name in names if isinstance(name, str) and name), None)
 
 
 def _plain(value: Any) -> Any:

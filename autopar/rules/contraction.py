@@ -1,9 +1,11 @@
-"""The rule of matrix products: `b i k, b k j -> b i j` with any number of each kind of dim.
+"""The rules of matrix products: `b i k, b k j -> b i j` with any number of each kind of dim.
 
 In: `NodeView`. Out: `CONTRACTION`, part of the table.
 """
 
 from __future__ import annotations
+
+import math
 
 from autopar.rules.factors import Name, Rule, build_rule
 from autopar.rules.registry import NodeView, RuleFunction
@@ -25,4 +27,50 @@ def dot_general(view: NodeView) -> Rule:
     return build_rule([left, right], [result], view.operand_shapes, view.result_shapes, flops_per_point=2.0)
 
 
-CONTRACTION: dict[str, RuleFunction] = {"dot_general": dot_general}
+def ragged_dot_general(view: NodeView) -> Rule:
+    """A matrix product in groups of unequal size, as experts of a mixture have: `m k, . k n, . -> m n`.
+
+    Where a group ends is known only at run time, so the dim that the groups cut and the dim that counts them need
+    replication; all other dims are as in `dot_general`.
+    """
+    numbers = view.params["ragged_dot_dimension_numbers"]
+    (left_contracting, right_contracting), (left_batch, right_batch) = numbers["dot_dimension_numbers"]
+    ragged, groups = numbers["lhs_ragged_dimensions"], numbers["rhs_group_dimensions"]
+    left_shape, right_shape, group_shape = view.operand_shapes[:3]
+    left: list[tuple[Name, ...]] = [() if d in ragged else (f"i{d}",) for d in range(len(left_shape))]
+    right: list[tuple[Name, ...]] = [() if d in groups else (f"j{d}",) for d in range(len(right_shape))]
+    for letter, pairs in (("b", (left_batch, right_batch)), ("k", (left_contracting, right_contracting))):
+        for d, e in zip(*pairs, strict=True):
+            left[d] = right[e] = () if d in ragged else (f"{letter}{d}",)
+    result = [left[d] for d in left_batch]
+    result += [names for d, names in enumerate(left) if d not in (*left_batch, *left_contracting)]
+    result += [names for e, names in enumerate(right) if e not in (*right_batch, *right_contracting, *groups)]
+    result = [()] * (len(view.result_shapes[0]) - len(result)) + result  # groups of a summed dim lead the result
+    rest: list[list[tuple[Name, ...]]] = [[()] * len(shape) for shape in (group_shape, *view.operand_shapes[3:])]
+    # Each row meets the matrix of one group; a ragged dim that stays whole is counted here.
+    flops = 2.0 * math.prod(left_shape[d] for d in ragged)
+    return build_rule([left, right, *rest], [result], view.operand_shapes, view.result_shapes, flops_per_point=flops)
+
+
+def _symmetric_product(view: NodeView) -> Rule:
+    """`alpha a aᵀ + beta c`: the rows of `a` stand on both sides, so nothing but the batch is split."""
+    batch = len(view.operand_shapes[0]) - 2
+
+    def names(shape: tuple[int, ...]) -> list[tuple[Name, ...]]:
+        return [(d,) if d < batch else () for d in range(len(shape))]
+
+    rows, columns = view.operand_shapes[0][-2:]
+    return build_rule(
+        [names(shape) for shape in view.operand_shapes],
+        [names(shape) for shape in view.result_shapes],
+        view.operand_shapes,
+        view.result_shapes,
+        flops_per_point=float(rows * rows * columns),
+    )
+
+
+CONTRACTION: dict[str, RuleFunction] = {
+    "dot_general": dot_general,
+    "ragged_dot_general": ragged_dot_general,
+    "symmetric_product": _symmetric_product,
+}

@@ -18,7 +18,9 @@ def conv_general_dilated(view: NodeView) -> Rule:
 
     With groups, channels are made of a major factor `g` (which group) and a minor one (which
     channel of the group): feature groups are `n (g ci), (g co) ci -> n (g co)`, and batch groups,
-    which the gradient of the former by its kernel has, `(g n) ci, (g co) ci -> n (g co)`.
+    which the gradient of the former by its kernel has, `(g n) ., (g co) . -> n (g co)`. What batch groups
+    sum over (the batch) needs replication: split over one axis of a mesh with several, XLA's partitioner
+    counts it once for each device along the others (seen on jax 0.12.0.1; `test_rules_forced.py`).
     """
     params = view.params
     numbers = params["dimension_numbers"]
@@ -35,14 +37,16 @@ def conv_general_dilated(view: NodeView) -> Rule:
     flops = 2.0 * _spatial_points(view, lhs_spec[2:], rhs_spec[2:], out_spec[2:])
     lhs_batch, lhs_channels, rhs_out, rhs_in = ("n",), ("g", "ci"), ("g", "co"), ("ci",)
     if batch_groups > 1:
-        lhs_batch, lhs_channels = ("g", "n"), ("ci",)
+        lhs_batch, lhs_channels, rhs_in = ("g", "n"), (), ()
+        flops *= sizes.pop("ci")
     elif feature_groups > 1 and sizes["ci"] > 1:
-        # XLA splits groups of one input channel (depthwise), but gathers both operands of any other.
-        lhs_channels = rhs_out = rhs_in = ()
-        flops *= sizes.pop("g") * sizes.pop("co") * sizes.pop("ci")
+        # XLA splits groups of one input channel (depthwise), but gathers the operands of any other, the batch too.
+        lhs_batch = lhs_channels = rhs_out = rhs_in = ()
+        flops *= math.prod(sizes.values())
+        sizes = {}
     return build_rule(
         [_dims(lhs_spec, lhs_batch, lhs_channels), _dims(rhs_spec, rhs_out, rhs_in)],
-        [_dims(out_spec, ("n",), rhs_out)],
+        [_dims(out_spec, ("n",) if lhs_batch else (), rhs_out)],
         view.operand_shapes,
         view.result_shapes,
         sizes=sizes,

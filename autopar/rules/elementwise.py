@@ -9,12 +9,16 @@ nodes are bound by memory, so only the order of magnitude matters.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from autopar.rules.factors import DimNames, Rule, build_rule
 from autopar.rules.registry import NodeView, RuleFunction
 
-_MOVES = "conj convert_element_type copy imag name random_clone real reduce_precision sharding_constraint stop_gradient"
+_MOVES = """
+    conj convert_element_type copy imag layout_constraint name random_clone real reduce_precision sharding_constraint
+    stop_gradient xla_metadata_value
+"""
 _ARITHMETIC = """
     abs add add_any and ceil clamp clz complex eq eq_to floor ge gt is_finite le le_to lt lt_to max min mul mulhi ne neg
     nextafter not one_minus_square or population_count round select_n shift_left shift_right_arithmetic
@@ -108,6 +112,13 @@ def _created(view: NodeView, flops: float) -> Rule:
     )
 
 
+def _rng_uniform(view: NodeView) -> Rule:
+    """Numbers from each device's own state: XLA sends the first device's to the others, so nothing is split."""
+    terms = [[()] * len(shape) for shape in view.operand_shapes], [[()] * len(shape) for shape in view.result_shapes]
+    size = float(math.prod(view.result_shapes[0]))
+    return build_rule(*terms, view.operand_shapes, view.result_shapes, flops_per_point=60.0 * size)
+
+
 def _rng_bit_generator(view: NodeView) -> Rule:
     state, data = view.result_shapes
     return build_rule(
@@ -132,9 +143,10 @@ ELEMENTWISE: dict[str, RuleFunction] = {
     "random_split": _leading,
     "random_seed": _leading,
     "random_bits": partial(_created, flops=60.0),
-    "rng_uniform": partial(_created, flops=60.0),
+    "rng_uniform": _rng_uniform,
     "rng_bit_generator": _rng_bit_generator,
     "iota": partial(_created, flops=0.0),
     "iota_2x32_shape": partial(_created, flops=1.0),
     "empty": partial(_created, flops=0.0),
+    "platform_index": partial(_created, flops=0.0),
 }

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection
 from functools import partial
 
-from autopar.rules.factors import Name, Rule, build_rule
+from autopar.rules.factors import Name, Reduction, Rule, build_rule
 from autopar.rules.registry import NodeView, RuleFunction
 
 Names = list[tuple[Name, ...]]
@@ -39,12 +39,15 @@ def gather(view: NodeView) -> Rule:
     return build_rule([operand, indices], [result], view.operand_shapes, view.result_shapes, flops_per_point=0.0)
 
 
-def scatter(view: NodeView, *, adds: bool) -> Rule:
+def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
     """`v f, b s ., b s f -> v f`: gather in reverse. A dim indexed one by one may be split, each
     device applying the updates that fall on its part.
 
-    Where updates are added, the loops over them are reductions: each device adds its share, and the
-    operand is counted once (XLA takes nought for it on all devices but the first).
+    Where updates are combined, the loops over them are reductions: each device combines its share, and
+    the operand is counted once (XLA takes the identity for it on all devices but the first).
+
+    Args:
+        combines: how updates and what they fall on combine; None where their order matters.
     """
     operand_shape, index_shape, update_shape = view.operand_shapes
     numbers = view.params["dimension_numbers"]
@@ -62,7 +65,7 @@ def scatter(view: NodeView, *, adds: bool) -> Rule:
         window_dims=window_dims,
         batching=list(zip(numbers["operand_batching_dims"], numbers["scatter_indices_batching_dims"], strict=True)),
     )
-    if not adds:  # which of two updates to one place comes last is nobody's to reorder
+    if combines is None:  # which of two updates to one place comes last is nobody's to reorder
         here = {name for names in operand for name in names}
         indices, updates = ([names if set(names) <= here else () for names in term] for term in (indices, updates))
     # One operation per update: the loops over the indexed dims only say where it goes.
@@ -72,7 +75,8 @@ def scatter(view: NodeView, *, adds: bool) -> Rule:
         [operand],
         view.operand_shapes,
         view.result_shapes,
-        flops_per_point=1.0 / places if adds else 0.0,
+        reduction=combines or "sum",
+        flops_per_point=0.0 if combines is None else 1.0 / places,
     )
 
 
@@ -109,8 +113,16 @@ def _connect(
     return operand, indices, slices
 
 
+#: XLA's partitioner combines the parts of these; `scatter-sub` it does not, and gathers.
+_COMBINING: dict[str, Reduction] = {
+    "scatter-add": "sum",
+    "scatter-mul": "prod",
+    "scatter-min": "min",
+    "scatter-max": "max",
+}
+
 INDEXING: dict[str, RuleFunction] = {
     "gather": gather,
-    **{name: partial(scatter, adds=True) for name in ("scatter-add", "scatter-sub")},
-    **{name: partial(scatter, adds=False) for name in ("scatter", "scatter-mul", "scatter-min", "scatter-max")},
+    **{name: partial(scatter, combines=kind) for name, kind in _COMBINING.items()},
+    **{name: partial(scatter, combines=None) for name in ("scatter", "scatter-sub")},
 }

@@ -144,6 +144,12 @@ def _resized(view: NodeView, operand: int) -> Rule:
     return _beside(view, {d for d, (a, b) in enumerate(pairs) if a != b})
 
 
+def _dynamic_update_slice(view: NodeView) -> Rule:
+    """A dim is free where the update is as long. XLA's partitioner would split a dim in which one place is written too,
+    but then drops a write beyond the end, where one device moves it to the last place."""
+    return _resized(view, operand=1)
+
+
 def _stack(view: NodeView) -> Rule:
     axis, rank = view.params["axis"], len(view.result_shapes[0])
     operand = [(d,) for d in range(rank) if d != axis]
@@ -177,7 +183,7 @@ SHAPE: dict[str, RuleFunction] = {
     "rev": _rev,
     "slice": partial(_resized, operand=0),
     "dynamic_slice": partial(_resized, operand=0),
-    "dynamic_update_slice": partial(_resized, operand=1),
+    "dynamic_update_slice": _dynamic_update_slice,
     "stack": _stack,
     "unstack": _unstack,
     "tile": _tile,

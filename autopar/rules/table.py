@@ -16,20 +16,22 @@ from autopar.rules.convolution import CONVOLUTION
 from autopar.rules.elementwise import ELEMENTWISE
 from autopar.rules.factors import Rule
 from autopar.rules.indexing import INDEXING
+from autopar.rules.linear_algebra import LINEAR_ALGEBRA
 from autopar.rules.reduction import REDUCTION
+from autopar.rules.registered import registered_rule
 from autopar.rules.registry import NodeView, RuleFunction
 from autopar.rules.shape import SHAPE
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(
-    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING
+    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA
 )
 
 
 def rule_for(view: NodeView) -> Rule | None:
-    """The rule of one node, or None for a primitive that the table does not know."""
+    """The rule of one node: the table's, else one that the user registered, else None."""
     function = RULES.get(view.primitive)
-    return None if function is None else function(view)
+    return registered_rule(view) if function is None else function(view)
 
 
 def unknown_rule(view: NodeView) -> Rule:

@@ -1,0 +1,120 @@
+"""Rules that users give in one line: what they say, what is refused, and a plan that uses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from test_rules import Shapes, text
+
+import autopar
+from autopar.errors import RuleError
+from autopar.rules.registered import template
+from autopar.rules.registry import NodeView
+from autopar.rules.table import rule_for
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("rule", "operands", "results", "expected"),
+    [
+        ("b s d, d f -> b s f", ((2, 4, 8), (8, 6)), ((2, 4, 6),), "a b c, c d -> a b d; c max"),
+        ("a b, -> a b", ((4, 8), ()), ((4, 8),), "a b,  -> a b"),
+        ("b (h d) -> b h d", ((2, 12),), ((2, 3, 4),), "a (b c) -> a b c"),
+        ("b (h d), h -> b h", ((2, 12), (3,)), ((2, 3),), "a (b c), b -> a b; c max"),
+        ("batch . -> batch", ((4, 8),), ((4,),), "a . -> a"),
+        (" -> new", (), ((4,),), " -> a"),
+        ("a b -> a, b, ", ((4, 8),), ((4,), (8,), ()), "a b -> a, b, "),
+        ("one a -> a", ((1, 8),), ((8,),), ". a -> a"),
+    ],
+)
+def test_a_rule_says(rule: str, operands: Shapes, results: Shapes, expected: str) -> None:
+    autopar.register_rule("told", rule, reduction="max")
+    found = rule_for(NodeView("told", {}, operands, results))
+    assert found is not None
+    assert text(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("a b", "at '->': it stands 0 times"),
+        ("a -> b -> c", "at '->': it stands 2 times"),
+        ("a a -> a", "at 'a': the name stands twice in one tensor"),
+        ("(a a) -> a", "at 'a': the name stands twice"),
+        ("(a -> a", "at '->': it stands inside parentheses"),
+        ("a -> (a", "at '(': it is never closed"),
+        ("a) -> a", "at ')': there is nothing that it closes"),
+        ("() -> a", "at ')': there is nothing"),
+        ("(a .) -> a", "at '.': it stands inside parentheses"),
+        ("a* b -> a", "at '*': it is neither a name"),
+        ("2 -> a", "at '2': it is neither a name"),
+    ],
+)
+def test_a_text_that_cannot_be_read_names_the_token(rule: str, message: str) -> None:
+    with pytest.raises(RuleError) as error:
+        autopar.register_rule("refused", rule)
+    assert message in str(error.value) and "`refused`" in str(error.value)
+    assert rule_for(NodeView("refused", {}, ((4,),), ((4,),))) is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "operands", "results", "message"),
+    [
+        ("a -> a", ((4, 8),), ((4,),), "operand 0 has 2 dims, and the rule names 1"),
+        ("a b, a -> b", ((4, 8),), ((8,),), "it has 2 operands, and the operation 1"),
+        ("a b -> a", ((4, 8),), ((5,),), "`a` is 4 elsewhere, and 5 in result 0"),
+        ("(h d) -> a b", ((8,),), ((2, 4),), "nothing says how large `h` is"),
+        ("(h d), h -> d", ((8,), (3,)), ((4,),), "`(h d)` make 12 elsewhere, and 8 in operand 0"),
+    ],
+)
+def test_a_rule_that_does_not_fit_says_where(rule: str, operands: Shapes, results: Shapes, message: str) -> None:
+    autopar.register_rule("misfit", rule)
+    with pytest.raises(RuleError) as error:
+        rule_for(NodeView("misfit", {}, operands, results))
+    assert message in str(error.value)
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    options: dict[str, Any] = {"reduction": "mean"}
+    with pytest.raises(RuleError, match="'mean' of `told` is none of sum, max"):
+        autopar.register_rule("told", "a -> ", **options)
+
+
+def test_the_template_can_be_read() -> None:
+    view = NodeView("ffi_call", {"target_name": "solver"}, ((4, 8), ()), ((4,), ()))
+    assert template(view) == 'autopar.register_rule("solver", ". .,  -> ., ")'
+    autopar.register_rule("solver", ". .,  -> ., ")
+    found = rule_for(view)
+    assert found is not None and not found.factors
+
+
+def shift_rows(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] + jnp.roll(x_ref[...], 1, axis=1)
+
+
+def step(x: jax.Array) -> jax.Array:
+    kernel = pl.pallas_call(shift_rows, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
+    return jnp.cos(kernel(jnp.sin(x)))
+
+
+def test_a_kernel_is_named_until_it_has_a_rule_and_then_split() -> None:
+    abstract = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+
+    def planned() -> autopar.Plan:
+        return autopar.plan(step, abstract, mesh="8", hardware="h100-sxm")
+
+    (note,) = planned().notes
+    assert "`shift_rows` has no sharding rule: its 1 uses run replicated" in note
+    assert "a `pallas_call`, is at" in note and "test_rules_registered.py" in note
+    assert '`autopar.register_rule("shift_rows", ". . -> . .")`' in note
+    autopar.register_rule("shift_rows", "rows . -> rows .")
+    plan = planned()
+    assert plan.notes == ()
+    assert plan.inputs[0].sharding.dims == (("data",), ())
+    x = np.random.default_rng(0).random(abstract.shape, np.float32)
+    np.testing.assert_allclose(autopar.parallelize(step, plan=plan)(x), step(jnp.asarray(x)), rtol=1e-6)
