@@ -17,7 +17,6 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
-import numpy as np
 
 from autopar.assemble import Assembled, assemble
 from autopar.carried import carried_arguments, carried_leaves, donated_leaves
@@ -314,7 +313,7 @@ def _within(
     f = formulation(free.mesh)
     ratio = f.problem.peak_memory(_with_shared_copies(free, f, choices)) / parts.prediction.peak_bytes
     limit = budget * ratio
-    least_met, status = np.inf, Status.NOT_FOUND
+    least_met, status = parts.prediction.peak_bytes, Status.NOT_FOUND
     for _ in range(_MOST_TIGHTENINGS):
         limited = replace(f, problem=replace(f.problem, memory_limit=limit))
         solution = solver.solve(limited.problem)
@@ -329,10 +328,14 @@ def _within(
     if status is Status.NOT_FOUND:
         raise TimeLimitError(f"planning for mesh {free.mesh} within its memory budget ended without a plan")
 
-    def least(mesh: MeshShape) -> float:
+    least = minimum_memory(f.problem)
+    if least.choices:  # XLA may store more of that plan than the problem counts
+        least_met = min(least_met, assemble(f, least.choices, pins).prediction.peak_bytes)
+
+    def estimate(mesh: MeshShape) -> float:
         return minimum_memory(formulation(mesh).problem).peak_bytes / ratio
 
-    raise _over_budget(free.mesh, budget, min(least_met, max(least(free.mesh), budget)), least)
+    raise _over_budget(free.mesh, budget, least_met, estimate)
 
 
 def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
@@ -351,7 +354,7 @@ def _over_budget(mesh: MeshShape, budget: float, needed: float, least: Callable[
     """How short it is, and what would fit.
 
     Args:
-        needed: the least found on this mesh. least: what a mesh needs at the least.
+        needed: the least of the plans made for this mesh. least: about what a mesh needs at the least.
     """
     ways = [f"give `memory_budget_bytes={1.001 * needed / (1 - BUDGET_MARGIN):.4g}` or more"]
     for times in (2, 4, 8):
@@ -359,10 +362,11 @@ def _over_budget(mesh: MeshShape, budget: float, needed: float, least: Callable[
         if least(larger) <= budget:
             ways.append(f"use {larger.num_devices} devices (mesh {larger})")
             break
+    short = f"{human_bytes(needed - budget)} short" if needed > 1.001 * budget else "just short"
     return BudgetError(
         f"no plan on mesh {mesh} fits the memory budget of {human_bytes(budget / (1 - BUDGET_MARGIN))} per device, of"
-        f" which {100 * BUDGET_MARGIN:g} % stay free: the least any sharding"
-        f" reaches is {human_bytes(needed)}, {human_bytes(needed - budget)} short. Ways out: {'; '.join(ways)};"
+        f" which {100 * BUDGET_MARGIN:g} % stay free: the least that any"
+        f" sharding tried reaches is {human_bytes(needed)}, {short}. Ways out: {'; '.join(ways)};"
         f" a smaller batch or model."
     )
 
