@@ -140,6 +140,9 @@ class _Builder:
         What is used at the same position by several is computed once; every use at another position, as a
         reduction's or a broadcast's, computes it anew (openxla/xla, gpu_hlo_cost_analysis.cc).
         """
+        if kernel.tiled and self.estimator is not None:  # row by row: a row is read once, whatever is made of it
+            own = sum(self._flops(self.instructions[i]) for i in set(kernel.members))
+            return own, {operand: min(read, 1.0) for operand, read in kernel.operands.items()}
         if self.estimator is None or (len(kernel.members) == 1 and len(kernel.roots) == 1):
             one = self.instructions[kernel.roots[0]]
             if self.estimator is None:
