@@ -18,6 +18,7 @@ from autopar.graph.ir import Node
 from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
+from autopar.rules.structure import STRUCTURE
 from autopar.sharding import TensorSharding, replicated
 from autopar.timeline import simulate
 
@@ -139,6 +140,7 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     each operand that its reader wants otherwise, one move at a time."""
     out: list[Constraint] = []
     arguments = set(f.graph.inputs)
+    borders = {v for node in f.graph.nodes if node.primitive in STRUCTURE for v in node.results}
     copies = {d.value: d.shardings[choices[n]] for n, d in enumerate(f.decisions) if d.kind == "copy"}
     natural: dict[int, TensorSharding] = {}
     for value, (node, shardings) in f.value_made.items():
@@ -146,7 +148,7 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         natural[value] = sharding.resolved()
         if value in arguments or f.graph.values[value].size <= SMALL_SIZE:
             continue
-        if value in f.written or sharding.unreduced:
+        if value in f.written or sharding.unreduced or value in borders:
             path = (natural[value],)
             if len(sharding.unreduced) > 1:
                 path = _scattered(f, choices, value, sharding, copies) or path
@@ -220,6 +222,7 @@ def _collectives(
     input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
     renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
     for flow in f.flows:
+        times = f.graph.values[flow.value].repeat
         for step in f.collectives(flow, choices):
             node = _node_of(f, flow, defined_at)
             caused[flow.source].append(len(uses))
@@ -229,7 +232,8 @@ def _collectives(
                     kind=step.kind,
                     axes=step.axes,
                     num_bytes=step.num_bytes,
-                    time_s=f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
+                    num_times=round(times),
+                    time_s=times * f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
                     cause=_cause(f, flow, step.kind, input_path, renewed, defined_at),
                     path=node.path if node else input_path.get(flow.value, ""),
                     source=node.source if node else "",
@@ -257,7 +261,8 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
                 kind="all-reduce",
                 axes=axes,
                 num_bytes=info.num_bytes,
-                time_s=f.time("all-reduce", axes, info.num_bytes, combinable=True),
+                num_times=round(info.repeat),
+                time_s=info.repeat * f.time("all-reduce", axes, info.num_bytes, combinable=True),
                 cause=f"{define.reduction} of a few elements ({node.primitive})",
                 path=node.path,
                 source=node.source,

@@ -237,15 +237,15 @@ def _match(
     size = mesh.sizes(axes or ())
     by_cause: Counter[str] = Counter()
     for use in uses:
-        by_cause[_LAYER.sub("_*", use.cause)] += int(use.num_bytes)
+        by_cause[_LAYER.sub("_*", use.cause)] += int(use.bytes_per_step)
     return CollectiveMatch(
         kind=kind,
         axes=axes,
-        predicted_count=len(uses),
+        predicted_count=sum(use.num_times for use in uses),
         compiled_count=sum(one.num_times for one in found),
-        predicted_bytes=sum(sent_bytes(kind, use.num_bytes, size) for use in uses),
+        predicted_bytes=sum(sent_bytes(kind, use.bytes_per_step, size) for use in uses),
         compiled_bytes=sum(_sent_by(one, mesh) for one in found),
-        combinable=sum(use.combinable for use in uses),
+        combinable=sum(use.num_times for use in uses if use.combinable),
         causes=tuple(cause for cause, _ in by_cause.most_common(2)),
         crosses_hosts=any(_crosses(one, hosts) for one in found),
     )

@@ -323,14 +323,14 @@ class _Builder:
                     for s, strategy in enumerate(decision.strategies):
                         axes = strategy.sharding(define.dims, define.pending).unreduced
                         if axes:
-                            costs[node][s] += collective_time(
+                            costs[node][s] += info.repeat * collective_time(
                                 "all-reduce", info.num_bytes, axes, self.mesh, self.profile, combinable=True
                             )
 
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]
         shared = self.decisions[flow.target].shared if self.budget is not None else ()
-        key = (info.shape, info.itemsize, flow.made, flow.wanted, flow.combinable, shared)
+        key = (info.shape, info.itemsize, info.repeat, flow.made, flow.wanted, flow.combinable, shared)
         if key not in self.matrices:
             matrix = np.array([[self._pair(flow, m, w) for w in flow.wanted] for m in flow.made])
             for s, is_shared in enumerate(shared):
@@ -343,10 +343,10 @@ class _Builder:
         if made == wanted:
             return 0.0
         info = self.graph.values[flow.value]
-        key = (made, wanted, info.shape, info.itemsize, flow.combinable)
+        key = (made, wanted, info.shape, info.itemsize, info.repeat, flow.combinable)
         if key not in self.cost_of_pair:
             moves = collectives_of(resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh))
-            self.cost_of_pair[key] = sum(
+            self.cost_of_pair[key] = info.repeat * sum(
                 collective_time(m.kind, m.num_bytes, m.axes, self.mesh, self.profile, combinable=flow.combinable)
                 for m in moves
             )

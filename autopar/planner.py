@@ -194,7 +194,8 @@ def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
     digest = hashlib.sha256()
     for node in graph.nodes:
         shapes = [graph.values[v].shape for v in node.results]
-        digest.update(repr((node.primitive, node.operands, node.results, shapes, sorted(node.params.items()))).encode())
+        what = (node.primitive, node.operands, node.results, shapes, sorted(node.params.items()), node.repeat)
+        digest.update(repr(what).encode())
     return ProgramSignature(
         name=traced.name,
         inputs=tensors(graph.input_paths, graph.inputs),
@@ -398,9 +399,7 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
 
 
 #: Primitives that hold a whole program, which no rule describes.
-_PROGRAMS = frozenset(
-    ["call_hi_primitive", "checkpoint", "cond", "custom_linear_solve", "remat2", "scan", "shard_map", "while"]
-)
+_PROGRAMS = frozenset(["call_hi_primitive", "shard_map"])
 
 
 def _way_out(graph: Graph, name: str) -> str:

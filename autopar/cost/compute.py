@@ -31,12 +31,18 @@ def group_time(
     for work in group.works:
         points = strategy.points(group.factors, work.factors, mesh)
         rate = profile.matrix_rate(work.dtype) if work.contraction else profile.vector_flops_per_s
-        arithmetic += points * work.flops_per_point / rate
-    tensors = [(r.value, r.dims) for r in group.reads]
-    tensors += [(d.value, d.dims) for d in group.defines if d.value in written]
-    tensors += list(group.inputs)
+        arithmetic += points * work.flops_per_point * work.repeat / rate
+    values = graph.values
+    tensors = [(r.value, r.dims, values[r.value].repeat) for r in group.reads]
+    tensors += [
+        # A loop's constant is not written in every trip, and what all trips stack is written once.
+        (d.value, d.dims, min(values[d.value].repeat, graph.nodes[d.node].repeat))
+        for d in group.defines
+        if d.value in written
+    ]
+    tensors += [(value, dims, 1.0) for value, dims in group.inputs]
     traffic = 0.0
-    for value, dims in tensors:
-        info = graph.values[value]
-        traffic += info.itemsize * strategy.sharding(dims).local_size(info.shape, mesh)
+    for value, dims, times in tensors:
+        info = values[value]
+        traffic += times * info.itemsize * strategy.sharding(dims).local_size(info.shape, mesh)
     return max(arithmetic, traffic / profile.hbm_bytes_per_s) + profile.kernel_launch_s

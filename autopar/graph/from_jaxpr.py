@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from autopar import jax_compat
-from autopar.graph.ir import Graph, Node, Value
+from autopar.equations import Equation, Region
+from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Loop, Node, Value
 from autopar.graph.params import plain_params
-from autopar.trace import Equation, Trace
+from autopar.trace import Trace
 
 
 def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
@@ -21,7 +23,7 @@ def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
     if all(node.phase == "update" for node in nodes):  # nothing is differentiated: a forward pass
         nodes = tuple(dataclasses.replace(node, phase="forward") for node in nodes)
     return Graph(
-        values=tuple(_value(aval) for aval in trace.avals),
+        values=tuple(_value(aval, repeat) for aval, repeat in zip(trace.avals, trace.repeats, strict=True)),
         nodes=nodes,
         inputs=trace.inputs,
         input_paths=trace.input_paths,
@@ -29,25 +31,36 @@ def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
         output_paths=trace.output_paths,
         constants=tuple(v for v, _ in trace.constants),
         carried=carried,
+        loops=tuple(_loop(region, trace.equations) for region in trace.regions if region.kind in ("scan", "while")),
     )
 
 
-def _value(aval: Any) -> Value:
+def _value(aval: Any, repeat: float) -> Value:
     if not hasattr(aval, "shape"):  # a token: it has an order, but no size
         return Value((), "token", 0.0)
-    return Value(tuple(int(size) for size in aval.shape), str(aval.dtype), jax_compat.itemsize(aval))
+    return Value(tuple(int(size) for size in aval.shape), str(aval.dtype), jax_compat.itemsize(aval), repeat)
+
+
+def _loop(region: Region, equations: Sequence[Equation]) -> Loop:
+    def pieces(span: tuple[int, int], piece: str) -> list[int]:
+        return [n for n in range(*span) if equations[n].piece == piece]
+
+    carries = zip(pieces(region.enter, "enter_carry"), pieces(region.exit, "exit_carry"), strict=True)
+    trips = float(region.source.params.get("length", UNKNOWN_TRIPS))
+    return Loop(region.enter[0], region.exit[0], trips, tuple(carries))
 
 
 def _node(equation: Equation) -> Node:
     return Node(
         primitive=equation.primitive,
-        params=plain_params(equation.primitive, equation.source.params),
+        params={} if equation.piece else plain_params(equation.primitive, equation.source.params),
         operands=tuple(v if isinstance(v, int) else None for v in equation.operands),
         results=equation.results,
         path=equation.path,
         phase=equation.phase,
         source=_source(_Traceback(equation)),
-        effect=bool(equation.source.effects),
+        effect=equation.effects,
+        repeat=equation.repeat,
     )
 
 

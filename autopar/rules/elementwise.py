@@ -135,7 +135,6 @@ ELEMENTWISE: dict[str, RuleFunction] = {
     **{name: partial(elementwise, flops=flops) for name, flops in FLOPS_PER_ELEMENT.items()},
     "integer_pow": _integer_pow,
     "polynomial": _polynomial,
-    "optimization_barrier": _separate,
     "device_put": _separate,
     "bitcast_convert_type": _leading,
     "random_wrap": _leading,

@@ -8,7 +8,8 @@ What joins, and why:
 1. An elementwise node joins the producer of an operand that spans the whole space of both: splitting
    them differently would only add resharding. A reduction (`reduce_sum` …) joins its operand's group.
 2. Elementwise and reduction nodes that read the same value join each other.
-3. A small group fed by a reduction of a large one and broadcast back into it (the statistics of a
+3. What a value carried through a loop goes in by and comes out by: one trip leaves it as the next one finds it.
+4. A small group fed by a reduction of a large one and broadcast back into it (the statistics of a
    layer norm or a softmax) joins the large one.
 
 Carried state is never a reason to join: the forward pass and the optimizer read the same parameter,
@@ -51,12 +52,13 @@ class Define:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic of one node: operations per point of the space of these factors."""
+    """Arithmetic of one node: operations per point of the space of these factors, so many times a step."""
 
     factors: tuple[int, ...]
     flops_per_point: float
     contraction: bool
     dtype: str
+    repeat: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ def form_groups(graph: Graph, rules: Sequence[Rule], absorbable: frozenset[int] 
         absorbable: positions of inputs that may live inside a group (unpinned carried state).
     """
     joiner = _Joiner(graph, rules)
+    joiner.join_carries()
     joiner.join_producers()
     joiner.join_siblings()
     joiner.join_sandwiched()
@@ -169,6 +172,11 @@ class _Joiner:
         self.space[root_a] = {self.factor(f) for f in self.space[root_a] | self.space[root_b]}
         self.space[root_b] = set()
         return True
+
+    def join_carries(self) -> None:
+        for loop in self.graph.loops:
+            for enter, leave in loop.carries:
+                self.join(enter, leave, self.result(enter, 0), self.result(leave, 0))
 
     def join_producers(self) -> None:
         for value, uses in self.readers.items():
@@ -269,7 +277,7 @@ def _build(
         for value, dims in zip(node.results, rule.results, strict=True):
             defines.append(Define(value, n, local(n, dims), pending, kinds[0] if kinds else "sum"))
         dtype = graph.values[next((v for v in node.operands if v is not None), node.results[0])].dtype
-        works.append(Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, dtype))
+        works.append(Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, dtype, node.repeat))
     settled = {(d.value, d.dims) for d in defines if not d.pending}
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
