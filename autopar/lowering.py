@@ -14,12 +14,14 @@ from typing import Literal
 
 from autopar.device_program import Gemm
 from autopar.formulation import Formulation
-from autopar.graph.ir import Graph, Node, Value
+from autopar.graph.ir import Graph, Loop, Node, Value
+from autopar.rules.structure import STRUCTURE
 from autopar.sharding import TensorSharding, replicated
 
 #: `alias`: the same memory under another shape. `loop`: one output element at a time. `reduce`: many elements
-#: to one. `inplace`: writes into its first operand. `hero`: a kernel of its own that nothing is fused with.
-InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "hero", "collective"]
+#: to one. `inplace`: writes into its first operand. `hero`: a kernel of its own that nothing is fused with. `border`: the
+#: same memory on the other side of a loop's or a branch's border; nothing is fused across it.
+InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "hero", "border", "collective"]
 
 #: What XLA's cost analysis charges per element of a float32 operation, measured on Hopper (its HLO operation
 #: profiles, sm_90); anything else is charged `CHEAP`. Operations that XLA expands are sums of their parts.
@@ -65,7 +67,6 @@ _ALIASES = frozenset(
         "copy",
         "copy_p",
         "stop_gradient",
-        "optimization_barrier",
         "bitcast_convert_type",
         "random_wrap",
         "random_unwrap",
@@ -92,9 +93,6 @@ _HEROES = frozenset(
         "svd",
         "qr",
         "lu",
-        "scan",
-        "while",
-        "cond",
         "custom_call",
         "ffi_call",
         "rng_bit_generator",
@@ -163,6 +161,7 @@ class _Lowering:
         self.local: dict[int, TensorSharding] = {}  # value -> how it is made
         self.moved: dict[tuple[int, TensorSharding], int] = {}
         self.laid_out: dict[int, int] = {}
+        self.kept: dict[int, int] = {}  # node of a loop's piece -> what is in memory as long as the loop runs
         self.known: dict[tuple[object, ...], int] = {}  # what was computed already, XLA computes once
         self.flow_of: dict[tuple[int, int], int] = {}
         for index, flow in enumerate(f.flows):
@@ -188,8 +187,18 @@ class _Lowering:
             self.program.arguments[position] = self._argument(value)
         for value in self.graph.constants:
             self._argument(value)
+        loop_at = {loop.start: loop for loop in reversed(self.graph.loops)}
+        ends = {loop.stop: loop for loop in self.graph.loops}
         for n, node in enumerate(self.graph.nodes):
-            self._node(n, node)
+            if n in ends:
+                self._end(ends[n])
+            if n in loop_at:
+                self._allocate_stacks(loop_at[n])
+            if node.primitive in STRUCTURE:
+                if n not in self.kept:
+                    self._piece(n, node)
+            else:
+                self._node(n, node)
         self._outputs()
         return self.program
 
@@ -528,6 +537,56 @@ class _Lowering:
         values: list[Value] = [self.graph.values[v] for v in node.operands if v is not None]
         return Gemm(batch, m, n, k, values[0].dtype, self.graph.values[node.results[0]].dtype)
 
+    # -- loops and branches ------------------------------------------------------------------
+
+    def _border(self, n: int, value: int, operands: Sequence[int], num_bytes: float, elements: float) -> int:
+        dtype = self.graph.values[value].dtype if value >= 0 else "float32"
+        reads = dict.fromkeys(operands, 0.0)
+        return self._add(Instruction("border", n, value, "border", reads, elements, num_bytes, dtype=dtype))
+
+    def _piece(self, n: int, node: Node) -> None:
+        """One value at the border of a loop or a branch."""
+        if not node.results:
+            return
+        value = node.results[0]
+        shape = self._local_shape(value, self._sharding(value))
+        elements = float(math.prod(shape))
+        num_bytes = elements * self.graph.values[value].itemsize
+        sources = [self._operand(n, i, v)[0] for i, v in enumerate(node.operands) if v is not None]
+        dtype = self.graph.values[value].dtype
+        if node.primitive == "enter_slice":
+            whole = self.program.instructions[sources[0]]
+            stack = self._border(n, whole.value, sources, whole.num_bytes, whole.elements)
+            self.kept[n] = stack
+            part = {stack: elements / max(whole.elements, 1.0)}
+            self.at[value] = self._add(Instruction("loop", n, value, "dynamic_slice", part, elements, num_bytes, dtype=dtype))
+        elif node.primitive == "exit_stack":
+            reads = {self.kept[n]: 1.0, **dict.fromkeys(sources, 1.0)}
+            last = max(loop.stop for loop in self.graph.loops if n in loop.stacks) - 1
+            self.at[value] = self._add(
+                Instruction("inplace", last, value, "dynamic_update_slice", reads, elements, num_bytes, dtype=dtype)
+            )
+        else:
+            self.at[value] = self._border(n, value, sources, num_bytes, elements)
+            if node.primitive == "enter_const":
+                self.kept[n] = self.at[value]
+
+    def _allocate_stacks(self, loop: Loop) -> None:
+        """What all trips make is in memory from the first trip on."""
+        for n in loop.stacks:
+            value = self.graph.nodes[n].results[0]
+            elements = float(self._sharding(value).local_size(self.graph.values[value].shape, self.f.mesh))
+            num_bytes = elements * self.graph.values[value].itemsize
+            self.kept[n] = self._border(loop.start, value, (), num_bytes, elements)
+
+    def _end(self, loop: Loop) -> None:
+        """What all trips make; and what every trip reads, which is in memory until the last one ends."""
+        for n in loop.stacks:
+            self._piece(n, self.graph.nodes[n])
+        kept = [at for n, at in self.kept.items() if loop.start <= n < loop.stop]
+        if kept:
+            self._border(loop.stop - 1, -1, kept, 0.0, 0.0)
+
     # -- outputs -----------------------------------------------------------------------------
 
     def _outputs(self) -> None:
@@ -542,9 +601,15 @@ class _Lowering:
             if value is None:
                 self.program.outputs.append(None)
             elif position in wanted:
-                self.program.outputs.append(self._reach(value, wanted[position])[0])
+                self.program.outputs.append(self._inside(self._reach(value, wanted[position])[0]))
             else:
-                self.program.outputs.append(self.at[value])
+                self.program.outputs.append(self._inside(self.at[value]))
+
+    def _inside(self, at: int) -> int:
+        """What a loop leaves as an output, it makes as one."""
+        while (one := self.program.instructions[at]).kind == "border" and one.operands:
+            at = next(iter(one.operands))
+        return at
 
 
 def _sums_nothing(node: Node) -> bool:

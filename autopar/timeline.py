@@ -39,7 +39,7 @@ class Timeline:
     compute_s: float
     exposed_s: Mapping[str, float] = field(hash=False)
     num_collectives: Mapping[str, int] = field(hash=False)
-    temporary_bytes: float
+    temporary_bytes: float = 0.0
 
 
 def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
@@ -48,36 +48,74 @@ def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) 
     Only GPUs hide collectives. A profile with `xla_estimator` gives XLA's own estimate of the step; any other, what the profile's
     rates make of it.
     """
+    ops, done = list(program.ops), dict[int, _Body]()
+    for loop in program.loops:
+        inside = [i for i, op in enumerate(ops) if loop.start <= op.node < loop.stop]
+        if not inside:
+            continue
+        body, skipped, last = [ops[i] for i in inside], set(inside), inside[-1]
+        done[loop.start] = _Body(*_scheduled(replace(program, ops=tuple(body)), done, mesh, profile), loop.count)
+        before = [op for i, op in enumerate(ops[:last]) if i not in skipped]
+        ops = [*before, _as_one(body, loop.start), *ops[last + 1 :]]
+    timeline, order = _scheduled(replace(program, ops=tuple(ops)), done, mesh, profile)
+    return replace(timeline, temporary_bytes=peak_of_temporaries(program, order))
+
+
+# -- loops -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """One trip of a loop, with its operations in the order they run, and the number of trips."""
+
+    timeline: Timeline
+    order: Sequence[Op]
+    count: float
+
+
+def _scheduled(
+    program: DeviceProgram, done: Mapping[int, _Body], mesh: MeshShape, profile: HardwareProfile
+) -> tuple[Timeline, list[Op]]:
+    """Schedule operations; the loops among them run as they have been scheduled, all their trips, and nothing beside
+    them: XLA takes a loop for one short operation."""
     tasks = merge_collectives(program, mesh, profile)
-    if profile.platform != "gpu":
-        return _one_after_another(tasks, mesh, profile, peak_of_temporaries(program))
-    issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
-    nodes = _Nodes.of(tasks, mesh, profile, issue)
-    order = _schedule(nodes)
-    return _timed(nodes, order, peak_of_temporaries(program, [tasks[nodes.tasks[i]] for i in order]))
-
-
-def _one_after_another(
-    ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile, temporary_bytes: float
-) -> Timeline:
-    """Elsewhere than on GPUs XLA waits for each collective where it starts."""
-    compute = 0.0
-    exposed: dict[str, float] = defaultdict(float)
-    numbers: dict[str, int] = defaultdict(int)
+    if profile.platform == "gpu":
+        issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
+        nodes = _Nodes.of(tasks, mesh, profile, issue)
+        order = _schedule(nodes)
+        timeline, ops = _timed(nodes, order), [tasks[nodes.tasks[i]] for i in order]
+    else:
+        timeline, ops = _one_after_another(tasks, mesh, profile), list(tasks)
+    expanded: list[Op] = []
     for op in ops:
-        seconds = op_seconds(op, mesh, profile)
-        if op.kind == "collective":
-            exposed[op.collective] += seconds
-            numbers[op.collective] += 1
+        if op.kind == "loop":
+            timeline = _with_body(timeline, done[op.node])
+            expanded += done[op.node].order
         else:
-            compute += seconds
+            expanded.append(op)
+    return timeline, expanded
+
+
+def _with_body(timeline: Timeline, body: _Body) -> Timeline:
+    one, times = body.timeline, body.count
+
+    def added(before: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+        kinds = sorted({*before, *more})
+        return {kind: before.get(kind, 0) + times * more.get(kind, 0) for kind in kinds}
+
     return Timeline(
-        compute + sum(exposed.values()),
-        compute,
-        dict(sorted(exposed.items())),
-        dict(sorted(numbers.items())),
-        temporary_bytes,
+        step_time_s=timeline.step_time_s + times * one.step_time_s,
+        compute_s=timeline.compute_s + times * one.compute_s,
+        exposed_s=added(timeline.exposed_s, one.exposed_s),
+        num_collectives={k: round(n) for k, n in added(timeline.num_collectives, one.num_collectives).items()},
     )
+
+
+def _as_one(body: Sequence[Op], node: int) -> Op:
+    """What stands for a loop among the operations around it."""
+    written = tuple(dict.fromkeys(b for op in body for b in op.writes))
+    read = tuple(dict.fromkeys(b for op in body for b in op.reads))
+    return Op("loop", node, read, written, 0.0, 0.0)
 
 
 # -- merging ---------------------------------------------------------------------------------
@@ -414,7 +452,7 @@ def _async_depth(nodes: _Nodes) -> list[float]:
     return depth
 
 
-def _timed(nodes: _Nodes, order: Sequence[int], temporary_bytes: float) -> Timeline:
+def _timed(nodes: _Nodes, order: Sequence[int]) -> Timeline:
     """Walk the order from first to last: an end waits until its collective's time has passed since its start."""
     clock = compute = 0.0
     started: dict[int, float] = {}
@@ -431,4 +469,4 @@ def _timed(nodes: _Nodes, order: Sequence[int], temporary_bytes: float) -> Timel
             exposed[nodes.kinds[i]] += waited
             clock += waited
     waited_s = {kind: seconds for kind, seconds in sorted(exposed.items()) if seconds > 0}
-    return Timeline(clock, compute, waited_s, dict(sorted(numbers.items())), temporary_bytes)
+    return Timeline(clock, compute, waited_s, dict(sorted(numbers.items())))

@@ -47,7 +47,7 @@ def _loop(region: Region, equations: Sequence[Equation]) -> Loop:
 
     carries = zip(pieces(region.enter, "enter_carry"), pieces(region.exit, "exit_carry"), strict=True)
     trips = float(region.source.params.get("length", UNKNOWN_TRIPS))
-    return Loop(region.enter[0], region.exit[0], trips, tuple(carries))
+    return Loop(region.enter[0], region.exit[0], trips, tuple(carries), tuple(pieces(region.exit, "exit_stack")))
 
 
 def _node(equation: Equation) -> Node:

@@ -71,12 +71,14 @@ class Loop:
         start, stop: its nodes, with those that values go in by; those they come out by follow.
         trips: how many it makes.
         carries: of each value carried from trip to trip: the node it goes in by, and the one it comes out by.
+        stacks: the nodes by which what all trips make comes out.
     """
 
     start: int
     stop: int
     trips: float
     carries: tuple[tuple[int, int], ...]
+    stacks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
