@@ -18,7 +18,7 @@ from autopar.graph.ir import Node
 from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
-from autopar.rules.structure import STRUCTURE
+from autopar.rules.structure import BORDERS, PINNED
 from autopar.sharding import TensorSharding, replicated
 from autopar.timeline import simulate
 
@@ -140,7 +140,8 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     each operand that its reader wants otherwise, one move at a time."""
     out: list[Constraint] = []
     arguments = set(f.graph.inputs)
-    borders = {v for node in f.graph.nodes if node.primitive in STRUCTURE for v in node.results}
+    told = {*BORDERS, *PINNED}
+    borders = {v for node in f.graph.nodes if node.primitive in told for v in node.results}
     copies = {d.value: d.shardings[choices[n]] for n, d in enumerate(f.decisions) if d.kind == "copy"}
     natural: dict[int, TensorSharding] = {}
     for value, (node, shardings) in f.value_made.items():
@@ -243,6 +244,8 @@ def _collectives(
             )
     for index, choice in enumerate(f.decisions):
         uses += _small_sums(f, choice, choices[index])
+    for node in f.graph.nodes:
+        uses += _told(f, node)
     return tuple(uses), {node: tuple(positions) for node, positions in caused.items()}
 
 
@@ -271,6 +274,24 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
             )
         )
     return uses
+
+
+def _told(f: Formulation, node: Node) -> Iterator[CollectiveUse]:
+    """What the program itself sends, inside a `shard_map`."""
+    for kind, axes, num_bytes, times in node.params.get("collectives", ()):
+        repeat = times * node.repeat
+        yield CollectiveUse(
+            kind=kind,
+            axes=axes,
+            num_bytes=num_bytes,
+            num_times=round(repeat),
+            time_s=repeat * f.time(kind, axes, num_bytes, combinable=False),
+            cause="the step's own, in a shard_map",
+            path=node.path,
+            source=node.source,
+            phase=node.phase,
+            combinable=True,
+        )
 
 
 def _node_of(f: Formulation, flow: Flow, defined_at: dict[int, int]) -> Node | None:

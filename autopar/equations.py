@@ -167,15 +167,15 @@ class Flattener:
         """Constants, carry and stacks go in; carry and stacks come out."""
         num_consts, num_carry = jax_compat.scan_counts(source)
         trips = float(source.params["length"])
-        kinds: list[Piece] = ["enter_const"] * num_consts + ["enter_carry"] * num_carry
-        kinds += ["enter_slice"] * (len(operands) - len(kinds))
+        kinds: list[Piece] = _so_many("enter_const", num_consts) + _so_many("enter_carry", num_carry)
+        kinds += _so_many("enter_slice", len(operands) - len(kinds))
         nest = _Nest("scan", source, [], [], [])
         body = source.params["jaxpr"]
         inner = self._enter(
             nest, zip(kinds, operands, jax_compat.open_jaxpr(body)[0].invars, strict=True), stack, trips
         )
         outs = self._section(nest, body, inner, stack, trips)
-        kinds = ["exit_carry"] * num_carry + ["exit_stack"] * (len(outs) - num_carry)
+        kinds = [*_so_many("exit_carry", num_carry), *_so_many("exit_stack", len(outs) - num_carry)]
         return self._exit(nest, kinds, [(out,) for out in outs], stack, trips)
 
     def while_loop(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
@@ -185,14 +185,14 @@ class Flattener:
         test, _ = jax_compat.open_jaxpr(params["cond_jaxpr"])
         body, _ = jax_compat.open_jaxpr(params["body_jaxpr"])
         invars = [*test.invars[:num_test], *body.invars]
-        kinds: list[Piece] = ["enter_const"] * (num_test + num_body)
-        kinds += ["enter_carry"] * (len(operands) - len(kinds))
+        kinds: list[Piece] = _so_many("enter_const", num_test + num_body)
+        kinds += _so_many("enter_carry", len(operands) - len(kinds))
         nest = _Nest("while", source, [], [], [])
         inner = self._enter(nest, zip(kinds, operands, invars, strict=True), stack, UNKNOWN_TRIPS)
         carry = inner[num_test + num_body :]
         go_on = self._section(nest, params["cond_jaxpr"], [*inner[:num_test], *carry], stack, UNKNOWN_TRIPS)
         outs = self._section(nest, params["body_jaxpr"], inner[num_test:], stack, UNKNOWN_TRIPS)
-        kinds = ["predicate", *(["exit_carry"] * len(outs))]
+        kinds = ["predicate", *_so_many("exit_carry", len(outs))]
         return self._exit(nest, kinds, [(go_on[0],), *((out,) for out in outs)], stack, UNKNOWN_TRIPS)
 
     def cond(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
@@ -201,9 +201,11 @@ class Flattener:
         invars = jax_compat.open_jaxpr(branches[0])[0].invars
         nest = _Nest("cond", source, [], [], [])
         nest.enter.append(self._made(source, (operands[0],), (), stack, "index"))
-        inner = self._enter(nest, zip(["enter_branch"] * len(invars), operands[1:], invars, strict=True), stack, 1.0)
+        kinds: list[Piece] = _so_many("enter_branch", len(invars))
+        inner = self._enter(nest, zip(kinds, operands[1:], invars, strict=True), stack, 1.0)
         outs = [self._section(nest, branch, inner, stack, 1.0) for branch in branches]
-        return self._exit(nest, ["exit_branch"] * len(outs[0]), list(zip(*outs, strict=True)), stack, 1.0)
+        kinds = _so_many("exit_branch", len(outs[0]))
+        return self._exit(nest, kinds, list(zip(*outs, strict=True)), stack, 1.0)
 
     def barrier(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
         """Each operand passes by itself. The compiler sees them pass together, in replay."""
@@ -301,6 +303,10 @@ class _Repeated:
 
     def __exit__(self, *exception: object) -> None:
         self.flattener.repeat = self.before
+
+
+def _so_many(piece: Piece, count: int) -> list[Piece]:
+    return [piece] * count
 
 
 def _refuse_ordered_effects(source: Any) -> None:

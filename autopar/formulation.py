@@ -180,7 +180,9 @@ class _Builder:
     # -- decisions ---------------------------------------------------------------------------
 
     def _add_group(self, index: int, group: Group) -> None:
-        strategies = enumerate_strategies(group.factors, self.mesh, even=group.even, fixed=group.fixed)
+        strategies = enumerate_strategies(
+            group.factors, self.mesh, even=group.even, fixed=group.fixed, pinned=group.pinned
+        )
         node = len(self.decisions)
         phase = self.graph.nodes[group.nodes[-1]].phase
         self.decisions.append(Decision("group", len(strategies), phase, group=index, strategies=strategies))

@@ -90,6 +90,21 @@ def as_typed(value: Any, aval: Any) -> Any:
     return _lax._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
 
 
+def programs_in(equation: Any) -> Iterator[Any]:
+    """The jaxprs that an equation holds."""
+    for parameter in equation.params.values():
+        for item in parameter if isinstance(parameter, tuple | list) else (parameter,):
+            jaxpr = open_jaxpr(item)[0]
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
+
+
+def as_function(closed: Any) -> Callable[..., Sequence[Any]]:
+    """A jaxpr as the function that it was traced from."""
+    jaxpr, constants = open_jaxpr(closed)
+    return lambda *args: _core.eval_jaxpr(jaxpr, constants, *args)
+
+
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of an array, a `ShapeDtypeStruct` or a Python scalar."""
     return jax.numpy.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)

@@ -15,7 +15,7 @@ from typing import Literal
 from autopar.device_program import Gemm
 from autopar.formulation import Formulation
 from autopar.graph.ir import Graph, Loop, Node, Value
-from autopar.rules.structure import STRUCTURE
+from autopar.rules.structure import BORDERS
 from autopar.sharding import TensorSharding, replicated
 
 #: `alias`: the same memory under another shape. `loop`: one output element at a time. `reduce`: many elements
@@ -71,6 +71,7 @@ _ALIASES = frozenset(
         "random_wrap",
         "random_unwrap",
         "sharding_constraint",
+        "reshard",
         "reduce_precision",
     ]
 )
@@ -97,6 +98,7 @@ _HEROES = frozenset(
         "ffi_call",
         "rng_bit_generator",
         "pallas_call",
+        "shard_map",
     ]
 )
 
@@ -194,7 +196,7 @@ class _Lowering:
                 self._end(ends[n])
             if n in loop_at:
                 self._allocate_stacks(loop_at[n])
-            if node.primitive in STRUCTURE:
+            if node.primitive in BORDERS:
                 if n not in self.kept:
                     self._piece(n, node)
             else:
@@ -302,6 +304,7 @@ class _Lowering:
         if scatter is not None:
             self.at[node.results[0]] = scatter
             return
+        used |= dict.fromkeys(self._told(n, node, [at for at, _ in operands]), 0.0)
         instruction = Instruction(
             kind,
             n,
@@ -323,6 +326,17 @@ class _Lowering:
             axes = self._sharding(value).unreduced
             if axes and value not in self.f.value_made:  # a sum of a few elements: taken where it is made
                 self._small_sum(value, axes)
+
+    def _told(self, n: int, node: Node, operands: Sequence[int]) -> list[int]:
+        """What the program itself sends, inside a `shard_map`."""
+        sent: list[int] = []
+        for kind, axes, num_bytes, times in node.params.get("collectives", ()):
+            size = times * num_bytes
+            reads = dict.fromkeys(operands, 1.0)
+            one = Instruction("collective", n, -1, kind, reads, size / 4, size, collective=kind, axes=axes)
+            one.payload_bytes, one.combinable = size, False
+            sent.append(self._add(one))
+        return sent
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
         """The instruction, or the same one made before; one that reads a literal is not compared."""
@@ -518,6 +532,8 @@ class _Lowering:
             return 2.0 * math.prod(kernel) / max(kernel[out] if isinstance(out, int) else 1, 1)
         if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
             return 0.0
+        if "flops" in node.params:  # of a whole program
+            return node.params["flops"] / max(float(sum(map(math.prod, shapes))), 1.0)
         dtype = self.graph.values[node.results[0]].dtype
         if dtype == "bfloat16" and node.primitive in ("exp", "log"):
             return CHEAP
@@ -559,7 +575,9 @@ class _Lowering:
             stack = self._border(n, whole.value, sources, whole.num_bytes, whole.elements)
             self.kept[n] = stack
             part = {stack: elements / max(whole.elements, 1.0)}
-            self.at[value] = self._add(Instruction("loop", n, value, "dynamic_slice", part, elements, num_bytes, dtype=dtype))
+            self.at[value] = self._add(
+                Instruction("loop", n, value, "dynamic_slice", part, elements, num_bytes, dtype=dtype)
+            )
         elif node.primitive == "exit_stack":
             reads = {self.kept[n]: 1.0, **dict.fromkeys(sources, 1.0)}
             last = max(loop.stop for loop in self.graph.loops if n in loop.stacks) - 1

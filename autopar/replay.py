@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.equations import Equation, LiteralOperand, Region
+from autopar.manual_program import run_shard_map
 from autopar.partition_spec import partition_spec
 from autopar.plan import Plan
 from autopar.sharding import TensorSharding
@@ -85,7 +86,14 @@ class Replay:
         equation = self.trace.equations[n]
         with _context(equation):
             operands = [self._operand(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
-            self._define(scope, equation, jax_compat.bind(equation.source, operands))
+            self._define(scope, equation, self._run(equation, operands))
+
+    def _run(self, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        if equation.primitive == "shard_map":
+            return run_shard_map(equation.source, operands, self.mesh)
+        if equation.primitive in ("sharding_constraint", "reshard"):  # the plan says the same, over its own mesh
+            return operands
+        return jax_compat.bind(equation.source, operands)
 
     def _operand(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
         if isinstance(atom, LiteralOperand):

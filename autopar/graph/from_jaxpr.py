@@ -14,6 +14,7 @@ from autopar import jax_compat
 from autopar.equations import Equation, Region
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Loop, Node, Value
 from autopar.graph.params import plain_params
+from autopar.manual_program import constraint_params, shard_map_params
 from autopar.trace import Trace
 
 
@@ -53,7 +54,7 @@ def _loop(region: Region, equations: Sequence[Equation]) -> Loop:
 def _node(equation: Equation) -> Node:
     return Node(
         primitive=equation.primitive,
-        params={} if equation.piece else plain_params(equation.primitive, equation.source.params),
+        params={} if equation.piece else _params(equation),
         operands=tuple(v if isinstance(v, int) else None for v in equation.operands),
         results=equation.results,
         path=equation.path,
@@ -62,6 +63,15 @@ def _node(equation: Equation) -> Node:
         effect=equation.effects,
         repeat=equation.repeat,
     )
+
+
+def _params(equation: Equation) -> dict[str, Any]:
+    """What shapes a result; and of what the program splits itself, how."""
+    if equation.primitive == "sharding_constraint":
+        return constraint_params(equation.source)
+    if equation.primitive == "shard_map":
+        return shard_map_params(equation.source)
+    return plain_params(equation.primitive, equation.source.params)
 
 
 class _Traceback:

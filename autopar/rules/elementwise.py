@@ -16,7 +16,7 @@ from autopar.rules.factors import DimNames, Rule, build_rule
 from autopar.rules.registry import NodeView, RuleFunction
 
 _MOVES = """
-    conj convert_element_type copy imag layout_constraint name random_clone real reduce_precision sharding_constraint
+    conj convert_element_type copy imag layout_constraint name random_clone real reduce_precision reshard
     stop_gradient xla_metadata_value
 """
 _ARITHMETIC = """

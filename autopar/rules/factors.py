@@ -44,6 +44,7 @@ class Rule:
         pointwise: each result element depends on no more than one element of each operand along
             every factor, so the node may join its neighbours in one group.
         flops_per_point: floating-point operations per point of the whole factor space.
+        pinned: factors that the program itself splits, with the mesh axes (none: it stays whole).
     """
 
     factors: tuple[Factor, ...]
@@ -51,6 +52,7 @@ class Rule:
     results: tuple[DimFactors, ...]
     pointwise: bool = False
     flops_per_point: float = 1.0
+    pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
 #: The name a rule gives a factor while it is being written.

@@ -70,6 +70,7 @@ class Group:
         fixed: factors that may not be split (minor parts of a compound dim).
         inputs: graph inputs (value indices) that live here: state that only this group reads and
             renews, with its dims in the group's factors.
+        pinned: factors that the program itself splits, with the mesh axes.
     """
 
     nodes: tuple[int, ...]
@@ -80,6 +81,7 @@ class Group:
     even: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     inputs: tuple[tuple[int, DimFactors], ...] = ()
+    pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
 _CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -290,6 +292,9 @@ def _build(
         works=tuple(works),
         even=frozenset(f for dim in compound for f in dim),
         fixed=frozenset(f for dim in compound for f in dim[1:]),
+        pinned=tuple(
+            (classes[joiner.factor(joiner.offset[n] + f)], axes) for n in nodes for f, axes in rules[n].pinned
+        ),
     )
     return _absorb(graph, group, joiner, absorbable)
 
@@ -323,4 +328,5 @@ def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[i
         even=frozenset(even),
         fixed=group.fixed,
         inputs=tuple(inputs),
+        pinned=group.pinned,
     )

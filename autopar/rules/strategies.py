@@ -45,13 +45,16 @@ def enumerate_strategies(
     *,
     even: Collection[int] = (),
     fixed: Collection[int] = (),
+    pinned: Sequence[tuple[int, tuple[str, ...]]] = (),
 ) -> tuple[Strategy, ...]:
     """All strategies: each mesh axis splits one factor or none. Axes of size 1 split nothing.
 
-    The first is always the replicated one.
+    The first is the replicated one, but for what is pinned.
     """
-    axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
-    choices = [None, *(i for i in range(len(factors)) if i not in fixed)]
+    real = {axis for axis in mesh.axis_names if mesh.size(axis) > 1}
+    given = {factor: tuple(axis for axis in axes if axis in real) for factor, axes in pinned}
+    axes = [axis for axis in mesh.axis_names if axis in real and not any(axis in taken for taken in given.values())]
+    choices = [None, *(i for i in range(len(factors)) if i not in fixed and i not in given)]
     strategies = []
     for assignment in itertools.product(choices, repeat=len(axes)):
         split: list[tuple[str, ...]] = [()] * len(factors)
@@ -59,7 +62,7 @@ def enumerate_strategies(
             if factor is not None:
                 split[factor] = (*split[factor], axis)
         if all(_allowed(factors[i].size, mesh.sizes(s), i in even) for i, s in enumerate(split) if s):
-            strategies.append(Strategy(tuple(split)))
+            strategies.append(Strategy(tuple(given.get(i, s) for i, s in enumerate(split))))
     return tuple(strategies)
 
 

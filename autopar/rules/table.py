@@ -21,11 +21,11 @@ from autopar.rules.reduction import REDUCTION
 from autopar.rules.registered import registered_rule
 from autopar.rules.registry import NodeView, RuleFunction
 from autopar.rules.shape import SHAPE
-from autopar.rules.structure import STRUCTURE
+from autopar.rules.structure import BORDERS, PINNED
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(
-    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA | STRUCTURE
+    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA | BORDERS | PINNED
 )
 
 
