@@ -66,7 +66,8 @@ def swapped(x: jax.Array, ws: jax.Array) -> jax.Array:
         return b.T @ ws[0] * 0.1 + i, (a.T + b) * 0.5
 
     square = x.T @ x
-    return sum(lax.fori_loop(0, 3, body, (square, square * 2.0)))
+    a, b = lax.fori_loop(0, 3, body, (square, square * 2.0))
+    return a + b
 
 
 def until(x: jax.Array, ws: jax.Array) -> jax.Array:
