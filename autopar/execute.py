@@ -16,11 +16,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.errors import MeshError
+from autopar.manual.region import run_region
 from autopar.mesh import MeshShape
 from autopar.partition_spec import check_mesh, named_shardings, partition_spec
 from autopar.plan import Plan
 from autopar.sharding import TensorSharding
-from autopar.trace import LiteralOperand, Trace
+from autopar.trace import Equation, LiteralOperand, Trace
 
 
 class OtherShapesError(TypeError):
@@ -89,6 +90,7 @@ class _Replay:
                 self.at_definition[constraint.value] = constraint.shardings
             else:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
+        self.regions = {region.node: region for region in plan.regions}
         self.remaining = _last_reads(trace)
 
     def run(self, *args: Any) -> Any:
@@ -102,7 +104,7 @@ class _Replay:
                 equation.source.source_info.traceback, equation.name_stack, equation.source.ctx.manager
             ):
                 operands = [self._operand(env, resharded, n, i, atom) for i, atom in enumerate(equation.operands)]
-                results = jax_compat.bind(equation.source, operands)
+                results = self._run(n, equation, operands)
                 for position, value in zip(equation.results, results, strict=True):
                     env[position] = self._constrain(value, self.at_definition.get(position, ()))
             for position in self.remaining.get(n, ()):  # forget what no later equation reads
@@ -111,6 +113,15 @@ class _Replay:
         end = len(self.trace.equations)
         outputs = [self._operand(env, resharded, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
         return jax.tree.unflatten(self.trace.out_tree, outputs)
+
+    def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        """An equation by itself, or each device its own part of it where the plan says so."""
+        region = self.regions.get(n)
+        if region is None:
+            return jax_compat.bind(equation.source, operands)
+        paths = [self.at_definition.get(position, ()) for position in equation.results]
+        targets = [path[-1] if path else None for path in paths]
+        return run_region(region, equation.source, operands, self.mesh, targets)
 
     def _operand(
         self,

@@ -26,6 +26,7 @@ from autopar.graph.ir import Graph, Phase, Value
 from autopar.mesh import MeshShape
 from autopar.rules.factors import Factor
 from autopar.rules.groups import SMALL_SIZE, Group
+from autopar.rules.regions import gathers
 from autopar.rules.strategies import Strategy, enumerate_strategies
 from autopar.sharding import TensorSharding
 from autopar.solve.problem import Edge, Problem, Usage
@@ -180,7 +181,10 @@ class _Builder:
     # -- decisions ---------------------------------------------------------------------------
 
     def _add_group(self, index: int, group: Group) -> None:
-        strategies = enumerate_strategies(group.factors, self.mesh, even=group.even, fixed=group.fixed)
+        manual = group.region.manual if group.region else ()
+        strategies = enumerate_strategies(
+            group.factors, self.mesh, even=group.even, fixed=group.fixed, manual=manual
+        )
         node = len(self.decisions)
         phase = self.graph.nodes[group.nodes[-1]].phase
         self.decisions.append(Decision("group", len(strategies), phase, group=index, strategies=strategies))
@@ -310,6 +314,7 @@ class _Builder:
             if matrix.any():
                 edges.append(Edge(flow.source, flow.target, matrix))
         self._price_small_sums(costs)
+        self._price_gathers(costs)
         return tuple(costs), tuple(edges)
 
     def _price_small_sums(self, costs: list[np.ndarray]) -> None:
@@ -326,6 +331,17 @@ class _Builder:
                             costs[node][s] += collective_time(
                                 "all-reduce", info.num_bytes, axes, self.mesh, self.profile, combinable=True
                             )
+
+    def _price_gathers(self, costs: list[np.ndarray]) -> None:
+        """What a node that runs as a manual region sends by itself."""
+        for node, decision in enumerate(self.decisions):
+            if decision.kind == "group" and self.groups[decision.group].region is not None:
+                group = self.groups[decision.group]
+                for s, strategy in enumerate(decision.strategies):
+                    costs[node][s] += sum(
+                        collective_time("all-gather", one.num_bytes, one.axes, self.mesh, self.profile)
+                        for one in gathers(group, strategy, self.graph, self.mesh)
+                    )
 
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]

@@ -18,11 +18,11 @@ and whether they want it split alike is what ZeRO is about.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.graph.ir import Graph
-from autopar.rules.factors import DimFactors, Factor, Reduction, Rule
+from autopar.rules.factors import DimFactors, Exchange, Factor, Reduction, Rule
 
 #: Values of at most this many elements are left out of the problem: they are replicated, and
 #: moving them costs a launch that XLA merges with others'.
@@ -60,6 +60,21 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Region:
+    """How a node is run in parts: all its tensors' dims, literals too, and what it sends, in the group's factors.
+
+    Args:
+        manual: the node is so run where one of these factors is split.
+    """
+
+    node: int
+    manual: frozenset[int]
+    operands: tuple[DimFactors, ...]
+    results: tuple[DimFactors, ...]
+    exchanges: tuple[Exchange, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Nodes over one factor space.
 
@@ -68,6 +83,7 @@ class Group:
         fixed: factors that may not be split (minor parts of a compound dim).
         inputs: graph inputs (value indices) that live here: state that only this group reads and
             renews, with its dims in the group's factors.
+        region: of a node that has manual factors, which is always alone.
     """
 
     nodes: tuple[int, ...]
@@ -78,6 +94,7 @@ class Group:
     even: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     inputs: tuple[tuple[int, DimFactors], ...] = ()
+    region: Region | None = None
 
 
 _CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -85,6 +102,8 @@ _CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_do
 
 def joins(rule: Rule, primitive: str) -> bool:
     """Whether a node may share a group: elementwise, or a reduction that joins its operand."""
+    if rule.manual:
+        return False
     return rule.pointwise or (primitive.startswith("reduce_") and len(rule.operands) >= 1 and bool(rule.factors))
 
 
@@ -282,8 +301,25 @@ def _build(
         works=tuple(works),
         even=frozenset(f for dim in compound for f in dim),
         fixed=frozenset(f for dim in compound for f in dim[1:]),
+        region=_region(nodes[0], rules[nodes[0]], local),
     )
     return _absorb(graph, group, joiner, absorbable)
+
+
+def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors]) -> Region | None:
+    if not rule.manual:
+        return None
+
+    def class_of(factor: int) -> int:
+        return local(node, ((factor,),))[0][0]
+
+    return Region(
+        node,
+        frozenset(map(class_of, rule.manual)),
+        tuple(local(node, dims) for dims in rule.operands),
+        tuple(local(node, dims) for dims in rule.results),
+        tuple(replace(one, factor=class_of(one.factor), dims=local(node, one.dims)) for one in rule.exchanges),
+    )
 
 
 def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[int]) -> Group:
@@ -306,13 +342,5 @@ def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[i
         inputs.append((read.value, read.dims))
     even = group.even | {f for _, dims in inputs for dim in dims for f in dim}
     taken = {value for value, _ in inputs}
-    return Group(
-        nodes=group.nodes,
-        factors=group.factors,
-        reads=tuple(r for r in group.reads if r.value not in taken),
-        defines=group.defines,
-        works=group.works,
-        even=frozenset(even),
-        fixed=group.fixed,
-        inputs=tuple(inputs),
-    )
+    reads = tuple(r for r in group.reads if r.value not in taken)
+    return replace(group, reads=reads, even=frozenset(even), inputs=tuple(inputs))

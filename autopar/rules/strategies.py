@@ -45,10 +45,11 @@ def enumerate_strategies(
     *,
     even: Collection[int] = (),
     fixed: Collection[int] = (),
+    manual: Collection[int] = (),
 ) -> tuple[Strategy, ...]:
     """All strategies: each mesh axis splits one factor or none. Axes of size 1 split nothing.
 
-    The first is always the replicated one.
+    The first is always the replicated one. Where a `manual` factor is split, all factors are split evenly.
     """
     axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
     choices = [None, *(i for i in range(len(factors)) if i not in fixed)]
@@ -58,7 +59,8 @@ def enumerate_strategies(
         for axis, factor in zip(axes, assignment, strict=True):
             if factor is not None:
                 split[factor] = (*split[factor], axis)
-        if all(_allowed(factors[i].size, mesh.sizes(s), i in even) for i, s in enumerate(split) if s):
+        all_even = any(split[i] for i in manual)
+        if all(_allowed(factors[i].size, mesh.sizes(s), all_even or i in even) for i, s in enumerate(split) if s):
             strategies.append(Strategy(tuple(split)))
     return tuple(strategies)
 
