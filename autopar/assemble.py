@@ -18,7 +18,7 @@ from autopar.graph.ir import Node
 from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
-from autopar.rules.regions import gathers, is_manual
+from autopar.rules.regions import gather_of, is_manual
 from autopar.sharding import TensorSharding, replicated
 from autopar.timeline import simulate
 
@@ -290,23 +290,22 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
 
 def _inside(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
     """What a node that is run as a manual region sends by itself."""
-    uses: list[CollectiveUse] = []
-    for one in gathers(f.groups[choice.group], choice.strategies[chosen], f.graph, f.mesh):
-        node = f.graph.nodes[one.node]
-        uses.append(
-            CollectiveUse(
-                kind="all-gather",
-                axes=one.axes,
-                num_bytes=one.num_bytes,
-                time_s=f.time("all-gather", one.axes, one.num_bytes, combinable=False),
-                cause=f"join the parts of a {node.primitive}",
-                path=node.path,
-                source=node.source,
-                phase=node.phase,
-                combinable=True,
-            )
-        )
-    return uses
+    sent = gather_of(f.groups[choice.group], choice.strategies[chosen], f.graph, f.mesh)
+    if sent is None:
+        return []
+    node = f.graph.nodes[sent.node]
+    use = CollectiveUse(
+        kind="all-gather",
+        axes=sent.axes,
+        num_bytes=sent.num_bytes,
+        time_s=f.time("all-gather", sent.axes, sent.num_bytes, combinable=False),
+        cause=f"join the parts of a {node.primitive}",
+        path=node.path,
+        source=node.source,
+        phase=node.phase,
+        combinable=True,
+    )
+    return [use]
 
 
 def _node_of(f: Formulation, flow: Flow, defined_at: dict[int, int]) -> Node | None:

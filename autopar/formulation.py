@@ -26,7 +26,7 @@ from autopar.graph.ir import Graph, Phase, Value
 from autopar.mesh import MeshShape
 from autopar.rules.factors import Factor
 from autopar.rules.groups import SMALL_SIZE, Group
-from autopar.rules.regions import gathers
+from autopar.rules.regions import gather_of
 from autopar.rules.strategies import Strategy, enumerate_strategies
 from autopar.sharding import TensorSharding
 from autopar.solve.problem import Edge, Problem, Usage
@@ -181,9 +181,12 @@ class _Builder:
     # -- decisions ---------------------------------------------------------------------------
 
     def _add_group(self, index: int, group: Group) -> None:
-        manual = group.region.manual if group.region else ()
         strategies = enumerate_strategies(
-            group.factors, self.mesh, even=group.even, fixed=group.fixed, manual=manual
+            group.factors,
+            self.mesh,
+            even=group.even,
+            fixed=group.fixed,
+            manual=group.region.manual if group.region else (),
         )
         node = len(self.decisions)
         phase = self.graph.nodes[group.nodes[-1]].phase
@@ -336,12 +339,12 @@ class _Builder:
         """What a node that runs as a manual region sends by itself."""
         for node, decision in enumerate(self.decisions):
             if decision.kind == "group" and self.groups[decision.group].region is not None:
-                group = self.groups[decision.group]
                 for s, strategy in enumerate(decision.strategies):
-                    costs[node][s] += sum(
-                        collective_time("all-gather", one.num_bytes, one.axes, self.mesh, self.profile)
-                        for one in gathers(group, strategy, self.graph, self.mesh)
-                    )
+                    sent = gather_of(self.groups[decision.group], strategy, self.graph, self.mesh)
+                    if sent is not None:
+                        costs[node][s] += collective_time(
+                            "all-gather", sent.num_bytes, sent.axes, self.mesh, self.profile
+                        )
 
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]

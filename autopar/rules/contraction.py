@@ -55,6 +55,8 @@ def ragged_dot_general(view: NodeView) -> Rule:
     # groups of a summed dim lead the result
     result = [experts] * (len(view.result_shapes[0]) - len(result)) + result
     rest: list[list[tuple[Name, ...]]] = [[()] * len(shape) for shape in (group_shape, *view.operand_shapes[3:])]
+    summed = bool(set(ragged) & set(left_contracting))
+    copied = [left, right] if summed else [left]  # once for each group, masked
     whole = 1 if manual else math.prod(left_shape[d] for d in ragged) * (1 if in_batch else group_shape[-1])
     return build_rule(
         [left, right, *rest],
@@ -63,6 +65,7 @@ def ragged_dot_general(view: NodeView) -> Rule:
         view.result_shapes,
         flops_per_point=2.0 * whole,
         manual=("m", "g"),
+        stored=[("g", *(name for names in term for name in names)) for term in copied] if manual else (),
     )
 
 

@@ -69,6 +69,7 @@ class Rule:
         manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device
             runs its own part of the node (`manual.table`), and all dims that are split must divide.
         exchanges: what it then sends by itself.
+        stored: tensors of the first operand's type that XLA writes and reads on the way, by the factors they span.
     """
 
     factors: tuple[Factor, ...]
@@ -78,6 +79,7 @@ class Rule:
     flops_per_point: float = 1.0
     manual: frozenset[int] = frozenset()
     exchanges: tuple[Exchange, ...] = ()
+    stored: tuple[tuple[int, ...], ...] = ()
 
 
 #: The name a rule gives a factor while it is being written.
@@ -108,6 +110,7 @@ def build_rule(
     flops_per_point: float = 1.0,
     manual: Collection[Name] = (),
     sent: Sequence[Sent] = (),
+    stored: Sequence[Sequence[Name]] = (),
 ) -> Rule:
     """Build a rule from the names of each dim's factors.
 
@@ -146,6 +149,7 @@ def build_rule(
             for one in sent
             if one.name in index
         ),
+        stored=tuple(tuple(index[name] for name in names if name in index) for names in stored),
     )
 
 

@@ -51,12 +51,15 @@ class Define:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic of one node: operations per point of the space of these factors."""
+    """Arithmetic of one node: operations per point of the space of these factors; and what it writes and reads on the
+    way, by the factors it spans, with its bytes per element."""
 
     factors: tuple[int, ...]
     flops_per_point: float
     contraction: bool
     dtype: str
+    stored: tuple[tuple[int, ...], ...] = ()
+    itemsize: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +290,11 @@ def _build(
         kinds: list[Reduction] = [factor.reduction for factor in rule.factors if factor.reduction]
         for value, dims in zip(node.results, rule.results, strict=True):
             defines.append(Define(value, n, local(n, dims), pending, kinds[0] if kinds else "sum"))
-        dtype = graph.values[next((v for v in node.operands if v is not None), node.results[0])].dtype
-        works.append(Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, dtype))
+        first = graph.values[next((v for v in node.operands if v is not None), node.results[0])]
+        stored = tuple(tuple(own[f] for f in factors) for factors in rule.stored)
+        works.append(
+            Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, first.dtype, stored, first.itemsize)
+        )
     settled = {(d.value, d.dims) for d in defines if not d.pending}
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]

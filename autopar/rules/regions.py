@@ -16,13 +16,13 @@ from autopar.rules.strategies import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """An all-gather inside a node. `num_elements` and `num_bytes` are those of the gathered tensor."""
+    """The all-gather inside a node: XLA merges what is gathered together. `num_elements` and `num_bytes` are those of
+    all gathered tensors."""
 
     node: int
     axes: tuple[str, ...]
     num_elements: float
     num_bytes: float
-    dtype: str
 
 
 def is_manual(group: Group, strategy: Strategy) -> bool:
@@ -30,12 +30,13 @@ def is_manual(group: Group, strategy: Strategy) -> bool:
     return group.region is not None and any(strategy.axes[factor] for factor in group.region.manual)
 
 
-def gathers(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> tuple[Gather, ...]:
-    """What a group's node then sends by itself."""
+def gather_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> Gather | None:
+    """What a group's node then sends by itself, if anything."""
     if group.region is None:
-        return ()
-    found: list[Gather] = []
+        return None
     node = graph.nodes[group.region.node]
+    sent_along: tuple[str, ...] = ()
+    elements = num_bytes = 0.0
     for one in group.region.exchanges:
         axes = strategy.axes[one.factor]
         if not axes:
@@ -45,7 +46,9 @@ def gathers(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> 
         side, position = one.elements
         value = (node.operands if side == "operand" else node.results)[position]
         assert value is not None, "what is sent has the type of a value"
-        elements = float(math.prod(kept) * mesh.sizes(axes))
-        info = graph.values[value]
-        found.append(Gather(group.region.node, axes, elements, elements * info.itemsize, info.dtype))
-    return tuple(found)
+        assert sent_along in ((), axes), "a node sends along one factor"
+        sent_along = axes
+        count = float(math.prod(kept) * mesh.sizes(axes))
+        elements += count
+        num_bytes += count * graph.values[value].itemsize
+    return Gather(group.region.node, sent_along, elements, num_bytes) if sent_along else None
