@@ -23,7 +23,7 @@ def dynamic_slice(part: Part, x: jax.Array, *starts: jax.Array) -> Sequence[jax.
     cut = [d for d in range(x.ndim) if axes[d] and x.shape[d] * num_parts(axes[d]) != whole[d]]
     sizes = [size if d in cut or axes[d] else whole[d] for d, size in enumerate(x.shape)]
     raw, typed = _raw(x)
-    begin = [jnp.int32(0) if axes[d] else _as_int32(start) for d, start in enumerate(starts)]
+    begin = [jnp.int32(0) if axes[d] else _clamped(start, x.shape[d] - whole[d]) for d, start in enumerate(starts)]
     words = raw.shape[x.ndim :]
     found = lax.dynamic_slice(raw, [*begin, *[jnp.int32(0)] * len(words)], [*sizes, *words])
     for d in cut:
@@ -40,7 +40,7 @@ def dynamic_update_slice(part: Part, x: jax.Array, update: jax.Array, *starts: j
     axes = part.operands[0].dims
     cut = [d for d in range(x.ndim) if axes[d] and not part.operands[1].dims[d]]
     sizes = [min(size, x.shape[d]) for d, size in enumerate(update.shape)]
-    begin = [_as_int32(start) for start in starts]
+    begin = [_clamped(start, x.shape[d] - sizes[d]) for d, start in enumerate(starts)]
     mask = jnp.ones((1,) * x.ndim, bool)
     for d in cut:
         size, window = x.shape[d], update.shape[d]
@@ -49,7 +49,6 @@ def dynamic_update_slice(part: Part, x: jax.Array, update: jax.Array, *starts: j
         places = begin[d] - start + jnp.arange(sizes[d], dtype=jnp.int32)
         mask &= _along((places >= 0) & (places < window), d, x.ndim)
         update = jnp.take(update, places, axis=d, mode="clip")
-    begin = [jnp.int32(0) if axes[d] and d not in cut else start for d, start in enumerate(begin)]
     new = jnp.where(mask, update, lax.dynamic_slice(x, begin, sizes))
     return [lax.dynamic_update_slice(x, new, begin)]
 
