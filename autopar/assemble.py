@@ -16,8 +16,9 @@ from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Node
 from autopar.on_device import device_program
-from autopar.plan import CollectiveUse, Constraint, Decision, Prediction, Role, TensorPlan
+from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
+from autopar.rules.regions import gather_of, is_manual
 from autopar.rules.structure import BORDERS, PINNED
 from autopar.sharding import TensorSharding, replicated
 from autopar.timeline import simulate
@@ -35,6 +36,7 @@ class Assembled:
     constraints: tuple[Constraint, ...]
     decisions: tuple[Decision, ...]
     collectives: tuple[CollectiveUse, ...]
+    regions: tuple[ManualRegion, ...]
     prediction: Prediction
     device: DeviceProgram
 
@@ -52,6 +54,7 @@ def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorShard
         constraints=(*_constraints(f, choices), *_small_pins(f, pins)),
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
+        regions=tuple(_regions(f, choices)),
         prediction=_predict(f, device, collectives, inputs, outputs),
         device=device,
     )
@@ -185,6 +188,23 @@ def _scattered(
     return steps.pop() if len(steps) == 1 else ()
 
 
+def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
+    """The nodes of which each device runs its own part."""
+    for choice, chosen in zip(f.decisions, choices, strict=True):
+        if choice.kind != "group":
+            continue
+        group, strategy = f.groups[choice.group], choice.strategies[chosen]
+        region = group.region
+        if region is not None and is_manual(group, strategy):
+            pending = group.defines[0].pending
+            yield ManualRegion(
+                node=region.node,
+                operands=tuple(strategy.sharding(dims) for dims in region.operands),
+                results=tuple(strategy.sharding(dims, pending) for dims in region.results),
+                reduction=group.defines[0].reduction,
+            )
+
+
 def _small_pins(f: Formulation, pins: dict[int, TensorSharding]) -> Iterator[Constraint]:
     """A value too small to plan for that is pinned to be split is whole where it is used: else the
     partitioner would carry the split on to large values. So is the output that renews it, until it leaves."""
@@ -252,7 +272,7 @@ def _collectives(
 def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
     if choice.kind != "group":
         return []
-    uses = []
+    uses = _inside(f, choice, chosen)
     for define in f.groups[choice.group].defines:
         info = f.graph.values[define.value]
         axes = choice.strategies[chosen].sharding(define.dims, define.pending).unreduced
@@ -292,6 +312,27 @@ def _told(f: Formulation, node: Node) -> Iterator[CollectiveUse]:
             phase=node.phase,
             combinable=True,
         )
+
+
+def _inside(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
+    """What a node that is run as a manual region sends by itself."""
+    sent = gather_of(f.groups[choice.group], choice.strategies[chosen], f.graph, f.mesh)
+    if sent is None:
+        return []
+    node = f.graph.nodes[sent.node]
+    use = CollectiveUse(
+        kind="all-gather",
+        axes=sent.axes,
+        num_bytes=sent.num_bytes,
+        num_times=round(node.repeat),
+        time_s=node.repeat * f.time("all-gather", sent.axes, sent.num_bytes, combinable=False),
+        cause=f"join the parts of a {node.primitive}",
+        path=node.path,
+        source=node.source,
+        phase=node.phase,
+        combinable=True,
+    )
+    return [use]
 
 
 def _node_of(f: Formulation, flow: Flow, defined_at: dict[int, int]) -> Node | None:

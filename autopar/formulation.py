@@ -26,6 +26,7 @@ from autopar.graph.ir import Graph, Phase, Value
 from autopar.mesh import MeshShape
 from autopar.rules.factors import Factor
 from autopar.rules.groups import SMALL_SIZE, Group
+from autopar.rules.regions import gather_of
 from autopar.rules.strategies import Strategy, enumerate_strategies
 from autopar.sharding import TensorSharding
 from autopar.solve.problem import Edge, Problem, Usage
@@ -181,7 +182,12 @@ class _Builder:
 
     def _add_group(self, index: int, group: Group) -> None:
         strategies = enumerate_strategies(
-            group.factors, self.mesh, even=group.even, fixed=group.fixed, pinned=group.pinned
+            group.factors,
+            self.mesh,
+            even=group.even,
+            fixed=group.fixed,
+            manual=group.region.manual if group.region else (),
+            pinned=group.pinned,
         )
         node = len(self.decisions)
         phase = self.graph.nodes[group.nodes[-1]].phase
@@ -312,6 +318,7 @@ class _Builder:
             if matrix.any():
                 edges.append(Edge(flow.source, flow.target, matrix))
         self._price_small_sums(costs)
+        self._price_gathers(costs)
         return tuple(costs), tuple(edges)
 
     def _price_small_sums(self, costs: list[np.ndarray]) -> None:
@@ -328,6 +335,16 @@ class _Builder:
                             costs[node][s] += info.repeat * collective_time(
                                 "all-reduce", info.num_bytes, axes, self.mesh, self.profile, combinable=True
                             )
+
+    def _price_gathers(self, costs: list[np.ndarray]) -> None:
+        """What a node that runs as a manual region sends by itself."""
+        for node, decision in enumerate(self.decisions):
+            if decision.kind == "group" and self.groups[decision.group].region is not None:
+                for s, strategy in enumerate(decision.strategies):
+                    sent = gather_of(self.groups[decision.group], strategy, self.graph, self.mesh)
+                    if sent is not None:
+                        seconds = collective_time("all-gather", sent.num_bytes, sent.axes, self.mesh, self.profile)
+                        costs[node][s] += self.graph.nodes[sent.node].repeat * seconds
 
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]

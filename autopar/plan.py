@@ -233,6 +233,23 @@ class Constraint:
     operand: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManualRegion:
+    """A node of which each device runs its own part, under `jax.shard_map`, because XLA's partitioner would not run
+    it so.
+
+    Args:
+        node: position in the program.
+        operands, results: how they are split; a literal's is that of a scalar. A result may be unreduced.
+        reduction: what combines its terms.
+    """
+
+    node: int
+    operands: tuple[TensorSharding, ...]
+    results: tuple[TensorSharding, ...]
+    reduction: Literal["sum", "max", "min", "prod", "and", "or"] = "sum"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files."""
@@ -252,6 +269,7 @@ class Plan:
     prediction: Prediction
     outcome: Outcome
     rejected: tuple[RejectedMesh, ...] = ()
+    regions: tuple[ManualRegion, ...] = ()
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -423,5 +441,8 @@ def _shardings(plan: Plan) -> Iterator[tuple[str, TensorSharding, tuple[int, ...
     for index, constraint in enumerate(plan.constraints):
         for sharding in constraint.shardings:
             yield f"constraints[{index}].shardings", sharding, None
+    for index, region in enumerate(plan.regions):
+        for sharding in (*region.operands, *region.results):
+            yield f"regions[{index}]", sharding, None
     for index, use in enumerate(plan.collectives):
         yield f"collectives[{index}].axes", TensorSharding((use.axes,)), None

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.equations import Equation, LiteralOperand, Region
+from autopar.manual.region import run_region
 from autopar.manual_program import run_shard_map
 from autopar.partition_spec import partition_spec
 from autopar.plan import Plan
@@ -54,6 +55,7 @@ class Replay:
                 self.at_definition[constraint.value] = constraint.shardings
             else:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
+        self.manual = {region.node: region for region in plan.regions}
         self.region_at = {region.enter[0]: region for region in trace.regions}
         self.remaining = _last_reads(trace)
 
@@ -86,9 +88,14 @@ class Replay:
         equation = self.trace.equations[n]
         with _context(equation):
             operands = [self._operand(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
-            self._define(scope, equation, self._run(equation, operands))
+            self._define(scope, equation, self._run(n, equation, operands))
 
-    def _run(self, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        """An equation by itself, or each device its own part of it where the plan says so."""
+        if n in self.manual:
+            paths = [self.at_definition.get(position, ()) for position in equation.results]
+            targets = [path[-1] if path else None for path in paths]
+            return run_region(self.manual[n], equation.source, operands, self.mesh, targets)
         if equation.primitive == "shard_map":
             return run_shard_map(equation.source, operands, self.mesh)
         if equation.primitive in ("sharding_constraint", "reshard"):  # the plan says the same, over its own mesh

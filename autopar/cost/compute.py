@@ -41,7 +41,11 @@ def group_time(
         if d.value in written
     ]
     tensors += [(value, dims, 1.0) for value, dims in group.inputs]
-    traffic = 0.0
+    traffic = sum(
+        2.0 * work.repeat * work.itemsize * strategy.points(group.factors, factors, mesh)
+        for work in group.works
+        for factors in work.stored
+    )
     for value, dims, times in tensors:
         info = values[value]
         traffic += times * info.itemsize * strategy.sharding(dims).local_size(info.shape, mesh)

@@ -45,11 +45,13 @@ def enumerate_strategies(
     *,
     even: Collection[int] = (),
     fixed: Collection[int] = (),
+    manual: Collection[int] = (),
     pinned: Sequence[tuple[int, tuple[str, ...]]] = (),
 ) -> tuple[Strategy, ...]:
     """All strategies: each mesh axis splits one factor or none. Axes of size 1 split nothing.
 
-    The first is the replicated one, but for what is pinned.
+    The first is the replicated one, but for what is pinned. Where a `manual` factor is split, all factors are split
+    evenly.
     """
     real = {axis for axis in mesh.axis_names if mesh.size(axis) > 1}
     given = {factor: tuple(axis for axis in axes if axis in real) for factor, axes in pinned}
@@ -61,7 +63,8 @@ def enumerate_strategies(
         for axis, factor in zip(axes, assignment, strict=True):
             if factor is not None:
                 split[factor] = (*split[factor], axis)
-        if all(_allowed(factors[i].size, mesh.sizes(s), i in even) for i, s in enumerate(split) if s):
+        all_even = any(split[i] for i in manual)
+        if all(_allowed(factors[i].size, mesh.sizes(s), all_even or i in even) for i, s in enumerate(split) if s):
             strategies.append(Strategy(tuple(given.get(i, s) for i, s in enumerate(split))))
     return tuple(strategies)
 
