@@ -16,7 +16,7 @@ import numpy as np
 from autopar.solve.table import Table
 
 Result = TypeVar("Result")
-_MOST_BYTES = 1 << 28  # of tables kept: where so many differ, few are alike
+_MOST_BYTES = 1 << 28  # of what is kept: where so much differs, little is alike
 
 
 class SharedTables:
@@ -41,9 +41,12 @@ class SharedTables:
             more: arrays by their contents.
         """
         key = (name, *map(id, of), *((a.dtype.char, a.tobytes()) for a in more))
-        if key not in self._results:
-            self._results[key] = (tuple(of), compute())
-        return cast(Result, self._results[key][1])
+        if key in self._results:
+            return cast(Result, self._results[key][1])
+        result = compute()
+        self._make_room(_num_bytes(result))
+        self._results[key] = (tuple(of), result)
+        return result
 
     def one(self, table: Table) -> Table:
         """The table that stands for all that equal this one."""
@@ -53,9 +56,7 @@ class SharedTables:
             digest.update(np.ascontiguousarray(array))
         key = digest.digest()
         if key not in self._tables:
-            self._bytes += table.rows.nbytes + table.cols.nbytes + table.core.nbytes
-            if self._bytes > _MOST_BYTES:
-                self._tables, self._results, self._bytes = {}, {}, 0
+            self._make_room(_num_bytes(table))
             self._tables[key] = table
         return self._tables[key]
 
@@ -87,3 +88,17 @@ class SharedTables:
     def dense(self, table: Table) -> np.ndarray:
         """`Table.dense`."""
         return self.once("dense", [table], [], table.dense)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Start anew where there would be too much. The tables handed out stay as they are."""
+        self._bytes += num_bytes
+        if self._bytes > _MOST_BYTES:
+            self._tables, self._results, self._bytes = {}, {}, num_bytes
+
+
+def _num_bytes(result: object) -> int:
+    if isinstance(result, np.ndarray):
+        return result.nbytes
+    if isinstance(result, Table):
+        return result.rows.nbytes + result.cols.nbytes + result.core.nbytes
+    return sum(map(_num_bytes, result)) if isinstance(result, tuple) else 0
