@@ -8,6 +8,9 @@ the one that is ready and least in the way of a collective that has to be hidden
 
 from __future__ import annotations
 
+import functools
+import heapq
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -152,14 +155,16 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
     waits_for = _predecessors(program.ops)
     waiting = [i for i in order if program.ops[i].combinable and program.ops[i].kind == "collective"]
     bit = {i: 1 << n for n, i in enumerate(waiting)}
+    keys = {i: _merge_key(program.ops[i]) for i in waiting}
     group_of: dict[int, int] = {}
     members: dict[int, list[int]] = {}
+    waiting_above = _CollectivesAbove(waits_for, bit)
+    above = waiting_above.bits
     while waiting:
         lead, size, joined = waiting[0], 0.0, []
-        above = _collectives_above(waits_for, bit, group_of)
         own = before = 0  # of those joined: their bits, and those of what they wait for
         for i in waiting:
-            if _merge_key(program.ops[i]) != _merge_key(program.ops[lead]):
+            if keys[i] != keys[lead]:
                 continue
             result = _result_bytes(program.ops[i], mesh)
             if size + result > profile.combine_threshold_bytes and joined:
@@ -175,6 +180,7 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
         if len(joined) > 1:
             members[lead] = joined
             group_of |= dict.fromkeys(joined, lead)
+            waiting_above.merge(joined)
     last = {max(joined): lead for lead, joined in members.items()}
     merged: list[Op] = []
     packed = len(program.buffers)
@@ -256,27 +262,45 @@ def _from_outputs(program: DeviceProgram) -> list[int]:
     return order
 
 
-def _collectives_above(
-    waits_for: Sequence[tuple[int, ...]], bit: Mapping[int, int], group_of: Mapping[int, int]
-) -> list[int]:
-    """Of each operation, the bits of the combinable collectives that it waits for, given what is merged."""
-    above = [0] * len(waits_for)
-    of_group: dict[int, int] = defaultdict(int)
-    changed = True
-    while changed:  # a merged collective stands at several places, so one pass may not do
-        changed = False
+class _CollectivesAbove:
+    """Of each operation, the bits of the combinable collectives that it waits for, while they are merged: a merged
+    collective stands at several places, and waits at each for what it waits for at any.
+
+    Attributes:
+        bits: by operation.
+    """
+
+    def __init__(self, waits_for: Sequence[tuple[int, ...]], bit: Mapping[int, int]) -> None:
+        self._bit, self._together = bit, dict[int, list[int]]()
+        self._readers: list[list[int]] = [[] for _ in waits_for]
+        self.bits = [0] * len(waits_for)
         for i, before in enumerate(waits_for):
-            mask = above[i]
             for j in before:
-                mask |= above[j] | bit.get(j, 0)
-            group = group_of.get(i)
-            if group is not None:
-                mask |= of_group[group]
-                if mask != of_group[group]:
-                    of_group[group] = mask
-                    changed = True
-            above[i] = mask
-    return above
+                self.bits[i] |= self.bits[j] | bit.get(j, 0)
+                self._readers[j].append(i)
+
+    def merge(self, members: list[int]) -> None:
+        """Have some collectives wait for what any of them waits for, and whatever waits for them too."""
+        self._together |= dict.fromkeys(members, members)
+        heap: list[int] = []
+        queued: set[int] = set()
+
+        def add(to: Sequence[int], bits: int) -> None:
+            for i in to:
+                both = self.bits[i] | bits
+                if both != self.bits[i]:
+                    self.bits[i] = both
+                    if i not in queued:
+                        queued.add(i)
+                        heapq.heappush(heap, i)
+
+        add(members, functools.reduce(operator.or_, (self.bits[i] for i in members)))
+        while heap:
+            i = heapq.heappop(heap)
+            queued.discard(i)
+            bits = self.bits[i] | self._bit.get(i, 0)
+            for reader in self._readers[i]:
+                add(self._together.get(reader, (reader,)), bits)
 
 
 def _predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:

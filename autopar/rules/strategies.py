@@ -31,13 +31,6 @@ class Strategy:
             tuple(axis for factor in pending for axis in self.axes[factor]),
         )
 
-    def points(self, factors: Sequence[Factor], used: Sequence[int], mesh: MeshShape) -> float:
-        """Points of a factor space that one device computes."""
-        total = 1.0
-        for f in used:
-            total *= -(-factors[f].size // mesh.sizes(self.axes[f]))
-        return total
-
 
 def enumerate_strategies(
     factors: Sequence[Factor],
