@@ -249,7 +249,8 @@ class Case:
         """As the planner lists them: the minor factors of a compound dim are not split. The first, replicated one is
         what the others are held against."""
         compound = [dim for term in (*self.rule.operands, *self.rule.results) for dim in term if len(dim) > 1]
-        even, fixed = {f for dim in compound for f in dim}, {f for dim in compound for f in dim[1:]}
+        even = {f for dim in compound for f in dim} | {f for f, one in enumerate(self.rule.factors) if one.even}
+        fixed = {f for dim in compound for f in dim[1:]}
         return list(enumerate_strategies(self.rule.factors, parse_mesh(mesh), even=even, fixed=fixed))[1:]
 
     def words(self, strategy: Strategy) -> str:

@@ -7,7 +7,7 @@ are Shardy's op sharding rules: https://openxla.org/shardy/sdy_op_rules
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,10 +27,12 @@ class Factor:
         size: iterations.
         reduction: None for a pass-through factor (a loop over result elements); otherwise what
             combines the parts when the loop is split, which leaves the result unreduced.
+        even: it may only be split into equal parts: what XLA pads it with would count.
     """
 
     size: int
     reduction: Reduction | None = None
+    even: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ def build_rule(
     *,
     sizes: Mapping[Name, int] | None = None,
     reduction: Reduction = "sum",
+    even: Collection[Name] = (),
     pointwise: bool = False,
     flops_per_point: float = 1.0,
 ) -> Rule:
@@ -96,7 +99,7 @@ def build_rule(
 
     in_results = {name for term in results for names in term for name in names}
     return Rule(
-        factors=tuple(Factor(size, None if n in in_results else reduction) for n, size in known.items()),
+        factors=tuple(Factor(size, None if n in in_results else reduction, n in even) for n, size in known.items()),
         operands=tuple(map(dims, operands, operand_shapes)),
         results=tuple(map(dims, results, result_shapes)),
         pointwise=pointwise,

@@ -44,7 +44,8 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
     device applying the updates that fall on its part.
 
     Where updates are combined, the loops over them are reductions: each device combines its share, and
-    the operand is counted once (XLA takes the identity for it on all devices but the first).
+    the operand is counted once (XLA takes the identity for it on all devices but the first). The shares must be
+    equal: XLA pads with zeros for the first place, which count on a mesh of several axes (jax 0.12.0.1).
 
     Args:
         combines: how updates and what they fall on combine; None where their order matters.
@@ -65,9 +66,10 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
         window_dims=window_dims,
         batching=list(zip(numbers["operand_batching_dims"], numbers["scatter_indices_batching_dims"], strict=True)),
     )
+    in_operand = {name for names in operand for name in names}
     if combines is None:  # which of two updates to one place comes last is nobody's to reorder
-        here = {name for names in operand for name in names}
-        indices, updates = ([names if set(names) <= here else () for names in term] for term in (indices, updates))
+        indices, updates = ([n if set(n) <= in_operand else () for n in term] for term in (indices, updates))
+    loops = {name for names in updates for name in names} - in_operand
     # One operation per update: the loops over the indexed dims only say where it goes.
     places = math.prod(max(1, operand_shape[d]) for d in indexed & inserted)
     return build_rule(
@@ -76,6 +78,7 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
         view.operand_shapes,
         view.result_shapes,
         reduction=combines or "sum",
+        even=loops,
         flops_per_point=0.0 if combines is None else 1.0 / places,
     )
 
