@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -125,9 +126,24 @@ def test_random_programs_compute_the_same_under_random_strategies(part: int) -> 
 NOT_DRAWN = ONE_DEVICE_ONLY
 
 
+class EachName(random.Random):
+    """Of several names, one drawn least so far."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.drawn: Counter[str] = Counter()
+
+    def choice(self, seq: Any) -> Any:
+        if not all(isinstance(option, str) for option in seq):
+            return super().choice(seq)
+        name = min(seq, key=lambda option: (self.drawn[option], self.random()))
+        self.drawn[name] += 1
+        return name
+
+
 def primitives(operation: Operation) -> Iterator[str]:
     """What a program of one operation alone consists of, with and without its gradient."""
-    drawn = random_program(random.Random(0), [operation], least=30, most=30)
+    drawn = random_program(EachName(0), [operation], least=40, most=40)
     for mode in ("forward", "gradient"):
         program = replace(drawn, mode=mode)
         traced = planner.program_of(program.step, program.arguments(), carry=None, donate=None)
@@ -135,5 +151,5 @@ def primitives(operation: Operation) -> Iterator[str]:
 
 
 def test_every_primitive_that_has_a_rule_is_drawn() -> None:
-    drawn = {primitive for operation in OPERATIONS for primitive in primitives(operation)}
+    drawn = {primitive for operation in {*OPERATIONS} for primitive in primitives(operation)}
     assert set(RULES) - drawn - NOT_DRAWN == set()
