@@ -270,13 +270,13 @@ def _build(
             defines.append(Define(value, n, local(n, dims), pending, kinds[0] if kinds else "sum"))
         dtype = graph.values[next((v for v in node.operands if v is not None), node.results[0])].dtype
         works.append(Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, dtype))
-    equal = {
-        classes[joiner.factor(joiner.offset[n] + i)] for n in nodes for i, f in enumerate(rules[n].factors) if f.even
-    }
     settled = {(d.value, d.dims) for d in defines if not d.pending}
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
     compound += [dim for define in defines for dim in define.dims if len(dim) > 1]
+    equal = {
+        classes[joiner.factor(joiner.offset[n] + i)] for n in nodes for i, f in enumerate(rules[n].factors) if f.even
+    }
     group = Group(
         nodes=tuple(nodes),
         factors=tuple(factors),
