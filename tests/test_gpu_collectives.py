@@ -167,7 +167,7 @@ def test_resharding_sends_on_gpus_what_is_predicted(text: str, shape: tuple[int,
     made = compiled(gpus, walk, [tensors], (before,))
     found: list[Counter[Sent]] = [Counter() for _ in drawn]
     for one in hlo.collectives(made.hlo_text):
-        place = re.search(r"pair(\d+)_", one.op_name)
+        place = re.search(r"(?:pair|tensors\[)(\d+)", one.op_name)
         assert place, one.op_name
         found[int(place[1])][sent(one, mesh)] += 1
     wrong = [

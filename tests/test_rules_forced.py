@@ -115,6 +115,12 @@ def updates(x: jax.Array, ids: jax.Array) -> Any:
     return changed, repeated, paired, written, x.at[:, ids % 8].set(0.5), x.at[3].set(1.0)
 
 
+def single_places(x: jax.Array, ids: jax.Array) -> Any:
+    kinds = [getattr(x.at[ids[0]], kind)(0.5) for kind in ("set", "add", "multiply", "min", "max")]
+    places = x.at[ids[:1]].set(0.5), x.at[ids[0], ids[1] % 8].add(0.5), jnp.take(x, ids[:1], axis=0), x[ids[0]]
+    return kinds, places
+
+
 def windows(x: jax.Array) -> Any:
     pool = {"window_dimensions": (1, 2, 2, 1), "window_strides": (1, 2, 2, 1), "padding": "VALID"}
     kinds = ((0.0, lax.add), (-np.inf, lax.max), (np.inf, lax.min))
@@ -222,6 +228,7 @@ SAMPLES: dict[str, Sample] = {
     "shapes": (shapes, [X]),
     "look_ups": (gradient(look_ups, (0,)), [X, IDS]),
     "updates": (updates, [X, IDS]),
+    "single_places": (gradient(single_places, (0,)), [X, IDS]),
     "windows": (gradient(windows, (0,)), [IMAGE]),
     "more_windows": (more_windows, [IMAGE]),
     "matrix_products": (gradient(matrix_products), [X, RNG.random((8, 16), np.float32)]),
