@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -289,8 +289,8 @@ def raw(value: Any) -> Any:
 class Forced:
     """All strategies of a sample's equations on one mesh, as one program."""
 
-    def __init__(self, sample: str, mesh: str) -> None:
-        self.cases = [case for case in cases(sample) if case.view.primitive not in ONE_DEVICE_ONLY]
+    def __init__(self, sample: str, mesh: str, without: Collection[str] = ONE_DEVICE_ONLY) -> None:
+        self.cases = [case for case in cases(sample) if case.view.primitive not in without]
         function, args = SAMPLES[sample]
         self.traced = trace(function, args)
         self.args = args
