@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from test_verify import need_wheels
 
 import autopar
 from autopar.compiler import Compiler
@@ -226,8 +225,8 @@ def test_what_is_chosen_equals_one_device(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense_experts", "ragged_experts", "heads", "decode"])
+@pytest.mark.usefixtures("gpu_compiler")
 def test_xla_s_gpu_program_sends_what_is_predicted(name: str) -> None:
-    need_wheels()
     step, _, args = STEPS[name]
     with Compiler(platform=None) as process:
         told = autopar.verify(step, *args, mesh="8", hardware="h100-sxm", compiler=process)

@@ -14,7 +14,6 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_verify import need_wheels
 
 import autopar
 from autopar import hlo, jax_compat
@@ -205,7 +204,13 @@ def test_windows_of_truths_and_of_keys() -> None:
 
 
 #: Groups that begin and end inside parts, are empty, hold all rows, and leave rows over.
-GROUPS = [[3, 5, 0, 9, 1, 6, 0, 8], [0, 0, 0, 0, 32, 0, 0, 0], [0] * 8, [1, 2, 3, 4, 5, 4, 3, 2], [32, 0, 0, 0, 0, 0, 0, 0]]
+GROUPS = [
+    [3, 5, 0, 9, 1, 6, 0, 8],
+    [0, 0, 0, 0, 32, 0, 0, 0],
+    [0] * 8,
+    [1, 2, 3, 4, 5, 4, 3, 2],
+    [32, 0, 0, 0, 0, 0, 0, 0],
+]
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
@@ -311,8 +316,8 @@ def test_a_region_is_planned_and_run_and_sends_little(name: str, mesh: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
+@pytest.mark.usefixtures("gpu_compiler")
 def test_the_gpu_compiler_sends_what_is_predicted(mesh: str) -> None:
-    need_wheels()
     with Compiler(platform=None) as process:
         for name in STEPS:
             step, args, pin = step_of(name, mesh)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -118,6 +118,12 @@ def updates(x: jax.Array, ids: jax.Array) -> Any:
     return changed, repeated, paired, written, x.at[:, ids % 8].set(0.5), x.at[3].set(1.0)
 
 
+def single_places(x: jax.Array, ids: jax.Array) -> Any:
+    kinds = [getattr(x.at[ids[0]], kind)(0.5) for kind in ("set", "add", "multiply", "min", "max")]
+    places = x.at[ids[:1]].set(0.5), x.at[ids[0], ids[1] % 8].add(0.5), jnp.take(x, ids[:1], axis=0), x[ids[0]]
+    return kinds, places
+
+
 def windows(x: jax.Array) -> Any:
     pool = {"window_dimensions": (1, 2, 2, 1), "window_strides": (1, 2, 2, 1), "padding": "VALID"}
     kinds = ((0.0, lax.add), (-np.inf, lax.max), (np.inf, lax.min))
@@ -222,6 +228,7 @@ SAMPLES: dict[str, Sample] = {
     "shapes": (shapes, [X]),
     "look_ups": (gradient(look_ups, (0,)), [X, IDS]),
     "updates": (updates, [X, IDS]),
+    "single_places": (gradient(single_places, (0,)), [X, IDS]),
     "windows": (gradient(windows, (0,)), [IMAGE]),
     "more_windows": (more_windows, [IMAGE]),
     "matrix_products": (gradient(matrix_products), [X, RNG.random((8, 16), np.float32)]),
@@ -249,9 +256,12 @@ class Case:
         """As the planner lists them: the minor factors of a compound dim are not split. The first, replicated one is
         what the others are held against."""
         compound = [dim for term in (*self.rule.operands, *self.rule.results) for dim in term if len(dim) > 1]
-        even, fixed = {f for dim in compound for f in dim}, {f for dim in compound for f in dim[1:]}
+        even = {f for dim in compound for f in dim} | {f for f, one in enumerate(self.rule.factors) if one.even}
+        fixed = {f for dim in compound for f in dim[1:]}
         manual = self.rule.manual
-        return list(enumerate_strategies(self.rule.factors, parse_mesh(mesh), even=even, fixed=fixed, manual=manual))[1:]
+        return list(enumerate_strategies(self.rule.factors, parse_mesh(mesh), even=even, fixed=fixed, manual=manual))[
+            1:
+        ]
 
     def words(self, strategy: Strategy) -> str:
         return f"{self.view.primitive} {self.rule.operands} -> {self.rule.results} under {strategy.axes}"
@@ -298,8 +308,8 @@ def raw(value: Any) -> Any:
 class Forced:
     """All strategies of a sample's equations on one mesh, as one program."""
 
-    def __init__(self, sample: str, mesh: str) -> None:
-        self.cases = [case for case in cases(sample) if case.view.primitive not in ONE_DEVICE_ONLY]
+    def __init__(self, sample: str, mesh: str, without: Collection[str] = ONE_DEVICE_ONLY) -> None:
+        self.cases = [case for case in cases(sample) if case.view.primitive not in without]
         function, args = SAMPLES[sample]
         self.traced = trace(function, args)
         self.args = args

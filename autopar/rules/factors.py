@@ -27,10 +27,12 @@ class Factor:
         size: iterations.
         reduction: None for a pass-through factor (a loop over result elements); otherwise what
             combines the parts when the loop is split, which leaves the result unreduced.
+        even: it may only be split into equal parts: what XLA pads it with would count.
     """
 
     size: int
     reduction: Reduction | None = None
+    even: bool = False
 
 
 #: Whose elements: those of operand or result *i*.
@@ -108,6 +110,7 @@ def build_rule(
     *,
     sizes: Mapping[Name, int] | None = None,
     reduction: Reduction = "sum",
+    even: Collection[Name] = (),
     pointwise: bool = False,
     flops_per_point: float = 1.0,
     manual: Collection[Name] = (),
@@ -140,7 +143,7 @@ def build_rule(
     complete = {name for term in results for names in term for name in names} | {one.name for one in sent}
     in_operands = tuple(map(dims, operands, operand_shapes))
     return Rule(
-        factors=tuple(Factor(size, None if n in complete else reduction) for n, size in known.items()),
+        factors=tuple(Factor(size, None if n in complete else reduction, n in even) for n, size in known.items()),
         operands=in_operands,
         results=tuple(map(dims, results, result_shapes)),
         pointwise=pointwise,
