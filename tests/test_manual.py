@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_rules import CASES
 from test_verify import need_wheels
 
 import autopar
@@ -22,6 +23,7 @@ from autopar.compiler import Compiler
 from autopar.execute import make_mesh
 from autopar.graph.from_jaxpr import graph_of
 from autopar.manual.region import run_region
+from autopar.manual.table import LOCAL
 from autopar.manual.top_k import sharded_top_k
 from autopar.mesh import parse_mesh
 from autopar.partition_spec import partition_spec
@@ -51,6 +53,8 @@ class InParts:
         self.regions = [
             ManualRegion(
                 node=len(self.traced.equations) - 1,
+                primitive="",
+                path="",
                 operands=tuple(strategy.sharding(dims) for dims in rule.operands),
                 results=tuple(strategy.sharding(dims, pending) for dims in rule.results),
             )
@@ -120,7 +124,7 @@ def test_top_k_is_that_of_the_whole_with_ties_and_nans(k: int, dtype: str, mesh:
 
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 def test_approximate_top_k_is_exact_where_that_of_the_whole_is(mesh: str) -> None:
-    x = RNG.permutation(4 * 64).reshape(4, 64).astype(np.float32)
+    x = jnp.asarray(RNG.permutation(4 * 64).reshape(4, 64).astype(np.float32))
     for function in (lax.approx_max_k, lax.approx_min_k):
         for words, got in in_parts(lambda x, function=function: function(x, 12), [x], mesh):
             equal(got, function(x, 12), words)
@@ -205,7 +209,13 @@ def test_windows_of_truths_and_of_keys() -> None:
 
 
 #: Groups that begin and end inside parts, are empty, hold all rows, and leave rows over.
-GROUPS = [[3, 5, 0, 9, 1, 6, 0, 8], [0, 0, 0, 0, 32, 0, 0, 0], [0] * 8, [1, 2, 3, 4, 5, 4, 3, 2], [32, 0, 0, 0, 0, 0, 0, 0]]
+GROUPS = [
+    [3, 5, 0, 9, 1, 6, 0, 8],
+    [0, 0, 0, 0, 32, 0, 0, 0],
+    [0] * 8,
+    [1, 2, 3, 4, 5, 4, 3, 2],
+    [32, 0, 0, 0, 0, 0, 0, 0],
+]
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
@@ -217,7 +227,7 @@ def test_ragged_products_and_their_gradients(differentiated: str, mesh: str) -> 
     def product(x: Any, w: Any, groups: Any, ct: Any) -> Any:
         if not differentiated:
             return lax.ragged_dot(x, w, groups)
-        by_rows, by_matrices = jax.vjp(lambda *args: lax.ragged_dot(*args, groups), x, w)[1](ct)
+        by_rows, by_matrices = jax.vjp(lambda x, w: lax.ragged_dot(x, w, groups), x, w)[1](ct)
         return by_rows if differentiated == "rows" else by_matrices
 
     parts = InParts(product, [x, w, np.array(GROUPS[0], np.int32), ct], mesh)
@@ -228,6 +238,13 @@ def test_ragged_products_and_their_gradients(differentiated: str, mesh: str) -> 
             np.testing.assert_allclose(
                 got[0], product(x, w, groups, ct), rtol=1e-4, atol=1e-5, err_msg=f"{words} of {sizes}"
             )
+
+
+def test_what_rules_call_manual_has_a_part() -> None:
+    """The cases of the rules cover the table."""
+    views = (NodeView(name, params, operands, results) for name, operands, results, params, _ in CASES)
+    manual = {view.primitive for view in views if (rule := rule_for(view)) is not None and rule.manual}
+    assert manual == set(LOCAL)
 
 
 def test_top_k_of_a_part_is_of_use_by_itself() -> None:

@@ -251,7 +251,9 @@ class Case:
         compound = [dim for term in (*self.rule.operands, *self.rule.results) for dim in term if len(dim) > 1]
         even, fixed = {f for dim in compound for f in dim}, {f for dim in compound for f in dim[1:]}
         manual = self.rule.manual
-        return list(enumerate_strategies(self.rule.factors, parse_mesh(mesh), even=even, fixed=fixed, manual=manual))[1:]
+        return list(enumerate_strategies(self.rule.factors, parse_mesh(mesh), even=even, fixed=fixed, manual=manual))[
+            1:
+        ]
 
     def words(self, strategy: Strategy) -> str:
         return f"{self.view.primitive} {self.rule.operands} -> {self.rule.results} under {strategy.axes}"
@@ -270,9 +272,11 @@ class Case:
         pending = [i for i, f in enumerate(self.rule.factors) if f.reduction]
         return ManualRegion(
             node=self.position,
+            primitive=self.view.primitive,
+            path="",
             operands=tuple(strategy.sharding(dims) for dims in self.rule.operands),
             results=tuple(strategy.sharding(dims, pending) for dims in self.rule.results),
-            reduction=next((f.reduction for f in self.rule.factors if f.reduction), "sum"),
+            reduction=self.rule.factors[pending[0]].reduction or "sum" if pending else "sum",
         )
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection
 from functools import partial
 
-from autopar.rules.factors import DimNames, Reduction, Rule, Sent, build_rule
+from autopar.rules.factors import DimNames, Elements, Reduction, Rule, Sent, build_rule
 from autopar.rules.registry import NodeView, RuleFunction
 
 
@@ -48,13 +48,14 @@ def _arg(view: NodeView) -> Rule:
     """The position of the largest: of each part of the dim, its value and position are sent."""
     axes = view.params["axes"]
     rank = len(view.operand_shapes[0])
+    sent: tuple[Elements, ...] = (("operand", 0), ("result", 0))
     return build_rule(
         [_named(view.operand_shapes[0], ())],
         [[(d,) for d in range(rank) if d not in axes]],
         view.operand_shapes,
         view.result_shapes,
         manual=axes,
-        sent=[Sent(d, 1, elements) for d in axes for elements in (("operand", 0), ("result", 0))],
+        sent=[Sent(d, 1, elements) for d in axes for elements in sent],
     )
 
 
@@ -156,9 +157,9 @@ _WINDOWS = {
 REDUCTION: dict[str, RuleFunction] = {
     **{name: partial(reduce, kind=kind) for name, kind in _KINDS.items()},
     "reduce_xor": partial(_reduce_whole, parameter="axes"),
-    **{name: _arg for name in ("argmax", "argmin")},
+    **dict.fromkeys(("argmax", "argmin"), _arg),
     "reduce": partial(_reduce_whole, parameter="dimensions"),
-    **{name: _cumulative for name in _CUMULATIVE},
+    **dict.fromkeys(_CUMULATIVE, _cumulative),
     "sort": partial(_along, parameter="dimension", flops=_sorting),
     "top_k": partial(_top_k, parameter="axis", flops=_sorting),
     "approx_top_k": partial(_top_k, parameter="reduction_dimension", flops=float),
