@@ -4,6 +4,8 @@ XLA's program sends what is predicted."""
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -337,6 +339,31 @@ def test_the_gpu_compiler_sends_what_is_predicted(mesh: str) -> None:
             assert told.plan.regions, name
             assert all(match.figure.holds for match in told.collectives), str(told)
             assert not told.unpredicted, str(told)
+
+
+@pytest.mark.slow
+def test_a_custom_call_runs_on_each_part_in_the_gpu_program() -> None:
+    """One that XLA's GPU plugin knows: JAX's own generator of random words. Without its part XLA would gather."""
+    need_wheels()
+    name = "cu_threefry2x32_ffi"
+
+    def words(*keys_and_counts: jax.Array) -> Any:
+        out = jax.ShapeDtypeStruct(keys_and_counts[2].shape, jnp.uint32)
+        return jax.ffi.ffi_call(name, (out, out))(*keys_and_counts)
+
+    def step(x: jax.Array) -> jax.Array:
+        counts = (jnp.cos(x) > 0.5).astype(jnp.uint32)
+        first, second = words(counts + 1, counts * 3, counts, counts + 2)
+        return jnp.sin((first ^ second).astype(jnp.float32))
+
+    rule = "rows columns, rows columns, rows columns, rows columns -> rows columns, rows columns"
+    autopar.register_rule(name, rule, local=words, flops_per_point=100.0)
+    with Compiler(platform=None) as process:
+        told = autopar.verify(step, array(4096, 4096), mesh="2x4", hardware="h100-sxm", compiler=process)
+    assert [region.primitive for region in told.plan.regions] == ["ffi_call"]
+    assert not told.collectives and not told.unpredicted, str(told)
+    found = re.findall(rf'= \(?u32\[([\d,]+)\][^=]*custom-call\(.*custom_call_target="{name}"', told.compiled.hlo_text)
+    assert [math.prod(map(int, shape.split(","))) for shape in found] == [4096 * 4096 // 8]
 
 
 def test_a_plan_keeps_its_regions() -> None:
