@@ -11,13 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.cost import halo
+from autopar.cost.halo import Extension
 from autopar.device_program import DeviceProgram, peak_of_temporaries
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Node
 from autopar.on_device import device_program
-from autopar.plan import CollectiveUse, Constraint, Decision, Prediction, Role, TensorPlan
+from autopar.plan import CollectiveUse, Constraint, Decision, Prediction, Region, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
+from autopar.rules.registry import NodeView
+from autopar.rules.table import rule_for
 from autopar.sharding import TensorSharding, replicated
 from autopar.timeline import simulate
 
@@ -32,6 +36,7 @@ class Assembled:
     inputs: tuple[TensorPlan, ...]
     outputs: tuple[TensorPlan, ...]
     constraints: tuple[Constraint, ...]
+    regions: tuple[Region, ...]
     decisions: tuple[Decision, ...]
     collectives: tuple[CollectiveUse, ...]
     prediction: Prediction
@@ -49,6 +54,7 @@ def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorShard
         inputs=inputs,
         outputs=outputs,
         constraints=(*_constraints(f, choices), *_small_pins(f, pins)),
+        regions=tuple(_regions(f, choices)),
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
         prediction=_predict(f, device, collectives, inputs, outputs),
@@ -164,6 +170,24 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     return tuple(out)
 
 
+def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[Region]:
+    """Nodes that are split where XLA's partitioner would not do it, or not rightly."""
+    for choice, chosen in zip(f.decisions, choices, strict=True):
+        if choice.kind != "group":
+            continue
+        group, strategy = f.groups[choice.group], choice.strategies[chosen]
+        if any(strategy.axes[factor] for factor in group.manual):
+            (n,) = group.nodes  # a node with such a factor joins no other, so its factors are the group's
+            rule = rule_for(NodeView.of(f.graph.nodes[n], f.graph))
+            assert rule is not None and rule.factors == group.factors
+            pending = [i for i, factor in enumerate(rule.factors) if factor.reduction]
+            yield Region(
+                node=n,
+                operands=tuple(map(strategy.sharding, rule.operands)),
+                results=tuple(strategy.sharding(dims, pending) for dims in rule.results),
+            )
+
+
 def _scattered(
     f: Formulation,
     choices: Sequence[int],
@@ -239,6 +263,9 @@ def _collectives(
             )
     for index, choice in enumerate(f.decisions):
         uses += _small_sums(f, choice, choices[index])
+        exchanged = list(_halos(f, f.extensions(index, choices[index]), input_path, defined_at))
+        caused[index] += range(len(uses), len(uses) + len(exchanged))
+        uses += exchanged
     return tuple(uses), {node: tuple(positions) for node, positions in caused.items()}
 
 
@@ -266,6 +293,25 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
             )
         )
     return uses
+
+
+def _halos(
+    f: Formulation, extensions: Sequence[Extension], input_path: dict[int, str], defined_at: dict[int, int]
+) -> Iterator[CollectiveUse]:
+    for one in extensions:
+        node = f.graph.nodes[one.node]
+        made = f"the {f.graph.nodes[defined_at[one.value]].primitive} result" if one.value in defined_at else ""
+        for strip in one.strips:
+            yield CollectiveUse(
+                kind=halo.KIND,
+                axes=one.axes,
+                num_bytes=strip * one.itemsize,
+                time_s=halo.strip_time(one, strip, f.mesh, f.profile),
+                cause=f"exchange the halo of {made or f'`{input_path[one.value]}`'}",
+                path=node.path,
+                source=node.source,
+                phase=node.phase,
+            )
 
 
 def _node_of(f: Formulation, flow: Flow, defined_at: dict[int, int]) -> Node | None:

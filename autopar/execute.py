@@ -19,6 +19,7 @@ from autopar.errors import MeshError
 from autopar.mesh import MeshShape
 from autopar.partition_spec import check_mesh, named_shardings, partition_spec
 from autopar.plan import Plan
+from autopar.regions import run_region
 from autopar.sharding import TensorSharding
 from autopar.trace import LiteralOperand, Trace
 
@@ -89,6 +90,7 @@ class _Replay:
                 self.at_definition[constraint.value] = constraint.shardings
             else:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
+        self.regions = {region.node: region for region in plan.regions}
         self.remaining = _last_reads(trace)
 
     def run(self, *args: Any) -> Any:
@@ -102,9 +104,15 @@ class _Replay:
                 equation.source.source_info.traceback, equation.name_stack, equation.source.ctx.manager
             ):
                 operands = [self._operand(env, resharded, n, i, atom) for i, atom in enumerate(equation.operands)]
-                results = jax_compat.bind(equation.source, operands)
+                region = self.regions.get(n)
+                if region is None:
+                    results = jax_compat.bind(equation.source, operands)
+                else:
+                    steps = [self.at_definition.get(position, ()) for position in equation.results]
+                    results = run_region(region, equation, operands, steps, self.mesh)
                 for position, value in zip(equation.results, results, strict=True):
-                    env[position] = self._constrain(value, self.at_definition.get(position, ()))
+                    path = self.at_definition.get(position, ())  # a region takes all steps but the last itself
+                    env[position] = self._constrain(value, path if region is None else path[-1:])
             for position in self.remaining.get(n, ()):  # forget what no later equation reads
                 env.pop(position, None)
                 resharded.pop(position, None)

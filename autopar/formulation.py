@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.cost.collectives import collective_time
 from autopar.cost.compute import group_time
+from autopar.cost.halo import Extension, extension_time, extensions_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.resharding import Move, collectives_of, resharding_moves
 from autopar.device_program import Stored
@@ -101,6 +102,13 @@ class Formulation:
         made, wanted = flow.made[choices[flow.source]], flow.wanted[choices[flow.target]]
         return collectives_of(self.moves(flow.value, made, wanted))
 
+    def extensions(self, decision: int, chosen: int) -> tuple[Extension, ...]:
+        """What a group's operands are extended by under one of its strategies."""
+        one = self.decisions[decision]
+        if one.kind != "group":
+            return ()
+        return extensions_of(self.groups[one.group], one.strategies[chosen], self.graph.values, self.mesh)
+
     def time(self, kind: str, axes: tuple[str, ...], num_bytes: float, *, combinable: bool) -> float:
         """Predicted seconds of one collective."""
         return collective_time(kind, num_bytes, axes, self.mesh, self.profile, combinable=combinable)
@@ -180,7 +188,9 @@ class _Builder:
     # -- decisions ---------------------------------------------------------------------------
 
     def _add_group(self, index: int, group: Group) -> None:
-        strategies = enumerate_strategies(group.factors, self.mesh, even=group.even, fixed=group.fixed)
+        strategies = enumerate_strategies(
+            group.factors, self.mesh, even=group.even, fixed=group.fixed, windows=group.windows()
+        )
         node = len(self.decisions)
         phase = self.graph.nodes[group.nodes[-1]].phase
         self.decisions.append(Decision("group", len(strategies), phase, group=index, strategies=strategies))
@@ -310,6 +320,7 @@ class _Builder:
             if matrix.any():
                 edges.append(Edge(flow.source, flow.target, matrix))
         self._price_small_sums(costs)
+        self._price_halos(costs)
         return tuple(costs), tuple(edges)
 
     def _price_small_sums(self, costs: list[np.ndarray]) -> None:
@@ -326,6 +337,15 @@ class _Builder:
                             costs[node][s] += collective_time(
                                 "all-reduce", info.num_bytes, axes, self.mesh, self.profile, combinable=True
                             )
+
+    def _price_halos(self, costs: list[np.ndarray]) -> None:
+        """What neighbours send each other at the edges of their parts."""
+        for node, decision in enumerate(self.decisions):
+            if decision.kind != "group" or not self.groups[decision.group].halos:
+                continue
+            for s, strategy in enumerate(decision.strategies):
+                extensions = extensions_of(self.groups[decision.group], strategy, self.graph.values, self.mesh)
+                costs[node][s] += sum(extension_time(one, self.mesh, self.profile) for one in extensions)
 
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from autopar.cost import halo
+from autopar.cost.halo import Extension
 from autopar.device_program import Gemm
 from autopar.formulation import Formulation
 from autopar.graph.ir import Graph, Node, Value
@@ -174,9 +176,12 @@ class _Lowering:
             for i, value in enumerate(node.operands):
                 if value is not None:
                     self.users[value].append((n, i))
-        for decision, chosen in zip(f.decisions, choices, strict=True):
+        self.extensions: dict[int, list[Extension]] = defaultdict(list)
+        for index, (decision, chosen) in enumerate(zip(f.decisions, choices, strict=True)):
             if decision.kind != "group":
                 continue
+            for extension in f.extensions(index, chosen):
+                self.extensions[extension.node].append(extension)
             group, strategy = f.groups[decision.group], decision.strategies[chosen]
             for define in group.defines:
                 self.local[define.value] = strategy.sharding(define.dims, define.pending)
@@ -273,6 +278,9 @@ class _Lowering:
         if node.primitive == "split":
             self._split(n, node, operands[0][0])
             return
+        for one in self.extensions.get(n, ()):
+            index = sum(value is not None for value in node.operands[: one.operand])
+            operands[index] = self._extended(one, operands[index][0]), one.shape
         kind = self._kind(node, operands)
         if kind == "alias":
             for value in node.results:
@@ -314,6 +322,35 @@ class _Lowering:
             axes = self._sharding(value).unreduced
             if axes and value not in self.f.value_made:  # a sum of a few elements: taken where it is made
                 self._small_sum(value, axes)
+
+    def _extended(self, one: Extension, at: int) -> int:
+        """An operand with the strips that neighbours send, put together by a kernel."""
+        source = self.program.instructions[at]
+
+        def add(kind: InstructionKind, primitive: str, operands: dict[int, float], elements: float) -> int:
+            moved = kind == "collective"
+            return self._add(
+                Instruction(
+                    kind,
+                    one.node,
+                    one.value,
+                    primitive,
+                    operands,
+                    elements,
+                    elements * one.itemsize,
+                    collective=primitive if moved else "",
+                    axes=one.axes if moved else (),
+                    payload_bytes=elements * one.itemsize if moved else 0.0,
+                    dtype=source.dtype,
+                )
+            )
+
+        parts = {at: 1.0}
+        for strip in one.strips:
+            cut = add("loop", "slice", {at: strip / max(source.elements, 1.0)}, strip)
+            parts[add("collective", halo.KIND, {cut: 1.0}, strip)] = 1.0
+        primitive = "concatenate" if one.strips else "slice"
+        return add("loop", primitive, parts, float(math.prod(one.shape)))
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
         """The instruction, or the same one made before; one that reads a literal is not compared."""

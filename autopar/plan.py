@@ -226,6 +226,21 @@ class Constraint:
     operand: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A node that runs as a program of ours on each device (`regions`), because XLA's partitioner would not split it so.
+
+    Args:
+        node: position among the replayed program's equations.
+        operands, results: how each is split; a literal operand has no dims. Results are unreduced until they are summed
+            at the program's end.
+    """
+
+    node: int
+    operands: tuple[TensorSharding, ...]
+    results: tuple[TensorSharding, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files."""
@@ -244,6 +259,7 @@ class Plan:
     collectives: tuple[CollectiveUse, ...]
     prediction: Prediction
     outcome: Outcome
+    regions: tuple[Region, ...] = ()
     rejected: tuple[RejectedMesh, ...] = ()
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
@@ -416,5 +432,8 @@ def _shardings(plan: Plan) -> Iterator[tuple[str, TensorSharding, tuple[int, ...
     for index, constraint in enumerate(plan.constraints):
         for sharding in constraint.shardings:
             yield f"constraints[{index}].shardings", sharding, None
+    for index, region in enumerate(plan.regions):
+        for sharding in (*region.operands, *region.results):
+            yield f"regions[{index}]", sharding, None
     for index, use in enumerate(plan.collectives):
         yield f"collectives[{index}].axes", TensorSharding((use.axes,)), None

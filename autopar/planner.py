@@ -250,6 +250,7 @@ def _plan_on(
         carried=graph.carried,
         donated=program.donated,
         constraints=parts.constraints,
+        regions=parts.regions,
         decisions=parts.decisions,
         collectives=parts.collectives,
         prediction=parts.prediction,

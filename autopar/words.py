@@ -26,6 +26,7 @@ def strategy_words(f: Formulation, choices: Sequence[int], inputs: Sequence[Tens
             continue
         group = f.groups[choice.group]
         strategy = choice.strategies[chosen]
+        windows = group.windows()
         for n, item in zip(group.nodes, group.works, strict=True):
             if not item.contraction or f.graph.nodes[n].phase != "forward":
                 continue
@@ -38,12 +39,15 @@ def strategy_words(f: Formulation, choices: Sequence[int], inputs: Sequence[Tens
             }
             for factor in item.factors:
                 for axis in strategy.axes[factor]:
+                    if factor in windows:
+                        work[axis]["spatial parallel"] += flops
+                        continue
                     kind = "tensor parallel" if factor in weight_factors else "data parallel"
                     if not weight_factors:
                         kind = "attention"  # split alike by batch or by head: says nothing of its own
                     work[axis][kind] += flops
     phrases = []
-    for kind in ("data parallel", "tensor parallel"):
+    for kind in ("data parallel", "spatial parallel", "tensor parallel"):
         axes = [a for a in f.mesh.axis_names if total and work[a][kind] > _SHARE * total]
         if axes:
             phrases.append(f"{kind} over {_names(axes)}")

@@ -7,9 +7,11 @@ are Shardy's op sharding rules: https://openxla.org/shardy/sdy_op_rules
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from autopar.rules.window import Halo, Window
 
 #: Reductions a factor can leave pending, by what combines the parts.
 Reduction = Literal["sum", "max", "min", "prod", "and", "or"]
@@ -44,6 +46,10 @@ class Rule:
         pointwise: each result element depends on no more than one element of each operand along
             every factor, so the node may join its neighbours in one group.
         flops_per_point: floating-point operations per point of the whole factor space.
+        halos: dims of operands that a loop reads beyond its own part, split as the loop is; their sizes may differ
+            from the factor's.
+        manual: factors that XLA's partitioner does not split, or not rightly: where one of them is split, a program
+            of ours runs on each device (`regions`). All factors of a node that has such divide evenly.
     """
 
     factors: tuple[Factor, ...]
@@ -51,6 +57,8 @@ class Rule:
     results: tuple[DimFactors, ...]
     pointwise: bool = False
     flops_per_point: float = 1.0
+    halos: tuple[Halo, ...] = ()
+    manual: frozenset[int] = frozenset()
 
 
 #: The name a rule gives a factor while it is being written.
@@ -70,12 +78,15 @@ def build_rule(
     reduction: Reduction = "sum",
     pointwise: bool = False,
     flops_per_point: float = 1.0,
+    windows: Mapping[tuple[int, int], Window] | None = None,
+    manual: Collection[Name] = (),
 ) -> Rule:
     """Build a rule from the names of each dim's factors.
 
     A factor that no result has is a reduction. Dims and factors of size 1 (or 0) carry no factor,
     whatever is written. A size is read off a dim that has one factor alone; `sizes` gives those
-    which never stand alone.
+    which never stand alone. A dim in `windows`, by operand and position, is read by its factor's
+    loop in windows: its own size is that of the window, not of the loop.
 
     >>> rule = build_rule([[("a", "b")]], [[("a",), ("b",)]], [(6,)], [(2, 3)])
     >>> [f.size for f in rule.factors], rule.operands, rule.results
@@ -83,24 +94,29 @@ def build_rule(
     """
     terms, shapes = [*operands, *results], [*operand_shapes, *result_shapes]
     assert len(operands) == len(operand_shapes) and len(terms) == len(shapes), f"{terms} for tensors {shapes}"
-    known = _factor_sizes(terms, shapes, dict(sizes or {}))
+    windows = windows or {}
+    known = _factor_sizes(terms, shapes, dict(sizes or {}), windows)
     index = {name: i for i, name in enumerate(known)}
 
-    def dims(term: DimNames, shape: tuple[int, ...]) -> DimFactors:
+    def dims(t: int, term: DimNames, shape: tuple[int, ...]) -> DimFactors:
         found: list[tuple[int, ...]] = []
-        for names, size in zip(term, shape, strict=True):
+        for d, (names, size) in enumerate(zip(term, shape, strict=True)):
             found.append(tuple(index[n] for n in names if n in index) if size > 1 else ())
             product = math.prod(known[n] for n in names if n in index)
-            assert not found[-1] or product == size, f"factors {names} multiply to {product}, not {size}"
+            fits = not found[-1] or product == size or (t, d) in windows
+            assert fits, f"factors {names} multiply to {product}, not {size}"
         return tuple(found)
 
     in_results = {name for term in results for names in term for name in names}
+    named = [dims(t, term, shape) for t, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
     return Rule(
         factors=tuple(Factor(size, None if n in in_results else reduction) for n, size in known.items()),
-        operands=tuple(map(dims, operands, operand_shapes)),
-        results=tuple(map(dims, results, result_shapes)),
+        operands=tuple(named[: len(operands)]),
+        results=tuple(named[len(operands) :]),
         pointwise=pointwise,
         flops_per_point=flops_per_point,
+        halos=tuple(Halo(o, d, named[o][d][0], window) for (o, d), window in windows.items() if named[o][d]),
+        manual=frozenset(index[name] for name in manual if name in index),
     )
 
 
@@ -135,13 +151,16 @@ def parse_rule(
 
 
 def _factor_sizes(
-    terms: Sequence[DimNames], shapes: Sequence[tuple[int, ...]], sizes: dict[Name, int]
+    terms: Sequence[DimNames],
+    shapes: Sequence[tuple[int, ...]],
+    sizes: dict[Name, int],
+    windows: Collection[tuple[int, int]],
 ) -> dict[Name, int]:
     """Size of each named factor, in order of appearance; those of size 1 or 0 left out."""
-    for term, shape in zip(terms, shapes, strict=True):
+    for t, (term, shape) in enumerate(zip(terms, shapes, strict=True)):
         assert len(term) == len(shape), f"{term} names {len(term)} dims of shape {shape}"
-        for names, size in zip(term, shape, strict=True):
-            if len(names) == 1 and size > 1:
+        for d, (names, size) in enumerate(zip(term, shape, strict=True)):
+            if len(names) == 1 and size > 1 and (t, d) not in windows:
                 known = sizes.setdefault(names[0], size)
                 assert known == size, f"factor {names[0]!r} has size {known} and {size}"
     return {name: size for name, size in sizes.items() if size > 1}

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.graph.ir import Graph
 from autopar.rules.factors import DimFactors, Factor, Reduction, Rule
+from autopar.rules.window import Halo, Window
 
 #: Values of at most this many elements are left out of the problem: they are replicated, and
 #: moving them costs a launch that XLA merges with others'.
@@ -68,6 +69,8 @@ class Group:
         fixed: factors that may not be split (minor parts of a compound dim).
         inputs: graph inputs (value indices) that live here: state that only this group reads and
             renews, with its dims in the group's factors.
+        halos: by node, dims of its operands that a factor of the group reads beyond its own part.
+        manual: factors along which a program of ours is split, not XLA's partitioner's.
     """
 
     nodes: tuple[int, ...]
@@ -78,6 +81,15 @@ class Group:
     even: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     inputs: tuple[tuple[int, DimFactors], ...] = ()
+    halos: tuple[tuple[int, Halo], ...] = ()
+    manual: frozenset[int] = frozenset()
+
+    def windows(self) -> dict[int, list[Window]]:
+        """By factor, how its loop reads operands."""
+        windows: dict[int, list[Window]] = defaultdict(list)
+        for _, halo in self.halos:
+            windows[halo.factor].append(halo.window)
+        return windows
 
 
 _CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -85,6 +97,8 @@ _CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_do
 
 def joins(rule: Rule, primitive: str) -> bool:
     """Whether a node may share a group: elementwise, or a reduction that joins its operand."""
+    if rule.manual:
+        return False
     return rule.pointwise or (primitive.startswith("reduce_") and len(rule.operands) >= 1 and bool(rule.factors))
 
 
@@ -258,6 +272,8 @@ def _build(
     reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]] = defaultdict(list)
     defines: list[Define] = []
     works: list[Work] = []
+    halos: list[tuple[int, Halo]] = []
+    manual: set[int] = set()
     for n in nodes:
         node, rule = graph.nodes[n], rules[n]
         for i, value in enumerate(node.operands):
@@ -270,6 +286,8 @@ def _build(
             defines.append(Define(value, n, local(n, dims), pending, kinds[0] if kinds else "sum"))
         dtype = graph.values[next((v for v in node.operands if v is not None), node.results[0])].dtype
         works.append(Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, dtype))
+        halos += [(n, replace(halo, factor=own[halo.factor])) for halo in rule.halos]
+        manual.update(own[factor] for factor in rule.manual)
     settled = {(d.value, d.dims) for d in defines if not d.pending}
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
@@ -280,8 +298,10 @@ def _build(
         reads=tuple(Read(value, dims, tuple(uses)) for (value, dims), uses in reads.items()),
         defines=tuple(defines),
         works=tuple(works),
-        even=frozenset(f for dim in compound for f in dim),
+        even=frozenset(range(len(factors))) if manual else frozenset(f for dim in compound for f in dim),
         fixed=frozenset(f for dim in compound for f in dim[1:]),
+        halos=tuple(halos),
+        manual=frozenset(manual),
     )
     return _absorb(graph, group, joiner, absorbable)
 
@@ -306,13 +326,9 @@ def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[i
         inputs.append((read.value, read.dims))
     even = group.even | {f for _, dims in inputs for dim in dims for f in dim}
     taken = {value for value, _ in inputs}
-    return Group(
-        nodes=group.nodes,
-        factors=group.factors,
+    return replace(
+        group,
         reads=tuple(r for r in group.reads if r.value not in taken),
-        defines=group.defines,
-        works=group.works,
         even=frozenset(even),
-        fixed=group.fixed,
         inputs=tuple(inputs),
     )

@@ -6,11 +6,12 @@ In: factors and a mesh. Out: `Strategy` values, from which shardings of all its 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.mesh import MeshShape
 from autopar.rules.factors import DimFactors, Factor
+from autopar.rules.window import Window
 from autopar.sharding import TensorSharding
 
 #: A factor that an axis does not divide may still be split if padding wastes at most 1 part in this
@@ -45,11 +46,13 @@ def enumerate_strategies(
     *,
     even: Collection[int] = (),
     fixed: Collection[int] = (),
+    windows: Mapping[int, Sequence[Window]] | None = None,
 ) -> tuple[Strategy, ...]:
     """All strategies: each mesh axis splits one factor or none. Axes of size 1 split nothing.
 
-    The first is always the replicated one.
+    The first is always the replicated one. A factor with windows is split where neighbours have all that is read.
     """
+    windows = windows or {}
     axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
     choices = [None, *(i for i in range(len(factors)) if i not in fixed)]
     strategies = []
@@ -58,7 +61,12 @@ def enumerate_strategies(
         for axis, factor in zip(axes, assignment, strict=True):
             if factor is not None:
                 split[factor] = (*split[factor], axis)
-        if all(_allowed(factors[i].size, mesh.sizes(s), i in even) for i, s in enumerate(split) if s):
+        if all(
+            _allowed(factors[i].size, mesh.sizes(s), i in even)
+            and all(window.local(mesh.sizes(s)) for window in windows.get(i, ()))
+            for i, s in enumerate(split)
+            if s
+        ):
             strategies.append(Strategy(tuple(split)))
     return tuple(strategies)
 
