@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cost import halo
-from autopar.cost.halo import Extension
+from autopar.cost.halo import Extension, Strip
 from autopar.device_program import DeviceProgram, peak_of_temporaries
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
@@ -261,11 +261,14 @@ def _collectives(
                     combinable=flow.combinable,
                 )
             )
+    sent: dict[Strip, int] = {}
     for index, choice in enumerate(f.decisions):
         uses += _small_sums(f, choice, choices[index])
-        exchanged = list(_halos(f, f.extensions(index, choices[index]), input_path, defined_at))
-        caused[index] += range(len(uses), len(uses) + len(exchanged))
-        uses += exchanged
+        for strip, use in _halos(f, f.extensions(index, choices[index]), input_path, defined_at):
+            if strip not in sent:  # else XLA sends it once for all its readers
+                sent[strip] = len(uses)
+                uses.append(use)
+            caused[index].append(sent[strip])
     return tuple(uses), {node: tuple(positions) for node, positions in caused.items()}
 
 
@@ -297,20 +300,24 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
 
 def _halos(
     f: Formulation, extensions: Sequence[Extension], input_path: dict[int, str], defined_at: dict[int, int]
-) -> Iterator[CollectiveUse]:
+) -> Iterator[tuple[Strip, CollectiveUse]]:
     for one in extensions:
         node = f.graph.nodes[one.node]
-        made = f"the {f.graph.nodes[defined_at[one.value]].primitive} result" if one.value in defined_at else ""
         for strip in one.strips:
-            yield CollectiveUse(
-                kind=halo.KIND,
-                axes=one.axes,
-                num_bytes=strip * one.itemsize,
-                time_s=halo.strip_time(one, strip, f.mesh, f.profile),
-                cause=f"exchange the halo of {made or f'`{input_path[one.value]}`'}",
-                path=node.path,
-                source=node.source,
-                phase=node.phase,
+            made = defined_at.get(strip.value)
+            of = f"`{input_path[strip.value]}`" if made is None else f"the {f.graph.nodes[made].primitive} result"
+            yield (
+                strip,
+                CollectiveUse(
+                    kind=halo.KIND,
+                    axes=strip.axes,
+                    num_bytes=strip.num_bytes,
+                    time_s=halo.strip_time(strip, f.mesh, f.profile),
+                    cause=f"exchange the halo of {of}",
+                    path=node.path,
+                    source=node.source,
+                    phase=node.phase,
+                ),
             )
 
 

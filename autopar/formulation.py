@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.cost.collectives import collective_time
 from autopar.cost.compute import group_time
-from autopar.cost.halo import Extension, extension_time, extensions_of
+from autopar.cost.halo import Extension, Strip, extension_time, extensions_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.resharding import Move, collectives_of, resharding_moves
 from autopar.device_program import Stored
@@ -339,13 +339,23 @@ class _Builder:
                             )
 
     def _price_halos(self, costs: list[np.ndarray]) -> None:
-        """What neighbours send each other at the edges of their parts."""
-        for node, decision in enumerate(self.decisions):
-            if decision.kind != "group" or not self.groups[decision.group].halos:
-                continue
-            for s, strategy in enumerate(decision.strategies):
-                extensions = extensions_of(self.groups[decision.group], strategy, self.graph.values, self.mesh)
-                costs[node][s] += sum(extension_time(one, self.mesh, self.profile) for one in extensions)
+        """What neighbours send each other at the edges of their parts. Nodes that read the same share its price, as if
+        all of them were split alike: a convolution and the gradient with respect to its kernel."""
+        extensions = {
+            (node, s): extensions_of(self.groups[decision.group], strategy, self.graph.values, self.mesh)
+            for node, decision in enumerate(self.decisions)
+            if decision.kind == "group" and self.groups[decision.group].halos
+            for s, strategy in enumerate(decision.strategies)
+        }
+        readers: dict[Strip, set[int]] = defaultdict(set)
+        for (node, _), found in extensions.items():
+            for one in found:
+                for strip in one.strips:
+                    readers[strip].add(node)
+        for (node, s), found in extensions.items():
+            for one in found:
+                sharers = max((len(readers[strip]) for strip in one.strips), default=1)
+                costs[node][s] += extension_time(one, self.mesh, self.profile) / sharers
 
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]

@@ -7,6 +7,7 @@ over a kernel's elements is split, its part of their sum.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -80,10 +81,23 @@ def _extend(block: Any, dim: int, local: LocalWindow, axes: tuple[str, ...], num
     pieces += [block]
     pieces += [strip(0, local.high, -1, num_parts - 1)] if local.high else []
     pieces += [beyond(local.outside[1])] if local.outside[1] else []
-    whole = lax.concatenate(pieces, dim) if len(pieces) > 1 else block
+    whole = _joined(pieces, dim, fill)
     if local.step:
         return lax.dynamic_slice_in_dim(whole, local.start + local.step * place, local.length, axis=dim)
     return lax.slice_in_dim(whole, local.start, local.start + local.length, axis=dim)
+
+
+def _joined(pieces: Sequence[Any], dim: int, fill: Any) -> Any:
+    """Pieces side by side: each padded, all laid over each other. XLA fuses that with what makes them, and takes it for
+    what it is, a copy; a concatenation along any but the first dim it takes for 20 times the work."""
+    starts = [0, *itertools.accumulate(piece.shape[dim] for piece in pieces)]
+    over = lax.add if fill == 0 else lax.max if fill < 0 else lax.min
+    padded: list[Any] = []
+    for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
+        config = [(0, 0, 0)] * piece.ndim
+        config[dim] = (start, starts[-1] - end, 0)
+        padded.append(lax.pad(piece, jnp.asarray(fill, piece.dtype), config))
+    return functools.reduce(over, padded)
 
 
 def _convolution(part: Part, operands: Sequence[Any]) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopar.cost import halo
-from autopar.cost.halo import Extension
+from autopar.cost.halo import Extension, Strip
 from autopar.device_program import Gemm
 from autopar.formulation import Formulation
 from autopar.graph.ir import Graph, Node, Value
@@ -176,6 +176,7 @@ class _Lowering:
             for i, value in enumerate(node.operands):
                 if value is not None:
                     self.users[value].append((n, i))
+        self.strips: dict[Strip, int] = {}
         self.extensions: dict[int, list[Extension]] = defaultdict(list)
         for index, (decision, chosen) in enumerate(zip(f.decisions, choices, strict=True)):
             if decision.kind != "group":
@@ -324,33 +325,41 @@ class _Lowering:
                 self._small_sum(value, axes)
 
     def _extended(self, one: Extension, at: int) -> int:
-        """An operand with the strips that neighbours send, put together by a kernel."""
-        source = self.program.instructions[at]
-
-        def add(kind: InstructionKind, primitive: str, operands: dict[int, float], elements: float) -> int:
-            moved = kind == "collective"
-            return self._add(
-                Instruction(
-                    kind,
-                    one.node,
-                    one.value,
-                    primitive,
-                    operands,
-                    elements,
-                    elements * one.itemsize,
-                    collective=primitive if moved else "",
-                    axes=one.axes if moved else (),
-                    payload_bytes=elements * one.itemsize if moved else 0.0,
-                    dtype=source.dtype,
-                )
-            )
-
+        """An operand with the strips that neighbours send, put together by a kernel; once for all who read the same."""
         parts = {at: 1.0}
         for strip in one.strips:
-            cut = add("loop", "slice", {at: strip / max(source.elements, 1.0)}, strip)
-            parts[add("collective", halo.KIND, {cut: 1.0}, strip)] = 1.0
-        primitive = "concatenate" if one.strips else "slice"
-        return add("loop", primitive, parts, float(math.prod(one.shape)))
+            if strip not in self.strips:
+                size = float(math.prod(strip.shape))
+                cut = self._piece(one.node, strip.value, "slice", {at: self._share(size, at)}, size, strip.itemsize)
+                self.strips[strip] = self._add(
+                    replace(
+                        self.program.instructions[cut],
+                        kind="collective",
+                        primitive=halo.KIND,
+                        operands={cut: 1.0},
+                        collective=halo.KIND,
+                        axes=strip.axes,
+                        payload_bytes=strip.num_bytes,
+                    )
+                )
+            parts[self.strips[strip]] = 1.0
+        key = ("extended", tuple(parts), one.window)
+        if key not in self.known:
+            size, value = float(math.prod(one.shape)), self.program.instructions[at].value
+            if one.strips:
+                self.known[key] = self._piece(one.node, value, "pad", parts, size, one.itemsize)
+            else:
+                self.known[key] = self._piece(one.node, value, "slice", {at: self._share(size, at)}, size, one.itemsize)
+        return self.known[key]
+
+    def _share(self, size: float, at: int) -> float:
+        return size / max(self.program.instructions[at].elements, 1.0)
+
+    def _piece(
+        self, n: int, value: int, primitive: str, operands: dict[int, float], size: float, itemsize: float
+    ) -> int:
+        dtype = self.graph.values[value].dtype
+        return self._add(Instruction("loop", n, value, primitive, operands, size, size * itemsize, dtype=dtype))
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
         """The instruction, or the same one made before; one that reads a literal is not compared."""

@@ -17,8 +17,36 @@ from autopar.graph.ir import Value
 from autopar.mesh import MeshShape
 from autopar.rules.groups import Group
 from autopar.rules.strategies import Strategy
+from autopar.rules.window import LocalWindow
+from autopar.sharding import TensorSharding
 
 KIND = "collective-permute"
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """What a device gets of one neighbour: elements of a value split so, along a dim. Two nodes that read the same
+    strip share it: XLA sends it once.
+
+    Args:
+        after: whether it is of the neighbour after, or of the one before.
+        shape: of the strip.
+    """
+
+    value: int
+    sharding: TensorSharding
+    dim: int
+    after: bool
+    shape: tuple[int, ...]
+    itemsize: float
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.sharding.dims[self.dim]
+
+    @property
+    def num_bytes(self) -> float:
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +54,15 @@ class Extension:
     """One dim of one operand of a node, which a device has extended, or cut, to what it reads.
 
     Args:
-        value: what the operand holds.
-        axes: that split the dim.
-        strips: elements of each strip that is sent.
-        shape: of what the device then reads.
-        itemsize: bytes per element.
+        strips: what is put beside its own part.
+        window: what of that it reads.
+        shape: of what it reads.
     """
 
     node: int
     operand: int
-    value: int
-    axes: tuple[str, ...]
-    strips: tuple[int, ...]
+    strips: tuple[Strip, ...]
+    window: LocalWindow
     shape: tuple[int, ...]
     itemsize: float
 
@@ -47,9 +72,7 @@ class Extension:
         return math.prod(self.shape) * self.itemsize
 
 
-def extensions_of(
-    group: Group, strategy: Strategy, values: Sequence[Value], mesh: MeshShape
-) -> tuple[Extension, ...]:
+def extensions_of(group: Group, strategy: Strategy, values: Sequence[Value], mesh: MeshShape) -> tuple[Extension, ...]:
     """Of all operands that need any, dim by dim."""
     if not any(strategy.axes[halo.factor] for _, halo in group.halos):
         return ()
@@ -57,34 +80,35 @@ def extensions_of(
     found: list[Extension] = []
     shapes: dict[tuple[int, int], tuple[int, ...]] = {}
     for node, halo in group.halos:
-        axes = strategy.axes[halo.factor]
-        if not axes or (node, halo.operand) not in read_at:  # too small to be planned for
+        axes, place, d = strategy.axes[halo.factor], (node, halo.operand), halo.dim
+        if not axes or place not in read_at:  # too small to be planned for
             continue
-        value, dims = read_at[node, halo.operand]
-        info = values[value]
+        value, dims = read_at[place]
+        info, sharding = values[value], strategy.sharding(dims)
         local = halo.window.local(mesh.sizes(axes))
         assert local is not None, f"{halo} cannot be split over {axes}"
-        before = shapes.get((node, halo.operand), strategy.sharding(dims).local_shape(info.shape, mesh))
-        if local.reads_own(before[halo.dim]):
+        before = shapes.get(place, sharding.local_shape(info.shape, mesh))
+        if local.reads_own(before[d]):
             continue
-        others = math.prod(before) // before[halo.dim]
-        after = (*before[: halo.dim], local.length, *before[halo.dim + 1 :])
-        strips = tuple(others * width for width in (local.low, local.high) if width)
-        found.append(Extension(node, halo.operand, value, axes, strips, after, info.itemsize))
-        shapes[node, halo.operand] = after
+        strips = tuple(
+            Strip(value, sharding, d, after, (*before[:d], width, *before[d + 1 :]), info.itemsize)
+            for after, width in ((False, local.low), (True, local.high))
+            if width
+        )
+        shapes[place] = (*before[:d], local.length, *before[d + 1 :])
+        found.append(Extension(*place, strips, local, shapes[place], info.itemsize))
     return tuple(found)
 
 
 def extension_time(extension: Extension, mesh: MeshShape, profile: HardwareProfile) -> float:
     """Seconds of the collective-permutes, and of the kernel that puts the parts together."""
     return (
-        sum(strip_time(extension, strip, mesh, profile) for strip in extension.strips)
+        sum(strip_time(strip, mesh, profile) for strip in extension.strips)
         + 2 * extension.num_bytes / profile.hbm_bytes_per_s
         + profile.kernel_launch_s
     )
 
 
-def strip_time(extension: Extension, strip: int, mesh: MeshShape, profile: HardwareProfile) -> float:
+def strip_time(strip: Strip, mesh: MeshShape, profile: HardwareProfile) -> float:
     """Seconds of one collective-permute."""
-    return collective_time(KIND, strip * extension.itemsize, extension.axes, mesh, profile)
-
+    return collective_time(KIND, strip.num_bytes, strip.axes, mesh, profile)

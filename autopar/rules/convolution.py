@@ -74,7 +74,9 @@ def spatial_windows(view: NodeView) -> list[tuple[Window, bool]]:
     params = view.params
     numbers = params["dimension_numbers"]
     found: list[tuple[Window, bool]] = []
-    for i, (d, k, o) in enumerate(zip(*(numbers[spec][2:] for spec in ("lhs_spec", "rhs_spec", "out_spec")), strict=True)):
+    for i, (d, k, o) in enumerate(
+        zip(*(numbers[spec][2:] for spec in ("lhs_spec", "rhs_spec", "out_spec")), strict=True)
+    ):
         size, taps, places = view.operand_shapes[0][d], view.operand_shapes[1][k], view.result_shapes[0][o]
         by_place = params["window_strides"][i], params["rhs_dilation"][i] * (taps - 1) + 1
         by_tap = params["rhs_dilation"][i], params["window_strides"][i] * (places - 1) + 1
