@@ -379,7 +379,7 @@ class Forced:
                     ]
                     region = case.region(strategy)
                     if region is not None:
-                        operands = [self._constrain(v + zero[c, s], p) for v, p in zip(operands, region.operands)]
+                        operands = [self._constrain(v + zero[c, s], p) for v, p in zip(operands, region.operands, strict=True)]
                     if region is None:
                         results = jax_compat.bind(case.equation.source, operands)
                     else:
