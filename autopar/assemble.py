@@ -18,10 +18,9 @@ from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Node
 from autopar.on_device import device_program
-from autopar.plan import CollectiveUse, Constraint, Decision, Prediction, Region, Role, TensorPlan
+from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
-from autopar.rules.registry import NodeView
-from autopar.rules.table import rule_for
+from autopar.rules.regions import gather_of, is_manual
 from autopar.sharding import TensorSharding, replicated
 from autopar.timeline import simulate
 
@@ -36,9 +35,9 @@ class Assembled:
     inputs: tuple[TensorPlan, ...]
     outputs: tuple[TensorPlan, ...]
     constraints: tuple[Constraint, ...]
-    regions: tuple[Region, ...]
     decisions: tuple[Decision, ...]
     collectives: tuple[CollectiveUse, ...]
+    regions: tuple[ManualRegion, ...]
     prediction: Prediction
     device: DeviceProgram
 
@@ -54,9 +53,9 @@ def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorShard
         inputs=inputs,
         outputs=outputs,
         constraints=(*_constraints(f, choices), *_small_pins(f, pins)),
-        regions=tuple(_regions(f, choices)),
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
+        regions=tuple(_regions(f, choices)),
         prediction=_predict(f, device, collectives, inputs, outputs),
         device=device,
     )
@@ -170,24 +169,6 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     return tuple(out)
 
 
-def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[Region]:
-    """Nodes that are split where XLA's partitioner would not do it, or not rightly."""
-    for choice, chosen in zip(f.decisions, choices, strict=True):
-        if choice.kind != "group":
-            continue
-        group, strategy = f.groups[choice.group], choice.strategies[chosen]
-        if any(strategy.axes[factor] for factor in group.manual):
-            (n,) = group.nodes  # a node with such a factor joins no other, so its factors are the group's
-            rule = rule_for(NodeView.of(f.graph.nodes[n], f.graph))
-            assert rule is not None and rule.factors == group.factors
-            pending = [i for i, factor in enumerate(rule.factors) if factor.reduction]
-            yield Region(
-                node=n,
-                operands=tuple(map(strategy.sharding, rule.operands)),
-                results=tuple(strategy.sharding(dims, pending) for dims in rule.results),
-            )
-
-
 def _scattered(
     f: Formulation,
     choices: Sequence[int],
@@ -204,6 +185,23 @@ def _scattered(
         moves = f.moves(value, made, flow.wanted[choices[flow.target]])
         steps.add(tuple(move.result.resolved() for move in moves if move.kind == "reduce-scatter"))
     return steps.pop() if len(steps) == 1 else ()
+
+
+def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
+    """The nodes of which each device runs its own part."""
+    for choice, chosen in zip(f.decisions, choices, strict=True):
+        if choice.kind != "group":
+            continue
+        group, strategy = f.groups[choice.group], choice.strategies[chosen]
+        region = group.region
+        if region is not None and is_manual(group, strategy):
+            pending = group.defines[0].pending
+            yield ManualRegion(
+                node=region.node,
+                operands=tuple(strategy.sharding(dims) for dims in region.operands),
+                results=tuple(strategy.sharding(dims, pending) for dims in region.results),
+                reduction=group.defines[0].reduction,
+            )
 
 
 def _small_pins(f: Formulation, pins: dict[int, TensorSharding]) -> Iterator[Constraint]:
@@ -275,7 +273,7 @@ def _collectives(
 def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
     if choice.kind != "group":
         return []
-    uses = []
+    uses = _inside(f, choice, chosen)
     for define in f.groups[choice.group].defines:
         info = f.graph.values[define.value]
         axes = choice.strategies[chosen].sharding(define.dims, define.pending).unreduced
@@ -319,6 +317,26 @@ def _halos(
                     phase=node.phase,
                 ),
             )
+
+
+def _inside(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
+    """What a node that is run as a manual region sends by itself."""
+    sent = gather_of(f.groups[choice.group], choice.strategies[chosen], f.graph, f.mesh)
+    if sent is None:
+        return []
+    node = f.graph.nodes[sent.node]
+    use = CollectiveUse(
+        kind="all-gather",
+        axes=sent.axes,
+        num_bytes=sent.num_bytes,
+        time_s=f.time("all-gather", sent.axes, sent.num_bytes, combinable=False),
+        cause=f"join the parts of a {node.primitive}",
+        path=node.path,
+        source=node.source,
+        phase=node.phase,
+        combinable=True,
+    )
+    return [use]
 
 
 def _node_of(f: Formulation, flow: Flow, defined_at: dict[int, int]) -> Node | None:

@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.errors import MeshError
+from autopar.manual.region import run_region
 from autopar.mesh import MeshShape
 from autopar.partition_spec import check_mesh, named_shardings, partition_spec
 from autopar.plan import Plan
-from autopar.regions import run_region
 from autopar.sharding import TensorSharding
-from autopar.trace import LiteralOperand, Trace
+from autopar.trace import Equation, LiteralOperand, Trace
 
 
 class OtherShapesError(TypeError):
@@ -104,21 +104,25 @@ class _Replay:
                 equation.source.source_info.traceback, equation.name_stack, equation.source.ctx.manager
             ):
                 operands = [self._operand(env, resharded, n, i, atom) for i, atom in enumerate(equation.operands)]
-                region = self.regions.get(n)
-                if region is None:
-                    results = jax_compat.bind(equation.source, operands)
-                else:
-                    steps = [self.at_definition.get(position, ()) for position in equation.results]
-                    results = run_region(region, equation, operands, steps, self.mesh)
+                results = self._run(n, equation, operands)
                 for position, value in zip(equation.results, results, strict=True):
                     path = self.at_definition.get(position, ())  # a region takes all steps but the last itself
-                    env[position] = self._constrain(value, path if region is None else path[-1:])
+                    env[position] = self._constrain(value, path[-1:] if n in self.regions else path)
             for position in self.remaining.get(n, ()):  # forget what no later equation reads
                 env.pop(position, None)
                 resharded.pop(position, None)
         end = len(self.trace.equations)
         outputs = [self._operand(env, resharded, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
         return jax.tree.unflatten(self.trace.out_tree, outputs)
+
+    def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        """An equation by itself, or each device its own part of it where the plan says so."""
+        region = self.regions.get(n)
+        if region is None:
+            return jax_compat.bind(equation.source, operands)
+        paths = [self.at_definition.get(position, ()) for position in equation.results]
+        targets = [path[-1] if path else None for path in paths]
+        return run_region(region, equation.source, operands, self.mesh, targets)
 
     def _operand(
         self,

@@ -27,6 +27,7 @@ from autopar.graph.ir import Graph, Phase, Value
 from autopar.mesh import MeshShape
 from autopar.rules.factors import Factor
 from autopar.rules.groups import SMALL_SIZE, Group
+from autopar.rules.regions import gather_of
 from autopar.rules.strategies import Strategy, enumerate_strategies
 from autopar.sharding import TensorSharding
 from autopar.solve.problem import Edge, Problem, Usage
@@ -107,7 +108,7 @@ class Formulation:
         one = self.decisions[decision]
         if one.kind != "group":
             return ()
-        return extensions_of(self.groups[one.group], one.strategies[chosen], self.graph.values, self.mesh)
+        return extensions_of(self.groups[one.group], one.strategies[chosen], self.graph, self.mesh)
 
     def time(self, kind: str, axes: tuple[str, ...], num_bytes: float, *, combinable: bool) -> float:
         """Predicted seconds of one collective."""
@@ -189,7 +190,12 @@ class _Builder:
 
     def _add_group(self, index: int, group: Group) -> None:
         strategies = enumerate_strategies(
-            group.factors, self.mesh, even=group.even, fixed=group.fixed, windows=group.windows()
+            group.factors,
+            self.mesh,
+            even=group.even,
+            fixed=group.fixed,
+            manual=group.region.manual if group.region else (),
+            windows=group.windows(),
         )
         node = len(self.decisions)
         phase = self.graph.nodes[group.nodes[-1]].phase
@@ -321,6 +327,7 @@ class _Builder:
                 edges.append(Edge(flow.source, flow.target, matrix))
         self._price_small_sums(costs)
         self._price_halos(costs)
+        self._price_gathers(costs)
         return tuple(costs), tuple(edges)
 
     def _price_small_sums(self, costs: list[np.ndarray]) -> None:
@@ -342,9 +349,9 @@ class _Builder:
         """What neighbours send each other at the edges of their parts. Nodes that read the same share its price, as if
         all of them were split alike: a convolution and the gradient with respect to its kernel."""
         extensions = {
-            (node, s): extensions_of(self.groups[decision.group], strategy, self.graph.values, self.mesh)
+            (node, s): extensions_of(self.groups[decision.group], strategy, self.graph, self.mesh)
             for node, decision in enumerate(self.decisions)
-            if decision.kind == "group" and self.groups[decision.group].halos
+            if decision.kind == "group" and self.groups[decision.group].region is not None
             for s, strategy in enumerate(decision.strategies)
         }
         readers: dict[Strip, set[int]] = defaultdict(set)
@@ -356,6 +363,17 @@ class _Builder:
             for one in found:
                 sharers = max((len(readers[strip]) for strip in one.strips), default=1)
                 costs[node][s] += extension_time(one, self.mesh, self.profile) / sharers
+
+    def _price_gathers(self, costs: list[np.ndarray]) -> None:
+        """What a node that runs as a manual region sends by itself."""
+        for node, decision in enumerate(self.decisions):
+            if decision.kind == "group" and self.groups[decision.group].region is not None:
+                for s, strategy in enumerate(decision.strategies):
+                    sent = gather_of(self.groups[decision.group], strategy, self.graph, self.mesh)
+                    if sent is not None:
+                        costs[node][s] += collective_time(
+                            "all-gather", sent.num_bytes, sent.axes, self.mesh, self.profile
+                        )
 
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]

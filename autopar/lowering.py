@@ -17,6 +17,8 @@ from autopar.cost.halo import Extension, Strip
 from autopar.device_program import Gemm
 from autopar.formulation import Formulation
 from autopar.graph.ir import Graph, Node, Value
+from autopar.ragged_product import dense_product
+from autopar.rules.regions import Gather, gather_of
 from autopar.sharding import TensorSharding, replicated
 
 #: `alias`: the same memory under another shape. `loop`: one output element at a time. `reduce`: many elements
@@ -75,7 +77,8 @@ _ALIASES = frozenset(
         "reduce_precision",
     ]
 )
-_REDUCTIONS = frozenset(["argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
+CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
+_REDUCTIONS = CUMULATIVE | {"argmax", "argmin"}
 _IN_PLACE = frozenset(["dynamic_update_slice"])
 #: Kernels that nothing is fused with: libraries, sorts, whole loops.
 _HEROES = frozenset(
@@ -171,6 +174,7 @@ class _Lowering:
             for use in flow.uses:
                 self.flow_of[use] = index
         self.copy_of = {d.value: n for n, d in enumerate(f.decisions) if d.kind == "copy"}
+        self.sent: dict[int, Gather] = {}  # node -> what it gathers by itself
         self.users: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for n, node in enumerate(self.graph.nodes):
             for i, value in enumerate(node.operands):
@@ -184,6 +188,9 @@ class _Lowering:
             for extension in f.extensions(index, chosen):
                 self.extensions[extension.node].append(extension)
             group, strategy = f.groups[decision.group], decision.strategies[chosen]
+            sent = gather_of(group, strategy, self.graph, f.mesh)
+            if sent is not None:
+                self.sent[sent.node] = sent
             for define in group.defines:
                 self.local[define.value] = strategy.sharding(define.dims, define.pending)
         for value, (node, shardings) in f.value_made.items():
@@ -291,6 +298,8 @@ class _Lowering:
             operands = [(self._laid_out(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
             operands = [(self._masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         shapes = [self._local_shape(v, self._sharding(v)) for v in node.results]
+        if node.primitive == "ragged_dot_general":
+            operands = self._masked_rows(n, node, operands, shapes[0])
         elements = float(sum(math.prod(s) for s in shapes))
         infos = [self.graph.values[v] for v in node.results]
         num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))
@@ -317,7 +326,7 @@ class _Lowering:
             gemm=self._gemm(node, operands, shapes),
             dtype=infos[0].dtype if infos else "float32",
         )
-        at = self._once(node, tuple(at for at, _ in operands), instruction)
+        at = self._joined(n, self._once(node, tuple(at for at, _ in operands), instruction))
         for value in node.results:
             self.at[value] = at
             axes = self._sharding(value).unreduced
@@ -360,6 +369,32 @@ class _Lowering:
     ) -> int:
         dtype = self.graph.values[value].dtype
         return self._add(Instruction("loop", n, value, primitive, operands, size, size * itemsize, dtype=dtype))
+
+    def _joined(self, n: int, at: int) -> int:
+        """What a node makes of its parts: it gathers what each has found, and finishes from that."""
+        sent = self.sent.get(n)
+        if sent is None:
+            return at
+        own = self.program.instructions[at]
+        gathered = self._add(
+            Instruction(
+                "collective",
+                n,
+                own.value,
+                "all-gather",
+                {at: sent.num_elements / max(own.elements, 1.0) / self.f.mesh.sizes(sent.axes)},
+                sent.num_elements,
+                sent.num_bytes,
+                collective="all-gather",
+                axes=sent.axes,
+                payload_bytes=sent.num_bytes,
+                combinable=True,
+                dtype=own.dtype,
+            )
+        )
+        if own.primitive in CUMULATIVE:
+            return self._add(replace(own, kind="loop", primitive="add", operands={at: 1.0, gathered: 1.0}, reduces=1.0))
+        return self._add(replace(own, operands={gathered: 1.0}, reduces=1.0, flops=own.elements * CHEAP))
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
         """The instruction, or the same one made before; one that reads a literal is not compared."""
@@ -536,6 +571,27 @@ class _Lowering:
         )
         return self._add(copy)
 
+    def _masked_rows(
+        self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], result: tuple[int, ...]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Operands of a product in groups, copied for each group; all that read one so share the copies."""
+        dense = dense_product(node.params, operands[0][1], operands[1][1], result)
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for (at, shape), copies in zip(operands, (*dense.copies, *[0] * len(operands)), strict=False):
+            if copies:
+                source, key = self.program.instructions[at], ("masked rows", at, copies, operands[2][0])
+                if key not in self.known:
+                    one = replace(source, kind="loop", node=n, primitive="select_n", operands={at: float(copies)})
+                    one.elements, one.num_bytes = copies * source.elements, copies * source.num_bytes
+                    one.flops, one.gemm, one.collective = one.elements * CHEAP, None, ""
+                    self.known[key] = self._add(one)
+                at = self.known[key]
+                if dense.beside:
+                    at = self._add(replace(self.program.instructions[at], primitive="transpose", operands={at: 1.0}))
+                    self.program.instructions[at].flops = 0.0
+            found.append((at, shape))
+        return found
+
     def _utilization(self, node: Node, kind: InstructionKind, elements: float, operand: float) -> float:
         if kind in ("reduce", "hero", "inplace") or operand == 0.0:
             return 1.0
@@ -546,7 +602,7 @@ class _Lowering:
     def _flops_per_element(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> float:
-        if node.primitive == "dot_general" or not node.results:
+        if node.primitive in ("dot_general", "ragged_dot_general") or not node.results:
             return CHEAP if _sums_nothing(node) else 0.0
         if node.primitive == "conv_general_dilated" and len(operands) == 2:
             kernel = operands[1][1]
@@ -563,6 +619,11 @@ class _Lowering:
     def _gemm(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> Gemm | None:
+        values: list[Value] = [self.graph.values[v] for v in node.operands if v is not None]
+        if node.primitive == "ragged_dot_general":
+            dense = dense_product(node.params, operands[0][1], operands[1][1], shapes[0])
+            result = self.graph.values[node.results[0]].dtype
+            return Gemm(dense.batch, dense.m, dense.n, dense.k, values[0].dtype, result)
         if node.primitive != "dot_general" or len(operands) != 2 or _sums_nothing(node):
             return None
         (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
@@ -571,7 +632,6 @@ class _Lowering:
         batch = math.prod(left[d] for d in left_batch)
         m = math.prod(s for d, s in enumerate(left) if d not in (*left_contracting, *left_batch))
         n = math.prod(s for d, s in enumerate(right) if d not in (*right_contracting, *right_batch))
-        values: list[Value] = [self.graph.values[v] for v in node.operands if v is not None]
         return Gemm(batch, m, n, k, values[0].dtype, self.graph.values[node.results[0]].dtype)
 
     # -- outputs -----------------------------------------------------------------------------

@@ -227,18 +227,20 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """A node that runs as a program of ours on each device (`regions`), because XLA's partitioner would not split it so.
+class ManualRegion:
+    """A node of which each device runs its own part, under `jax.shard_map`, because XLA's partitioner would not run
+    it so.
 
     Args:
-        node: position among the replayed program's equations.
-        operands, results: how each is split; a literal operand has no dims. Results are unreduced until they are summed
-            at the program's end.
+        node: position in the program.
+        operands, results: how they are split; a literal's is that of a scalar. A result may be unreduced.
+        reduction: what combines its terms.
     """
 
     node: int
     operands: tuple[TensorSharding, ...]
     results: tuple[TensorSharding, ...]
+    reduction: Literal["sum", "max", "min", "prod", "and", "or"] = "sum"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,8 +261,8 @@ class Plan:
     collectives: tuple[CollectiveUse, ...]
     prediction: Prediction
     outcome: Outcome
-    regions: tuple[Region, ...] = ()
     rejected: tuple[RejectedMesh, ...] = ()
+    regions: tuple[ManualRegion, ...] = ()
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

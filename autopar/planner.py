@@ -28,14 +28,14 @@ from autopar.errors import BudgetError, MeshError, TimeLimitError
 from autopar.formulation import Formulation, formulate
 from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
-from autopar.graph.ir import Graph
+from autopar.graph.ir import Graph, Node
 from autopar.jax_compat import shape_struct
 from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.pins import meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, ProgramSignature, RejectedMesh
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
-from autopar.rules.registered import called, template
+from autopar.rules.registered import called, needs_local, template
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
 from autopar.sharding import TensorSharding
@@ -250,9 +250,9 @@ def _plan_on(
         carried=graph.carried,
         donated=program.donated,
         constraints=parts.constraints,
-        regions=parts.regions,
         decisions=parts.decisions,
         collectives=parts.collectives,
+        regions=parts.regions,
         prediction=parts.prediction,
         outcome=_outcome(solution, formulation, time.perf_counter() - started),
         notes=_notes(graph, mesh, grouped.unknown, parts.inputs),
@@ -263,15 +263,15 @@ def _plan_on(
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
-    """A rule per node, and the primitives that have none."""
+    """A rule per node, and the primitives that have none, or none that can be used."""
     unknown: Counter[str] = Counter()
     rules: list[Rule] = []
     for node in graph.nodes:
         view = NodeView.of(node, graph)
         rule = rule_for(view)
-        if rule is None:
+        if rule is None or needs_local(view):
             unknown[called(view)] += not node.effect
-            rule = unknown_rule(view)
+        rule = rule or unknown_rule(view)
         rules.append(rule)
     return tuple(rules), unknown
 
@@ -374,7 +374,7 @@ def _over_budget(mesh: MeshShape, budget: float, needed: float, least: Callable[
 
 def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequence[Any]) -> tuple[str, ...]:
     notes = [
-        f"`{name}` has no sharding rule: its {count} uses run replicated, and are priced so{_way_out(graph, name)}"
+        f"`{name}` has {_lack(graph, name)}: its {count} uses run replicated, and are priced so{_way_out(graph, name)}"
         for name, count in sorted(unknown.items())
         if count
     ]
@@ -404,14 +404,25 @@ _PROGRAMS = frozenset(
 )
 
 
+def _first_use(graph: Graph, name: str) -> tuple[Node, NodeView]:
+    views = ((node, NodeView.of(node, graph)) for node in graph.nodes if not node.effect)
+    return next((node, view) for node, view in views if called(view) == name)
+
+
+def _lack(graph: Graph, name: str) -> str:
+    _, view = _first_use(graph, name)
+    return "a sharding rule without `local`, which runs a part of it" if needs_local(view) else "no sharding rule"
+
+
 def _way_out(graph: Graph, name: str) -> str:
     """Where a primitive without a rule is first used, and the line that would give it one."""
-    views = ((node, NodeView.of(node, graph)) for node in graph.nodes if not node.effect)
-    node, view = next((node, view) for node, view in views if called(view) == name)
+    node, view = _first_use(graph, name)
     what = f", a `{node.primitive}`," if name != node.primitive else ""
     where = f". The first{what} is at {node.source or 'an unknown line'}"
     if node.primitive in _PROGRAMS:
         return where
+    if needs_local(view):
+        return f"{where}. To split it, give `register_rule` a function of one device's operands as `local`"
     return f"{where}. To split it, name the loops instead of the dots: `{template(view)}`"
 
 

@@ -39,7 +39,8 @@ def test_factors_have_the_sizes_of_the_dims_they_name(name: str) -> None:
     graph, groups = grouped(programs.PROGRAMS[name]())
     for group in groups:
         named = [(r.value, r.dims, r.uses) for r in group.reads] + [(d.value, d.dims, ()) for d in group.defines]
-        windows = {(n, halo.operand, halo.dim): halo.window for n, halo in group.halos}
+        region = group.region
+        windows = {(region.node, h.operand, h.dim): h.window for h in region.halos} if region else {}
         for value, dims, uses in [*named, *((value, dims, ()) for value, dims in group.inputs)]:
             for d, (size, dim) in enumerate(zip(graph.values[value].shape, dims, strict=True)):
                 product = 1

@@ -23,11 +23,13 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def text(rule: Rule) -> str:
-    """`a b, b c -> a c; b sum`: factors by letter in order of appearance, `.` for a dim without one."""
+    """`a b, b C -> a C; b sum`: factors by letter in order of appearance, manual ones large, `.` for a dim without
+    one."""
     letters: dict[int, str] = {}
 
     def dim(factors: tuple[int, ...]) -> str:
-        names = [letters.setdefault(f, chr(ord("a") + len(letters))) for f in factors]
+        first = [ord("A" if f in rule.manual else "a") for f in factors]
+        names = [letters.setdefault(f, chr(start + len(letters))) for f, start in zip(factors, first, strict=True)]
         return "." if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
 
     def tensors(terms: tuple[DimFactors, ...]) -> str:
@@ -108,35 +110,36 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
     ("dot_general", ((2, 3, 4, 5), (2, 6, 4, 5)), ((2, 4, 3, 6),),
      {"dimension_numbers": (((3,), (3,)), ((0, 2), (0, 2)))}, "a b c d, a e c d -> a c b e; d sum"),
     ("conv_general_dilated", ((2, 8, 8, 3), (3, 3, 3, 16)), ((2, 8, 8, 16),),
-     conv(*FORWARD), "a b c d, . . d e -> a b c e; d sum"),
+     conv(*FORWARD), "a B C d, . . d e -> a B C e; d sum"),
     ("conv_general_dilated", ((2, 8, 8, 3), (2, 8, 8, 16)), ((3, 3, 3, 16),),
-     conv(*BY_KERNEL), "a b c d, a b c e -> . . d e; a sum; b sum; c sum"),
+     conv(*BY_KERNEL), "a B C d, a B C e -> . . d e; a sum; B sum; C sum"),
     ("conv_general_dilated", ((2, 8, 8, 16), (3, 3, 3, 16)), ((2, 8, 8, 3),),
-     conv(*BY_INPUT), "a b c d, . . e d -> a b c e; d sum"),
+     conv(*BY_INPUT), "a B C d, . . e d -> a B C e; d sum"),
     # two groups of three channels each, and the gradient by the kernel; then depthwise
     ("conv_general_dilated", ((2, 8, 8, 6), (3, 3, 3, 8)), ((2, 8, 8, 8),),
-     conv(*FORWARD, feature_group_count=2), "a b c (d e), . . e (d f) -> a b c (d f); e sum"),
+     conv(*FORWARD, feature_group_count=2), "A B C (D E), . . E (D F) -> A B C (D F); E sum"),
     ("conv_general_dilated", ((2, 8, 8, 6), (2, 8, 8, 8)), ((3, 3, 3, 8),),
-     conv(*BY_KERNEL, batch_group_count=2), "a b c (d e), a b c (d f) -> . . e (d f); a sum; b sum; c sum"),
+     conv(*BY_KERNEL, batch_group_count=2), "A B C (D E), A B C (D F) -> . . E (D F); A sum; B sum; C sum"),
     ("conv_general_dilated", ((2, 8, 8, 6), (3, 3, 1, 6)), ((2, 8, 8, 6),),
-     conv(*FORWARD, feature_group_count=6), "a b c d, . . . d -> a b c d"),
+     conv(*FORWARD, feature_group_count=6), "a B C d, . . . d -> a B C d"),
     ("reduce_sum", (X,), ((4,),), {"axes": (1,)}, "a b -> a; b sum"),
     ("reduce_max", (X,), (S,), {"axes": (0, 1)}, "a b -> ; a max; b max"),
     *((f"reduce_{kind}", (X,), ((6,),), {"axes": (0,)}, f"a b -> b; a {kind}")
       for kind in ("min", "prod", "and", "or")),
     ("reduce_xor", (X,), ((4,),), {"axes": (1,)}, "a . -> a"),
     ("reduce", (X, S), ((6,),), {"dimensions": (0,)}, ". a,  -> a"),
-    ("argmax", (X,), ((4,),), {"axes": (1,)}, "a . -> a"),
-    ("argmin", (X,), ((6,),), {"axes": (0,)}, ". a -> a"),
-    *((f"cum{kind}", (X,), (X,), {"axis": 1}, "a . -> a .") for kind in ("sum", "prod", "max", "min", "logsumexp")),
+    ("argmax", (X,), ((4,),), {"axes": (1,)}, "a B -> a"),
+    ("argmin", (X,), ((6,),), {"axes": (0,)}, "A b -> b"),
+    *((f"cum{kind}", (X,), (X,), {"axis": 1}, "a B -> a B") for kind in ("sum", "prod", "max", "min", "logsumexp")),
     ("sort", (X, X), (X, X), {"dimension": 0}, ". a, . a -> . a, . a"),
-    ("top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "axis": 1}, "a . -> a ., a ."),
-    ("approx_top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "reduction_dimension": -1}, "a . -> a ., a ."),
-    *((f"reduce_window_{kind}", ((2, 8, 8, 3),), ((2, 4, 4, 3),), window(1, 2, 2, 1), "a b c d -> a b c d")
+    ("top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "axis": 1}, "A B -> A ., A ."),
+    ("approx_top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "reduction_dimension": -1}, "A B -> A ., A ."),
+    ("approx_top_k", (X,), ((4, 6), (4, 6)), {"k": 2, "reduction_dimension": -1}, "a . -> a ., a ."),
+    *((f"reduce_window_{kind}", ((2, 8, 8, 3),), ((2, 4, 4, 3),), window(1, 2, 2, 1), "a B C d -> a B C d")
       for kind in ("sum", "max", "min")),
     ("reduce_window", (X, S), ((4, 3),), window(1, 2), "a .,  -> a ."),
     ("reduce_window_sum", (X,), ((5, 6),), window(1, 1) | {"padding": ((0, 1), (0, 0))}, ". a -> . a"),
-    ("select_and_scatter_add", ((4, 3), X), (X,), window(1, 2), "a b, a b -> a b"),
+    ("select_and_scatter_add", ((4, 3), X), (X,), window(1, 2), "a B, a B -> a B"),
     ("select_and_scatter", ((4, 3), X), (X,), window(1, 2), "a ., a . -> a ."),
     ("select_and_gather_add", (X, X), ((4, 3),), window(1, 2), "a ., a . -> a ."),
     ("reshape", ((8, 3, 4),), ((8, 12),), {}, "a b c -> a (b c)"),
@@ -153,8 +156,8 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
     ("pad", (X, S), ((4, 8),), {"padding_config": ((0, 0, 0), (1, 1, 0))}, "a .,  -> a ."),
     ("pad", (X, S), (X,), {"padding_config": ((0, 0, 0), (1, -1, 0))}, "a .,  -> a ."),
     ("rev", (X,), (X,), {"dimensions": (0,)}, ". a -> . a"),
-    ("dynamic_slice", (X, S, S), ((2, 6),), {"slice_sizes": (2, 6)}, ". a, ,  -> . a"),
-    ("dynamic_update_slice", (X, (2, 6), S, S), (X,), {}, ". a, . a, ,  -> . a"),
+    ("dynamic_slice", (X, S, S), ((2, 6),), {"slice_sizes": (2, 6)}, "A b, ,  -> . b; A sum"),
+    ("dynamic_update_slice", (X, (2, 6), S, S), (X,), {}, "A b, . b, ,  -> A b"),
     ("stack", (X, X), ((4, 2, 6),), {"axis": 1}, "a b, a b -> a . b"),
     ("unstack", ((4, 2, 6),), (X, X), {"axis": 1}, "a . b -> a b, a b"),
     ("tile", (X,), ((8, 6),), {"reps": (2, 1)}, "a b -> (c a) b"),
@@ -168,9 +171,9 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
     *((f"scatter{kind}", ((10, 6), (3, 1), (3, 6)), ((10, 6),), scatters((1,), (0,)), "a b, . ., . b -> a b")
       for kind in ("", "-sub")),
     ("ragged_dot_general", ((6, 4), (2, 4, 5), (2,)), ((6, 5),), ragged((1,), (1,), (0,), (0,)),
-     ". a, . a b, . -> . b; a sum"),
+     "A b, C b d, . -> A d; b sum; C sum"),
     ("ragged_dot_general", ((6, 4), (6, 5), (2,)), ((2, 4, 5),), ragged((0,), (0,), (0,), ()),
-     ". a, . b, . -> . a b"),
+     "A b, A c, . -> D b c; A sum"),
     ("symmetric_product", ((8, 4, 6), (8, 4, 4)), ((8, 4, 4),), {}, "a . ., a . . -> a . ."),
     ("fft", ((8, 4, 6),), ((8, 4, 4),), {"fft_lengths": (4, 6)}, "a . . -> a . ."),
     ("cholesky", ((8, 4, 4),), ((8, 4, 4),), {}, "a . . -> a . ."),

@@ -2,7 +2,8 @@
 
 The test walks the table: each primitive stands in a sample program below. One compiled program per sample and mesh
 holds all strategies of all its equations: operands are constrained to the strategy's shardings, results too. In
-XLA's program nothing but an all-reduce for the factors that are summed may then be left.
+XLA's program nothing but an all-reduce for the factors that are summed may then be left, and, of a node run as a manual
+region, the gathers that it makes by itself and the strips of its halos.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from jax.sharding import AxisType, NamedSharding
 
 from autopar import hlo, jax_compat
 from autopar.graph.from_jaxpr import graph_of
+from autopar.manual.region import run_region
 from autopar.mesh import parse_mesh
 from autopar.partition_spec import partition_spec
-from autopar.plan import Region
-from autopar.regions import run_region
+from autopar.plan import ManualRegion
 from autopar.rules.factors import Rule
 from autopar.rules.registry import NodeView
 from autopar.rules.strategies import Strategy, enumerate_strategies
@@ -213,9 +214,6 @@ def grouped_products(x: jax.Array, w: jax.Array) -> Any:
 
 #: What jaxlib 0.12.0.1 compiles for one device alone: `mulhi`, which philox is made of.
 ONE_DEVICE_ONLY = {"mulhi", "philox2x32", "philox4x32"}
-#: XLA has a partitioner for these on GPUs, where no collective is left, but gathers on CPUs.
-GATHERED_ON_CPUS = {"top_k"}
-
 #: Programs whose equations are forced; small, but with dims that 8 and 2x4 divide.
 SAMPLES: dict[str, Sample] = {
     "floats": (named("abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp"
@@ -276,22 +274,11 @@ class Case:
         what the others are held against."""
         compound = [dim for term in (*self.rule.operands, *self.rule.results) for dim in term if len(dim) > 1]
         even, fixed = {f for dim in compound for f in dim}, {f for dim in compound for f in dim[1:]}
-        if self.rule.manual:
-            even = set(range(len(self.rule.factors)))
         windows: dict[int, list[Window]] = defaultdict(list)
         for halo in self.rule.halos:
             windows[halo.factor].append(halo.window)
-        shape = parse_mesh(mesh)
-        return list(enumerate_strategies(self.rule.factors, shape, even=even, fixed=fixed, windows=windows))[1:]
-
-    def region(self, strategy: Strategy) -> Region | None:
-        """How a program of ours runs it, where XLA's partitioner does not."""
-        if not any(strategy.axes[factor] for factor in self.rule.manual):
-            return None
-        pending = [i for i, factor in enumerate(self.rule.factors) if factor.reduction]
-        operands = tuple(map(strategy.sharding, self.rule.operands))
-        results = tuple(strategy.sharding(dims, pending) for dims in self.rule.results)
-        return Region(node=self.position, operands=operands, results=results)
+        options: dict[str, Any] = {"even": even, "fixed": fixed, "manual": self.rule.manual, "windows": windows}
+        return list(enumerate_strategies(self.rule.factors, parse_mesh(mesh), **options))[1:]
 
     def strips(self, strategy: Strategy, mesh: str) -> list[int]:
         """Elements of each strip that neighbours send each other."""
@@ -314,6 +301,22 @@ class Case:
 
     def is_summed(self, strategy: Strategy) -> bool:
         return any(f.reduction and axes for f, axes in zip(self.rule.factors, strategy.axes, strict=True))
+
+    def sends(self, strategy: Strategy) -> bool:
+        """Whether the node gathers by itself."""
+        return any(strategy.axes[one.factor] for one in self.rule.exchanges)
+
+    def region(self, strategy: Strategy) -> ManualRegion | None:
+        """How it is run in parts, if it is."""
+        if not any(strategy.axes[f] for f in self.rule.manual):
+            return None
+        pending = [i for i, f in enumerate(self.rule.factors) if f.reduction]
+        return ManualRegion(
+            node=self.position,
+            operands=tuple(strategy.sharding(dims) for dims in self.rule.operands),
+            results=tuple(strategy.sharding(dims, pending) for dims in self.rule.results),
+            reduction=[*(f.reduction for f in self.rule.factors if f.reduction), "sum"][0],
+        )
 
 
 def cases(sample: str) -> Iterator[Case]:
@@ -378,13 +381,15 @@ class Forced:
                         for v, dims in zip(case.equation.operands, case.rule.operands, strict=True)
                     ]
                     region = case.region(strategy)
-                    if region is not None:
-                        operands = [self._constrain(v + zero[c, s], p) for v, p in zip(operands, region.operands, strict=True)]
+                    if region is not None and case.rule.halos:
+                        operands = [
+                            self._constrain(v + zero[c, s], p) for v, p in zip(operands, region.operands, strict=True)
+                        ]
                     if region is None:
                         results = jax_compat.bind(case.equation.source, operands)
                     else:
-                        steps = [(made.resolved(),) for made in region.results]
-                        results = run_region(region, case.equation, operands, steps, self.mesh)
+                        targets = [None] * len(region.results)
+                        results = run_region(region, case.equation.source, operands, self.mesh, targets)
                     pairs = zip(results, case.rule.results, strict=True)
                     out[-1].append([raw(self._constrain(v, strategy.sharding(dims))) for v, dims in pairs])
         return out
@@ -415,16 +420,16 @@ def test_every_strategy_computes_the_same_without_hidden_collectives(sample: str
             wrong.append(f"{one.kind} of nobody: {one.op_name}")
             continue
         case, strategy = forced.cases[int(place[1])], forced.strategies[int(place[1])][int(place[2])]
-        if one.kind == "collective-permute" and case.region(strategy) is not None:
+        if one.kind == "collective-permute" and case.rule.halos:
             permuted[int(place[1]), int(place[2])].append(one.num_elements)
             continue
-        if case.view.primitive in GATHERED_ON_CPUS and one.kind == "all-gather":
+        if one.kind == "all-gather" and case.sends(strategy):
             continue
         if one.kind != "all-reduce" or not case.is_summed(strategy):
             wrong.append(f"{case.words(strategy)}: {one.kind} of {one.num_elements} elements")
     for c, s in forced.programs():
         case, strategy = forced.cases[c], forced.strategies[c][s]
-        wanted = case.strips(strategy, mesh) if case.region(strategy) else []
+        wanted = case.strips(strategy, mesh)
         if sorted(permuted[c, s]) != sorted(wanted):
             wrong.append(f"{case.words(strategy)}: permutes of {permuted[c, s]} elements, not of {wanted}")
     assert not wrong, "\n".join(wrong)

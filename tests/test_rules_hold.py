@@ -154,7 +154,8 @@ def assert_well_formed(view: NodeView, rule: Rule) -> None:
             window = windows.get((t, d))
             assert not factors or (size, loops) == ((window.size, window.count) if window else (loops, loops))
         assert len({f for dim in dims for f in dim}) == sum(map(len, dims)), "a factor stands twice in one tensor"
-    made = {f for dims in rule.results for dim in dims for f in dim}
+    made = {f for dims in rule.results for dim in dims for f in dim} | {one.factor for one in rule.exchanges}
+    assert {one.factor for one in rule.exchanges} <= rule.manual <= set(range(len(rule.factors)))
     read = {f for dims in rule.operands for dim in dims for f in dim}
     assert all((i in made) == (f.reduction is None) for i, f in enumerate(rule.factors))
     assert made | read == set(range(len(rule.factors))) and all(f.size > 1 for f in rule.factors)
@@ -310,7 +311,8 @@ def test_halves_along_a_factor_do_not_mix(name: str) -> None:
             continue
         seen.add(key)
         evaluated = Evaluated(equation, view, rule, avals)
-        for factor in in_operands:
+        windowed = {halo.factor for halo in rule.halos}  # other manual ones: tests/test_manual.py
+        for factor in (in_operands - rule.manual) | windowed:
             if any(halo.factor == factor and halo.window.local(2) is None for halo in rule.halos):
                 continue  # it does not divide by two
             kind = rule.factors[factor].reduction

@@ -35,7 +35,11 @@ def group_time(
     tensors = [(r.value, r.dims) for r in group.reads]
     tensors += [(d.value, d.dims) for d in group.defines if d.value in written]
     tensors += list(group.inputs)
-    traffic = 0.0
+    traffic = sum(
+        2.0 * work.itemsize * strategy.points(group.factors, factors, mesh)
+        for work in group.works
+        for factors in work.stored
+    )
     for value, dims in tensors:
         info = graph.values[value]
         traffic += info.itemsize * strategy.sharding(dims).local_size(info.shape, mesh)

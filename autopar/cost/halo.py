@@ -8,12 +8,11 @@ corners of the earlier ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.collectives import collective_time
 from autopar.cost.hardware import HardwareProfile
-from autopar.graph.ir import Value
+from autopar.graph.ir import Graph
 from autopar.mesh import MeshShape
 from autopar.rules.groups import Group
 from autopar.rules.strategies import Strategy
@@ -72,22 +71,22 @@ class Extension:
         return math.prod(self.shape) * self.itemsize
 
 
-def extensions_of(group: Group, strategy: Strategy, values: Sequence[Value], mesh: MeshShape) -> tuple[Extension, ...]:
-    """Of all operands that need any, dim by dim."""
-    if not any(strategy.axes[halo.factor] for _, halo in group.halos):
+def extensions_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> tuple[Extension, ...]:
+    """Of all operands of a group's node that need any, dim by dim."""
+    region = group.region
+    if region is None or not any(strategy.axes[halo.factor] for halo in region.halos):
         return ()
-    read_at = {use: (read.value, read.dims) for read in group.reads for use in read.uses}
     found: list[Extension] = []
-    shapes: dict[tuple[int, int], tuple[int, ...]] = {}
-    for node, halo in group.halos:
-        axes, place, d = strategy.axes[halo.factor], (node, halo.operand), halo.dim
-        if not axes or place not in read_at:  # too small to be planned for
+    shapes: dict[int, tuple[int, ...]] = {}
+    for halo in region.halos:
+        axes, operand, d = strategy.axes[halo.factor], halo.operand, halo.dim
+        value = graph.nodes[region.node].operands[operand]
+        if not axes or value is None:
             continue
-        value, dims = read_at[place]
-        info, sharding = values[value], strategy.sharding(dims)
+        info, sharding = graph.values[value], strategy.sharding(region.operands[operand])
         local = halo.window.local(mesh.sizes(axes))
         assert local is not None, f"{halo} cannot be split over {axes}"
-        before = shapes.get(place, sharding.local_shape(info.shape, mesh))
+        before = shapes.get(operand, sharding.local_shape(info.shape, mesh))
         if local.reads_own(before[d]):
             continue
         strips = tuple(
@@ -95,8 +94,8 @@ def extensions_of(group: Group, strategy: Strategy, values: Sequence[Value], mes
             for after, width in ((False, local.low), (True, local.high))
             if width
         )
-        shapes[place] = (*before[:d], local.length, *before[d + 1 :])
-        found.append(Extension(*place, strips, local, shapes[place], info.itemsize))
+        shapes[operand] = (*before[:d], local.length, *before[d + 1 :])
+        found.append(Extension(region.node, operand, strips, local, shapes[operand], info.itemsize))
     return tuple(found)
 
 

@@ -35,6 +35,28 @@ class Factor:
     reduction: Reduction | None = None
 
 
+#: Whose elements: those of operand or result *i*.
+Elements = tuple[Literal["operand", "result"], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a node sends by itself where a factor is split: each device gives all others what it found in its part.
+
+    Args:
+        factor: the loop.
+        shape, dims: of the operand, whose part of the factor's dim shrinks to what is sent.
+        most: elements of that dim that a device sends, unless its part is shorter.
+        elements: what their type is.
+    """
+
+    factor: int
+    shape: tuple[int, ...]
+    dims: DimFactors
+    most: int
+    elements: Elements
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """How one node may be split.
@@ -46,10 +68,12 @@ class Rule:
         pointwise: each result element depends on no more than one element of each operand along
             every factor, so the node may join its neighbours in one group.
         flops_per_point: floating-point operations per point of the whole factor space.
+        manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device
+            runs its own part of the node (`manual.table`), and all dims that are split must divide.
         halos: dims of operands that a loop reads beyond its own part, split as the loop is; their sizes may differ
             from the factor's.
-        manual: factors that XLA's partitioner does not split, or not rightly: where one of them is split, a program
-            of ours runs on each device (`regions`). All factors of a node that has such divide evenly.
+        exchanges: what it then sends by itself, besides the halos.
+        stored: tensors of the first operand's type that XLA writes and reads on the way, by the factors they span.
     """
 
     factors: tuple[Factor, ...]
@@ -57,8 +81,10 @@ class Rule:
     results: tuple[DimFactors, ...]
     pointwise: bool = False
     flops_per_point: float = 1.0
-    halos: tuple[Halo, ...] = ()
     manual: frozenset[int] = frozenset()
+    halos: tuple[Halo, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    stored: tuple[tuple[int, ...], ...] = ()
 
 
 #: The name a rule gives a factor while it is being written.
@@ -66,6 +92,15 @@ Name = str | int
 
 #: Per dim of one tensor, the names of its factors, major first; `()` is a dim that needs replication.
 DimNames = Sequence[tuple[Name, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """An `Exchange` while its rule is being written: by the factor's name, of the first operand."""
+
+    name: Name
+    most: int
+    elements: Elements
 
 
 def build_rule(
@@ -78,15 +113,17 @@ def build_rule(
     reduction: Reduction = "sum",
     pointwise: bool = False,
     flops_per_point: float = 1.0,
-    windows: Mapping[tuple[int, int], Window] | None = None,
     manual: Collection[Name] = (),
+    windows: Mapping[tuple[int, int], Window] | None = None,
+    sent: Sequence[Sent] = (),
+    stored: Sequence[Sequence[Name]] = (),
 ) -> Rule:
     """Build a rule from the names of each dim's factors.
 
-    A factor that no result has is a reduction. Dims and factors of size 1 (or 0) carry no factor,
-    whatever is written. A size is read off a dim that has one factor alone; `sizes` gives those
-    which never stand alone. A dim in `windows`, by operand and position, is read by its factor's
-    loop in windows: its own size is that of the window, not of the loop.
+    A factor that no result has is a reduction, unless what is `sent` along it completes the results. Dims
+    and factors of size 1 (or 0) carry no factor, whatever is written. A size is read off a dim that has one
+    factor alone; `sizes` gives those which never stand alone. A dim in `windows`, by operand and position, is
+    read by its factor's loop in windows: its own size is that of the window, not of the loop.
 
     >>> rule = build_rule([[("a", "b")]], [[("a",), ("b",)]], [(6,)], [(2, 3)])
     >>> [f.size for f in rule.factors], rule.operands, rule.results
@@ -107,16 +144,22 @@ def build_rule(
             assert fits, f"factors {names} multiply to {product}, not {size}"
         return tuple(found)
 
-    in_results = {name for term in results for names in term for name in names}
+    complete = {name for term in results for names in term for name in names} | {one.name for one in sent}
     named = [dims(t, term, shape) for t, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
     return Rule(
-        factors=tuple(Factor(size, None if n in in_results else reduction) for n, size in known.items()),
+        factors=tuple(Factor(size, None if n in complete else reduction) for n, size in known.items()),
         operands=tuple(named[: len(operands)]),
         results=tuple(named[len(operands) :]),
         pointwise=pointwise,
         flops_per_point=flops_per_point,
-        halos=tuple(Halo(o, d, named[o][d][0], window) for (o, d), window in windows.items() if named[o][d]),
         manual=frozenset(index[name] for name in manual if name in index),
+        halos=tuple(Halo(o, d, named[o][d][0], window) for (o, d), window in windows.items() if named[o][d]),
+        exchanges=tuple(
+            Exchange(index[one.name], operand_shapes[0], named[0], one.most, one.elements)
+            for one in sent
+            if one.name in index
+        ),
+        stored=tuple(tuple(index[name] for name in names if name in index) for names in stored),
     )
 
 

@@ -18,11 +18,11 @@ and whether they want it split alike is what ZeRO is about.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.graph.ir import Graph
-from autopar.rules.factors import DimFactors, Factor, Reduction, Rule
+from autopar.rules.factors import DimFactors, Exchange, Factor, Reduction, Rule
 from autopar.rules.window import Halo, Window
 
 #: Values of at most this many elements are left out of the problem: they are replicated, and
@@ -52,12 +52,32 @@ class Define:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic of one node: operations per point of the space of these factors."""
+    """Arithmetic of one node: operations per point of the space of these factors; and what it writes and reads on the
+    way, by the factors it spans, with its bytes per element."""
 
     factors: tuple[int, ...]
     flops_per_point: float
     contraction: bool
     dtype: str
+    stored: tuple[tuple[int, ...], ...] = ()
+    itemsize: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """How a node is run in parts: all its tensors' dims, literals too, what it sends, and what it reads of its
+    neighbours' parts, in the group's factors.
+
+    Args:
+        manual: the node is so run where one of these factors is split.
+    """
+
+    node: int
+    manual: frozenset[int]
+    operands: tuple[DimFactors, ...]
+    results: tuple[DimFactors, ...]
+    exchanges: tuple[Exchange, ...]
+    halos: tuple[Halo, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +89,7 @@ class Group:
         fixed: factors that may not be split (minor parts of a compound dim).
         inputs: graph inputs (value indices) that live here: state that only this group reads and
             renews, with its dims in the group's factors.
-        halos: by node, dims of its operands that a factor of the group reads beyond its own part.
-        manual: factors along which a program of ours is split, not XLA's partitioner's.
+        region: of a node that has manual factors, which is always alone.
     """
 
     nodes: tuple[int, ...]
@@ -81,13 +100,12 @@ class Group:
     even: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     inputs: tuple[tuple[int, DimFactors], ...] = ()
-    halos: tuple[tuple[int, Halo], ...] = ()
-    manual: frozenset[int] = frozenset()
+    region: Region | None = None
 
     def windows(self) -> dict[int, list[Window]]:
         """By factor, how its loop reads operands."""
         windows: dict[int, list[Window]] = defaultdict(list)
-        for _, halo in self.halos:
+        for halo in self.region.halos if self.region else ():
             windows[halo.factor].append(halo.window)
         return windows
 
@@ -272,8 +290,6 @@ def _build(
     reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]] = defaultdict(list)
     defines: list[Define] = []
     works: list[Work] = []
-    halos: list[tuple[int, Halo]] = []
-    manual: set[int] = set()
     for n in nodes:
         node, rule = graph.nodes[n], rules[n]
         for i, value in enumerate(node.operands):
@@ -284,10 +300,11 @@ def _build(
         kinds: list[Reduction] = [factor.reduction for factor in rule.factors if factor.reduction]
         for value, dims in zip(node.results, rule.results, strict=True):
             defines.append(Define(value, n, local(n, dims), pending, kinds[0] if kinds else "sum"))
-        dtype = graph.values[next((v for v in node.operands if v is not None), node.results[0])].dtype
-        works.append(Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, dtype))
-        halos += [(n, replace(halo, factor=own[halo.factor])) for halo in rule.halos]
-        manual.update(own[factor] for factor in rule.manual)
+        first = graph.values[next((v for v in node.operands if v is not None), node.results[0])]
+        stored = tuple(tuple(own[f] for f in factors) for factors in rule.stored)
+        works.append(
+            Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, first.dtype, stored, first.itemsize)
+        )
     settled = {(d.value, d.dims) for d in defines if not d.pending}
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
@@ -298,12 +315,28 @@ def _build(
         reads=tuple(Read(value, dims, tuple(uses)) for (value, dims), uses in reads.items()),
         defines=tuple(defines),
         works=tuple(works),
-        even=frozenset(range(len(factors))) if manual else frozenset(f for dim in compound for f in dim),
+        even=frozenset(f for dim in compound for f in dim),
         fixed=frozenset(f for dim in compound for f in dim[1:]),
-        halos=tuple(halos),
-        manual=frozenset(manual),
+        region=_region(nodes[0], rules[nodes[0]], local),
     )
     return _absorb(graph, group, joiner, absorbable)
+
+
+def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors]) -> Region | None:
+    if not rule.manual:
+        return None
+
+    def class_of(factor: int) -> int:
+        return local(node, ((factor,),))[0][0]
+
+    return Region(
+        node,
+        frozenset(map(class_of, rule.manual)),
+        tuple(local(node, dims) for dims in rule.operands),
+        tuple(local(node, dims) for dims in rule.results),
+        tuple(replace(one, factor=class_of(one.factor), dims=local(node, one.dims)) for one in rule.exchanges),
+        tuple(replace(halo, factor=class_of(halo.factor)) for halo in rule.halos),
+    )
 
 
 def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[int]) -> Group:
@@ -326,9 +359,5 @@ def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[i
         inputs.append((read.value, read.dims))
     even = group.even | {f for _, dims in inputs for dim in dims for f in dim}
     taken = {value for value, _ in inputs}
-    return replace(
-        group,
-        reads=tuple(r for r in group.reads if r.value not in taken),
-        even=frozenset(even),
-        inputs=tuple(inputs),
-    )
+    reads = tuple(r for r in group.reads if r.value not in taken)
+    return replace(group, reads=reads, even=frozenset(even), inputs=tuple(inputs))

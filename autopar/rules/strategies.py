@@ -46,11 +46,13 @@ def enumerate_strategies(
     *,
     even: Collection[int] = (),
     fixed: Collection[int] = (),
+    manual: Collection[int] = (),
     windows: Mapping[int, Sequence[Window]] | None = None,
 ) -> tuple[Strategy, ...]:
     """All strategies: each mesh axis splits one factor or none. Axes of size 1 split nothing.
 
-    The first is always the replicated one. A factor with windows is split where neighbours have all that is read.
+    The first is always the replicated one. Where a `manual` factor is split, all factors are split evenly. A factor
+    with windows is split where neighbours have all that is read.
     """
     windows = windows or {}
     axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
@@ -61,8 +63,9 @@ def enumerate_strategies(
         for axis, factor in zip(axes, assignment, strict=True):
             if factor is not None:
                 split[factor] = (*split[factor], axis)
+        all_even = any(split[i] for i in manual)
         if all(
-            _allowed(factors[i].size, mesh.sizes(s), i in even)
+            _allowed(factors[i].size, mesh.sizes(s), all_even or i in even)
             and all(window.local(mesh.sizes(s)) for window in windows.get(i, ()))
             for i, s in enumerate(split)
             if s
