@@ -33,7 +33,7 @@ from autopar.manual.region import run_region
 from autopar.mesh import parse_mesh
 from autopar.partition_spec import partition_spec
 from autopar.plan import ManualRegion
-from autopar.rules.factors import Rule
+from autopar.rules.factors import Reduction, Rule
 from autopar.rules.registry import NodeView
 from autopar.rules.strategies import Strategy, enumerate_strategies
 from autopar.rules.table import RULES, rule_for
@@ -311,11 +311,12 @@ class Case:
         if not any(strategy.axes[f] for f in self.rule.manual):
             return None
         pending = [i for i, f in enumerate(self.rule.factors) if f.reduction]
+        kinds: list[Reduction] = [f.reduction for f in self.rule.factors if f.reduction]
         return ManualRegion(
             node=self.position,
             operands=tuple(strategy.sharding(dims) for dims in self.rule.operands),
             results=tuple(strategy.sharding(dims, pending) for dims in self.rule.results),
-            reduction=[*(f.reduction for f in self.rule.factors if f.reduction), "sum"][0],
+            reduction=kinds[0] if kinds else "sum",
         )
 
 
