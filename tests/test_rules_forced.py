@@ -128,13 +128,14 @@ def windows(x: jax.Array) -> Any:
 
 
 def pools(x: jax.Array) -> Any:
-    shapes = (((1, 3, 3, 1), "SAME"), ((1, 2, 2, 1), "VALID"), ((1, 3, 2, 1), ((0, 0), (1, 1), (0, 0), (0, 0))))
-    kinds = ((0.0, lax.add), (-np.inf, lax.max), (np.inf, lax.min))
-    return [
-        lax.reduce_window(x, init, op, window, (1, 2, 2, 1), padding)
-        for window, padding in shapes
-        for init, op in kinds
+    padded = ((0, 0), (1, 1), (0, 0), (0, 0))
+    shapes: list[tuple[Any, Any, tuple[int, ...], Any]] = [
+        (0.0, lax.add, (1, 3, 3, 1), "SAME"),
+        (-np.inf, lax.max, (1, 3, 3, 1), "SAME"),
+        (-np.inf, lax.max, (1, 3, 2, 1), padded),
+        (np.inf, lax.min, (1, 2, 2, 1), "VALID"),
     ]
+    return [lax.reduce_window(x, init, op, window, (1, 2, 2, 1), padding) for init, op, window, padding in shapes]
 
 
 def more_windows(x: jax.Array) -> Any:
@@ -251,7 +252,7 @@ SAMPLES: dict[str, Sample] = {
     "conv_spatial_grouped": (conv(feature_group_count=2), [RNG.random((2, 16, 8, 4), np.float32), RNG.random((3, 3, 2, 8), np.float32)]),
     "conv_spatial_depthwise": (conv(feature_group_count=8, window_strides=(2, 1)),
                                [RNG.random((2, 16, 8, 8), np.float32), RNG.random((3, 3, 1, 8), np.float32)]),
-    "conv_patches": (conv(padding="VALID", window_strides=(4, 4)), [RNG.random((2, 32, 32, 2), np.float32), RNG.random((4, 4, 2, 8), np.float32)]),
+    "conv_patches": (conv(padding="VALID", window_strides=(4, 4)), [RNG.random((2, 32, 8, 2), np.float32), RNG.random((4, 4, 2, 8), np.float32)]),
     "pools": (gradient(pools, (0,)), [RNG.permutation(2 * 16 * 32 * 2).reshape(2, 16, 32, 2).astype(np.float32) / 2048]),
     "conv_depthwise": (conv(feature_group_count=8), [IMAGE, KERNEL[:, :, :1]]),
     "conv_grouped": (conv(feature_group_count=2), [IMAGE, KERNEL[:, :, :4]]),
