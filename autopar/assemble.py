@@ -21,6 +21,7 @@ from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
 from autopar.rules.regions import gather_of, is_manual
+from autopar.rules.structure import BORDERS, PINNED
 from autopar.sharding import TensorSharding, replicated
 from autopar.timeline import simulate
 
@@ -144,6 +145,8 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     each operand that its reader wants otherwise, one move at a time."""
     out: list[Constraint] = []
     arguments = set(f.graph.inputs)
+    told = {*BORDERS, *PINNED}
+    borders = {v for node in f.graph.nodes if node.primitive in told for v in node.results}
     copies = {d.value: d.shardings[choices[n]] for n, d in enumerate(f.decisions) if d.kind == "copy"}
     natural: dict[int, TensorSharding] = {}
     for value, (node, shardings) in f.value_made.items():
@@ -151,7 +154,7 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         natural[value] = sharding.resolved()
         if value in arguments or f.graph.values[value].size <= SMALL_SIZE:
             continue
-        if value in f.written or sharding.unreduced:
+        if value in f.written or sharding.unreduced or value in borders:
             path = (natural[value],)
             if len(sharding.unreduced) > 1:
                 path = _scattered(f, choices, value, sharding, copies) or path
@@ -242,6 +245,7 @@ def _collectives(
     input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
     renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
     for flow in f.flows:
+        times = f.graph.values[flow.value].repeat
         for step in f.collectives(flow, choices):
             node = _node_of(f, flow, defined_at)
             caused[flow.source].append(len(uses))
@@ -251,7 +255,8 @@ def _collectives(
                     kind=step.kind,
                     axes=step.axes,
                     num_bytes=step.num_bytes,
-                    time_s=f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
+                    num_times=round(times),
+                    time_s=times * f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
                     cause=_cause(f, flow, step.kind, input_path, renewed, defined_at),
                     path=node.path if node else input_path.get(flow.value, ""),
                     source=node.source if node else "",
@@ -267,6 +272,8 @@ def _collectives(
                 sent[strip] = len(uses)
                 uses.append(use)
             caused[index].append(sent[strip])
+    for node in f.graph.nodes:
+        uses += _told(f, node)
     return tuple(uses), {node: tuple(positions) for node, positions in caused.items()}
 
 
@@ -285,7 +292,8 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
                 kind="all-reduce",
                 axes=axes,
                 num_bytes=info.num_bytes,
-                time_s=f.time("all-reduce", axes, info.num_bytes, combinable=True),
+                num_times=round(info.repeat),
+                time_s=info.repeat * f.time("all-reduce", axes, info.num_bytes, combinable=True),
                 cause=f"{define.reduction} of a few elements ({node.primitive})",
                 path=node.path,
                 source=node.source,
@@ -310,13 +318,32 @@ def _halos(
                     kind=halo.KIND,
                     axes=strip.axes,
                     num_bytes=strip.num_bytes,
-                    time_s=halo.strip_time(strip, f.mesh, f.profile),
+                    num_times=round(node.repeat),
+                    time_s=node.repeat * halo.strip_time(strip, f.mesh, f.profile),
                     cause=f"exchange the halo of {of}",
                     path=node.path,
                     source=node.source,
                     phase=node.phase,
                 ),
             )
+
+
+def _told(f: Formulation, node: Node) -> Iterator[CollectiveUse]:
+    """What the program itself sends, inside a `shard_map`."""
+    for kind, axes, num_bytes, times in node.params.get("collectives", ()):
+        repeat = times * node.repeat
+        yield CollectiveUse(
+            kind=kind,
+            axes=axes,
+            num_bytes=num_bytes,
+            num_times=round(repeat),
+            time_s=repeat * f.time(kind, axes, num_bytes, combinable=False),
+            cause="the step's own, in a shard_map",
+            path=node.path,
+            source=node.source,
+            phase=node.phase,
+            combinable=True,
+        )
 
 
 def _inside(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
@@ -329,7 +356,8 @@ def _inside(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
         kind="all-gather",
         axes=sent.axes,
         num_bytes=sent.num_bytes,
-        time_s=f.time("all-gather", sent.axes, sent.num_bytes, combinable=False),
+        num_times=round(node.repeat),
+        time_s=node.repeat * f.time("all-gather", sent.axes, sent.num_bytes, combinable=False),
         cause=f"join the parts of a {node.primitive}",
         path=node.path,
         source=node.source,

@@ -16,14 +16,16 @@ from autopar.cost import halo
 from autopar.cost.halo import Extension, Strip
 from autopar.device_program import Gemm
 from autopar.formulation import Formulation
-from autopar.graph.ir import Graph, Node, Value
+from autopar.graph.ir import Graph, Loop, Node, Value
 from autopar.ragged_product import dense_product
 from autopar.rules.regions import Gather, gather_of
+from autopar.rules.structure import BORDERS
 from autopar.sharding import TensorSharding, replicated
 
 #: `alias`: the same memory under another shape. `loop`: one output element at a time. `reduce`: many elements
-#: to one. `inplace`: writes into its first operand. `hero`: a kernel of its own that nothing is fused with.
-InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "hero", "collective"]
+#: to one. `inplace`: writes into its first operand. `hero`: a kernel of its own that nothing is fused with. `border`: the
+#: same memory on the other side of a loop's or a branch's border; nothing is fused across it.
+InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "hero", "border", "collective"]
 
 #: What XLA's cost analysis charges per element of a float32 operation, measured on Hopper (its HLO operation
 #: profiles, sm_90); anything else is charged `CHEAP`. Operations that XLA expands are sums of their parts.
@@ -69,11 +71,11 @@ _ALIASES = frozenset(
         "copy",
         "copy_p",
         "stop_gradient",
-        "optimization_barrier",
         "bitcast_convert_type",
         "random_wrap",
         "random_unwrap",
         "sharding_constraint",
+        "reshard",
         "reduce_precision",
     ]
 )
@@ -97,13 +99,11 @@ _HEROES = frozenset(
         "svd",
         "qr",
         "lu",
-        "scan",
-        "while",
-        "cond",
         "custom_call",
         "ffi_call",
         "rng_bit_generator",
         "pallas_call",
+        "shard_map",
     ]
 )
 
@@ -168,6 +168,7 @@ class _Lowering:
         self.local: dict[int, TensorSharding] = {}  # value -> how it is made
         self.moved: dict[tuple[int, TensorSharding], int] = {}
         self.laid_out: dict[int, int] = {}
+        self.kept: dict[int, int] = {}  # node of a loop's piece -> what is in memory as long as the loop runs
         self.known: dict[tuple[object, ...], int] = {}  # what was computed already, XLA computes once
         self.flow_of: dict[tuple[int, int], int] = {}
         for index, flow in enumerate(f.flows):
@@ -201,8 +202,18 @@ class _Lowering:
             self.program.arguments[position] = self._argument(value)
         for value in self.graph.constants:
             self._argument(value)
+        loop_at = {loop.start: loop for loop in reversed(self.graph.loops)}
+        ends = {loop.stop: loop for loop in self.graph.loops}
         for n, node in enumerate(self.graph.nodes):
-            self._node(n, node)
+            if n in ends:
+                self._end(ends[n])
+            if n in loop_at:
+                self._allocate_stacks(loop_at[n])
+            if node.primitive in BORDERS:
+                if n not in self.kept:
+                    self._piece(n, node)
+            else:
+                self._node(n, node)
         self._outputs()
         return self.program
 
@@ -311,6 +322,7 @@ class _Lowering:
         if scatter is not None:
             self.at[node.results[0]] = scatter
             return
+        used |= dict.fromkeys(self._told(n, node, [at for at, _ in operands]), 0.0)
         instruction = Instruction(
             kind,
             n,
@@ -339,7 +351,7 @@ class _Lowering:
         for strip in one.strips:
             if strip not in self.strips:
                 size = float(math.prod(strip.shape))
-                cut = self._piece(one.node, strip.value, "slice", {at: self._share(size, at)}, size, strip.itemsize)
+                cut = self._copied(one.node, strip.value, "slice", {at: self._share(size, at)}, size, strip.itemsize)
                 self.strips[strip] = self._add(
                     replace(
                         self.program.instructions[cut],
@@ -356,19 +368,32 @@ class _Lowering:
         if key not in self.known:
             size, value = float(math.prod(one.shape)), self.program.instructions[at].value
             if one.strips:
-                self.known[key] = self._piece(one.node, value, "pad", parts, size, one.itemsize)
+                self.known[key] = self._copied(one.node, value, "pad", parts, size, one.itemsize)
             else:
-                self.known[key] = self._piece(one.node, value, "slice", {at: self._share(size, at)}, size, one.itemsize)
+                self.known[key] = self._copied(
+                    one.node, value, "slice", {at: self._share(size, at)}, size, one.itemsize
+                )
         return self.known[key]
 
     def _share(self, size: float, at: int) -> float:
         return size / max(self.program.instructions[at].elements, 1.0)
 
-    def _piece(
+    def _copied(
         self, n: int, value: int, primitive: str, operands: dict[int, float], size: float, itemsize: float
     ) -> int:
         dtype = self.graph.values[value].dtype
         return self._add(Instruction("loop", n, value, primitive, operands, size, size * itemsize, dtype=dtype))
+
+    def _told(self, n: int, node: Node, operands: Sequence[int]) -> list[int]:
+        """What the program itself sends, inside a `shard_map`."""
+        sent: list[int] = []
+        for kind, axes, num_bytes, times in node.params.get("collectives", ()):
+            size = times * num_bytes
+            reads = dict.fromkeys(operands, 1.0)
+            one = Instruction("collective", n, -1, kind, reads, size / 4, size, collective=kind, axes=axes)
+            one.payload_bytes, one.combinable = size, False
+            sent.append(self._add(one))
+        return sent
 
     def _joined(self, n: int, at: int) -> int:
         """What a node makes of its parts: it gathers what each has found, and finishes from that."""
@@ -611,6 +636,8 @@ class _Lowering:
             return 2.0 * math.prod(kernel) / max(kernel[out] if isinstance(out, int) else 1, 1)
         if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
             return 0.0
+        if "flops" in node.params:  # of a whole program
+            return node.params["flops"] / max(float(sum(map(math.prod, shapes))), 1.0)
         dtype = self.graph.values[node.results[0]].dtype
         if dtype == "bfloat16" and node.primitive in ("exp", "log"):
             return CHEAP
@@ -634,6 +661,58 @@ class _Lowering:
         n = math.prod(s for d, s in enumerate(right) if d not in (*right_contracting, *right_batch))
         return Gemm(batch, m, n, k, values[0].dtype, self.graph.values[node.results[0]].dtype)
 
+    # -- loops and branches ------------------------------------------------------------------
+
+    def _border(self, n: int, value: int, operands: Sequence[int], num_bytes: float, elements: float) -> int:
+        dtype = self.graph.values[value].dtype if value >= 0 else "float32"
+        reads = dict.fromkeys(operands, 0.0)
+        return self._add(Instruction("border", n, value, "border", reads, elements, num_bytes, dtype=dtype))
+
+    def _piece(self, n: int, node: Node) -> None:
+        """One value at the border of a loop or a branch."""
+        if not node.results:
+            return
+        value = node.results[0]
+        shape = self._local_shape(value, self._sharding(value))
+        elements = float(math.prod(shape))
+        num_bytes = elements * self.graph.values[value].itemsize
+        sources = [self._operand(n, i, v)[0] for i, v in enumerate(node.operands) if v is not None]
+        dtype = self.graph.values[value].dtype
+        if node.primitive == "enter_slice":
+            whole = self.program.instructions[sources[0]]
+            stack = self._border(n, whole.value, sources, whole.num_bytes, whole.elements)
+            self.kept[n] = stack
+            part = {stack: elements / max(whole.elements, 1.0)}
+            self.at[value] = self._add(
+                Instruction("loop", n, value, "dynamic_slice", part, elements, num_bytes, dtype=dtype)
+            )
+        elif node.primitive == "exit_stack":
+            reads = {self.kept[n]: 1.0, **dict.fromkeys(sources, 1.0)}
+            last = max(loop.stop for loop in self.graph.loops if n in loop.stacks) - 1
+            self.at[value] = self._add(
+                Instruction("inplace", last, value, "dynamic_update_slice", reads, elements, num_bytes, dtype=dtype)
+            )
+        else:
+            self.at[value] = self._border(n, value, sources, num_bytes, elements)
+            if node.primitive == "enter_const":
+                self.kept[n] = self.at[value]
+
+    def _allocate_stacks(self, loop: Loop) -> None:
+        """What all trips make is in memory from the first trip on."""
+        for n in loop.stacks:
+            value = self.graph.nodes[n].results[0]
+            elements = float(self._sharding(value).local_size(self.graph.values[value].shape, self.f.mesh))
+            num_bytes = elements * self.graph.values[value].itemsize
+            self.kept[n] = self._border(loop.start, value, (), num_bytes, elements)
+
+    def _end(self, loop: Loop) -> None:
+        """What all trips make; and what every trip reads, which is in memory until the last one ends."""
+        for n in loop.stacks:
+            self._piece(n, self.graph.nodes[n])
+        kept = [at for n, at in self.kept.items() if loop.start <= n < loop.stop]
+        if kept:
+            self._border(loop.stop - 1, -1, kept, 0.0, 0.0)
+
     # -- outputs -----------------------------------------------------------------------------
 
     def _outputs(self) -> None:
@@ -648,9 +727,15 @@ class _Lowering:
             if value is None:
                 self.program.outputs.append(None)
             elif position in wanted:
-                self.program.outputs.append(self._reach(value, wanted[position])[0])
+                self.program.outputs.append(self._inside(self._reach(value, wanted[position])[0]))
             else:
-                self.program.outputs.append(self.at[value])
+                self.program.outputs.append(self._inside(self.at[value]))
+
+    def _inside(self, at: int) -> int:
+        """What a loop leaves as an output, it makes as one."""
+        while (one := self.program.instructions[at]).kind == "border" and one.operands:
+            at = next(iter(one.operands))
+        return at
 
 
 def _sums_nothing(node: Node) -> bool:

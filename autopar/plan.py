@@ -42,10 +42,11 @@ class CollectiveUse:
         axes: mesh axes it runs over.
         num_bytes: payload per device, by the convention of `cost.collectives`: the full
             (gathered / unscattered) local buffer.
-        time_s: predicted seconds.
+        time_s: predicted seconds in a step.
         cause: what it is for, in words, e.g. "sum the gradient of `params/Dense_0/kernel`".
         path / source / phase: where in the model, where in the user's code, when.
         combinable: XLA merges it with its like, so many count as one.
+        num_times: how often a step runs it: more than once inside a loop.
     """
 
     kind: str
@@ -57,6 +58,12 @@ class CollectiveUse:
     source: str
     phase: Phase
     combinable: bool = False
+    num_times: int = 1
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Its payload, as often as a step runs it."""
+        return self.num_times * self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

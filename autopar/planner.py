@@ -28,10 +28,10 @@ from autopar.errors import BudgetError, MeshError, TimeLimitError
 from autopar.formulation import Formulation, formulate
 from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
-from autopar.graph.ir import Graph, Node
+from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
 from autopar.jax_compat import shape_struct
 from autopar.mesh import MeshShape, factorisations, parse_mesh
-from autopar.pins import meshes_with_pinned_axes, resolve_pins
+from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, ProgramSignature, RejectedMesh
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
@@ -133,10 +133,10 @@ def plan_program(
     """`plan`, for a program already traced."""
     report = progress or (lambda stage, fraction: None)
     profile = _profile(hardware)
-    meshes = meshes_with_pinned_axes(_meshes(mesh, num_devices), pin or {})
+    meshes = meshes_with_pinned_axes(meshes_of_program(_meshes(mesh, num_devices), program.graph), pin or {})
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
-    distinct, twins = _distinct(meshes, profile, symmetric=not pin)
+    distinct, twins = _distinct(meshes, profile, symmetric=not pin and not _names_axes(program.graph))
     grouped = _group(program.graph, resolve_pins(pin or {}, program.graph, distinct[0]))
     plans: list[Plan] = []
     failures: list[tuple[MeshShape, BudgetError]] = []
@@ -194,7 +194,8 @@ def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
     digest = hashlib.sha256()
     for node in graph.nodes:
         shapes = [graph.values[v].shape for v in node.results]
-        digest.update(repr((node.primitive, node.operands, node.results, shapes, sorted(node.params.items()))).encode())
+        what = (node.primitive, node.operands, node.results, shapes, sorted(node.params.items()), node.repeat)
+        digest.update(repr(what).encode())
     return ProgramSignature(
         name=traced.name,
         inputs=tensors(graph.input_paths, graph.inputs),
@@ -383,6 +384,12 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
         f"`{name}` has a side effect: each of its {count} uses runs once per step, on whole values"
         for name, count in sorted(effects.items())
     ]
+    endless = [node for node in graph.nodes if node.primitive == "predicate"]
+    if endless:
+        notes.append(
+            f"how often a `while` loop runs is known only as it does: each of {len(endless)} is priced for"
+            f" {UNKNOWN_TRIPS:g} trips. The first is at {endless[0].source or 'an unknown line'}"
+        )
     axes = [(a, s) for a, s in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if s > 1]
     undivided: dict[int, list[str]] = {}
     for tensor in inputs:
@@ -399,9 +406,12 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
 
 
 #: Primitives that hold a whole program, which no rule describes.
-_PROGRAMS = frozenset(
-    ["call_hi_primitive", "checkpoint", "cond", "custom_linear_solve", "remat2", "scan", "shard_map", "while"]
-)
+_PROGRAMS = frozenset(["call_hi_primitive"])
+
+
+def _names_axes(graph: Graph) -> bool:
+    """Whether the program itself splits anything: then axes of one size are not alike."""
+    return any(node.params.get("axis_sizes") for node in graph.nodes)
 
 
 def _first_use(graph: Graph, name: str) -> tuple[Node, NodeView]:

@@ -22,8 +22,23 @@ def shared_dir() -> Path:
     Skips where it is absent, visibly; fails in CI, where it must not be.
     """
     if not SHARED.is_dir():
-        reason = f"no {SHARED}: this test reads material that lies beside the repository"
-        if os.environ.get("CI"):
-            pytest.fail(f"{reason}; in CI it must be there")
-        pytest.skip(reason)
+        _skip_but_in_ci(f"no {SHARED}: this test reads material that lies beside the repository")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def gpu_compiler() -> None:
+    """XLA's compiler for GPUs that are not there. Skips where its wheels are absent, and says how to get them."""
+    from autopar.absent import require_wheels
+    from autopar.errors import VerifyError
+
+    try:
+        require_wheels()
+    except VerifyError as error:
+        _skip_but_in_ci(f"XLA's GPU compiler is not here: {error}")
+
+
+def _skip_but_in_ci(reason: str) -> None:
+    if os.environ.get("CI"):
+        pytest.fail(f"{reason}; in CI it must be there")
+    pytest.skip(reason)

@@ -68,6 +68,7 @@ class Rule:
         pointwise: each result element depends on no more than one element of each operand along
             every factor, so the node may join its neighbours in one group.
         flops_per_point: floating-point operations per point of the whole factor space.
+        pinned: factors that the program itself splits, with the mesh axes (none: it stays whole).
         manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device
             runs its own part of the node (`manual.table`), and all dims that are split must divide.
         halos: dims of operands that a loop reads beyond its own part, split as the loop is; their sizes may differ
@@ -81,6 +82,7 @@ class Rule:
     results: tuple[DimFactors, ...]
     pointwise: bool = False
     flops_per_point: float = 1.0
+    pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
     manual: frozenset[int] = frozenset()
     halos: tuple[Halo, ...] = ()
     exchanges: tuple[Exchange, ...] = ()

@@ -8,7 +8,8 @@ What joins, and why:
 1. An elementwise node joins the producer of an operand that spans the whole space of both: splitting
    them differently would only add resharding. A reduction (`reduce_sum` …) joins its operand's group.
 2. Elementwise and reduction nodes that read the same value join each other.
-3. A small group fed by a reduction of a large one and broadcast back into it (the statistics of a
+3. What a value carried through a loop goes in by and comes out by: one trip leaves it as the next one finds it.
+4. A small group fed by a reduction of a large one and broadcast back into it (the statistics of a
    layer norm or a softmax) joins the large one.
 
 Carried state is never a reason to join: the forward pass and the optimizer read the same parameter,
@@ -52,13 +53,14 @@ class Define:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic of one node: operations per point of the space of these factors; and what it writes and reads on the
-    way, by the factors it spans, with its bytes per element."""
+    """Arithmetic of one node: operations per point of the space of these factors, so many times a step; and what it writes
+    and reads on the way, by the factors it spans, with its bytes per element."""
 
     factors: tuple[int, ...]
     flops_per_point: float
     contraction: bool
     dtype: str
+    repeat: float = 1.0
     stored: tuple[tuple[int, ...], ...] = ()
     itemsize: float = 0.0
 
@@ -89,6 +91,7 @@ class Group:
         fixed: factors that may not be split (minor parts of a compound dim).
         inputs: graph inputs (value indices) that live here: state that only this group reads and
             renews, with its dims in the group's factors.
+        pinned: factors that the program itself splits, with the mesh axes.
         region: of a node that has manual factors, which is always alone.
     """
 
@@ -100,6 +103,7 @@ class Group:
     even: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     inputs: tuple[tuple[int, DimFactors], ...] = ()
+    pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
     region: Region | None = None
 
     def windows(self) -> dict[int, list[Window]]:
@@ -128,6 +132,7 @@ def form_groups(graph: Graph, rules: Sequence[Rule], absorbable: frozenset[int] 
         absorbable: positions of inputs that may live inside a group (unpinned carried state).
     """
     joiner = _Joiner(graph, rules)
+    joiner.join_carries()
     joiner.join_producers()
     joiner.join_siblings()
     joiner.join_sandwiched()
@@ -201,6 +206,11 @@ class _Joiner:
         self.space[root_a] = {self.factor(f) for f in self.space[root_a] | self.space[root_b]}
         self.space[root_b] = set()
         return True
+
+    def join_carries(self) -> None:
+        for loop in self.graph.loops:
+            for enter, leave in loop.carries:
+                self.join(enter, leave, self.result(enter, 0), self.result(leave, 0))
 
     def join_producers(self) -> None:
         for value, uses in self.readers.items():
@@ -303,7 +313,15 @@ def _build(
         first = graph.values[next((v for v in node.operands if v is not None), node.results[0])]
         stored = tuple(tuple(own[f] for f in factors) for factors in rule.stored)
         works.append(
-            Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, first.dtype, stored, first.itemsize)
+            Work(
+                own,
+                rule.flops_per_point,
+                node.primitive in _CONTRACTIONS,
+                first.dtype,
+                node.repeat,
+                stored,
+                first.itemsize,
+            )
         )
     settled = {(d.value, d.dims) for d in defines if not d.pending}
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
@@ -317,6 +335,9 @@ def _build(
         works=tuple(works),
         even=frozenset(f for dim in compound for f in dim),
         fixed=frozenset(f for dim in compound for f in dim[1:]),
+        pinned=tuple(
+            (classes[joiner.factor(joiner.offset[n] + f)], axes) for n in nodes for f, axes in rules[n].pinned
+        ),
         region=_region(nodes[0], rules[nodes[0]], local),
     )
     return _absorb(graph, group, joiner, absorbable)

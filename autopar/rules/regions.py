@@ -42,7 +42,9 @@ def gather_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -
         if not axes:
             continue
         local = strategy.sharding(one.dims).local_shape(one.shape, mesh)
-        kept = [min(size, one.most) if dim == (one.factor,) else size for size, dim in zip(local, one.dims, strict=True)]
+        kept = [
+            min(size, one.most) if dim == (one.factor,) else size for size, dim in zip(local, one.dims, strict=True)
+        ]
         side, position = one.elements
         value = (node.operands if side == "operand" else node.results)[position]
         assert value is not None, "what is sent has the type of a value"

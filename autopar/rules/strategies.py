@@ -32,13 +32,6 @@ class Strategy:
             tuple(axis for factor in pending for axis in self.axes[factor]),
         )
 
-    def points(self, factors: Sequence[Factor], used: Sequence[int], mesh: MeshShape) -> float:
-        """Points of a factor space that one device computes."""
-        total = 1.0
-        for f in used:
-            total *= -(-factors[f].size // mesh.sizes(self.axes[f]))
-        return total
-
 
 def enumerate_strategies(
     factors: Sequence[Factor],
@@ -48,15 +41,18 @@ def enumerate_strategies(
     fixed: Collection[int] = (),
     manual: Collection[int] = (),
     windows: Mapping[int, Sequence[Window]] | None = None,
+    pinned: Sequence[tuple[int, tuple[str, ...]]] = (),
 ) -> tuple[Strategy, ...]:
     """All strategies: each mesh axis splits one factor or none. Axes of size 1 split nothing.
 
-    The first is always the replicated one. Where a `manual` factor is split, all factors are split evenly. A factor
-    with windows is split where neighbours have all that is read.
+    The first is the replicated one, but for what is pinned. Where a `manual` factor is split, all factors are split
+    evenly. A factor with windows is split where neighbours have all that is read.
     """
     windows = windows or {}
-    axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
-    choices = [None, *(i for i in range(len(factors)) if i not in fixed)]
+    real = {axis for axis in mesh.axis_names if mesh.size(axis) > 1}
+    given = {factor: tuple(axis for axis in axes if axis in real) for factor, axes in pinned}
+    axes = [axis for axis in mesh.axis_names if axis in real and not any(axis in taken for taken in given.values())]
+    choices = [None, *(i for i in range(len(factors)) if i not in fixed and i not in given)]
     strategies = []
     for assignment in itertools.product(choices, repeat=len(axes)):
         split: list[tuple[str, ...]] = [()] * len(factors)
@@ -70,7 +66,7 @@ def enumerate_strategies(
             for i, s in enumerate(split)
             if s
         ):
-            strategies.append(Strategy(tuple(split)))
+            strategies.append(Strategy(tuple(given.get(i, s) for i, s in enumerate(split))))
     return tuple(strategies)
 
 
