@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.cost import halo
+from autopar.cost.halo import Extension, Strip
 from autopar.device_program import DeviceProgram, peak_of_temporaries
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
@@ -264,8 +266,14 @@ def _collectives(
                     combinable=flow.combinable,
                 )
             )
+    sent: dict[Strip, int] = {}
     for index, choice in enumerate(f.decisions):
         uses += _small_sums(f, choice, choices[index])
+        for strip, use in _halos(f, f.extensions(index, choices[index]), input_path, defined_at):
+            if strip not in sent:  # else XLA sends it once for all its readers
+                sent[strip] = len(uses)
+                uses.append(use)
+            caused[index].append(sent[strip])
     for node in f.graph.nodes:
         uses += _told(f, node)
     return tuple(uses), {node: tuple(positions) for node, positions in caused.items()}
@@ -296,6 +304,30 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
             )
         )
     return uses
+
+
+def _halos(
+    f: Formulation, extensions: Sequence[Extension], input_path: dict[int, str], defined_at: dict[int, int]
+) -> Iterator[tuple[Strip, CollectiveUse]]:
+    for one in extensions:
+        node = f.graph.nodes[one.node]
+        for strip in one.strips:
+            made = defined_at.get(strip.value)
+            of = f"`{input_path[strip.value]}`" if made is None else f"the {f.graph.nodes[made].primitive} result"
+            yield (
+                strip,
+                CollectiveUse(
+                    kind=halo.KIND,
+                    axes=strip.axes,
+                    num_bytes=strip.num_bytes,
+                    num_times=round(node.repeat),
+                    time_s=node.repeat * halo.strip_time(strip, f.mesh, f.profile),
+                    cause=f"exchange the halo of {of}",
+                    path=node.path,
+                    source=node.source,
+                    phase=node.phase,
+                ),
+            )
 
 
 def _told(f: Formulation, node: Node) -> Iterator[CollectiveUse]:

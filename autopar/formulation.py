@@ -23,6 +23,7 @@ import numpy as np
 
 from autopar.cost.collectives import collective_time
 from autopar.cost.compute import Load, compute_time, load_of
+from autopar.cost.halo import Extension, Strip, extension_time, extensions_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.resharding import Move, collectives_of, resharding_moves
 from autopar.cost.resharding_times import ReshardingTimes
@@ -106,6 +107,13 @@ class Formulation:
         """Collectives of one flow under an assignment."""
         made, wanted = flow.made[choices[flow.source]], flow.wanted[choices[flow.target]]
         return collectives_of(self.moves(flow.value, made, wanted))
+
+    def extensions(self, decision: int, chosen: int) -> tuple[Extension, ...]:
+        """What a group's operands are extended by under one of its strategies."""
+        one = self.decisions[decision]
+        if one.kind != "group":
+            return ()
+        return extensions_of(self.groups[one.group], one.strategies[chosen], self.graph, self.mesh)
 
     def time(self, kind: str, axes: tuple[str, ...], num_bytes: float, *, combinable: bool) -> float:
         """Predicted seconds of one collective."""
@@ -310,6 +318,7 @@ class _Builder:
             if matrix.any():
                 edges.append(Edge(flow.source, flow.target, matrix))
         self._price_small_sums(costs)
+        self._price_halos(costs)
         self._price_gathers(costs)
         return tuple(costs), tuple(edges)
 
@@ -330,6 +339,26 @@ class _Builder:
             for axes in {s.unreduced for s in shardings if s.unreduced}
         }
         return np.array([of_axes.get(s.unreduced, 0.0) for s in shardings])
+
+    def _price_halos(self, costs: list[np.ndarray]) -> None:
+        """What neighbours send each other at the edges of their parts. Nodes that read the same share its price, as if
+        all of them were split alike: a convolution and the gradient with respect to its kernel."""
+        extensions = {
+            (node, s): extensions_of(self.groups[decision.group], strategy, self.graph, self.mesh)
+            for node, decision in enumerate(self.decisions)
+            if decision.kind == "group" and self.groups[decision.group].region is not None
+            for s, strategy in enumerate(decision.strategies)
+        }
+        readers: dict[Strip, set[int]] = defaultdict(set)
+        for (node, _), found in extensions.items():
+            for one in found:
+                for strip in one.strips:
+                    readers[strip].add(node)
+        for (node, s), found in extensions.items():
+            for one in found:
+                sharers = max((len(readers[strip]) for strip in one.strips), default=1)
+                repeat = self.graph.nodes[one.node].repeat
+                costs[node][s] += repeat * extension_time(one, self.mesh, self.profile) / sharers
 
     def _price_gathers(self, costs: list[np.ndarray]) -> None:
         """What a node that runs as a manual region sends by itself."""
@@ -422,10 +451,18 @@ class _Laid:
     def strategies(self, group: Group) -> tuple[Strategy, ...]:
         """All strategies of a group."""
         manual = group.region.manual if group.region else frozenset()
-        key = (group.factors, group.even, group.fixed, manual, group.pinned)
+        windows = group.windows()
+        windowed = tuple((factor, tuple(found)) for factor, found in windows.items())
+        key = (group.factors, group.even, group.fixed, manual, group.pinned, windowed)
         if key not in self._strategies:
             self._strategies[key] = enumerate_strategies(
-                group.factors, self._mesh, even=group.even, fixed=group.fixed, manual=manual, pinned=group.pinned
+                group.factors,
+                self._mesh,
+                even=group.even,
+                fixed=group.fixed,
+                manual=manual,
+                windows=windows,
+                pinned=group.pinned,
             )
         return self._strategies[key]
 

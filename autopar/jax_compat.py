@@ -158,9 +158,9 @@ def equation_context(traceback: Any, name_stack: Any, manager: Any) -> Iterator[
         yield
 
 
-def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Run one equation's primitive on operands; always a sequence of results."""
-    parameters = equation.primitive.get_bind_params(equation.params)
+def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
+    """Run one equation's primitive on operands, some of its parameters changed; always a sequence of results."""
+    parameters = equation.primitive.get_bind_params(equation.params | changed)
     if isinstance(parameters, tuple):  # up to 0.9 and for some primitives: (functions, parameters)
         functions, parameters = parameters
         operands = [*functions, *operands]

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from autopar.cost import halo
+from autopar.cost.halo import Extension, Strip
 from autopar.device_program import Gemm
 from autopar.formulation import Formulation
 from autopar.graph.ir import Graph, Loop, Node, Value
@@ -179,9 +181,13 @@ class _Lowering:
             for i, value in enumerate(node.operands):
                 if value is not None:
                     self.users[value].append((n, i))
-        for decision, chosen in zip(f.decisions, choices, strict=True):
+        self.strips: dict[Strip, int] = {}
+        self.extensions: dict[int, list[Extension]] = defaultdict(list)
+        for index, (decision, chosen) in enumerate(zip(f.decisions, choices, strict=True)):
             if decision.kind != "group":
                 continue
+            for extension in f.extensions(index, chosen):
+                self.extensions[extension.node].append(extension)
             group, strategy = f.groups[decision.group], decision.strategies[chosen]
             sent = gather_of(group, strategy, self.graph, f.mesh)
             if sent is not None:
@@ -291,6 +297,9 @@ class _Lowering:
         if node.primitive == "split":
             self._split(n, node, operands[0][0])
             return
+        for one in self.extensions.get(n, ()):
+            index = sum(value is not None for value in node.operands[: one.operand])
+            operands[index] = self._extended(one, operands[index][0]), one.shape
         kind = self._kind(node, operands)
         if kind == "alias":
             for value in node.results:
@@ -335,6 +344,45 @@ class _Lowering:
             axes = self._sharding(value).unreduced
             if axes and value not in self.f.value_made:  # a sum of a few elements: taken where it is made
                 self._small_sum(value, axes)
+
+    def _extended(self, one: Extension, at: int) -> int:
+        """An operand with the strips that neighbours send, put together by a kernel; once for all who read the same."""
+        parts = {at: 1.0}
+        for strip in one.strips:
+            if strip not in self.strips:
+                size = float(math.prod(strip.shape))
+                cut = self._copied(one.node, strip.value, "slice", {at: self._share(size, at)}, size, strip.itemsize)
+                self.strips[strip] = self._add(
+                    replace(
+                        self.program.instructions[cut],
+                        kind="collective",
+                        primitive=halo.KIND,
+                        operands={cut: 1.0},
+                        collective=halo.KIND,
+                        axes=strip.axes,
+                        payload_bytes=strip.num_bytes,
+                    )
+                )
+            parts[self.strips[strip]] = 1.0
+        key = ("extended", tuple(parts), one.window)
+        if key not in self.known:
+            size, value = float(math.prod(one.shape)), self.program.instructions[at].value
+            if one.strips:
+                self.known[key] = self._copied(one.node, value, "pad", parts, size, one.itemsize)
+            else:
+                self.known[key] = self._copied(
+                    one.node, value, "slice", {at: self._share(size, at)}, size, one.itemsize
+                )
+        return self.known[key]
+
+    def _share(self, size: float, at: int) -> float:
+        return size / max(self.program.instructions[at].elements, 1.0)
+
+    def _copied(
+        self, n: int, value: int, primitive: str, operands: dict[int, float], size: float, itemsize: float
+    ) -> int:
+        dtype = self.graph.values[value].dtype
+        return self._add(Instruction("loop", n, value, primitive, operands, size, size * itemsize, dtype=dtype))
 
     def _told(self, n: int, node: Node, operands: Sequence[int]) -> list[int]:
         """What the program itself sends, inside a `shard_map`."""

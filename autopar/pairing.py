@@ -163,7 +163,8 @@ def module_paths(op_name: str) -> tuple[str, ...]:
         if argument := _ARGUMENT.match(name):
             found["/".join(_NAME.findall(argument[1]))] = None
             continue
-        names = [_without_transforms(part) for part in name.split("/")[:-1] if not part.startswith("jit(")]
+        parts = [part for part in name.split("/")[:-1] if not part.startswith("jit(") and part != "shard_map"]
+        names = list(map(_without_transforms, parts))
         found["/".join(filter(None, names))] = None
     return tuple(found)
 

@@ -88,7 +88,10 @@ class Replay:
         equation = self.trace.equations[n]
         with _context(equation):
             operands = [self._operand(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
-            self._define(scope, equation, self._run(n, equation, operands))
+            results = self._run(n, equation, operands)
+            for position, value in zip(equation.results, results, strict=True):
+                path = self.at_definition.get(position, ())  # a manual region takes all steps but the last itself
+                scope.values[position] = self._constrain(value, path[-1:] if n in self.manual else path)
 
     def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """An equation by itself, or each device its own part of it where the plan says so."""

@@ -30,6 +30,7 @@ def strategy_words(f: Formulation, choices: Sequence[int], inputs: Sequence[Tens
             continue
         group = f.groups[choice.group]
         strategy = choice.strategies[chosen]
+        windows = group.windows()
         for n, item in zip(group.nodes, group.works, strict=True):
             if not item.contraction or f.graph.nodes[n].phase != "forward":
                 continue
@@ -39,9 +40,12 @@ def strategy_words(f: Formulation, choices: Sequence[int], inputs: Sequence[Tens
             total += flops
             for factor in item.factors:
                 for axis in strategy.axes[factor]:
-                    work[axis][_kind(f.graph.nodes[n], group, factor, derived)] += flops
+                    kind = "spatial parallel"
+                    if factor not in windows:
+                        kind = _kind(f.graph.nodes[n], group, factor, derived)
+                    work[axis][kind] += flops
     phrases = []
-    for kind in ("data parallel", *_OF_WEIGHTS):
+    for kind in ("data parallel", "spatial parallel", *_OF_WEIGHTS):
         axes = [a for a in f.mesh.axis_names if total and work[a][kind] > _SHARE * total]
         if axes:
             phrases.append(f"{kind} over {_names(axes)}")

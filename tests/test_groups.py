@@ -38,13 +38,17 @@ def test_every_node_that_matters_is_in_exactly_one_group(name: str) -> None:
 def test_factors_have_the_sizes_of_the_dims_they_name(name: str) -> None:
     graph, groups = grouped(programs.PROGRAMS[name]())
     for group in groups:
-        named = [(r.value, r.dims) for r in group.reads] + [(d.value, d.dims) for d in group.defines]
-        for value, dims in [*named, *group.inputs]:
-            for size, dim in zip(graph.values[value].shape, dims, strict=True):
+        named = [(r.value, r.dims, r.uses) for r in group.reads] + [(d.value, d.dims, ()) for d in group.defines]
+        region = group.region
+        windows = {(region.node, h.operand, h.dim): h.window for h in region.halos} if region else {}
+        for value, dims, uses in [*named, *((value, dims, ()) for value, dims in group.inputs)]:
+            for d, (size, dim) in enumerate(zip(graph.values[value].shape, dims, strict=True)):
                 product = 1
                 for factor in dim:
                     product *= group.factors[factor].size
-                assert not dim or product == size
+                read = {windows[n, i, d] for n, i in uses if (n, i, d) in windows}
+                assert not dim or all((w.size, w.count) == (size, product) for w in read)
+                assert not dim or read or product == size
 
 
 def test_optimizer_state_lives_with_its_update_and_parameters_do_not() -> None:

@@ -2,14 +2,16 @@
 
 The test walks the table: each primitive stands in a sample program below. One compiled program per sample and mesh
 holds all strategies of all its equations: operands are constrained to the strategy's shardings, results too. In
-XLA's program nothing but an all-reduce for the factors that are summed may then be left, and the gathers that a node
-run as a manual region makes by itself.
+XLA's program nothing but an all-reduce for the factors that are summed may then be left, and, of a node run as a manual
+region, the gathers that it makes by itself and the strips of its halos.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +33,12 @@ from autopar.manual.region import run_region
 from autopar.mesh import parse_mesh
 from autopar.partition_spec import partition_spec
 from autopar.plan import ManualRegion
-from autopar.rules.factors import Rule
+from autopar.rules.factors import Reduction, Rule
 from autopar.rules.registry import NodeView
 from autopar.rules.strategies import Strategy, enumerate_strategies
 from autopar.rules.structure import BORDERS
 from autopar.rules.table import RULES, rule_for
+from autopar.rules.window import Window
 from autopar.trace import Equation, LiteralOperand, trace
 
 Sample = tuple[Callable[..., Any], Sequence[Any]]
@@ -129,6 +132,17 @@ def windows(x: jax.Array) -> Any:
     pool = {"window_dimensions": (1, 2, 2, 1), "window_strides": (1, 2, 2, 1), "padding": "VALID"}
     kinds = ((0.0, lax.add), (-np.inf, lax.max), (np.inf, lax.min))
     return [lax.reduce_window(x, init, op, **pool) for init, op in kinds]
+
+
+def pools(x: jax.Array) -> Any:
+    padded = ((0, 0), (1, 1), (0, 0), (0, 0))
+    shapes: list[tuple[Any, Any, tuple[int, ...], Any]] = [
+        (0.0, lax.add, (1, 3, 3, 1), "SAME"),
+        (-np.inf, lax.max, (1, 3, 3, 1), "SAME"),
+        (-np.inf, lax.max, (1, 3, 2, 1), padded),
+        (np.inf, lax.min, (1, 2, 2, 1), "VALID"),
+    ]
+    return [lax.reduce_window(x, init, op, window, (1, 2, 2, 1), padding) for init, op, window, padding in shapes]
 
 
 def more_windows(x: jax.Array) -> Any:
@@ -237,6 +251,17 @@ SAMPLES: dict[str, Sample] = {
     "conv": (conv(), [IMAGE, KERNEL]),
     "conv_strided": (conv(window_strides=(2, 2)), [IMAGE, KERNEL]),
     "conv_dilated": (conv(rhs_dilation=(2, 2)), [IMAGE, KERNEL]),
+    "conv_spatial": (conv(), [RNG.random((2, 16, 16, 4), np.float32), RNG.random((3, 5, 4, 4), np.float32)]),
+    "conv_spatial_strided": (conv(window_strides=(2, 2)), [RNG.random((2, 16, 32, 2), np.float32), RNG.random((7, 3, 2, 4), np.float32)]),
+    "conv_spatial_dilated": (conv(rhs_dilation=(2, 3), padding=((2, 2), (3, 3))),
+                             [RNG.random((2, 32, 32, 2), np.float32), RNG.random((3, 3, 2, 4), np.float32)]),
+    "conv_spatial_odd": (conv(padding="VALID", window_strides=(1, 3)),
+                         [RNG.random((2, 18, 26, 2), np.float32), RNG.random((3, 5, 2, 4), np.float32)]),
+    "conv_spatial_grouped": (conv(feature_group_count=2), [RNG.random((2, 16, 8, 4), np.float32), RNG.random((3, 3, 2, 8), np.float32)]),
+    "conv_spatial_depthwise": (conv(feature_group_count=8, window_strides=(2, 1)),
+                               [RNG.random((2, 16, 8, 8), np.float32), RNG.random((3, 3, 1, 8), np.float32)]),
+    "conv_patches": (conv(padding="VALID", window_strides=(4, 4)), [RNG.random((2, 32, 8, 2), np.float32), RNG.random((4, 4, 2, 8), np.float32)]),
+    "pools": (gradient(pools, (0,)), [RNG.permutation(2 * 16 * 32 * 2).reshape(2, 16, 32, 2).astype(np.float32) / 2048]),
     "conv_depthwise": (conv(feature_group_count=8), [IMAGE, KERNEL[:, :, :1]]),
     "conv_grouped": (conv(feature_group_count=2), [IMAGE, KERNEL[:, :, :4]]),
     "fourier": (each(lambda a: jnp.fft.fft(a, axis=2), jnp.fft.rfft2), [MATRICES]),
@@ -259,10 +284,27 @@ class Case:
         compound = [dim for term in (*self.rule.operands, *self.rule.results) for dim in term if len(dim) > 1]
         even = {f for dim in compound for f in dim} | {f for f, one in enumerate(self.rule.factors) if one.even}
         fixed = {f for dim in compound for f in dim[1:]}
-        manual = self.rule.manual
-        return list(enumerate_strategies(self.rule.factors, parse_mesh(mesh), even=even, fixed=fixed, manual=manual))[
-            1:
-        ]
+        windows: dict[int, list[Window]] = defaultdict(list)
+        for halo in self.rule.halos:
+            windows[halo.factor].append(halo.window)
+        options: dict[str, Any] = {"even": even, "fixed": fixed, "manual": self.rule.manual, "windows": windows}
+        return list(enumerate_strategies(self.rule.factors, parse_mesh(mesh), **options))[1:]
+
+    def strips(self, strategy: Strategy, mesh: str) -> list[int]:
+        """Elements of each strip that neighbours send each other."""
+        found, shape = [], parse_mesh(mesh)
+        for operand in range(len(self.rule.operands)):
+            dims = self.rule.operands[operand]
+            local = list(strategy.sharding(dims).local_shape(self.view.operand_shapes[operand], shape))
+            for halo in self.rule.halos:
+                axes = strategy.axes[halo.factor]
+                if halo.operand == operand and axes:
+                    window = halo.window.local(shape.sizes(axes))
+                    assert window is not None
+                    others = math.prod(local) // local[halo.dim]
+                    found += [others * width for width in (window.low, window.high) if width]
+                    local[halo.dim] = window.length
+        return found
 
     def words(self, strategy: Strategy) -> str:
         return f"{self.view.primitive} {self.rule.operands} -> {self.rule.results} under {strategy.axes}"
@@ -279,13 +321,14 @@ class Case:
         if not any(strategy.axes[f] for f in self.rule.manual):
             return None
         pending = [i for i, f in enumerate(self.rule.factors) if f.reduction]
+        kinds: list[Reduction] = [f.reduction for f in self.rule.factors if f.reduction]
         return ManualRegion(
             node=self.position,
             primitive=self.view.primitive,
             path="",
             operands=tuple(strategy.sharding(dims) for dims in self.rule.operands),
             results=tuple(strategy.sharding(dims, pending) for dims in self.rule.results),
-            reduction=self.rule.factors[pending[0]].reduction or "sum" if pending else "sum",
+            reduction=kinds[0] if kinds else "sum",
         )
 
 
@@ -338,8 +381,9 @@ class Forced:
     def _constrain(self, value: Any, sharding: Any) -> Any:
         return lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(sharding)))
 
-    def forced(self, env: dict[int, Any]) -> list[list[list[Any]]]:
-        """Results by case, strategy and result."""
+    def forced(self, env: dict[int, Any], zero: jax.Array) -> list[list[list[Any]]]:
+        """Results by case, strategy and result. The operands of regions are all made different, or else XLA would send
+        each of the strips that several strategies share once."""
         out: list[list[list[Any]]] = []
         for c, (case, strategies) in enumerate(zip(self.cases, self.strategies, strict=True)):
             out.append([])
@@ -350,6 +394,10 @@ class Forced:
                         for v, dims in zip(case.equation.operands, case.rule.operands, strict=True)
                     ]
                     region = case.region(strategy)
+                    if region is not None and case.rule.halos:
+                        operands = [
+                            self._constrain(v + zero[c, s], p) for v, p in zip(operands, region.operands, strict=True)
+                        ]
                     if region is None:
                         results = jax_compat.bind(case.equation.source, operands)
                     else:
@@ -368,8 +416,9 @@ def test_every_strategy_computes_the_same_without_hidden_collectives(sample: str
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     plain = jax.jit(forced.unsharded, in_shardings=everywhere, out_shardings=everywhere)
     whole = plain.lower(jax.tree.leaves(forced.args)).compile(options)(jax.tree.leaves(forced.args))
-    compiled = jax.jit(forced.forced, in_shardings=everywhere).lower(whole).compile(options)
-    results = compiled(whole)
+    zero = np.zeros((len(forced.cases), max(map(len, forced.strategies))), np.float32)
+    compiled = jax.jit(forced.forced, in_shardings=everywhere).lower(whole, zero).compile(options)
+    results = compiled(whole, zero)
     wrong: list[str] = []
     for c, s in forced.programs():
         case, strategy = forced.cases[c], forced.strategies[c][s]
@@ -377,16 +426,25 @@ def test_every_strategy_computes_the_same_without_hidden_collectives(sample: str
             expected = np.asarray(raw(whole[position]), np.complex64)
             if not np.allclose(np.asarray(got, np.complex64), expected, rtol=1e-3, atol=1e-4, equal_nan=True):
                 wrong.append(f"{case.words(strategy)}: other values than unsharded")
+    permuted: dict[tuple[int, int], list[int]] = defaultdict(list)
     for one in hlo.collectives(compiled.as_text() or "", ignore_up_to=1):  # 1: whether a loop has ended
         place = re.search(r"case(\d+)_(\d+)_", one.op_name)
         if place is None:
             wrong.append(f"{one.kind} of nobody: {one.op_name}")
             continue
         case, strategy = forced.cases[int(place[1])], forced.strategies[int(place[1])][int(place[2])]
+        if one.kind == "collective-permute" and case.rule.halos:
+            permuted[int(place[1]), int(place[2])].append(one.num_elements)
+            continue
         if one.kind == "all-gather" and case.sends(strategy):
             continue
         if one.kind != "all-reduce" or not case.is_summed(strategy):
             wrong.append(f"{case.words(strategy)}: {one.kind} of {one.num_elements} elements")
+    for c, s in forced.programs():
+        case, strategy = forced.cases[c], forced.strategies[c][s]
+        wanted = case.strips(strategy, mesh)
+        if sorted(permuted[c, s]) != sorted(wanted):
+            wrong.append(f"{case.words(strategy)}: permutes of {permuted[c, s]} elements, not of {wanted}")
     assert not wrong, "\n".join(wrong)
 
 

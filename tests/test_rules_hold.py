@@ -146,10 +146,13 @@ def named(name: str) -> tuple[Callable[..., Any], Sequence[Any]]:
 def assert_well_formed(view: NodeView, rule: Rule) -> None:
     """Every dim of every tensor is accounted for, and a reduction factor is in no result."""
     assert (len(rule.operands), len(rule.results)) == (len(view.operand_shapes), len(view.result_shapes))
-    pairs = [*zip(rule.operands, view.operand_shapes, strict=True), *zip(rule.results, view.result_shapes, strict=True)]
-    for dims, shape in pairs:
-        for factors, size in zip(dims, shape, strict=True):
-            assert not factors or math.prod(rule.factors[f].size for f in factors) == size
+    windows = {(halo.operand, halo.dim): halo.window for halo in rule.halos}
+    terms = [*zip(rule.operands, view.operand_shapes, strict=True), *zip(rule.results, view.result_shapes, strict=True)]
+    for t, (dims, shape) in enumerate(terms):
+        for d, (factors, size) in enumerate(zip(dims, shape, strict=True)):
+            loops = math.prod(rule.factors[f].size for f in factors)
+            window = windows.get((t, d))
+            assert not factors or (size, loops) == ((window.size, window.count) if window else (loops, loops))
         assert len({f for dim in dims for f in dim}) == sum(map(len, dims)), "a factor stands twice in one tensor"
     made = {f for dims in rule.results for dim in dims for f in dim} | {one.factor for one in rule.exchanges}
     assert {one.factor for one in rule.exchanges} <= rule.manual <= set(range(len(rule.factors)))
@@ -218,14 +221,23 @@ def random_array(aval: Any, rng: np.random.Generator) -> Any:
     return rng.uniform(0.5, 1.5, aval.shape).astype(aval.dtype)
 
 
-def half_of(shape: tuple[int, ...], dims: DimFactors, rule: Rule, factor: int) -> np.ndarray | None:
-    """Where a tensor's elements are in the first half of a factor; None if it does not have it."""
+def half_of(
+    shape: tuple[int, ...], dims: DimFactors, rule: Rule, factor: int, part: int, operand: int | None = None
+) -> np.ndarray | None:
+    """Where a tensor's elements are in a half of a factor, or in what a window reads for it; None if it does not have
+    the factor."""
     for d, factors in enumerate(dims):
         if factor in factors:
             minor = math.prod(rule.factors[f].size for f in factors[factors.index(factor) + 1 :])
             size = rule.factors[factor].size
-            first = (np.arange(shape[d]) // minor) % size < size // 2
-            return np.broadcast_to(first.reshape([-1 if i == d else 1 for i in range(len(shape))]), shape)
+            here = ((np.arange(shape[d]) // minor) % size < size // 2) == (part == 0)
+            for halo in rule.halos:
+                if (halo.operand, halo.dim) == (operand, d):
+                    window = halo.window.local(2)
+                    assert window is not None
+                    first = part * (shape[d] // 2 + window.step) + window.start - window.low - window.outside[0]
+                    here = (np.arange(shape[d]) >= first) & (np.arange(shape[d]) < first + window.length)
+            return np.broadcast_to(here.reshape([-1 if i == d else 1 for i in range(len(shape))]), shape)
     return None
 
 
@@ -258,29 +270,29 @@ class Evaluated:
         values = jax_compat.bind(self.equation.source, list(map(jnp.asarray, operands)))
         return [np.asarray(value, np.float64) for value in values]
 
-    def halves(self, factor: int) -> list[np.ndarray | None]:
+    def halves(self, factor: int, part: int) -> list[np.ndarray | None]:
         pairs = zip(self.view.operand_shapes, self.rule.operands, strict=True)
-        return [half_of(shape, dims, self.rule, factor) for shape, dims in pairs]
+        return [half_of(shape, dims, self.rule, factor, part, i) for i, (shape, dims) in enumerate(pairs)]
 
     def check_pass_through(self, factor: int) -> None:
         before = self.results(self.operands)
-        tensors = list(zip(self.operands, self.others, self.halves(factor), strict=True))
-        for part in (True, False):
-            mixed = [x if half is None else np.where(half == part, x, y) for x, y, half in tensors]
+        for part in (0, 1):
+            tensors = zip(self.operands, self.others, self.halves(factor, part), strict=True)
+            mixed = [x if half is None else np.where(half, x, y) for x, y, half in tensors]
             for old, new, dims in zip(before, self.results(mixed), self.rule.results, strict=True):
-                half = half_of(old.shape, dims, self.rule, factor)
-                keep = np.ones(old.shape, bool) if half is None else half == part
+                half = half_of(old.shape, dims, self.rule, factor, part)
+                keep = np.ones(old.shape, bool) if half is None else half
                 np.testing.assert_allclose(new[keep], old[keep], rtol=1e-5, err_msg=str(self.equation.source))
 
     def check_reduction(self, factor: int, kind: str) -> None:
         identity, combine = COMBINING[kind]
         parts = []
-        for part in (True, False):
+        for part in (0, 1):
             masked = []
-            for x, half in zip(map(np.asarray, self.operands), self.halves(factor), strict=True):
+            for x, half in zip(map(np.asarray, self.operands), self.halves(factor, part), strict=True):
                 # what lacks the factor is whole in both; only what a scatter adds to is counted once
-                lacking = np.full(x.shape, part or not self.view.primitive.startswith("scatter"))
-                here = lacking if half is None else half == part
+                lacking = np.full(x.shape, part == 0 or not self.view.primitive.startswith("scatter"))
+                here = lacking if half is None else half
                 masked.append(np.where(here, x, _cast(identity, x.dtype)))
             parts.append(self.results(masked))
         for whole, *halves in zip(self.results(self.operands), *parts, strict=True):
@@ -299,7 +311,10 @@ def test_halves_along_a_factor_do_not_mix(name: str) -> None:
             continue
         seen.add(key)
         evaluated = Evaluated(equation, view, rule, avals)
-        for factor in in_operands - rule.manual:  # those of manual regions: tests/test_manual.py
+        windowed = {halo.factor for halo in rule.halos}  # other manual ones: tests/test_manual.py
+        for factor in (in_operands - rule.manual) | windowed:
+            if any(halo.factor == factor and halo.window.local(2) is None for halo in rule.halos):
+                continue  # it does not divide by two
             kind = rule.factors[factor].reduction
             if kind is None:
                 evaluated.check_pass_through(factor)

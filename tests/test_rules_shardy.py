@@ -3,7 +3,8 @@
 The table says, for a StableHLO operation and the JAX primitive that lowers to it, which loops Shardy's registry names
 (openxla/shardy, op_sharding_rule_registry.cc, as of commit 009a911). Loops in capitals we leave out, each for a reason:
 Shardy's is a propagation, in which a loop may say how neighbours are best split, though running it takes
-communication. Our factors promise that nothing but an all-reduce is needed.
+communication. Our factors promise that nothing but an all-reduce is needed, and, for those that read in windows, the
+strips that neighbours send each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ COMBINED = "no all-reduce combines (index, value) pairs or a function of the use
 ORDER = "which of two writes to one place comes last would change"
 CUT = "it is in one tensor alone: the start of the slice decides which part of it is meant"
 GATHERED = "XLA's partitioner gathers the operands (test_rules_forced.py)"
-WRONG = "XLA's partitioner counts it several times on a mesh of several axes (test_rules_forced.py)"
+TAPS = "the elements of a small kernel are not worth splitting"
 
 #: StableHLO operation, primitive, operands, results, parameters, Shardy's loops, why those in capitals are left out.
 TABLE: list[tuple[str, str, Shapes, Shapes, dict[str, Any], str, str]] = [
@@ -52,13 +53,13 @@ TABLE: list[tuple[str, str, Shapes, Shapes, dict[str, Any], str, str]] = [
     ("chlo.ragged_dot", "ragged_dot_general", (X, (2, 6, 5), (2,)), ((4, 5),), ragged((1,), (1,), (0,), (0,)),
      ". a, . a b, . -> . b", ""),
     ("convolution", "conv_general_dilated", ((2, 8, 8, 3), (3, 3, 3, 16)), ((2, 8, 8, 16),), conv(*FORWARD),
-     "a H W b, P Q b c -> a H W c", HALO),
+     "a h w b, P Q b c -> a h w c", TAPS),
     ("convolution", "conv_general_dilated", ((2, 8, 8, 6), (3, 3, 1, 6)), ((2, 8, 8, 6),),
-     conv(*FORWARD, feature_group_count=6), "a H W b, P Q . b -> a H W b", HALO),
+     conv(*FORWARD, feature_group_count=6), "a h w b, P Q . b -> a h w b", TAPS),
     ("convolution", "conv_general_dilated", ((2, 8, 8, 6), (3, 3, 3, 8)), ((2, 8, 8, 8),),
-     conv(*FORWARD, feature_group_count=2), "N H W (G I), P Q I (G O) -> N H W (G O)", GATHERED),
+     conv(*FORWARD, feature_group_count=2), "n h w (g i), P Q i (g o) -> n h w (g o)", TAPS),
     ("convolution", "conv_general_dilated", ((2, 8, 8, 6), (2, 8, 8, 8)), ((3, 3, 3, 8),),
-     conv(*BY_KERNEL, batch_group_count=2), "N H W (g n), N H W (g c) -> . . n (g c)", WRONG),
+     conv(*BY_KERNEL, batch_group_count=2), "n h w (g a), n h w (g c) -> . . a (g c)", ""),
     ("reduce", "reduce_sum", (X,), ((4,),), {"axes": (1,)}, "a b -> a", ""),
     ("reduce", "reduce_max", (X,), ((6,),), {"axes": (0,)}, "a b -> b", ""),
     ("reduce", "reduce_and", (X,), ((6,),), {"axes": (0,)}, "a b -> b", ""),
@@ -66,8 +67,8 @@ TABLE: list[tuple[str, str, Shapes, Shapes, dict[str, Any], str, str]] = [
     ("reduce", "reduce_xor", (X,), ((4,),), {"axes": (1,)}, "a K -> a", COMBINED),
     ("reduce", "reduce", (X, S), ((6,),), {"dimensions": (0,)}, "K a, -> a", COMBINED),
     ("reduce_window", "cumsum", (X,), (X,), {"axis": 1}, "a k -> a k", ""),
-    ("reduce_window", "reduce_window_max", ((2, 8, 8, 3),), ((2, 4, 4, 3),), window(1, 2, 2, 1), "a H W b -> a H W b", HALO),
-    ("select_and_scatter", "select_and_scatter_add", ((4, 3), X), (X,), window(1, 2), "a K, a K -> a K", HALO),
+    ("reduce_window", "reduce_window_max", ((2, 8, 8, 3),), ((2, 4, 4, 3),), window(1, 2, 2, 1), "a h w b -> a h w b", ""),
+    ("select_and_scatter", "select_and_scatter_add", ((4, 3), X), (X,), window(1, 2), "a k, a k -> a k", ""),
     ("sort", "sort", (X, X), (X, X), {"dimension": 0}, "K a, K a -> K a, K a", WHOLE),
     ("@mhlo.topk", "top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "axis": 1}, "a . -> a ., a .", ""),
     ("@ApproxTopK", "approx_top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "reduction_dimension": -1}, "a . -> a ., a .", ""),

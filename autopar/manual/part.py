@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from autopar.rules.registry import NodeView
 from autopar.sharding import TensorSharding
 
 
@@ -22,15 +23,17 @@ class Part:
     Args:
         name: of the primitive.
         params: of the equation, as JAX has them.
+        view: the whole node, as rules see it.
         operands, results: shardings; a result may be unreduced, and is then one of the terms.
-        bind: runs the primitive itself, on local operands.
+        bind: runs the primitive itself, on local operands; other parameters by name.
     """
 
     name: str
     params: Mapping[str, Any]
+    view: NodeView
     operands: tuple[TensorSharding, ...]
     results: tuple[TensorSharding, ...]
-    bind: Callable[[Sequence[Any]], Sequence[Any]]
+    bind: Callable[..., Sequence[Any]]
 
 
 #: A part and local operands -> local results.

@@ -7,6 +7,7 @@ reduction, so that XLA scatters where the next constraint asks for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,9 +49,11 @@ def run_region(
         targets: of each result, how it is split once its sum is taken; None where it is as in the region.
     """
     name = equation.primitive.name
-    view = NodeView(name, plain_params(name, equation.params), (), ())
+    shapes = (tuple(map(jax.numpy.shape, operands)), tuple(tuple(v.aval.shape) for v in equation.outvars))
+    view = NodeView(name, plain_params(name, equation.params), *shapes)
     function = local_function(name, called(view))
-    part = Part(name, equation.params, region.operands, region.results, lambda own: jax_compat.bind(equation, own))
+    bind = partial(jax_compat.bind, equation)
+    part = Part(name, equation.params, view, region.operands, region.results, bind)
     scattered = [
         _scattered(made, target) if target is not None and region.reduction == "sum" else made
         for made, target in zip(region.results, targets, strict=True)

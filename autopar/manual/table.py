@@ -16,6 +16,7 @@ from autopar.manual.ragged import ragged_dot_general
 from autopar.manual.scans import cumulative
 from autopar.manual.slices import dynamic_slice, dynamic_update_slice
 from autopar.manual.top_k import approx_top_k, arg_extreme, top_k
+from autopar.manual.windows import convolution, pooling, unpooling
 from autopar.rules.registered import registered_local
 
 #: Every primitive of autopar's own table that has manual factors. Read-only.
@@ -28,6 +29,9 @@ LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
         "dynamic_slice": dynamic_slice,
         "dynamic_update_slice": dynamic_update_slice,
         "ragged_dot_general": ragged_dot_general,
+        "conv_general_dilated": convolution,
+        **{f"reduce_window_{kind}": pooling for kind in ("sum", "max", "min")},
+        "select_and_scatter_add": unpooling,
     }
 )
 

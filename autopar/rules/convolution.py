@@ -1,7 +1,10 @@
 """The rule of convolutions: `n h w ci, kh kw ci co -> n h w co`, forward and both gradients alike.
 
-In: `NodeView`. Out: `CONVOLUTION`, part of the table. Spatial dims need replication for now: to
-split them takes a halo exchange. Their loops are counted in the operations per point instead.
+In: `NodeView`. Out: `CONVOLUTION`, part of the table. A spatial dim is a loop over the results' places, or, where the
+kernel has more, as in the gradient with respect to a kernel, a loop over the kernel's, which is summed. Either reads the
+input in windows (`window`), so that a device needs strips of its neighbours' parts. XLA's partitioner exchanges them too,
+but not for all strides, and it sums the gradient of a kernel over the whole mesh, also along axes that split nothing (seen
+on jax 0.12.0.1); so a split spatial dim runs as a program of ours.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Sequence
 
 from autopar.rules.factors import Name, Rule, build_rule
 from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.window import Window
 
 
 def conv_general_dilated(view: NodeView) -> Rule:
@@ -18,9 +22,9 @@ def conv_general_dilated(view: NodeView) -> Rule:
 
     With groups, channels are made of a major factor `g` (which group) and a minor one (which
     channel of the group): feature groups are `n (g ci), (g co) ci -> n (g co)`, and batch groups,
-    which the gradient of the former by its kernel has, `(g n) ., (g co) . -> n (g co)`. What batch groups
-    sum over (the batch) needs replication: split over one axis of a mesh with several, XLA's partitioner
-    counts it once for each device along the others (seen on jax 0.12.0.1; `test_rules_forced.py`).
+    which the gradient of the former by its kernel has, `(g n) k, (g co) k -> n (g co)`. XLA's partitioner splits
+    feature groups of one input channel (depthwise), but gathers the operands of any other, the batch too; and what
+    batch groups sum it counts once for each device along axes that split nothing.
     """
     params = view.params
     numbers = params["dimension_numbers"]
@@ -34,24 +38,55 @@ def conv_general_dilated(view: NodeView) -> Rule:
         "co": rhs_shape[rhs_spec[0]] // groups,
         "ci": rhs_shape[rhs_spec[1]],
     }
-    flops = 2.0 * _spatial_points(view, lhs_spec[2:], rhs_spec[2:], out_spec[2:])
-    lhs_batch, lhs_channels, rhs_out, rhs_in = ("n",), ("g", "ci"), ("g", "co"), ("ci",)
-    if batch_groups > 1:
-        lhs_batch, lhs_channels, rhs_in = ("g", "n"), (), ()
-        flops *= sizes.pop("ci")
-    elif feature_groups > 1 and sizes["ci"] > 1:
-        # XLA splits groups of one input channel (depthwise), but gathers the operands of any other, the batch too.
-        lhs_batch = lhs_channels = rhs_out = rhs_in = ()
-        flops *= math.prod(sizes.values())
-        sizes = {}
+    grouped = batch_groups > 1 or (feature_groups > 1 and sizes["ci"] > 1)
+    lhs_channels = ("ci",) if batch_groups > 1 else ("g", "ci")
+    lhs = _dims(lhs_spec, ("g", "n") if batch_groups > 1 else ("n",), lhs_channels)
+    rhs = _dims(rhs_spec, ("g", "co"), ("ci",))
+    out = _dims(out_spec, ("n",), ("g", "co"))
+    windows: dict[tuple[int, int], Window] = {}
+    spatial: list[Name] = []
+    for i, (window, is_summed) in enumerate(spatial_windows(view)):
+        if window.can_be_split:
+            name = f"s{i}"
+            spatial.append(name)
+            sizes[name] = window.count
+            windows[0, lhs_spec[2 + i]] = window
+            lhs[lhs_spec[2 + i]] = (name,)
+            if is_summed:
+                rhs[rhs_spec[2 + i]] = (name,)
+            else:
+                out[out_spec[2 + i]] = (name,)
+    points = _spatial_points(view, lhs_spec[2:], rhs_spec[2:], out_spec[2:])
     return build_rule(
-        [_dims(lhs_spec, lhs_batch, lhs_channels), _dims(rhs_spec, rhs_out, rhs_in)],
-        [_dims(out_spec, ("n",) if lhs_batch else (), rhs_out)],
+        [lhs, rhs],
+        [out],
         view.operand_shapes,
         view.result_shapes,
         sizes=sizes,
-        flops_per_point=flops,
+        flops_per_point=2.0 * points / math.prod(sizes[name] for name in spatial),
+        windows=windows,
+        manual=tuple(sizes) if grouped else tuple(spatial),
     )
+
+
+def spatial_windows(view: NodeView) -> list[tuple[Window, bool]]:
+    """Per spatial dim, how the loop that may be split reads the input, and whether that loop is the kernel's."""
+    params = view.params
+    numbers = params["dimension_numbers"]
+    found: list[tuple[Window, bool]] = []
+    for i, (d, k, o) in enumerate(
+        zip(*(numbers[spec][2:] for spec in ("lhs_spec", "rhs_spec", "out_spec")), strict=True)
+    ):
+        size, taps, places = view.operand_shapes[0][d], view.operand_shapes[1][k], view.result_shapes[0][o]
+        by_place = params["window_strides"][i], params["rhs_dilation"][i] * (taps - 1) + 1
+        by_tap = params["rhs_dilation"][i], params["window_strides"][i] * (places - 1) + 1
+        is_summed = taps > places
+        stride, extent = by_tap if is_summed else by_place
+        count = taps if is_summed else places
+        low, dilation = params["padding"][i][0], params["lhs_dilation"][i]
+        window = Window(size, count, stride, extent, low, dilation, slack=params["window_strides"][i] - 1)
+        found.append((window, is_summed))
+    return found
 
 
 def _dims(spec: Sequence[int], first: tuple[Name, ...], second: tuple[Name, ...]) -> list[tuple[Name, ...]]:

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.rules.window import Halo, Window
+
 #: Reductions a factor can leave pending, by what combines the parts.
 Reduction = Literal["sum", "max", "min", "prod", "and", "or"]
 
@@ -71,7 +73,9 @@ class Rule:
         pinned: factors that the program itself splits, with the mesh axes (none: it stays whole).
         manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device
             runs its own part of the node (`manual.table`), and all dims that are split must divide.
-        exchanges: what it then sends by itself.
+        halos: dims of operands that a loop reads beyond its own part, split as the loop is; their sizes may differ
+            from the factor's.
+        exchanges: what it then sends by itself, besides the halos.
         stored: tensors of the first operand's type that XLA writes and reads on the way, by the factors they span.
     """
 
@@ -82,6 +86,7 @@ class Rule:
     flops_per_point: float = 1.0
     pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
     manual: frozenset[int] = frozenset()
+    halos: tuple[Halo, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     stored: tuple[tuple[int, ...], ...] = ()
 
@@ -114,6 +119,7 @@ def build_rule(
     pointwise: bool = False,
     flops_per_point: float = 1.0,
     manual: Collection[Name] = (),
+    windows: Mapping[tuple[int, int], Window] | None = None,
     sent: Sequence[Sent] = (),
     stored: Sequence[Sequence[Name]] = (),
 ) -> Rule:
@@ -121,7 +127,8 @@ def build_rule(
 
     A factor that no result has is a reduction, unless what is `sent` along it completes the results. Dims
     and factors of size 1 (or 0) carry no factor, whatever is written. A size is read off a dim that has one
-    factor alone; `sizes` gives those which never stand alone.
+    factor alone; `sizes` gives those which never stand alone. A dim in `windows`, by operand and position, is
+    read by its factor's loop in windows: its own size is that of the window, not of the loop.
 
     >>> rule = build_rule([[("a", "b")]], [[("a",), ("b",)]], [(6,)], [(2, 3)])
     >>> [f.size for f in rule.factors], rule.operands, rule.results
@@ -129,28 +136,31 @@ def build_rule(
     """
     terms, shapes = [*operands, *results], [*operand_shapes, *result_shapes]
     assert len(operands) == len(operand_shapes) and len(terms) == len(shapes), f"{terms} for tensors {shapes}"
-    known = _factor_sizes(terms, shapes, dict(sizes or {}))
+    windows = windows or {}
+    known = _factor_sizes(terms, shapes, dict(sizes or {}), windows)
     index = {name: i for i, name in enumerate(known)}
 
-    def dims(term: DimNames, shape: tuple[int, ...]) -> DimFactors:
+    def dims(t: int, term: DimNames, shape: tuple[int, ...]) -> DimFactors:
         found: list[tuple[int, ...]] = []
-        for names, size in zip(term, shape, strict=True):
+        for d, (names, size) in enumerate(zip(term, shape, strict=True)):
             found.append(tuple(index[n] for n in names if n in index) if size > 1 else ())
             product = math.prod(known[n] for n in names if n in index)
-            assert not found[-1] or product == size, f"factors {names} multiply to {product}, not {size}"
+            fits = not found[-1] or product == size or (t, d) in windows
+            assert fits, f"factors {names} multiply to {product}, not {size}"
         return tuple(found)
 
     complete = {name for term in results for names in term for name in names} | {one.name for one in sent}
-    in_operands = tuple(map(dims, operands, operand_shapes))
+    named = [dims(t, term, shape) for t, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
     return Rule(
         factors=tuple(Factor(size, None if n in complete else reduction, n in even) for n, size in known.items()),
-        operands=in_operands,
-        results=tuple(map(dims, results, result_shapes)),
+        operands=tuple(named[: len(operands)]),
+        results=tuple(named[len(operands) :]),
         pointwise=pointwise,
         flops_per_point=flops_per_point,
         manual=frozenset(index[name] for name in manual if name in index),
+        halos=tuple(Halo(o, d, named[o][d][0], window) for (o, d), window in windows.items() if named[o][d]),
         exchanges=tuple(
-            Exchange(index[one.name], operand_shapes[0], in_operands[0], one.most, one.elements)
+            Exchange(index[one.name], operand_shapes[0], named[0], one.most, one.elements)
             for one in sent
             if one.name in index
         ),
@@ -189,13 +199,16 @@ def parse_rule(
 
 
 def _factor_sizes(
-    terms: Sequence[DimNames], shapes: Sequence[tuple[int, ...]], sizes: dict[Name, int]
+    terms: Sequence[DimNames],
+    shapes: Sequence[tuple[int, ...]],
+    sizes: dict[Name, int],
+    windows: Collection[tuple[int, int]],
 ) -> dict[Name, int]:
     """Size of each named factor, in order of appearance; those of size 1 or 0 left out."""
-    for term, shape in zip(terms, shapes, strict=True):
+    for t, (term, shape) in enumerate(zip(terms, shapes, strict=True)):
         assert len(term) == len(shape), f"{term} names {len(term)} dims of shape {shape}"
-        for names, size in zip(term, shape, strict=True):
-            if len(names) == 1 and size > 1:
+        for d, (names, size) in enumerate(zip(term, shape, strict=True)):
+            if len(names) == 1 and size > 1 and (t, d) not in windows:
                 known = sizes.setdefault(names[0], size)
                 assert known == size, f"factor {names[0]!r} has size {known} and {size}"
     return {name: size for name, size in sizes.items() if size > 1}

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from autopar.graph.ir import Graph
 from autopar.rules.factors import DimFactors, Exchange, Factor, Reduction, Rule
+from autopar.rules.window import Halo, Window
 
 #: Values of at most this many elements are left out of the problem: they are replicated, and
 #: moving them costs a launch that XLA merges with others'.
@@ -66,7 +67,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """How a node is run in parts: all its tensors' dims, literals too, and what it sends, in the group's factors.
+    """How a node is run in parts: all its tensors' dims, literals too, what it sends, and what it reads of its
+    neighbours' parts, in the group's factors.
 
     Args:
         manual: the node is so run where one of these factors is split.
@@ -77,6 +79,7 @@ class Region:
     operands: tuple[DimFactors, ...]
     results: tuple[DimFactors, ...]
     exchanges: tuple[Exchange, ...]
+    halos: tuple[Halo, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,13 @@ class Group:
     inputs: tuple[tuple[int, DimFactors], ...] = ()
     pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
     region: Region | None = None
+
+    def windows(self) -> dict[int, list[Window]]:
+        """By factor, how its loop reads operands."""
+        windows: dict[int, list[Window]] = defaultdict(list)
+        for halo in self.region.halos if self.region else ():
+            windows[halo.factor].append(halo.window)
+        return windows
 
 
 _CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -349,6 +359,7 @@ def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors
         tuple(local(node, dims) for dims in rule.operands),
         tuple(local(node, dims) for dims in rule.results),
         tuple(replace(one, factor=class_of(one.factor), dims=local(node, one.dims)) for one in rule.exchanges),
+        tuple(replace(halo, factor=class_of(halo.factor)) for halo in rule.halos),
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules of reductions, scans, sorts and windows.
+"""Rules of reductions, scans and sorts.
 
 In: `NodeView`. Out: `REDUCTION`, part of the table. A plain reduction may be split along the dims
 it reduces, which leaves its result unreduced. Cumulative operations, argmax and top-k are split along
@@ -110,32 +110,6 @@ def _sorting(size: int) -> float:
     return size * max(1.0, math.log2(max(1, size)))
 
 
-def _window(view: NodeView, windowed: int) -> Rule:
-    """Dims that the window leaves alone are free. `windowed` operands and all results follow the
-    window; any further operand is a scalar to begin from."""
-    params = view.params
-    window, strides, padding = params["window_dimensions"], params["window_strides"], params["padding"]
-    dilation = params.get("base_dilation") or (1,) * len(window)
-    free = [
-        size == 1 and stride == 1 and tuple(pad) == (0, 0) and base == 1
-        for size, stride, pad, base in zip(window, strides, padding, dilation, strict=True)
-    ]
-    whole = [d for d, is_free in enumerate(free) if not is_free]
-    terms = [_named(s, whole) if i < windowed else [()] * len(s) for i, s in enumerate(view.operand_shapes)]
-    positions = math.prod(min(view.operand_shapes[0][d], view.result_shapes[0][d]) for d in whole)
-    return build_rule(
-        terms,
-        [_named(shape, whole) for shape in view.result_shapes],
-        view.operand_shapes,
-        view.result_shapes,
-        flops_per_point=float(positions * math.prod(window)),
-    )
-
-
-def _reduce_window(view: NodeView) -> Rule:
-    return _window(view, len(view.operand_shapes) // 2)
-
-
 _KINDS: dict[str, Reduction] = {
     "reduce_sum": "sum",
     "reduce_max": "max",
@@ -145,15 +119,6 @@ _KINDS: dict[str, Reduction] = {
     "reduce_or": "or",
 }
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-_WINDOWS = {
-    "reduce_window_sum": 1,
-    "reduce_window_max": 1,
-    "reduce_window_min": 1,
-    "select_and_scatter_add": 2,
-    "select_and_gather_add": 2,
-    "select_and_scatter": 2,
-}
-
 REDUCTION: dict[str, RuleFunction] = {
     **{name: partial(reduce, kind=kind) for name, kind in _KINDS.items()},
     "reduce_xor": partial(_reduce_whole, parameter="axes"),
@@ -163,6 +128,4 @@ REDUCTION: dict[str, RuleFunction] = {
     "sort": partial(_along, parameter="dimension", flops=_sorting),
     "top_k": partial(_top_k, parameter="axis", flops=_sorting),
     "approx_top_k": partial(_top_k, parameter="reduction_dimension", flops=float),
-    **{name: partial(_window, windowed=windowed) for name, windowed in _WINDOWS.items()},
-    "reduce_window": _reduce_window,
 }

@@ -6,11 +6,12 @@ In: factors and a mesh. Out: `Strategy` values, from which shardings of all its 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.mesh import MeshShape
 from autopar.rules.factors import DimFactors, Factor
+from autopar.rules.window import Window
 from autopar.sharding import TensorSharding
 
 #: A factor that an axis does not divide may still be split if padding wastes at most 1 part in this
@@ -39,13 +40,15 @@ def enumerate_strategies(
     even: Collection[int] = (),
     fixed: Collection[int] = (),
     manual: Collection[int] = (),
+    windows: Mapping[int, Sequence[Window]] | None = None,
     pinned: Sequence[tuple[int, tuple[str, ...]]] = (),
 ) -> tuple[Strategy, ...]:
     """All strategies: each mesh axis splits one factor or none. Axes of size 1 split nothing.
 
     The first is the replicated one, but for what is pinned. Where a `manual` factor is split, all factors are split
-    evenly.
+    evenly. A factor with windows is split where neighbours have all that is read.
     """
+    windows = windows or {}
     real = {axis for axis in mesh.axis_names if mesh.size(axis) > 1}
     given = {factor: tuple(axis for axis in axes if axis in real) for factor, axes in pinned}
     axes = [axis for axis in mesh.axis_names if axis in real and not any(axis in taken for taken in given.values())]
@@ -57,7 +60,12 @@ def enumerate_strategies(
             if factor is not None:
                 split[factor] = (*split[factor], axis)
         all_even = any(split[i] for i in manual)
-        if all(_allowed(factors[i].size, mesh.sizes(s), all_even or i in even) for i, s in enumerate(split) if s):
+        if all(
+            _allowed(factors[i].size, mesh.sizes(s), all_even or i in even)
+            and all(window.local(mesh.sizes(s)) for window in windows.get(i, ()))
+            for i, s in enumerate(split)
+            if s
+        ):
             strategies.append(Strategy(tuple(given.get(i, s) for i, s in enumerate(split))))
     return tuple(strategies)
 

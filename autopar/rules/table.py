@@ -17,6 +17,7 @@ from autopar.rules.elementwise import ELEMENTWISE
 from autopar.rules.factors import Rule
 from autopar.rules.indexing import INDEXING
 from autopar.rules.linear_algebra import LINEAR_ALGEBRA
+from autopar.rules.pooling import POOLING
 from autopar.rules.reduction import REDUCTION
 from autopar.rules.registered import registered_rule
 from autopar.rules.registry import NodeView, RuleFunction
@@ -25,7 +26,7 @@ from autopar.rules.structure import BORDERS, PINNED
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(
-    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA | BORDERS | PINNED
+    ELEMENTWISE | CONTRACTION | CONVOLUTION | POOLING | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA | BORDERS | PINNED
 )
 
 

@@ -1,0 +1,118 @@
+"""Rules of reductions over windows, and of the gradient of their maximum.
+
+In: `NodeView`. Out: `POOLING`, part of the table. Dims that the window leaves alone are free. Split along another, a device
+reads strips of its neighbours' parts (`window`), by a program of ours; where the operation is one of the user's, such a dim
+needs replication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from functools import partial
+
+from autopar.rules.factors import DimNames, Name, Rule, build_rule
+from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.window import Window
+
+
+def _pool(view: NodeView) -> Rule:
+    """A pooling with an operation that XLA knows."""
+    windows = {(0, d): _pooling_window(view, d) for d in _windowed_dims(view)}
+    return _windowed(view, {place: window for place, window in windows.items() if window.can_be_split})
+
+
+def _unpool(view: NodeView) -> Rule:
+    """The gradient of a maximum over windows, of (gradient, operand): a device computes its part of the result from
+    all windows that reach into it, and so reads what else is in these."""
+    windows: dict[tuple[int, int], Window] = {}
+    for d in _windowed_dims(view):
+        gradient, operand = unpooling_windows(view, d)
+        if gradient.can_be_split and operand.can_be_split:
+            windows |= {(0, d): gradient, (1, d): operand}
+    return _windowed(view, windows)
+
+
+def unpooling_windows(view: NodeView, d: int) -> tuple[Window, Window]:
+    """How the loop over the result reads the gradient, and how it reads the operand. Of the latter it reads whole
+    windows, which begin where those of the first part do."""
+    params = view.params
+    (places, size), (low, _) = (shape[d] for shape in view.operand_shapes), params["padding"][d]
+    taps, stride = params["window_dimensions"][d], params["window_strides"][d]
+    gradient = Window(places, size, 1, taps, taps - 1 - low, stride)
+    first, last = -((taps - 1 - low) // stride), (low - 1) // stride
+    return gradient, Window(size, size, 1, stride * (last - first) + taps + 1, low - stride * first)
+
+
+def _whole(view: NodeView, windowed: int) -> Rule:
+    """`windowed` operands and all results follow the window; any further operand is a scalar to begin from."""
+    whole = _windowed_dims(view)
+    terms = [_named(s, whole) if i < windowed else [()] * len(s) for i, s in enumerate(view.operand_shapes)]
+    return build_rule(
+        terms,
+        [_named(shape, whole) for shape in view.result_shapes],
+        view.operand_shapes,
+        view.result_shapes,
+        flops_per_point=_flops(view, whole),
+    )
+
+
+def _reduce_window(view: NodeView) -> Rule:
+    return _whole(view, len(view.operand_shapes) // 2)
+
+
+def _windowed(view: NodeView, windows: Mapping[tuple[int, int], Window]) -> Rule:
+    """All operands and results follow the window; dims without one of `windows` need replication."""
+    sizes: dict[Name, int] = {d: window.count for (_, d), window in windows.items()}
+    windowed = _windowed_dims(view)
+    whole = [d for d in windowed if d not in sizes]
+    return build_rule(
+        [_named(shape, whole) for shape in view.operand_shapes],
+        [_named(shape, whole) for shape in view.result_shapes],
+        view.operand_shapes,
+        view.result_shapes,
+        sizes=sizes,
+        flops_per_point=_flops(view, windowed) / math.prod(sizes.values()),
+        windows=windows,
+        manual=tuple(sizes),
+    )
+
+
+def _pooling_window(view: NodeView, d: int) -> Window:
+    params = view.params
+    ones = (1,) * (d + 1)
+    size, stride = params["window_dimensions"][d], params["window_strides"][d]
+    extent = (params.get("window_dilation") or ones)[d] * (size - 1) + 1
+    dilation = (params.get("base_dilation") or ones)[d]
+    low, count = params["padding"][d][0], view.result_shapes[0][d]
+    return Window(view.operand_shapes[0][d], count, stride, extent, low, dilation, slack=stride - 1)
+
+
+def _windowed_dims(view: NodeView) -> list[int]:
+    params = view.params
+    window, strides, padding = params["window_dimensions"], params["window_strides"], params["padding"]
+    dilation = params.get("base_dilation") or (1,) * len(window)
+    free = [
+        size == 1 and stride == 1 and tuple(pad) == (0, 0) and base == 1
+        for size, stride, pad, base in zip(window, strides, padding, dilation, strict=True)
+    ]
+    return [d for d, is_free in enumerate(free) if not is_free]
+
+
+def _named(shape: tuple[int, ...], whole: Collection[int]) -> DimNames:
+    """Each dim named by its position, except those that need replication."""
+    return [() if d in whole else (d,) for d in range(len(shape))]
+
+
+def _flops(view: NodeView, dims: Collection[int]) -> float:
+    """Of all positions along these dims."""
+    positions = math.prod(min(view.operand_shapes[0][d], view.result_shapes[0][d]) for d in dims)
+    return float(positions * math.prod(view.params["window_dimensions"]))
+
+
+POOLING: dict[str, RuleFunction] = {
+    **{f"reduce_window_{kind}": _pool for kind in ("sum", "max", "min")},
+    "reduce_window": _reduce_window,
+    "select_and_scatter_add": _unpool,
+    **{name: partial(_whole, windowed=2) for name in ("select_and_gather_add", "select_and_scatter")},
+}
