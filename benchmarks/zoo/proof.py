@@ -49,10 +49,10 @@ def measure(program: str) -> list[Row]:
 
 def _row(model: str, num_gpus: int, mesh: str | None, compiler: CachingCompiler) -> Row:
     step, args = REAL[model](num_gpus).target
-    at: dict[str, float] = {}
+    at = {"begun": time.perf_counter()}
 
-    def note(stage: str, fraction: float) -> None:
-        at.setdefault("planned" if fraction == 1.0 else "traced" if fraction else "begun", time.perf_counter())
+    def note(_: str, fraction: float) -> None:
+        at.setdefault("planned" if fraction == 1.0 else "traced", time.perf_counter())
 
     devices = {"mesh": mesh} if mesh else {"num_devices": num_gpus}
     told = autopar.verify(step, *args, hardware=HARDWARE, compiler=compiler, progress=note, **devices)
