@@ -134,10 +134,11 @@ def test_any_shape_split_at_random_trains_as_on_one_device(name: str, mesh: str)
     assert_same(sharded, plain)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("num_devices", [6, 7, 12, 1])
+@pytest.mark.parametrize(
+    ("name", "num_devices"), [("primes", 7), ("50257 words", 12), ("odd images", 6), ("batch 1", 1)]
+)
 def test_any_shape_is_planned_for_any_number_of_devices(name: str, num_devices: int) -> None:
-    step, args = unsharded(name)[0].target
+    step, args = MODELS[name]().target
     made = plan(step, *args, num_devices=num_devices, hardware="h100-sxm")
     assert made.mesh.num_devices == num_devices
     assert all(t.sharding.divides(t.shape, made.mesh) for t in (*made.inputs, *made.outputs))

@@ -7,6 +7,7 @@ of a rule. The plan is the planner's own choice among all meshes of so many GPUs
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Any
 
@@ -49,18 +50,19 @@ def measure(program: str) -> list[Row]:
 
 def _row(model: str, num_gpus: int, mesh: str | None, compiler: CachingCompiler) -> Row:
     step, args = REAL[model](num_gpus).target
-    at = {"begun": time.perf_counter()}
+    at = {"begun": _clocks()}
 
     def note(_: str, fraction: float) -> None:
-        at.setdefault("planned" if fraction == 1.0 else "traced", time.perf_counter())
+        at.setdefault("planned" if fraction == 1.0 else "traced", _clocks())
 
-    devices = {"mesh": mesh} if mesh else {"num_devices": num_gpus}
+    devices: dict[str, Any] = {"mesh": mesh} if mesh else {"num_devices": num_gpus}
     told = autopar.verify(step, *args, hardware=HARDWARE, compiler=compiler, progress=note, **devices)
     plan, program = told.plan, program_of(step, args, carry=None, donate=None)
     return _figures(told) | {
         "failed": "",
-        "trace_s": at["traced"] - at["begun"],
-        "plan_s": at["planned"] - at["begun"],
+        "trace_s": at["traced"][0] - at["begun"][0],
+        "plan_s": at["planned"][0] - at["begun"][0],
+        "plan_cpu_s": at["planned"][1] - at["begun"][1],
         "mesh": str(plan.mesh),
         "words": plan.words,
         "attempts": len(told.attempts),
@@ -72,6 +74,11 @@ def _row(model: str, num_gpus: int, mesh: str | None, compiler: CachingCompiler)
         "compile_s": told.compiled.compile_s,
         "key": compiler.last_key,
     }
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds that have passed, and those in which a processor worked for this process and those it started."""
+    return time.perf_counter(), sum(os.times()[:4])
 
 
 def _figures(told: Verification) -> Row:

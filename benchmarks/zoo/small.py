@@ -6,6 +6,7 @@ Sizes are awkward on purpose: odd vocabularies, sequences and batches that no ax
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.zoo import graph_network, language, recurrent, speech, vision
 from benchmarks.zoo.training import Training
@@ -93,7 +94,7 @@ def vit() -> Training:
 
 
 def clip() -> Training:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = CLIPConfig.from_text_vision_configs(
         CLIPTextConfig(vocab_size=253, max_position_embeddings=16, eos_token_id=2, **sizes),
         CLIPVisionConfig(image_size=32, patch_size=8, **sizes),

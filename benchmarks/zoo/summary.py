@@ -32,8 +32,8 @@ def summary(rows: Sequence[Row]) -> str:
         f"{len(made)} of {len(rows)} were planned and compiled; {sum(row['fits'] for row in made)} fit in 80 GB,"
         f" {sum(not row['unpredicted'] for row in made)} have no unpredicted collective over 1 MB, and in"
         f" {sum(not row['fallbacks'] for row in made)} nothing that matters runs without a rule (more than 1 % of the"
-        f" operations, or a result over 1 MB). Bytes are those of one GPU; `plan` is seconds to trace the step and to"
-        f" plan it on every mesh of so many GPUs."
+        f" operations, or a result over 1 MB). Bytes are those of one GPU; `plan` is the time to trace the step and to"
+        f" plan it on every mesh of so many GPUs, and in brackets what processors worked for that."
     )
     return "\n\n".join([told, _table(_COLUMNS, [_line(row) for row in rows])])
 
@@ -50,7 +50,7 @@ def _line(row: Row) -> list[str]:
     strangers, without = row["unpredicted"], row["fallbacks"]
     return [
         *about,
-        f"{row['plan_s']:.0f} s",
+        f"{row['plan_s']:.0f} s ({row['plan_cpu_s']:.0f} s)",
         row["mesh"],
         f"{row['peak_predicted'] / 1e9:.1f} GB",
         f"{row['peak_compiled'] / 1e9:.1f} GB",
