@@ -76,7 +76,7 @@ def _masked_gather(equation: Any) -> Any | None:
     closed = jax.make_jaxpr(masked)(*(shape_struct(atom.aval) for atom in equation.invars))
     place = equation.source_info.traceback  # each part stands where the whole did
     parts = [part.replace(source_info=part.source_info.replace(traceback=place)) for part in closed.eqns]
-    if hasattr(closed, "constvars"):  # from JAX 0.12 on, a jaxpr holds its constants
+    if isinstance(closed, _core.Jaxpr):  # from JAX 0.12 on, a jaxpr holds its constants
         return closed.replace(eqns=parts)
     return closed.replace(jaxpr=closed.jaxpr.replace(eqns=parts))
 
