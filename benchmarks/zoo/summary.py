@@ -50,7 +50,7 @@ def _line(row: Row) -> list[str]:
     strangers, without = row["unpredicted"], row["fallbacks"]
     return [
         *about,
-        f"{row['plan_s']:.0f} s ({row['plan_cpu_s']:.0f} s)",
+        f"{row['plan_s']:.0f} s ({'-' if row['plan_cpu_s'] is None else format(row['plan_cpu_s'], '.0f') + ' s'})",
         row["mesh"],
         f"{row['peak_predicted'] / 1e9:.1f} GB",
         f"{row['peak_compiled'] / 1e9:.1f} GB",
