@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar.equations import module_path, phase_of
+from autopar.trace import trace
 
 
 @pytest.mark.contract
