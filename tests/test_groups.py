@@ -90,3 +90,19 @@ def test_an_uneven_split_is_allowed_only_where_padding_is_small_and_nothing_forb
     assert len(enumerate_strategies([Factor(50257)], mesh)) == 2
     assert len(enumerate_strategies([Factor(50257)], mesh, even={0})) == 1
     assert len(enumerate_strategies([Factor(12)], mesh)) == 1
+
+
+@pytest.mark.parametrize(("num_rows", "splits"), [(32, True), (33, False)])
+def test_combined_updates_are_split_into_equal_shares_only(num_rows: int, splits: bool) -> None:
+    """What XLA pads an uneven share with counts: on 2x4, `segment_max` of 33 rows of negative numbers gave zeros."""
+
+    def step(rows: jax.Array, ids: jax.Array) -> jax.Array:
+        return jax.ops.segment_max(rows, ids, 8)
+
+    rows = jax.ShapeDtypeStruct((num_rows, 16), "float32")
+    graph = program_of(step, [rows, jax.ShapeDtypeStruct((num_rows,), "int32")], carry=[], donate=[]).graph
+    groups = form_groups(graph, rules_of(graph)[0])
+    (scatter,) = (g for g in groups if any(graph.nodes[n].primitive == "scatter-max" for n in g.nodes))
+    (loop,) = (f for f, factor in enumerate(scatter.factors) if factor.reduction)
+    strategies = enumerate_strategies(scatter.factors, parse_mesh("2x4"), even=scatter.even, fixed=scatter.fixed)
+    assert any(s.axes[loop] for s in strategies) is splits

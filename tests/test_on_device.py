@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,10 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar import absent
 from autopar.cost.hardware import load
 from autopar.device_program import Buffer, DeviceProgram, Op, peak_of_temporaries
-from autopar.errors import VerifyError
 from autopar.formulation import Formulation, formulate
 from autopar.fusion import Fused, fuse
 from autopar.lowering import Instruction, InstructionKind, LocalProgram
@@ -289,9 +286,9 @@ def test_a_broadcast_operand_is_read_again_out_of_a_cache() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
 def test_a_small_gpt_is_compiled_about_as_predicted() -> None:
     """Data parallel on eight absent H100s: XLA's temporaries and its step time beside ours."""
-    need_wheels()
     sizes = programs.GPTSizes(seq=512, hidden=512, vocab=4096)
     program = programs.gpt(batch=64, sizes=sizes)
     args = program.abstract_args()
@@ -302,13 +299,3 @@ def test_a_small_gpt_is_compiled_about_as_predicted() -> None:
     assert peak_of_temporaries(made) == pytest.approx(told.compiled.temp_bytes, rel=0.12)
     seconds = simulate(made, parse_mesh("8"), H100).step_time_s
     assert seconds == pytest.approx(told.step_time.compiled, rel=0.2)
-
-
-def need_wheels() -> None:
-    """Skips where XLA's GPU compiler is absent; in CI it has to be here."""
-    try:
-        absent.require_wheels()
-    except VerifyError as error:
-        if os.environ.get("CI"):
-            pytest.fail(f"in CI XLA's GPU compiler must be here: {error}")
-        pytest.skip(f"XLA's GPU compiler is not here: {error}")

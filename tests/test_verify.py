@@ -464,9 +464,9 @@ def test_a_saved_plan_takes_no_planning_options(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("kernel", [P("data", "model"), P("model", None), P(None, "data")])
+@pytest.mark.usefixtures("gpu_compiler")
 def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P) -> None:
     """Gradients pending over both axes are scattered dim by dim, and kernels gathered so."""
-    need_wheels()
     program = programs.mlp(batch=4096, width=1024, num_layers=3, optimizer="adam")
     pins = {"state/*/kernel": kernel, "batch/*": P(("data", "model"))}
     with Compiler(platform=None) as process:
@@ -477,9 +477,9 @@ def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P) -> None:
     assert sum(match.compiled_bytes for match in told.collectives) > 1e7
 
 
+@pytest.mark.usefixtures("gpu_compiler")
 def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices stand in for GPUs: the same process, the same messages; carried state goes round."""
-    need_wheels()
     from autopar import execute, jax_compat
     from autopar.verify import _arguments
 
@@ -503,9 +503,9 @@ def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.Monk
     assert "HloModule" in made.hlo_text
 
 
+@pytest.mark.usefixtures("gpu_compiler")
 def test_other_devices_than_the_profiles_are_passed_over() -> None:
     """A CPU where H100s are wanted: it compiles for absent ones, and to run is refused."""
-    need_wheels()
     with Compiler(platform="cpu") as process:
         assert not process.is_present(load("h100-sxm"), 8, 1)
         assert process.flags[-5:-1] == compiler.FLAGS
@@ -514,10 +514,10 @@ def test_other_devices_than_the_profiles_are_passed_over() -> None:
             process.compile(b"", load("h100-sxm"), 8, 1, nothing)
 
 
+@pytest.mark.usefixtures("gpu_compiler")
 def test_to_run_without_gpus_is_refused_before_planning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    need_wheels()
     target = tmp_path / "train_run.py"
     target.write_text(TARGET)
     monkeypatch.setattr(compiler, "_platform_here", lambda: None)
@@ -555,19 +555,9 @@ def two_layers() -> programs.Program:
     return programs.mlp(batch=4096, width=1024, num_layers=2)
 
 
-def need_wheels() -> None:
-    """Skips where the wheels are absent, and says how to get them."""
-    try:
-        absent.require_wheels()
-    except VerifyError as error:
-        if os.environ.get("CI"):
-            pytest.fail(f"in CI XLA's GPU compiler must be here: {error}")
-        pytest.skip(f"XLA's GPU compiler is not here: {error}")
-
-
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
 def test_a_two_layer_mlp_under_eight_gpus_that_are_not_there() -> None:
-    need_wheels()
     told = autopar.verify(two_layers().step, *two_layers().abstract_args(), mesh="8", hardware="h100-sxm")
     rows = {row.name: row for row in told.memory}
     assert [name for name in ("arguments", "outputs", "shared by both") if not rows[name].holds] == []
@@ -582,9 +572,9 @@ def test_a_two_layer_mlp_under_eight_gpus_that_are_not_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
 def test_two_hosts_are_compiled_for_and_their_devices_numbered_as_the_mesh_does() -> None:
     """16 GPUs on 2 hosts: the mesh's first axis is that of the hosts, and XLA's groups follow it."""
-    need_wheels()
     program = two_layers()
     told = autopar.verify(
         program.step,
@@ -604,9 +594,9 @@ def test_two_hosts_are_compiled_for_and_their_devices_numbered_as_the_mesh_does(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
 def test_the_command_says_nothing_of_the_plugin(tmp_path: Path) -> None:
     """A saved plan of a target, in a process as a user's: the report, and no complaint of a missing GPU."""
-    need_wheels()
     root = Path(__file__).resolve().parent.parent
     (tmp_path / "t.py").write_text(
         "import jax, programs\np = programs.mlp(batch=4096, width=1024, num_layers=2)\n"
@@ -624,16 +614,16 @@ def test_the_command_says_nothing_of_the_plugin(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.usefixtures("gpu_compiler")
 def test_xla_s_refusal_is_quoted() -> None:
-    need_wheels()
     with Compiler() as process, pytest.raises(VerifyError, match="XLA could not compile the planned step"):
         process.compile(b"no module", load("h100-sxm"), 8, 1)
     assert process._child.poll() is not None
     assert not Path(process._folder.name).exists()
 
 
+@pytest.mark.usefixtures("gpu_compiler")
 def test_a_compiler_that_dies_early_is_told_of() -> None:
-    need_wheels()
     with Compiler() as process:
         process._child.kill()
         process._child.wait()
@@ -641,8 +631,8 @@ def test_a_compiler_that_dies_early_is_told_of() -> None:
             process.compile(b"no module", load("h100-sxm"), 8, 1)
 
 
+@pytest.mark.usefixtures("gpu_compiler")
 def test_an_interrupt_while_compiling_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    need_wheels()
 
     def interrupt(self: Compiler, job: str) -> str:
         raise KeyboardInterrupt
@@ -653,9 +643,9 @@ def test_an_interrupt_while_compiling_leaves_no_process(monkeypatch: pytest.Monk
     assert process._child.poll() is not None
 
 
+@pytest.mark.usefixtures("gpu_compiler")
 def test_the_compiler_ends_with_whoever_started_it(tmp_path: Path) -> None:
     """Killed, it cannot end its compiler; which sees that nobody asks any more, and tidies up."""
-    need_wheels()
     code = (
         "import os, sys, time\nfrom autopar.compiler import Compiler\nc = Compiler()\n"
         "print(c._child.pid, c._folder.name, flush=True)\nos.kill(os.getpid(), 9)\n"

@@ -140,9 +140,10 @@ class _Path:
         moving = [(axis, d) for d, axes in enumerate(self.dims) for axis in axes if self.target_dim.get(axis, d) != d]
         for axis, d in moving:
             if self.dims[d][-1] != axis:  # only the minor-most axis can leave a dim
-                self.dims[d].remove(axis)
-                self.dims[d].append(axis)
-                self.add("collective-permute", self.dims[d])
+                wanted = [*(a for a in self.dims[d] if a != axis), axis]
+                moved = self.moved(self.dims[d], wanted)
+                self.dims[d] = wanted
+                self.add("collective-permute", moved)
             before = self.now()
             self.dims[d].pop()
             self.dims[self.target_dim[axis]].append(axis)
@@ -154,10 +155,17 @@ class _Path:
         for d, axes in enumerate(self.dims):
             stay = [axis for axis in self.target.dims[d] if axis in axes]
             wanted = [*stay, *(axis for axis in axes if axis not in stay)]
-            if axes != wanted:
-                self.dims[d] = wanted
-                disordered += wanted
+            disordered += self.moved(axes, wanted)
+            self.dims[d] = wanted
         self.add("collective-permute", disordered)
+
+    def moved(self, before: list[str], after: list[str]) -> list[str]:
+        """Axes along which devices exchange parts of a dim for another order: those whose stride in it changes."""
+
+        def stride(axis: str, axes: list[str]) -> int:
+            return self.mesh.sizes(tuple(axes[axes.index(axis) + 1 :]))
+
+        return [axis for axis in after if stride(axis, before) != stride(axis, after)]
 
     def gather(self) -> None:
         for d in reversed(range(len(self.dims))):  # XLA gathers one dim at a time

@@ -29,10 +29,12 @@ class Factor:
         size: iterations.
         reduction: None for a pass-through factor (a loop over result elements); otherwise what
             combines the parts when the loop is split, which leaves the result unreduced.
+        even: it may only be split into equal parts: what XLA pads it with would count.
     """
 
     size: int
     reduction: Reduction | None = None
+    even: bool = False
 
 
 #: Whose elements: those of operand or result *i*.
@@ -113,6 +115,7 @@ def build_rule(
     *,
     sizes: Mapping[Name, int] | None = None,
     reduction: Reduction = "sum",
+    even: Collection[Name] = (),
     pointwise: bool = False,
     flops_per_point: float = 1.0,
     manual: Collection[Name] = (),
@@ -149,7 +152,7 @@ def build_rule(
     complete = {name for term in results for names in term for name in names} | {one.name for one in sent}
     named = [dims(t, term, shape) for t, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
     return Rule(
-        factors=tuple(Factor(size, None if n in complete else reduction) for n, size in known.items()),
+        factors=tuple(Factor(size, None if n in complete else reduction, n in even) for n, size in known.items()),
         operands=tuple(named[: len(operands)]),
         results=tuple(named[len(operands) :]),
         pointwise=pointwise,

@@ -327,13 +327,16 @@ def _build(
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
     compound += [dim for define in defines for dim in define.dims if len(dim) > 1]
+    equal = {
+        classes[joiner.factor(joiner.offset[n] + i)] for n in nodes for i, f in enumerate(rules[n].factors) if f.even
+    }
     group = Group(
         nodes=tuple(nodes),
         factors=tuple(factors),
         reads=tuple(Read(value, dims, tuple(uses)) for (value, dims), uses in reads.items()),
         defines=tuple(defines),
         works=tuple(works),
-        even=frozenset(f for dim in compound for f in dim),
+        even=frozenset(f for dim in compound for f in dim) | equal,
         fixed=frozenset(f for dim in compound for f in dim[1:]),
         pinned=tuple(
             (classes[joiner.factor(joiner.offset[n] + f)], axes) for n in nodes for f, axes in rules[n].pinned

@@ -4,7 +4,11 @@ In: `NodeView`. Out: `INDEXING`, part of the table. JAX keeps the index vector i
 the indices; it needs replication, and so does a dim of which slices longer than 1 are taken.
 
 XLA's partitioner does what these rules say (checked in compiled GPU programs): a look-up in a table
-split by rows is masked and all-reduced, a scatter into one needs no communication.
+split by rows is masked and summed, by a reduce-scatter where the result is wanted split; a scatter into one
+needs no communication. A look-up that fills in for indices out of bounds comes here without the filling, which the
+trace tells apart (`jax_compat.called`): a sum that something follows is not scattered. One place alone is another
+matter: XLA's GPU compiler makes a dynamic slice, or an update of one, of it before it partitions, and then gathers
+the operand along every split dim in which it is a part; such a dim needs replication.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ def gather(view: NodeView) -> Rule:
         operand_shape,
         index_shape,
         view.result_shapes[0],
-        free=whole | (indexed & collapsed),
+        free=whole | _searched(index_shape, indexed & collapsed),
         skipped=collapsed | {*numbers["operand_batching_dims"]},
         window_dims=numbers["offset_dims"],
         batching=list(zip(numbers["operand_batching_dims"], numbers["start_indices_batching_dims"], strict=True)),
@@ -44,7 +48,8 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
     device applying the updates that fall on its part.
 
     Where updates are combined, the loops over them are reductions: each device combines its share, and
-    the operand is counted once (XLA takes the identity for it on all devices but the first).
+    the operand is counted once (XLA takes the identity for it on all devices but the first). The shares must be
+    equal: XLA pads with zeros for the first place, which count on a mesh of several axes (jax 0.12.0.1).
 
     Args:
         combines: how updates and what they fall on combine; None where their order matters.
@@ -53,6 +58,7 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
     numbers = view.params["dimension_numbers"]
     indexed, inserted = set(numbers["scatter_dims_to_operand_dims"]), set(numbers["inserted_window_dims"])
     skipped = inserted | {*numbers["operand_batching_dims"]}
+    searched = _searched(index_shape, indexed & inserted)
     window_dims = numbers["update_window_dims"]
     kept = [d for d in range(len(operand_shape)) if d not in skipped]
     whole = {d for d, u in zip(kept, window_dims, strict=True) if operand_shape[d] == update_shape[u]} - indexed
@@ -60,24 +66,31 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
         operand_shape,
         index_shape,
         update_shape,
-        free=whole | (indexed & inserted),
+        free=whole | searched,
         skipped=skipped,
         window_dims=window_dims,
         batching=list(zip(numbers["operand_batching_dims"], numbers["scatter_indices_batching_dims"], strict=True)),
     )
+    in_operand = {name for names in operand for name in names}
     if combines is None:  # which of two updates to one place comes last is nobody's to reorder
-        here = {name for names in operand for name in names}
-        indices, updates = ([names if set(names) <= here else () for names in term] for term in (indices, updates))
+        indices, updates = ([n if set(n) <= in_operand else () for n in term] for term in (indices, updates))
+    loops = {name for names in updates for name in names} - in_operand
     # One operation per update: the loops over the indexed dims only say where it goes.
-    places = math.prod(max(1, operand_shape[d]) for d in indexed & inserted)
+    places = math.prod(max(1, operand_shape[d]) for d in searched)
     return build_rule(
         [operand, indices, updates],
         [operand],
         view.operand_shapes,
         view.result_shapes,
         reduction=combines or "sum",
+        even=loops,
         flops_per_point=0.0 if combines is None else 1.0 / places,
     )
+
+
+def _searched(index_shape: tuple[int, ...], indexed: set[int]) -> set[int]:
+    """Of the dims indexed one by one, those in which each device finds what it holds: none where it is one place."""
+    return indexed if math.prod(index_shape[:-1]) > 1 else set()
 
 
 def _connect(

@@ -44,21 +44,18 @@ def _reduce_whole(view: NodeView, parameter: str) -> Rule:
     )
 
 
-#: Of what `argmax` sends, the types: its operand's, and its result's.
-_VALUE_AND_PLACE: tuple[Elements, ...] = (("operand", 0), ("result", 0))
-
-
 def _arg(view: NodeView) -> Rule:
     """The position of the largest: of each part of the dim, its value and position are sent."""
     axes = view.params["axes"]
     rank = len(view.operand_shapes[0])
+    sent: tuple[Elements, ...] = (("operand", 0), ("result", 0))
     return build_rule(
         [_named(view.operand_shapes[0], ())],
         [[(d,) for d in range(rank) if d not in axes]],
         view.operand_shapes,
         view.result_shapes,
         manual=axes,
-        sent=[Sent(d, 1, elements) for d in axes for elements in _VALUE_AND_PLACE],
+        sent=[Sent(d, 1, elements) for d in axes for elements in sent],
     )
 
 

@@ -1,0 +1,180 @@
+"""What XLA's GPU compiler makes of single decisions: the collectives of each strategy of each rule, and of reshardings.
+
+The compiler runs for GPUs that are not there. Many decisions stand in one program, each in a scope of its own name,
+and XLA is told to merge no collectives, so that every one can be laid at its decision's door.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+from test_rules_forced import ONE_DEVICE_ONLY, SAMPLES, Case, Forced
+
+from autopar import hlo, jax_compat
+from autopar.compiler import CompiledStep, Compiler
+from autopar.cost.hardware import load
+from autopar.cost.resharding import Move, resharding_moves
+from autopar.execute import abstract_mesh
+from autopar.hlo_places import mesh_axes
+from autopar.mesh import MeshShape, parse_mesh
+from autopar.partition_spec import named_shardings
+from autopar.rules.strategies import Strategy
+from autopar.sharding import TensorSharding
+
+#: Kind, mesh axes, bytes on one device (see `cost.collectives`), times a step runs it.
+Sent = tuple[str, tuple[str, ...] | None, float, int]
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "collective_permute")
+#: Pairs of shardings that one test moves between, of up to some thousands.
+MOST_PAIRS = int(os.environ.get("RESHARDING_PAIRS", "100"))
+#: Not lowered for GPUs that are not there: JAX has no rule for them on GPUs, or asks cuSOLVER for its version.
+NOT_LOWERED = {"eig", "schur", "hessenberg"}
+#: XLA's partitioner of these calls gathers the operand where its rows are split along some axes of a mesh, not all.
+GATHERED = {"top_k", "approx_top_k"}
+#: No merging; and no optimizing of kernels, which nobody runs.
+FLAGS = (
+    *(f"--xla_gpu_{kind}_combine_threshold_bytes=0" for kind in KINDS),
+    "--xla_gpu_enable_triton_gemm=false",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_backend_optimization_level=0",
+)
+
+
+@pytest.fixture(scope="module")
+def gpus(gpu_compiler: None) -> Iterator[Compiler]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", " ".join(FLAGS))
+        process = Compiler(platform=None)
+    with process:
+        yield process
+
+
+def compiled(gpus: Compiler, function: Any, args: Any, in_shardings: Any) -> CompiledStep:
+    traced = jax.jit(function, in_shardings=in_shardings).trace(*args)
+    module = jax_compat.module_bytes(traced.lower(lowering_platforms=("cuda",)))
+    return gpus.compile(module, load("h100-sxm"), 8, 1)
+
+
+def sent(one: hlo.Collective, mesh: MeshShape) -> Sent:
+    axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
+    return one.kind, axes, sum(one.payloads(mesh.num_devices)), one.num_times
+
+
+def predicted(forced: Forced, case: Case, strategy: Strategy, mesh: MeshShape) -> Counter[Sent]:
+    """One all-reduce of each result over the axes on what is summed, as long as its local part."""
+    pending = [f for f, factor in enumerate(case.rule.factors) if factor.reduction]
+    wanted: Counter[Sent] = Counter()
+    for position, dims in zip(case.equation.results, case.rule.results, strict=True):
+        sharding, aval = strategy.sharding(dims, pending), forced.traced.avals[position]
+        axes = tuple(axis for axis in mesh.axis_names if axis in sharding.unreduced)
+        if axes:
+            wanted["all-reduce", axes, sharding.local_size(aval.shape, mesh) * jax_compat.itemsize(aval), 1] += 1
+    return wanted
+
+
+def is_end_of_loop(one: hlo.Collective) -> bool:
+    """What an iteration that runs until all elements have converged asks of the other devices: one boolean."""
+    return one.num_elements == 1 and "while" in one.op_name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["8", "2x4"])
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_every_strategy_sends_on_gpus_what_is_predicted(sample: str, text: str, gpus: Compiler) -> None:
+    mesh, forced = parse_mesh(text), Forced(sample, text, without=ONE_DEVICE_ONLY | NOT_LOWERED)
+    forced.mesh = abstract_mesh(mesh)
+    values = jax.eval_shape(forced.unsharded, jax.tree.leaves(forced.args))
+    made = compiled(gpus, forced.forced, [values], NamedSharding(forced.mesh, jax.P()))
+    found: dict[tuple[int, int], Counter[Sent]] = {place: Counter() for place in forced.programs()}
+    nobodys: Counter[Sent] = Counter()  # XLA drops the name of some that it rewrites
+    for one in hlo.collectives(made.hlo_text, ignore_up_to=0):
+        place = re.search(r"case(\d+)_(\d+)_", one.op_name)
+        if place is None:
+            nobodys[sent(one, mesh)] += 1
+        elif not is_end_of_loop(one):
+            found[int(place[1]), int(place[2])][sent(one, mesh)] += 1
+    wrong: list[str] = []
+    for (c, s), got in found.items():
+        case, strategy = forced.cases[c], forced.strategies[c][s]
+        wanted = predicted(forced, case, strategy, mesh)
+        missing = wanted - got
+        if missing <= nobodys:
+            nobodys, got = nobodys - missing, got + missing
+        is_known = case.view.primitive in GATHERED and {kind for kind, *_ in got} == {"all-gather"}
+        if got != wanted and not is_known:
+            wrong.append(f"{case.words(strategy)}: predicted {dict(wanted)}, compiled {dict(got)}")
+    assert not wrong, "\n".join(wrong)
+    assert not nobodys
+
+
+# -- resharding ------------------------------------------------------------------------------
+
+
+def shardings(num_dims: int, mesh: MeshShape) -> list[TensorSharding]:
+    """Every way to split a tensor of so many dims, axes in any order within a dim."""
+    found: list[TensorSharding] = []
+    for order in itertools.permutations(mesh.axis_names):
+        for dims in itertools.product([None, *range(num_dims)], repeat=len(order)):
+            split: list[tuple[str, ...]] = [()] * num_dims
+            for axis, d in zip(order, dims, strict=True):
+                if d is not None:
+                    split[d] = (*split[d], axis)
+            found.append(TensorSharding(tuple(split)))
+    return list(dict.fromkeys(found))
+
+
+def pairs(num_dims: int, mesh: MeshShape) -> list[tuple[TensorSharding, TensorSharding]]:
+    return list(itertools.permutations(shardings(num_dims, mesh), 2))
+
+
+def merged(moves: Iterable[Move], mesh: MeshShape) -> Counter[Sent]:
+    return Counter(
+        (move.kind, tuple(axis for axis in mesh.axis_names if axis in move.axes), move.num_bytes, 1)
+        for move in moves
+        if move.kind != "cut"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "shape"), [("2x4", (64, 32)), ("2x2x2", (64, 32)), ("2x4", (16, 32, 64)), ("2x2x2", (16, 32, 64))]
+)
+def test_resharding_sends_on_gpus_what_is_predicted(text: str, shape: tuple[int, ...], gpus: Compiler) -> None:
+    mesh = parse_mesh(text)
+    devices = abstract_mesh(mesh)
+    every = pairs(len(shape), mesh)
+    drawn = random.Random(0).sample(every, min(MOST_PAIRS, len(every)))
+    paths = [resharding_moves(source, target, shape, 4, mesh) for source, target in drawn]
+
+    def walk(tensors: list[jax.Array]) -> list[jax.Array]:
+        out: list[jax.Array] = []
+        for n, (tensor, moves) in enumerate(zip(tensors, paths, strict=True)):
+            with jax.named_scope(f"pair{n}_"):
+                for move in moves:
+                    tensor = jax.lax.with_sharding_constraint(tensor, *named_shardings([move.result], devices))
+            out.append(tensor)
+        return out
+
+    tensors = [jax.ShapeDtypeStruct(shape, "float32")] * len(drawn)
+    before = named_shardings([source for source, _ in drawn], devices)
+    made = compiled(gpus, walk, [tensors], (before,))
+    found: list[Counter[Sent]] = [Counter() for _ in drawn]
+    for one in hlo.collectives(made.hlo_text):
+        place = re.search(r"(?:pair|tensors\[)(\d+)", one.op_name)
+        assert place, one.op_name
+        found[int(place[1])][sent(one, mesh)] += 1
+    wrong = [
+        f"{source} -> {target}: predicted {dict(merged(moves, mesh))}, compiled {dict(got)}"
+        for (source, target), moves, got in zip(drawn, paths, found, strict=True)
+        if got != merged(moves, mesh)
+    ]
+    assert not wrong, "\n".join(wrong)
