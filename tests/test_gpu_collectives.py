@@ -70,7 +70,8 @@ def sent(one: hlo.Collective, mesh: MeshShape) -> Sent:
 
 
 def predicted(forced: Forced, case: Case, strategy: Strategy, mesh: MeshShape) -> Counter[Sent]:
-    """One all-reduce of each result over the axes on what is summed, as long as its local part."""
+    """One all-reduce of each result over the axes on what is summed, as long as its local part; and each strip that
+    neighbours send each other."""
     pending = [f for f, factor in enumerate(case.rule.factors) if factor.reduction]
     wanted: Counter[Sent] = Counter()
     for position, dims in zip(case.equation.results, case.rule.results, strict=True):
@@ -78,6 +79,8 @@ def predicted(forced: Forced, case: Case, strategy: Strategy, mesh: MeshShape) -
         axes = tuple(axis for axis in mesh.axis_names if axis in sharding.unreduced)
         if axes:
             wanted["all-reduce", axes, sharding.local_size(aval.shape, mesh) * jax_compat.itemsize(aval), 1] += 1
+    for axes, elements in case.strips(strategy, mesh):
+        wanted["collective-permute", axes, 4.0 * elements, 1] += 1
     return wanted
 
 
@@ -93,7 +96,7 @@ def test_every_strategy_sends_on_gpus_what_is_predicted(sample: str, text: str, 
     mesh, forced = parse_mesh(text), Forced(sample, text, without=ONE_DEVICE_ONLY | NOT_LOWERED)
     forced.mesh = abstract_mesh(mesh)
     values = jax.eval_shape(forced.unsharded, jax.tree.leaves(forced.args))
-    made = compiled(gpus, forced.forced, [values], NamedSharding(forced.mesh, jax.P()))
+    made = compiled(gpus, forced.forced, [values, forced.zero], NamedSharding(forced.mesh, jax.P()))
     found: dict[tuple[int, int], Counter[Sent]] = {place: Counter() for place in forced.programs()}
     nobodys: Counter[Sent] = Counter()  # XLA drops the name of some that it rewrites
     for one in hlo.collectives(made.hlo_text, ignore_up_to=0):
