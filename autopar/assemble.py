@@ -16,8 +16,10 @@ from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Node
 from autopar.on_device import device_program
-from autopar.plan import CollectiveUse, Constraint, Decision, Prediction, Role, TensorPlan
+from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
+from autopar.rules.regions import gather_of, is_manual
+from autopar.rules.structure import BORDERS, PINNED
 from autopar.sharding import TensorSharding, replicated
 from autopar.timeline import simulate
 
@@ -34,6 +36,7 @@ class Assembled:
     constraints: tuple[Constraint, ...]
     decisions: tuple[Decision, ...]
     collectives: tuple[CollectiveUse, ...]
+    regions: tuple[ManualRegion, ...]
     prediction: Prediction
     device: DeviceProgram
 
@@ -51,6 +54,7 @@ def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorShard
         constraints=(*_constraints(f, choices), *_small_pins(f, pins)),
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
+        regions=tuple(_regions(f, choices)),
         prediction=_predict(f, device, collectives, inputs, outputs),
         device=device,
     )
@@ -139,6 +143,8 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     each operand that its reader wants otherwise, one move at a time."""
     out: list[Constraint] = []
     arguments = set(f.graph.inputs)
+    told = {*BORDERS, *PINNED}
+    borders = {v for node in f.graph.nodes if node.primitive in told for v in node.results}
     copies = {d.value: d.shardings[choices[n]] for n, d in enumerate(f.decisions) if d.kind == "copy"}
     natural: dict[int, TensorSharding] = {}
     for value, (node, shardings) in f.value_made.items():
@@ -146,7 +152,7 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         natural[value] = sharding.resolved()
         if value in arguments or f.graph.values[value].size <= SMALL_SIZE:
             continue
-        if value in f.written or sharding.unreduced:
+        if value in f.written or sharding.unreduced or value in borders:
             path = (natural[value],)
             if len(sharding.unreduced) > 1:
                 path = _scattered(f, choices, value, sharding, copies) or path
@@ -180,6 +186,23 @@ def _scattered(
         moves = f.moves(value, made, flow.wanted[choices[flow.target]])
         steps.add(tuple(move.result.resolved() for move in moves if move.kind == "reduce-scatter"))
     return steps.pop() if len(steps) == 1 else ()
+
+
+def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
+    """The nodes of which each device runs its own part."""
+    for choice, chosen in zip(f.decisions, choices, strict=True):
+        if choice.kind != "group":
+            continue
+        group, strategy = f.groups[choice.group], choice.strategies[chosen]
+        region = group.region
+        if region is not None and is_manual(group, strategy):
+            pending = group.defines[0].pending
+            yield ManualRegion(
+                node=region.node,
+                operands=tuple(strategy.sharding(dims) for dims in region.operands),
+                results=tuple(strategy.sharding(dims, pending) for dims in region.results),
+                reduction=group.defines[0].reduction,
+            )
 
 
 def _small_pins(f: Formulation, pins: dict[int, TensorSharding]) -> Iterator[Constraint]:
@@ -220,6 +243,7 @@ def _collectives(
     input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
     renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
     for flow in f.flows:
+        times = f.graph.values[flow.value].repeat
         for step in f.collectives(flow, choices):
             node = _node_of(f, flow, defined_at)
             caused[flow.source].append(len(uses))
@@ -229,7 +253,8 @@ def _collectives(
                     kind=step.kind,
                     axes=step.axes,
                     num_bytes=step.num_bytes,
-                    time_s=f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
+                    num_times=round(times),
+                    time_s=times * f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
                     cause=_cause(f, flow, step.kind, input_path, renewed, defined_at),
                     path=node.path if node else input_path.get(flow.value, ""),
                     source=node.source if node else "",
@@ -239,13 +264,15 @@ def _collectives(
             )
     for index, choice in enumerate(f.decisions):
         uses += _small_sums(f, choice, choices[index])
+    for node in f.graph.nodes:
+        uses += _told(f, node)
     return tuple(uses), {node: tuple(positions) for node, positions in caused.items()}
 
 
 def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
     if choice.kind != "group":
         return []
-    uses = []
+    uses = _inside(f, choice, chosen)
     for define in f.groups[choice.group].defines:
         info = f.graph.values[define.value]
         axes = choice.strategies[chosen].sharding(define.dims, define.pending).unreduced
@@ -257,7 +284,8 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
                 kind="all-reduce",
                 axes=axes,
                 num_bytes=info.num_bytes,
-                time_s=f.time("all-reduce", axes, info.num_bytes, combinable=True),
+                num_times=round(info.repeat),
+                time_s=info.repeat * f.time("all-reduce", axes, info.num_bytes, combinable=True),
                 cause=f"{define.reduction} of a few elements ({node.primitive})",
                 path=node.path,
                 source=node.source,
@@ -266,6 +294,45 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
             )
         )
     return uses
+
+
+def _told(f: Formulation, node: Node) -> Iterator[CollectiveUse]:
+    """What the program itself sends, inside a `shard_map`."""
+    for kind, axes, num_bytes, times in node.params.get("collectives", ()):
+        repeat = times * node.repeat
+        yield CollectiveUse(
+            kind=kind,
+            axes=axes,
+            num_bytes=num_bytes,
+            num_times=round(repeat),
+            time_s=repeat * f.time(kind, axes, num_bytes, combinable=False),
+            cause="the step's own, in a shard_map",
+            path=node.path,
+            source=node.source,
+            phase=node.phase,
+            combinable=True,
+        )
+
+
+def _inside(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
+    """What a node that is run as a manual region sends by itself."""
+    sent = gather_of(f.groups[choice.group], choice.strategies[chosen], f.graph, f.mesh)
+    if sent is None:
+        return []
+    node = f.graph.nodes[sent.node]
+    use = CollectiveUse(
+        kind="all-gather",
+        axes=sent.axes,
+        num_bytes=sent.num_bytes,
+        num_times=round(node.repeat),
+        time_s=node.repeat * f.time("all-gather", sent.axes, sent.num_bytes, combinable=False),
+        cause=f"join the parts of a {node.primitive}",
+        path=node.path,
+        source=node.source,
+        phase=node.phase,
+        combinable=True,
+    )
+    return [use]
 
 
 def _node_of(f: Formulation, flow: Flow, defined_at: dict[int, int]) -> Node | None:

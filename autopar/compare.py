@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler import CompiledStep
-from autopar.hlo import Collective, collectives
+from autopar.graph.ir import UNKNOWN_TRIPS
+from autopar.hlo import Collective, collectives, has_loops
 from autopar.hlo_places import mesh_axes
 from autopar.mesh import MeshShape
 from autopar.pairing import describe_origin, pair
@@ -171,12 +172,14 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
 
 
 def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Figure:
-    """The step time; held only where XLA's estimator knows the device's matrix units."""
+    """The step time; held only where XLA's estimator knows the device's matrix units. A loop it takes for one short
+    operation, so of a program with loops it says nothing."""
+    estimate = None if has_loops(compiled.hlo_text) else compiled.step_time_s
     tolerance = STEP_TIME_TOLERANCE if believable else None
     ran = compiled.measured.step_time_s if compiled.measured else None
     told = plan.prediction
     predicted = told.step_time_s if told.xla_step_time_s is None else told.xla_step_time_s
-    return Figure("step time", "s", predicted, compiled.step_time_s, tolerance, measured=ran)
+    return Figure("step time", "s", predicted, estimate, tolerance, measured=ran)
 
 
 def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> Collectives:
@@ -192,7 +195,7 @@ def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> C
         if axes:
             predicted[use.kind, axes].append((position, use))
     compiled: dict[tuple[str, tuple[str, ...] | None], list[Collective]] = defaultdict(list)
-    for one in collectives(hlo_text, ignore_up_to=0):
+    for one in collectives(hlo_text, ignore_up_to=0, unknown_trips=round(UNKNOWN_TRIPS)):
         axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
         if axes != ():
             compiled[one.kind, None if axes is None else _real_axes(axes, mesh)].append(one)
@@ -237,15 +240,15 @@ def _match(
     size = mesh.sizes(axes or ())
     by_cause: Counter[str] = Counter()
     for use in uses:
-        by_cause[_LAYER.sub("_*", use.cause)] += int(use.num_bytes)
+        by_cause[_LAYER.sub("_*", use.cause)] += int(use.bytes_per_step)
     return CollectiveMatch(
         kind=kind,
         axes=axes,
-        predicted_count=len(uses),
+        predicted_count=sum(use.num_times for use in uses),
         compiled_count=sum(one.num_times for one in found),
-        predicted_bytes=sum(sent_bytes(kind, use.num_bytes, size) for use in uses),
+        predicted_bytes=sum(sent_bytes(kind, use.bytes_per_step, size) for use in uses),
         compiled_bytes=sum(_sent_by(one, mesh) for one in found),
-        combinable=sum(use.combinable for use in uses),
+        combinable=sum(use.num_times for use in uses if use.combinable),
         causes=tuple(cause for cause, _ in by_cause.most_common(2)),
         crosses_hosts=any(_crosses(one, hosts) for one in found),
     )

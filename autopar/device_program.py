@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-#: A `view` gives what it reads another name or shape, for nothing; a program may go without.
-OpKind = Literal["gemm", "convolution", "fusion", "collective", "other", "view"]
+#: A `view` gives what it reads another name or shape, for nothing; a program may go without. A `border` is where a
+#: value enters or leaves a loop or a branch: it costs nothing, and nothing is fused across it. A `loop` stands for one
+#: that is scheduled by itself.
+OpKind = Literal["gemm", "convolution", "fusion", "collective", "other", "view", "border", "loop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,21 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class Trips:
+    """A loop: the operations of the graph's nodes from `start` until before `stop` run so many times."""
+
+    start: int
+    stop: int
+    count: float
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceProgram:
-    """Operations in the order they run, and the buffers they read and write."""
+    """Operations in the order they run, and the buffers they read and write; of the loops, inner ones first."""
 
     ops: tuple[Op, ...]
     buffers: tuple[Buffer, ...]
+    loops: tuple[Trips, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,30 +1,24 @@
 """Run a plan: replay the traced equations under `jax.jit`, with the plan's shardings imposed.
 
-In: `Plan`, `Trace` and a mesh of devices. Out: a jitted function of the step's positional arguments.
-XLA's partitioner is told the sharding of every value that crosses from one decision to another, so it
-has no room to disagree; name stacks and source lines are kept, donation too.
+In: `Plan`, `Trace` and a mesh of devices. Out: a jitted function of the step's positional arguments, which
+donates what the plan says.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autopar import jax_compat
 from autopar.errors import MeshError
 from autopar.mesh import MeshShape
-from autopar.partition_spec import check_mesh, named_shardings, partition_spec
+from autopar.partition_spec import check_mesh, named_shardings
 from autopar.plan import Plan
-from autopar.sharding import TensorSharding
-from autopar.trace import LiteralOperand, Trace
-
-
-class OtherShapesError(TypeError):
-    """The jitted replay met arguments it was not planned for; the caller plans again."""
+from autopar.replay import Replay
+from autopar.trace import Trace
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
@@ -54,7 +48,7 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
 def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
     """The planned step, jitted: takes and returns what the user's step does."""
     check_mesh(plan.mesh, mesh)
-    replay = _Replay(plan, trace, mesh)
+    replay = Replay(plan, trace, mesh)
     in_shardings = jax.tree.unflatten(trace.in_tree, named_shardings([t.sharding for t in plan.inputs], mesh))
     out_shardings = jax.tree.unflatten(trace.out_tree, named_shardings([t.sharding for t in plan.outputs], mesh))
     return jax.jit(
@@ -77,77 +71,6 @@ def donated_arguments(plan: Plan, trace: Trace) -> tuple[int, ...]:
     return tuple(arguments)
 
 
-class _Replay:
-    """Evaluates a trace equation by equation, constraining values as the plan says."""
-
-    def __init__(self, plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> None:
-        self.trace, self.mesh = trace, mesh
-        self.at_definition: dict[int, tuple[TensorSharding, ...]] = {}
-        self.at_operand: dict[tuple[int, int], tuple[TensorSharding, ...]] = {}
-        for constraint in plan.constraints:
-            if constraint.node is None or constraint.operand is None:
-                self.at_definition[constraint.value] = constraint.shardings
-            else:
-                self.at_operand[constraint.node, constraint.operand] = constraint.shardings
-        self.remaining = _last_reads(trace)
-
-    def run(self, *args: Any) -> Any:
-        leaves = jax.tree.leaves(args)
-        self._check(args, leaves)
-        env: dict[int, Any] = dict(zip(self.trace.inputs, leaves, strict=True))
-        env.update(self.trace.constants)
-        resharded: dict[int, dict[tuple[TensorSharding, ...], Any]] = defaultdict(dict)
-        for n, equation in enumerate(self.trace.equations):
-            with jax_compat.equation_context(
-                equation.source.source_info.traceback, equation.name_stack, equation.source.ctx.manager
-            ):
-                operands = [self._operand(env, resharded, n, i, atom) for i, atom in enumerate(equation.operands)]
-                results = jax_compat.bind(equation.source, operands)
-                for position, value in zip(equation.results, results, strict=True):
-                    env[position] = self._constrain(value, self.at_definition.get(position, ()))
-            for position in self.remaining.get(n, ()):  # forget what no later equation reads
-                env.pop(position, None)
-                resharded.pop(position, None)
-        end = len(self.trace.equations)
-        outputs = [self._operand(env, resharded, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
-        return jax.tree.unflatten(self.trace.out_tree, outputs)
-
-    def _operand(
-        self,
-        env: dict[int, Any],
-        resharded: dict[int, dict[tuple[TensorSharding, ...], Any]],
-        node: int,
-        index: int,
-        atom: int | LiteralOperand,
-    ) -> Any:
-        if isinstance(atom, LiteralOperand):
-            return atom.value
-        path = self.at_operand.get((node, index), ())
-        value = env[atom]
-        known = resharded[atom]
-        for length in range(1, len(path) + 1):  # one constraint per value and target: readers share it
-            prefix = path[:length]
-            if prefix not in known:
-                known[prefix] = self._constrain(value, prefix[-1:])
-            value = known[prefix]
-        return value
-
-    def _constrain(self, value: Any, shardings: tuple[TensorSharding, ...]) -> Any:
-        for sharding in shardings:
-            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(sharding)))
-        return value
-
-    def _check(self, args: Any, leaves: Sequence[Any]) -> None:
-        if jax.tree.structure(args) != self.trace.in_tree:
-            raise OtherShapesError("the arguments have another structure than the planned ones")
-        for path, position, leaf in zip(self.trace.input_paths, self.trace.inputs, leaves, strict=True):
-            aval = self.trace.avals[position]
-            if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
-                raise OtherShapesError(
-                    f"`{path}` was planned as {aval.dtype}{list(aval.shape)}, got {leaf.dtype}{list(leaf.shape)}"
-                )
-
-
 def lower(jitted: Any, args: Sequence[Any], mesh: Mesh) -> jax.stages.Lowered:
     """Lower for the platform of a mesh's devices, which need not exist in this process."""
     platform = mesh.devices.flat[0].platform
@@ -159,19 +82,3 @@ def lower_for(platform: str, jitted: Any, args: Sequence[Any]) -> jax.stages.Low
     for another process to compile."""
     shapes = jax.tree.map(jax_compat.shape_struct, tuple(args))
     return jitted.trace(*shapes).lower(lowering_platforms=(platform,))
-
-
-def _last_reads(trace: Trace) -> dict[int, list[int]]:
-    """Equation -> values it is the last to read."""
-    last: dict[int, int] = {}
-    for n, equation in enumerate(trace.equations):
-        for atom in equation.operands:
-            if isinstance(atom, int):
-                last[atom] = n
-    for output in trace.outputs:
-        if isinstance(output, int):
-            last.pop(output, None)
-    by_equation: dict[int, list[int]] = defaultdict(list)
-    for value, n in last.items():
-        by_equation[n].append(value)
-    return by_equation

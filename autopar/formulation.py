@@ -6,6 +6,10 @@ for each of its nodes what choosing strategy *s* means for every tensor it makes
 There are four kinds of decision: a group, an input (an input of carried state is one decision with the
 output that renews it, so a training loop never reshards), an output, and a shared copy. A value that
 several decisions read passes through a shared copy, so that gathering it once is paid once.
+
+Most of a program is layer after layer of the same: equal groups share their strategies, their tensors' shardings and
+their times, and equal flows one matrix. So building takes the time of what is distinct, and the solver sees which
+matrices are one.
 """
 
 from __future__ import annotations
@@ -18,14 +22,16 @@ from typing import Literal
 import numpy as np
 
 from autopar.cost.collectives import collective_time
-from autopar.cost.compute import group_time
+from autopar.cost.compute import Load, compute_time, load_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.resharding import Move, collectives_of, resharding_moves
+from autopar.cost.resharding_times import ReshardingTimes
 from autopar.device_program import Stored
 from autopar.graph.ir import Graph, Phase, Value
 from autopar.mesh import MeshShape
-from autopar.rules.factors import Factor
+from autopar.rules.factors import DimFactors, Factor
 from autopar.rules.groups import SMALL_SIZE, Group
+from autopar.rules.regions import gather_of
 from autopar.rules.strategies import Strategy, enumerate_strategies
 from autopar.sharding import TensorSharding
 from autopar.solve.problem import Edge, Problem, Usage
@@ -146,8 +152,12 @@ class _Builder:
         self.made: dict[int, tuple[int, Shardings]] = {}
         self.readers: dict[int, list[tuple[int, Shardings, tuple[tuple[int, int], ...]]]] = defaultdict(list)
         self.input_decision: dict[int, int] = {}
-        self.cost_of_pair: dict[tuple[object, ...], float] = {}
+        self.position_of = {value: position for position, value in enumerate(graph.inputs)}
+        self.renewed = dict(graph.carried)
+        self.laid = _Laid(mesh)
+        self.resharding = ReshardingTimes(mesh, profile)
         self.matrices: dict[tuple[object, ...], np.ndarray] = {}
+        self.times: dict[tuple[Load, int], np.ndarray] = {}
         self.last_use = _last_uses(graph)
 
     def build(self) -> Formulation:
@@ -180,34 +190,33 @@ class _Builder:
     # -- decisions ---------------------------------------------------------------------------
 
     def _add_group(self, index: int, group: Group) -> None:
-        strategies = enumerate_strategies(group.factors, self.mesh, even=group.even, fixed=group.fixed)
+        strategies = self.laid.strategies(group)
         node = len(self.decisions)
         phase = self.graph.nodes[group.nodes[-1]].phase
         self.decisions.append(Decision("group", len(strategies), phase, group=index, strategies=strategies))
-        position_of = {v: i for i, v in enumerate(self.graph.inputs)}
         for value, dims in group.inputs:
-            self.input_decision[position_of[value]] = node
-            self.made[value] = (node, tuple(s.sharding(dims) for s in strategies))
+            self.input_decision[self.position_of[value]] = node
+            self.made[value] = (node, self.laid.shardings(strategies, dims))
         for define in group.defines:
             if self.graph.values[define.value].size > SMALL_SIZE or define.pending:
-                self.made[define.value] = (node, tuple(s.sharding(define.dims, define.pending) for s in strategies))
+                self.made[define.value] = (node, self.laid.shardings(strategies, define.dims, define.pending))
         for read in group.reads:
-            self.readers[read.value].append((node, tuple(s.sharding(read.dims) for s in strategies), read.uses))
+            self.readers[read.value].append((node, self.laid.shardings(strategies, read.dims), read.uses))
 
     def _add_inputs(self) -> None:
-        renewed = dict(self.graph.carried)
         for position, value in enumerate(self.graph.inputs):
             info = self.graph.values[value]
             if position in self.input_decision or info.size <= SMALL_SIZE:
                 continue
-            shardings = (self.pins[position],) if position in self.pins else self._even_shardings(value)
+            pinned = position in self.pins
+            shardings = self.laid.one((self.pins[position],)) if pinned else self.laid.even(info.shape)
             node = len(self.decisions)
             self.decisions.append(
                 Decision("input", len(shardings), "forward", value=value, position=position, shardings=shardings)
             )
             self.input_decision[position] = node
             self.made[value] = (node, shardings)
-            after = self.graph.outputs[renewed[position]] if position in renewed else None
+            after = self.graph.outputs[self.renewed[position]] if position in self.renewed else None
             if after is not None and after != value:
                 self.readers[after].append((node, shardings, ()))
 
@@ -216,21 +225,12 @@ class _Builder:
         for position, value in enumerate(self.graph.outputs):
             if value is None or position in tied or self.graph.values[value].size <= SMALL_SIZE:
                 continue
-            shardings = self._even_shardings(value)
+            shardings = self.laid.even(self.graph.values[value].shape)
             node = len(self.decisions)
             self.decisions.append(
                 Decision("output", len(shardings), "update", value=value, position=position, shardings=shardings)
             )
             self.readers[value].append((node, shardings, ()))
-
-    def _even_shardings(self, value: int) -> Shardings:
-        """Every sharding that `jax.jit` takes for an input or output: dims must divide."""
-        shape = self.graph.values[value].shape
-        factors = [Factor(size) for size in shape if size > 1]
-        dims = iter(range(len(factors)))
-        named = tuple((next(dims),) if size > 1 else () for size in shape)
-        strategies = enumerate_strategies(factors, self.mesh, even=range(len(factors)))
-        return tuple(s.sharding(named) for s in strategies)
 
     # -- flows -------------------------------------------------------------------------------
 
@@ -256,10 +256,10 @@ class _Builder:
         made: Shardings,
         readers: Sequence[tuple[int, Shardings, tuple[tuple[int, int], ...]]],
     ) -> tuple[int, Shardings]:
-        options = list(dict.fromkeys([*(m.resolved() for m in made), *(w for _, ws, _ in readers for w in ws)]))
-        shared = [False] * len(options)
+        options = self.laid.any_of(made, [wanted for _, wanted, _ in readers])
+        shared = (False,) * len(options)
         if self.budget is not None:  # "the producer's own buffer" and "a new one" differ in memory alone
-            options, shared = [*options, *options], [*([True] * len(options)), *shared]
+            options, shared = self.laid.one((*options, *options)), ((True,) * len(options) + shared)
         node = len(self.decisions)
         first = min(readers, key=lambda r: min((n for n, _ in r[2]), default=len(self.graph.nodes)))[0]
         self.decisions.append(
@@ -268,13 +268,13 @@ class _Builder:
                 len(options),
                 self.decisions[first].phase,
                 value=value,
-                shardings=tuple(options),
-                shared=tuple(shared),
+                shardings=options,
+                shared=shared,
             )
         )
         combinable = all(self._combinable(source, reader) for reader, _, _ in readers)
-        self.flows.append(Flow(value, source, node, made, tuple(options), combinable))
-        return node, tuple(options)
+        self.flows.append(Flow(value, source, node, made, options, combinable))
+        return node, options
 
     def _combinable(self, source: int, target: int) -> bool:
         """Gathers of inputs, reductions into the update and gathers of its results do not wait for
@@ -288,28 +288,29 @@ class _Builder:
     # -- numbers -----------------------------------------------------------------------------
 
     def _compute_time(self, decision: Decision, written: frozenset[int]) -> np.ndarray:
-        if decision.kind == "input" and decision.position not in dict(self.graph.carried):
+        if decision.kind == "input" and decision.position not in self.renewed:
             info = self.graph.values[decision.value]  # data is written to memory as it arrives
             sizes = [s.local_size(info.shape, self.mesh) for s in decision.shardings]
             return np.array(sizes) * info.itemsize / self.profile.hbm_bytes_per_s
         if decision.kind != "group":
             return np.zeros(decision.num_strategies)
-        group = self.groups[decision.group]
-        return np.array(
-            [group_time(group, s, written, self.graph, self.mesh, self.profile) for s in decision.strategies]
-        )
+        load = load_of(self.groups[decision.group], written, self.graph)
+        key = (load, id(decision.strategies))
+        if key not in self.times:
+            self.times[key] = compute_time(load, decision.strategies, self.mesh, self.profile)
+        return self.times[key]
 
     def _price(self, costs: list[np.ndarray]) -> tuple[tuple[np.ndarray, ...], tuple[Edge, ...]]:
         edges: list[Edge] = []
         for flow in self.flows:
             if flow.source == flow.target:
-                pairs = zip(flow.made, flow.wanted, strict=True)
-                costs[flow.source] += [self._pair(flow, m, w) for m, w in pairs]
+                costs[flow.source] += self._matrix(flow).diagonal()
                 continue
             matrix = self._matrix(flow)
             if matrix.any():
                 edges.append(Edge(flow.source, flow.target, matrix))
         self._price_small_sums(costs)
+        self._price_gathers(costs)
         return tuple(costs), tuple(edges)
 
     def _price_small_sums(self, costs: list[np.ndarray]) -> None:
@@ -320,43 +321,49 @@ class _Builder:
             for define in self.groups[decision.group].defines:
                 info = self.graph.values[define.value]
                 if define.pending and info.size <= SMALL_SIZE:
-                    for s, strategy in enumerate(decision.strategies):
-                        axes = strategy.sharding(define.dims, define.pending).unreduced
-                        if axes:
-                            costs[node][s] += collective_time(
-                                "all-reduce", info.num_bytes, axes, self.mesh, self.profile, combinable=True
-                            )
+                    shardings = self.laid.shardings(decision.strategies, define.dims, define.pending)
+                    costs[node] += info.repeat * self._small_sum(info.num_bytes, shardings)
+
+    def _small_sum(self, num_bytes: float, shardings: Shardings) -> np.ndarray:
+        of_axes = {
+            axes: collective_time("all-reduce", num_bytes, axes, self.mesh, self.profile, combinable=True)
+            for axes in {s.unreduced for s in shardings if s.unreduced}
+        }
+        return np.array([of_axes.get(s.unreduced, 0.0) for s in shardings])
+
+    def _price_gathers(self, costs: list[np.ndarray]) -> None:
+        """What a node that runs as a manual region sends by itself."""
+        for node, decision in enumerate(self.decisions):
+            if decision.kind == "group" and self.groups[decision.group].region is not None:
+                for s, strategy in enumerate(decision.strategies):
+                    sent = gather_of(self.groups[decision.group], strategy, self.graph, self.mesh)
+                    if sent is not None:
+                        seconds = collective_time("all-gather", sent.num_bytes, sent.axes, self.mesh, self.profile)
+                        costs[node][s] += self.graph.nodes[sent.node].repeat * seconds
 
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]
         shared = self.decisions[flow.target].shared if self.budget is not None else ()
-        key = (info.shape, info.itemsize, flow.made, flow.wanted, flow.combinable, shared)
+        key = (info.shape, info.itemsize, info.repeat, id(flow.made), id(flow.wanted), flow.combinable, shared)
         if key not in self.matrices:
-            matrix = np.array([[self._pair(flow, m, w) for w in flow.wanted] for m in flow.made])
-            for s, is_shared in enumerate(shared):
-                same = np.array([m == flow.wanted[s] for m in flow.made])
-                matrix[~same if is_shared else same, s] = np.inf
+            (made, rows), (wanted, columns) = self.laid.distinct(flow.made), self.laid.distinct(flow.wanted)
+            seconds = self.resharding.matrix(made, wanted, info.shape, info.itemsize, combinable=flow.combinable)
+            matrix = info.repeat * seconds[rows[:, None], columns]
+            if shared:
+                same = np.array([[m == w for w in wanted] for m in made])[rows[:, None], columns]
+                matrix[same != np.array(shared)] = np.inf
             self.matrices[key] = matrix
         return self.matrices[key]
 
-    def _pair(self, flow: Flow, made: TensorSharding, wanted: TensorSharding) -> float:
-        if made == wanted:
-            return 0.0
-        info = self.graph.values[flow.value]
-        key = (made, wanted, info.shape, info.itemsize, flow.combinable)
-        if key not in self.cost_of_pair:
-            moves = collectives_of(resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh))
-            self.cost_of_pair[key] = sum(
-                collective_time(m.kind, m.num_bytes, m.axes, self.mesh, self.profile, combinable=flow.combinable)
-                for m in moves
-            )
-        return self.cost_of_pair[key]
-
     def _usages(self) -> tuple[Usage, ...]:
-        return tuple(
-            Usage(held.node, held.start, held.end, np.array([held.num_bytes(s) for s in range(len(held.shardings))]))
-            for held in self._held()
-        )
+        amounts: dict[tuple[object, ...], np.ndarray] = {}
+        usages: list[Usage] = []
+        for held in self._held():
+            key = (held.info.shape, held.info.itemsize, id(held.shardings), held.shared)
+            if key not in amounts:
+                amounts[key] = np.array([held.num_bytes(s) for s in range(len(held.shardings))])
+            usages.append(Usage(held.node, held.start, held.end, amounts[key]))
+        return tuple(usages)
 
     def _held(self) -> list[HeldTensor]:
         """Arguments are held throughout; what is stored, in its time; a shared copy from its first reader to its
@@ -395,10 +402,70 @@ class _Builder:
             if one.value not in makers or self.graph.values[one.value].size <= SMALL_SIZE:
                 continue
             node, define = makers[one.value]
-            shardings = tuple(s.sharding(define.dims, define.pending) for s in self.decisions[node].strategies)
+            shardings = self.laid.shardings(self.decisions[node].strategies, define.dims, define.pending)
             info = self.graph.values[one.value]
             held.append(HeldTensor(node, one.start, one.end, info, shardings, self.mesh))
         return held
+
+
+class _Laid:
+    """Strategies and shardings on one mesh. Equal ones are one object, so that what follows from them may be kept by
+    their `id`: they live as long as this does."""
+
+    def __init__(self, mesh: MeshShape) -> None:
+        self._mesh = mesh
+        self._strategies: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
+        self._shardings: dict[tuple[object, ...], Shardings] = {}
+        self._known: dict[Shardings, Shardings] = {}
+        self._distinct: dict[int, tuple[Shardings, np.ndarray]] = {}
+
+    def strategies(self, group: Group) -> tuple[Strategy, ...]:
+        """All strategies of a group."""
+        manual = group.region.manual if group.region else frozenset()
+        key = (group.factors, group.even, group.fixed, manual, group.pinned)
+        if key not in self._strategies:
+            self._strategies[key] = enumerate_strategies(
+                group.factors, self._mesh, even=group.even, fixed=group.fixed, manual=manual, pinned=group.pinned
+            )
+        return self._strategies[key]
+
+    def shardings(self, strategies: tuple[Strategy, ...], dims: DimFactors, pending: tuple[int, ...] = ()) -> Shardings:
+        """How each of a group's strategies splits a tensor."""
+        key = (id(strategies), dims, pending)
+        if key not in self._shardings:
+            self._shardings[key] = self.one(tuple(s.sharding(dims, pending) for s in strategies))
+        return self._shardings[key]
+
+    def even(self, shape: tuple[int, ...]) -> Shardings:
+        """Every sharding that `jax.jit` takes for an input or output: dims must divide."""
+        key = ("even", shape)
+        if key not in self._shardings:
+            factors = [Factor(size) for size in shape if size > 1]
+            dims = iter(range(len(factors)))
+            named = tuple((next(dims),) if size > 1 else () for size in shape)
+            strategies = enumerate_strategies(factors, self._mesh, even=range(len(factors)))
+            self._shardings[key] = self.one(tuple(s.sharding(named) for s in strategies))
+        return self._shardings[key]
+
+    def any_of(self, made: Shardings, wanted: Sequence[Shardings]) -> Shardings:
+        """What a tensor may be turned into for its readers: as it is made, summed, or as one of them wants it."""
+        key = (id(made), *map(id, wanted))
+        if key not in self._shardings:
+            options = dict.fromkeys([*(m.resolved() for m in made), *(w for ws in wanted for w in ws)])
+            self._shardings[key] = self.one(tuple(options))
+        return self._shardings[key]
+
+    def one(self, shardings: Shardings) -> Shardings:
+        """The one object that stands for equal lists of shardings."""
+        return self._known.setdefault(shardings, shardings)
+
+    def distinct(self, shardings: Shardings) -> tuple[Shardings, np.ndarray]:
+        """The different ones of a list that `one` has given, and of each in the list, which of them it is."""
+        if id(shardings) not in self._distinct:
+            number: dict[TensorSharding, int] = {}
+            labels = np.array([number.setdefault(s, len(number)) for s in shardings], int)
+            self._distinct[id(shardings)] = (tuple(number), labels)
+        return self._distinct[id(shardings)]
 
 
 @dataclass(frozen=True, slots=True)

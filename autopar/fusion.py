@@ -170,6 +170,8 @@ class _Fusion:
         self._fuse_diamonds()
         self.price = _Price(program.instructions, profile)
         self.times: dict[int, float] = {}
+        self.savings: dict[tuple[int, int], tuple[int, int, float | None]] = {}
+        self.changes = [0] * len(program.instructions)  # of each kernel
         self.version = [0] * len(program.instructions)
         self.heap: list[tuple[float, int, int]] = []
 
@@ -332,13 +334,28 @@ class _Fusion:
     def _priority(self, i: int) -> float | None:
         """Seconds saved by fusing a producer into all its readers; None where it may not be."""
         readers = self.users[i]
-        if not readers or i in self.outputs or not all(self._may_fuse(i, j) for j in readers):
+        if not readers or i in self.outputs:
             return None
         saved = _LAUNCH_S + self._own_time(i)
         for j in readers:
-            flops, operands = self._merged(i, j)
-            saved += self._own_time(j) - self._time(j, flops, operands, self.instructions[j].num_bytes)
+            of_reader = self._saving(i, j)
+            if of_reader is None:
+                return None
+            saved += of_reader
         return saved
+
+    def _saving(self, i: int, j: int) -> float | None:
+        """Seconds less that reader j takes with i computed inside it; None where it may not be. Found again only if
+        one of the two has changed: a value with many readers is priced anew with each of them."""
+        known = self.savings.get((i, j))
+        if known is not None and known[0] == self.changes[i] and known[1] == self.changes[j]:
+            return known[2]
+        saving = None
+        if self._may_fuse(i, j):
+            flops, operands = self._merged(i, j)
+            saving = self._own_time(j) - self._time(j, flops, operands, self.instructions[j].num_bytes)
+        self.savings[i, j] = (self.changes[i], self.changes[j], saving)
+        return saving
 
     def _may_fuse(self, i: int, j: int) -> bool:
         producer, consumer = self.instructions[i], self.instructions[j]
@@ -375,6 +392,7 @@ class _Fusion:
             consumer.tiled |= producer.tiled
             consumer.members += producer.members
             self.times.pop(j, None)
+            self.changes[j] += 1
             changed |= set(consumer.operands)
             for operand in producer.operands:
                 self.users[operand].add(j)

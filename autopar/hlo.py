@@ -107,13 +107,21 @@ class _Instruction:
         return re.findall(r"%([\w.\-]+)", data)
 
 
-def collectives(hlo_text: str, ignore_up_to: int = 64) -> list[Collective]:
+def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trips: int = 1) -> list[Collective]:
     """Every collective with more result elements than `ignore_up_to`, in the order of the text.
 
     The default leaves out scalars (a loss, a gradient norm) and other values too small to plan for.
+
+    Args:
+        unknown_trips: what a loop counts as whose trips XLA does not know.
     """
-    found = (one for _, one in _read(hlo_text) if one is not None)
+    found = (one for _, one in _read(hlo_text, unknown_trips) if one is not None)
     return [one for one in found if one.num_elements > ignore_up_to]
+
+
+def has_loops(hlo_text: str) -> bool:
+    """Whether some of the program runs more than once in a step."""
+    return " while(" in hlo_text
 
 
 def count(hlo_text: str, ignore_up_to: int = 64) -> dict[str, int]:
@@ -159,7 +167,7 @@ def count_combined(hlo_text: str, ignore_up_to: int = 64) -> int:
     return sum(chains.get(last, Counter()).values())
 
 
-def _read(hlo_text: str) -> list[tuple[_Instruction, Collective | None]]:
+def _read(hlo_text: str, unknown_trips: int = 1) -> list[tuple[_Instruction, Collective | None]]:
     """Instructions in the order of the text, in which each follows its operands and callees."""
     computation, known = "", {}
     for line in hlo_text.splitlines():
@@ -168,7 +176,7 @@ def _read(hlo_text: str) -> list[tuple[_Instruction, Collective | None]]:
         elif parts := _INSTRUCTION.match(line):
             instruction = _Instruction(computation, *parts.groups())
             known[computation, instruction.name] = instruction
-    sources, times = read_sources(hlo_text), _num_times(list(known.values()))
+    sources, times = read_sources(hlo_text), _num_times(list(known.values()), unknown_trips)
     joins: dict[str, _Instruction] = {}  # computation -> what it concatenates, or where it is called from
     for one in known.values():
         if one.opcode == "concatenate":
@@ -178,14 +186,16 @@ def _read(hlo_text: str) -> list[tuple[_Instruction, Collective | None]]:
     return [(one, _collective(one, known, sources, times, joins)) for one in known.values()]
 
 
-def _num_times(instructions: Sequence[_Instruction]) -> dict[str, int]:
-    """How often a step runs each computation. A loop of unknown length counts as one trip."""
+def _num_times(instructions: Sequence[_Instruction], unknown_trips: int) -> dict[str, int]:
+    """How often a step runs each computation."""
     times: dict[str, int] = {}
     if all(one.opcode != "while" for one in instructions):  # the common case, in a fraction of the time
         return times
     for instruction in reversed(instructions):  # callers stand after what they call
-        trips = _TRIP_COUNT.search(instruction.rest) if instruction.opcode == "while" else None
-        here = times.setdefault(instruction.computation, 1) * (int(trips[1]) if trips else 1)
+        here = times.setdefault(instruction.computation, 1)
+        if instruction.opcode == "while":
+            trips = _TRIP_COUNT.search(instruction.rest)
+            here *= int(trips[1]) if trips else unknown_trips
         for name in instruction.mentioned:
             times[name] = max(times.get(name, 1), here)
     return times

@@ -17,6 +17,7 @@ from jax._src import compiler as _compiler
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import mlir as _mlir
+from jax._src.lax import lax as _lax
 from jaxlib import xla_client as _xla_client
 from jaxlib.mlir import ir as _ir
 
@@ -31,6 +32,8 @@ INLINED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_lin": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "core_closed_call": "call_jaxpr",
 }
 
 _LIBRARY_FOLDERS = tuple({sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]})
@@ -49,15 +52,57 @@ def constant_vars(jaxpr: Any) -> Sequence[Any]:
     return jaxpr.constvars
 
 
-def called_jaxpr(equation: Any) -> Any | None:
-    """The jaxpr an equation merely calls, or None where it does something of its own."""
+def called(equation: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
+    """The jaxpr that an equation merely calls, and on what; None where it does something of its own."""
+    if equation.primitive.name == "custom_linear_solve":  # lowered, it is nothing but its solver
+        lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+        before = lengths.matvec + lengths.vecmat
+        return jaxprs.solve, [*operands[before : before + lengths.solve], *operands[sum(lengths) :]]
     parameter = INLINED.get(equation.primitive.name)
     if parameter is None:
         return None
     for name in (parameter, "fun_jaxpr"):  # custom_vjp_call has had both names
         if name in equation.params:
-            return equation.params[name]
+            return equation.params[name], operands
     return None
+
+
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """Of a `scan`, how many operands are constants, and how many its carry."""
+    params = equation.params
+    if "num_carry" in params:  # up to JAX 0.11
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = map(list, params["ft_in"].update(equation.invars).unpack())
+    return len(consts), len(carry)
+
+
+def barred_operands(equation: Any) -> tuple[bool, ...]:
+    """Of a `checkpoint`, the operands that the compiler must not know for what was computed before."""
+    given = equation.params["prevent_cse"]
+    barred = given if isinstance(given, tuple) else (given,) * len(equation.invars)
+    return tuple(b and equation.params["differentiated"] for b in barred)
+
+
+def as_typed(value: Any, aval: Any) -> Any:
+    """A value, perhaps a literal, with the dtype of an aval, weak or not: a loop's carry keeps its type."""
+    if isinstance(value, jax.Array) and (value.dtype, value.weak_type) == (aval.dtype, aval.weak_type):
+        return value
+    return _lax._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
+
+
+def programs_in(equation: Any) -> Iterator[Any]:
+    """The jaxprs that an equation holds."""
+    for parameter in equation.params.values():
+        for item in parameter if isinstance(parameter, tuple | list) else (parameter,):
+            jaxpr = open_jaxpr(item)[0]
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
+
+
+def as_function(closed: Any) -> Callable[..., Sequence[Any]]:
+    """A jaxpr as the function that it was traced from."""
+    jaxpr, constants = open_jaxpr(closed)
+    return lambda *args: _core.eval_jaxpr(jaxpr, constants, *args)
 
 
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:

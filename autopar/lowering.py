@@ -14,12 +14,16 @@ from typing import Literal
 
 from autopar.device_program import Gemm
 from autopar.formulation import Formulation
-from autopar.graph.ir import Graph, Node, Value
+from autopar.graph.ir import Graph, Loop, Node, Value
+from autopar.ragged_product import dense_product
+from autopar.rules.regions import Gather, gather_of
+from autopar.rules.structure import BORDERS
 from autopar.sharding import TensorSharding, replicated
 
 #: `alias`: the same memory under another shape. `loop`: one output element at a time. `reduce`: many elements
-#: to one. `inplace`: writes into its first operand. `hero`: a kernel of its own that nothing is fused with.
-InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "hero", "collective"]
+#: to one. `inplace`: writes into its first operand. `hero`: a kernel of its own that nothing is fused with. `border`: the
+#: same memory on the other side of a loop's or a branch's border; nothing is fused across it.
+InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "hero", "border", "collective"]
 
 #: What XLA's cost analysis charges per element of a float32 operation, measured on Hopper (its HLO operation
 #: profiles, sm_90); anything else is charged `CHEAP`. Operations that XLA expands are sums of their parts.
@@ -65,15 +69,16 @@ _ALIASES = frozenset(
         "copy",
         "copy_p",
         "stop_gradient",
-        "optimization_barrier",
         "bitcast_convert_type",
         "random_wrap",
         "random_unwrap",
         "sharding_constraint",
+        "reshard",
         "reduce_precision",
     ]
 )
-_REDUCTIONS = frozenset(["argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
+CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
+_REDUCTIONS = CUMULATIVE | {"argmax", "argmin"}
 _IN_PLACE = frozenset(["dynamic_update_slice"])
 #: Kernels that nothing is fused with: libraries, sorts, whole loops.
 _HEROES = frozenset(
@@ -92,13 +97,11 @@ _HEROES = frozenset(
         "svd",
         "qr",
         "lu",
-        "scan",
-        "while",
-        "cond",
         "custom_call",
         "ffi_call",
         "rng_bit_generator",
         "pallas_call",
+        "shard_map",
     ]
 )
 
@@ -163,12 +166,14 @@ class _Lowering:
         self.local: dict[int, TensorSharding] = {}  # value -> how it is made
         self.moved: dict[tuple[int, TensorSharding], int] = {}
         self.laid_out: dict[int, int] = {}
+        self.kept: dict[int, int] = {}  # node of a loop's piece -> what is in memory as long as the loop runs
         self.known: dict[tuple[object, ...], int] = {}  # what was computed already, XLA computes once
         self.flow_of: dict[tuple[int, int], int] = {}
         for index, flow in enumerate(f.flows):
             for use in flow.uses:
                 self.flow_of[use] = index
         self.copy_of = {d.value: n for n, d in enumerate(f.decisions) if d.kind == "copy"}
+        self.sent: dict[int, Gather] = {}  # node -> what it gathers by itself
         self.users: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for n, node in enumerate(self.graph.nodes):
             for i, value in enumerate(node.operands):
@@ -178,6 +183,9 @@ class _Lowering:
             if decision.kind != "group":
                 continue
             group, strategy = f.groups[decision.group], decision.strategies[chosen]
+            sent = gather_of(group, strategy, self.graph, f.mesh)
+            if sent is not None:
+                self.sent[sent.node] = sent
             for define in group.defines:
                 self.local[define.value] = strategy.sharding(define.dims, define.pending)
         for value, (node, shardings) in f.value_made.items():
@@ -188,8 +196,18 @@ class _Lowering:
             self.program.arguments[position] = self._argument(value)
         for value in self.graph.constants:
             self._argument(value)
+        loop_at = {loop.start: loop for loop in reversed(self.graph.loops)}
+        ends = {loop.stop: loop for loop in self.graph.loops}
         for n, node in enumerate(self.graph.nodes):
-            self._node(n, node)
+            if n in ends:
+                self._end(ends[n])
+            if n in loop_at:
+                self._allocate_stacks(loop_at[n])
+            if node.primitive in BORDERS:
+                if n not in self.kept:
+                    self._piece(n, node)
+            else:
+                self._node(n, node)
         self._outputs()
         return self.program
 
@@ -282,6 +300,8 @@ class _Lowering:
             operands = [(self._laid_out(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
             operands = [(self._masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         shapes = [self._local_shape(v, self._sharding(v)) for v in node.results]
+        if node.primitive == "ragged_dot_general":
+            operands = self._masked_rows(n, node, operands, shapes[0])
         elements = float(sum(math.prod(s) for s in shapes))
         infos = [self.graph.values[v] for v in node.results]
         num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))
@@ -293,6 +313,7 @@ class _Lowering:
         if scatter is not None:
             self.at[node.results[0]] = scatter
             return
+        used |= dict.fromkeys(self._told(n, node, [at for at, _ in operands]), 0.0)
         instruction = Instruction(
             kind,
             n,
@@ -308,12 +329,49 @@ class _Lowering:
             gemm=self._gemm(node, operands, shapes),
             dtype=infos[0].dtype if infos else "float32",
         )
-        at = self._once(node, tuple(at for at, _ in operands), instruction)
+        at = self._joined(n, self._once(node, tuple(at for at, _ in operands), instruction))
         for value in node.results:
             self.at[value] = at
             axes = self._sharding(value).unreduced
             if axes and value not in self.f.value_made:  # a sum of a few elements: taken where it is made
                 self._small_sum(value, axes)
+
+    def _told(self, n: int, node: Node, operands: Sequence[int]) -> list[int]:
+        """What the program itself sends, inside a `shard_map`."""
+        sent: list[int] = []
+        for kind, axes, num_bytes, times in node.params.get("collectives", ()):
+            size = times * num_bytes
+            reads = dict.fromkeys(operands, 1.0)
+            one = Instruction("collective", n, -1, kind, reads, size / 4, size, collective=kind, axes=axes)
+            one.payload_bytes, one.combinable = size, False
+            sent.append(self._add(one))
+        return sent
+
+    def _joined(self, n: int, at: int) -> int:
+        """What a node makes of its parts: it gathers what each has found, and finishes from that."""
+        sent = self.sent.get(n)
+        if sent is None:
+            return at
+        own = self.program.instructions[at]
+        gathered = self._add(
+            Instruction(
+                "collective",
+                n,
+                own.value,
+                "all-gather",
+                {at: sent.num_elements / max(own.elements, 1.0) / self.f.mesh.sizes(sent.axes)},
+                sent.num_elements,
+                sent.num_bytes,
+                collective="all-gather",
+                axes=sent.axes,
+                payload_bytes=sent.num_bytes,
+                combinable=True,
+                dtype=own.dtype,
+            )
+        )
+        if own.primitive in CUMULATIVE:
+            return self._add(replace(own, kind="loop", primitive="add", operands={at: 1.0, gathered: 1.0}, reduces=1.0))
+        return self._add(replace(own, operands={gathered: 1.0}, reduces=1.0, flops=own.elements * CHEAP))
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
         """The instruction, or the same one made before; one that reads a literal is not compared."""
@@ -490,6 +548,27 @@ class _Lowering:
         )
         return self._add(copy)
 
+    def _masked_rows(
+        self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], result: tuple[int, ...]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Operands of a product in groups, copied for each group; all that read one so share the copies."""
+        dense = dense_product(node.params, operands[0][1], operands[1][1], result)
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for (at, shape), copies in zip(operands, (*dense.copies, *[0] * len(operands)), strict=False):
+            if copies:
+                source, key = self.program.instructions[at], ("masked rows", at, copies, operands[2][0])
+                if key not in self.known:
+                    one = replace(source, kind="loop", node=n, primitive="select_n", operands={at: float(copies)})
+                    one.elements, one.num_bytes = copies * source.elements, copies * source.num_bytes
+                    one.flops, one.gemm, one.collective = one.elements * CHEAP, None, ""
+                    self.known[key] = self._add(one)
+                at = self.known[key]
+                if dense.beside:
+                    at = self._add(replace(self.program.instructions[at], primitive="transpose", operands={at: 1.0}))
+                    self.program.instructions[at].flops = 0.0
+            found.append((at, shape))
+        return found
+
     def _utilization(self, node: Node, kind: InstructionKind, elements: float, operand: float) -> float:
         if kind in ("reduce", "hero", "inplace") or operand == 0.0:
             return 1.0
@@ -500,7 +579,7 @@ class _Lowering:
     def _flops_per_element(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> float:
-        if node.primitive == "dot_general" or not node.results:
+        if node.primitive in ("dot_general", "ragged_dot_general") or not node.results:
             return CHEAP if _sums_nothing(node) else 0.0
         if node.primitive == "conv_general_dilated" and len(operands) == 2:
             kernel = operands[1][1]
@@ -509,6 +588,8 @@ class _Lowering:
             return 2.0 * math.prod(kernel) / max(kernel[out] if isinstance(out, int) else 1, 1)
         if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
             return 0.0
+        if "flops" in node.params:  # of a whole program
+            return node.params["flops"] / max(float(sum(map(math.prod, shapes))), 1.0)
         dtype = self.graph.values[node.results[0]].dtype
         if dtype == "bfloat16" and node.primitive in ("exp", "log"):
             return CHEAP
@@ -517,6 +598,11 @@ class _Lowering:
     def _gemm(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> Gemm | None:
+        values: list[Value] = [self.graph.values[v] for v in node.operands if v is not None]
+        if node.primitive == "ragged_dot_general":
+            dense = dense_product(node.params, operands[0][1], operands[1][1], shapes[0])
+            result = self.graph.values[node.results[0]].dtype
+            return Gemm(dense.batch, dense.m, dense.n, dense.k, values[0].dtype, result)
         if node.primitive != "dot_general" or len(operands) != 2 or _sums_nothing(node):
             return None
         (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
@@ -525,8 +611,59 @@ class _Lowering:
         batch = math.prod(left[d] for d in left_batch)
         m = math.prod(s for d, s in enumerate(left) if d not in (*left_contracting, *left_batch))
         n = math.prod(s for d, s in enumerate(right) if d not in (*right_contracting, *right_batch))
-        values: list[Value] = [self.graph.values[v] for v in node.operands if v is not None]
         return Gemm(batch, m, n, k, values[0].dtype, self.graph.values[node.results[0]].dtype)
+
+    # -- loops and branches ------------------------------------------------------------------
+
+    def _border(self, n: int, value: int, operands: Sequence[int], num_bytes: float, elements: float) -> int:
+        dtype = self.graph.values[value].dtype if value >= 0 else "float32"
+        reads = dict.fromkeys(operands, 0.0)
+        return self._add(Instruction("border", n, value, "border", reads, elements, num_bytes, dtype=dtype))
+
+    def _piece(self, n: int, node: Node) -> None:
+        """One value at the border of a loop or a branch."""
+        if not node.results:
+            return
+        value = node.results[0]
+        shape = self._local_shape(value, self._sharding(value))
+        elements = float(math.prod(shape))
+        num_bytes = elements * self.graph.values[value].itemsize
+        sources = [self._operand(n, i, v)[0] for i, v in enumerate(node.operands) if v is not None]
+        dtype = self.graph.values[value].dtype
+        if node.primitive == "enter_slice":
+            whole = self.program.instructions[sources[0]]
+            stack = self._border(n, whole.value, sources, whole.num_bytes, whole.elements)
+            self.kept[n] = stack
+            part = {stack: elements / max(whole.elements, 1.0)}
+            self.at[value] = self._add(
+                Instruction("loop", n, value, "dynamic_slice", part, elements, num_bytes, dtype=dtype)
+            )
+        elif node.primitive == "exit_stack":
+            reads = {self.kept[n]: 1.0, **dict.fromkeys(sources, 1.0)}
+            last = max(loop.stop for loop in self.graph.loops if n in loop.stacks) - 1
+            self.at[value] = self._add(
+                Instruction("inplace", last, value, "dynamic_update_slice", reads, elements, num_bytes, dtype=dtype)
+            )
+        else:
+            self.at[value] = self._border(n, value, sources, num_bytes, elements)
+            if node.primitive == "enter_const":
+                self.kept[n] = self.at[value]
+
+    def _allocate_stacks(self, loop: Loop) -> None:
+        """What all trips make is in memory from the first trip on."""
+        for n in loop.stacks:
+            value = self.graph.nodes[n].results[0]
+            elements = float(self._sharding(value).local_size(self.graph.values[value].shape, self.f.mesh))
+            num_bytes = elements * self.graph.values[value].itemsize
+            self.kept[n] = self._border(loop.start, value, (), num_bytes, elements)
+
+    def _end(self, loop: Loop) -> None:
+        """What all trips make; and what every trip reads, which is in memory until the last one ends."""
+        for n in loop.stacks:
+            self._piece(n, self.graph.nodes[n])
+        kept = [at for n, at in self.kept.items() if loop.start <= n < loop.stop]
+        if kept:
+            self._border(loop.stop - 1, -1, kept, 0.0, 0.0)
 
     # -- outputs -----------------------------------------------------------------------------
 
@@ -542,9 +679,15 @@ class _Lowering:
             if value is None:
                 self.program.outputs.append(None)
             elif position in wanted:
-                self.program.outputs.append(self._reach(value, wanted[position])[0])
+                self.program.outputs.append(self._inside(self._reach(value, wanted[position])[0]))
             else:
-                self.program.outputs.append(self.at[value])
+                self.program.outputs.append(self._inside(self.at[value]))
+
+    def _inside(self, at: int) -> int:
+        """What a loop leaves as an output, it makes as one."""
+        while (one := self.program.instructions[at]).kind == "border" and one.operands:
+            at = next(iter(one.operands))
+        return at
 
 
 def _sums_nothing(node: Node) -> bool:

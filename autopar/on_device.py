@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import cycles
-from autopar.device_program import Buffer, DeviceProgram, Op, OpKind
+from autopar.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
 from autopar.formulation import Formulation
 from autopar.fusion import Fused, fuse, num_blocks
 from autopar.lowering import EXPANDED, Instruction, LocalProgram, local_program
@@ -44,15 +44,18 @@ def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProf
         choices: of each decision, its strategy.
     """
     local = local_program(f, choices)
-    return _Builder(local, fuse(local, profile), profile).build()
+    loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
+    return _Builder(local, fuse(local, profile), profile, loops).build()
 
 
 class _Builder:
     """Gives every value in memory a buffer. What writes in place shares its first operand's, if nothing reads
     that later."""
 
-    def __init__(self, local: LocalProgram, kernels: Sequence[Fused], profile: HardwareProfile) -> None:
-        self.instructions, self.kernels = local.instructions, kernels
+    def __init__(
+        self, local: LocalProgram, kernels: Sequence[Fused], profile: HardwareProfile, loops: tuple[Trips, ...]
+    ) -> None:
+        self.instructions, self.kernels, self.loops = local.instructions, kernels, loops
         self.estimator = profile.xla_estimator
         self.order_of_outputs = [at for at in local.outputs if at is not None]
         self.outputs = set(self.order_of_outputs)
@@ -78,7 +81,7 @@ class _Builder:
                 else:
                     self.buffer_of[root] = self.buffer_of[shared]
             ops.append(self._op(kernel))
-        return DeviceProgram(tuple(ops), tuple(self.buffers))
+        return DeviceProgram(tuple(ops), tuple(self.buffers), self.loops)
 
     def _own_buffer(self, at: int) -> None:
         one = self.instructions[at]
@@ -88,6 +91,8 @@ class _Builder:
 
     def _shared_with(self, root: int, n: int) -> int | None:
         one = self.instructions[root]
+        if one.kind == "border" and one.operands and one.value >= 0:
+            return next(iter(one.operands))
         if one.kind != "inplace" or root in self.outputs:
             return None
         first = next(iter(one.operands))
@@ -180,8 +185,8 @@ class _Builder:
 
 
 def _kind(one: Instruction) -> OpKind:
-    if one.kind == "collective":
-        return "collective"
+    if one.kind in ("collective", "border"):
+        return one.kind
     if one.gemm is not None:
         return "gemm"
     if one.primitive == "conv_general_dilated":

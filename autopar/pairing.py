@@ -67,7 +67,7 @@ def pair(found: Sequence[Collective], uses: Sequence[tuple[int, CollectiveUse]],
         for position, one in enumerate(found)
         for size in one.parts(num_devices)
     ]
-    wanted = [Share(position, use.num_bytes, (use.path, *_inputs_named(use.cause))) for position, use in uses]
+    wanted = [Share(position, use.bytes_per_step, (use.path, *_inputs_named(use.cause))) for position, use in uses]
     members: dict[int, list[int]] = defaultdict(list)
 
     def note(part: Share, use: Share) -> None:

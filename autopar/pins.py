@@ -30,6 +30,30 @@ def meshes_with_pinned_axes(meshes: Sequence[MeshShape], pin: Mapping[str, Any])
     return able
 
 
+def meshes_of_program(meshes: Sequence[MeshShape], graph: Graph) -> list[MeshShape]:
+    """The meshes that have every axis that the program itself names, in a `with_sharding_constraint` or a `shard_map`;
+    for the second of the same size, for its program is written for parts of that size.
+
+    Raises:
+        PinError: none has; naming the axis, and the line that does.
+    """
+    able = list(meshes)
+    for node in graph.nodes:
+        told = dict(node.params.get("axis_sizes", ()))
+        sized = node.primitive == "shard_map"
+        left = [m for m in able if all(a in m.axis_names and (not sized or m.size(a) == n) for a, n in told.items())]
+        if told and not left:
+            known = "; ".join(mesh.describe() for mesh in able[:3])
+            named = ", ".join(f"{axis}={size}" if sized else f"`{axis}`" for axis, size in told.items())
+            raise PinError(
+                f"the step itself splits a value over {named} (`{node.primitive}` at {node.source or 'an unknown line'}),"
+                f" which the mesh does not have ({known}). Plan for a mesh with these axes, e.g."
+                f' mesh="{",".join(f"{axis}={size}" for axis, size in told.items())}"'
+            )
+        able = left
+    return able
+
+
 def _axes_named(spec: Any) -> set[str]:
     dims = spec.dims if isinstance(spec, TensorSharding) else tuple(spec)
     return {axis for entry in dims if entry for axis in ((entry,) if isinstance(entry, str) else entry)}

@@ -42,10 +42,11 @@ class CollectiveUse:
         axes: mesh axes it runs over.
         num_bytes: payload per device, by the convention of `cost.collectives`: the full
             (gathered / unscattered) local buffer.
-        time_s: predicted seconds.
+        time_s: predicted seconds in a step.
         cause: what it is for, in words, e.g. "sum the gradient of `params/Dense_0/kernel`".
         path / source / phase: where in the model, where in the user's code, when.
         combinable: XLA merges it with its like, so many count as one.
+        num_times: how often a step runs it: more than once inside a loop.
     """
 
     kind: str
@@ -57,6 +58,12 @@ class CollectiveUse:
     source: str
     phase: Phase
     combinable: bool = False
+    num_times: int = 1
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Its payload, as often as a step runs it."""
+        return self.num_times * self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +233,23 @@ class Constraint:
     operand: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManualRegion:
+    """A node of which each device runs its own part, under `jax.shard_map`, because XLA's partitioner would not run
+    it so.
+
+    Args:
+        node: position in the program.
+        operands, results: how they are split; a literal's is that of a scalar. A result may be unreduced.
+        reduction: what combines its terms.
+    """
+
+    node: int
+    operands: tuple[TensorSharding, ...]
+    results: tuple[TensorSharding, ...]
+    reduction: Literal["sum", "max", "min", "prod", "and", "or"] = "sum"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files."""
@@ -245,6 +269,7 @@ class Plan:
     prediction: Prediction
     outcome: Outcome
     rejected: tuple[RejectedMesh, ...] = ()
+    regions: tuple[ManualRegion, ...] = ()
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -416,5 +441,8 @@ def _shardings(plan: Plan) -> Iterator[tuple[str, TensorSharding, tuple[int, ...
     for index, constraint in enumerate(plan.constraints):
         for sharding in constraint.shardings:
             yield f"constraints[{index}].shardings", sharding, None
+    for index, region in enumerate(plan.regions):
+        for sharding in (*region.operands, *region.results):
+            yield f"regions[{index}]", sharding, None
     for index, use in enumerate(plan.collectives):
         yield f"collectives[{index}].axes", TensorSharding((use.axes,)), None

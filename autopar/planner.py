@@ -28,14 +28,14 @@ from autopar.errors import BudgetError, MeshError, TimeLimitError
 from autopar.formulation import Formulation, formulate
 from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
-from autopar.graph.ir import Graph
+from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
 from autopar.jax_compat import shape_struct
 from autopar.mesh import MeshShape, factorisations, parse_mesh
-from autopar.pins import meshes_with_pinned_axes, resolve_pins
+from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, ProgramSignature, RejectedMesh
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
-from autopar.rules.registered import called, template
+from autopar.rules.registered import called, needs_local, template
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
 from autopar.sharding import TensorSharding
@@ -133,10 +133,10 @@ def plan_program(
     """`plan`, for a program already traced."""
     report = progress or (lambda stage, fraction: None)
     profile = _profile(hardware)
-    meshes = meshes_with_pinned_axes(_meshes(mesh, num_devices), pin or {})
+    meshes = meshes_with_pinned_axes(meshes_of_program(_meshes(mesh, num_devices), program.graph), pin or {})
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
-    distinct, twins = _distinct(meshes, profile, symmetric=not pin)
+    distinct, twins = _distinct(meshes, profile, symmetric=not pin and not _names_axes(program.graph))
     grouped = _group(program.graph, resolve_pins(pin or {}, program.graph, distinct[0]))
     plans: list[Plan] = []
     failures: list[tuple[MeshShape, BudgetError]] = []
@@ -194,7 +194,8 @@ def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
     digest = hashlib.sha256()
     for node in graph.nodes:
         shapes = [graph.values[v].shape for v in node.results]
-        digest.update(repr((node.primitive, node.operands, node.results, shapes, sorted(node.params.items()))).encode())
+        what = (node.primitive, node.operands, node.results, shapes, sorted(node.params.items()), node.repeat)
+        digest.update(repr(what).encode())
     return ProgramSignature(
         name=traced.name,
         inputs=tensors(graph.input_paths, graph.inputs),
@@ -252,6 +253,7 @@ def _plan_on(
         constraints=parts.constraints,
         decisions=parts.decisions,
         collectives=parts.collectives,
+        regions=parts.regions,
         prediction=parts.prediction,
         outcome=_outcome(solution, formulation, time.perf_counter() - started),
         notes=_notes(graph, mesh, grouped.unknown, parts.inputs),
@@ -262,15 +264,15 @@ def _plan_on(
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
-    """A rule per node, and the primitives that have none."""
+    """A rule per node, and the primitives that have none, or none that can be used."""
     unknown: Counter[str] = Counter()
     rules: list[Rule] = []
     for node in graph.nodes:
         view = NodeView.of(node, graph)
         rule = rule_for(view)
-        if rule is None:
+        if rule is None or needs_local(view):
             unknown[called(view)] += not node.effect
-            rule = unknown_rule(view)
+        rule = rule or unknown_rule(view)
         rules.append(rule)
     return tuple(rules), unknown
 
@@ -373,7 +375,7 @@ def _over_budget(mesh: MeshShape, budget: float, needed: float, least: Callable[
 
 def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequence[Any]) -> tuple[str, ...]:
     notes = [
-        f"`{name}` has no sharding rule: its {count} uses run replicated, and are priced so{_way_out(graph, name)}"
+        f"`{name}` has {_lack(graph, name)}: its {count} uses run replicated, and are priced so{_way_out(graph, name)}"
         for name, count in sorted(unknown.items())
         if count
     ]
@@ -382,6 +384,12 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
         f"`{name}` has a side effect: each of its {count} uses runs once per step, on whole values"
         for name, count in sorted(effects.items())
     ]
+    endless = [node for node in graph.nodes if node.primitive == "predicate"]
+    if endless:
+        notes.append(
+            f"how often a `while` loop runs is known only as it does: each of {len(endless)} is priced for"
+            f" {UNKNOWN_TRIPS:g} trips. The first is at {endless[0].source or 'an unknown line'}"
+        )
     axes = [(a, s) for a, s in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if s > 1]
     undivided: dict[int, list[str]] = {}
     for tensor in inputs:
@@ -398,19 +406,33 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
 
 
 #: Primitives that hold a whole program, which no rule describes.
-_PROGRAMS = frozenset(
-    ["call_hi_primitive", "checkpoint", "cond", "custom_linear_solve", "remat2", "scan", "shard_map", "while"]
-)
+_PROGRAMS = frozenset(["call_hi_primitive"])
+
+
+def _names_axes(graph: Graph) -> bool:
+    """Whether the program itself splits anything: then axes of one size are not alike."""
+    return any(node.params.get("axis_sizes") for node in graph.nodes)
+
+
+def _first_use(graph: Graph, name: str) -> tuple[Node, NodeView]:
+    views = ((node, NodeView.of(node, graph)) for node in graph.nodes if not node.effect)
+    return next((node, view) for node, view in views if called(view) == name)
+
+
+def _lack(graph: Graph, name: str) -> str:
+    _, view = _first_use(graph, name)
+    return "a sharding rule without `local`, which runs a part of it" if needs_local(view) else "no sharding rule"
 
 
 def _way_out(graph: Graph, name: str) -> str:
     """Where a primitive without a rule is first used, and the line that would give it one."""
-    views = ((node, NodeView.of(node, graph)) for node in graph.nodes if not node.effect)
-    node, view = next((node, view) for node, view in views if called(view) == name)
+    node, view = _first_use(graph, name)
     what = f", a `{node.primitive}`," if name != node.primitive else ""
     where = f". The first{what} is at {node.source or 'an unknown line'}"
     if node.primitive in _PROGRAMS:
         return where
+    if needs_local(view):
+        return f"{where}. To split it, give `register_rule` a function of one device's operands as `local`"
     return f"{where}. To split it, name the loops instead of the dots: `{template(view)}`"
 
 

@@ -8,6 +8,9 @@ the one that is ready and least in the way of a collective that has to be hidden
 
 from __future__ import annotations
 
+import functools
+import heapq
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +42,7 @@ class Timeline:
     compute_s: float
     exposed_s: Mapping[str, float] = field(hash=False)
     num_collectives: Mapping[str, int] = field(hash=False)
-    temporary_bytes: float
+    temporary_bytes: float = 0.0
 
 
 def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
@@ -48,18 +51,20 @@ def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) 
     Only GPUs hide collectives. A profile with `xla_estimator` gives XLA's own estimate of the step; any other, what the profile's
     rates make of it.
     """
-    tasks = merge_collectives(program, mesh, profile)
-    if profile.platform != "gpu":
-        return _one_after_another(tasks, mesh, profile, peak_of_temporaries(program))
-    issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
-    nodes = _Nodes.of(tasks, mesh, profile, issue)
-    order = _schedule(nodes)
-    return _timed(nodes, order, peak_of_temporaries(program, [tasks[nodes.tasks[i]] for i in order]))
+    ops, done = list(program.ops), dict[int, _Body]()
+    for loop in program.loops:
+        inside = [i for i, op in enumerate(ops) if loop.start <= op.node < loop.stop]
+        if not inside:
+            continue
+        body, skipped, last = [ops[i] for i in inside], set(inside), inside[-1]
+        done[loop.start] = _Body(*_scheduled(replace(program, ops=tuple(body)), done, mesh, profile), loop.count)
+        before = [op for i, op in enumerate(ops[:last]) if i not in skipped]
+        ops = [*before, _as_one(body, loop.start), *ops[last + 1 :]]
+    timeline, order = _scheduled(replace(program, ops=tuple(ops)), done, mesh, profile)
+    return replace(timeline, temporary_bytes=peak_of_temporaries(program, order))
 
 
-def _one_after_another(
-    ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile, temporary_bytes: float
-) -> Timeline:
+def _one_after_another(ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile) -> Timeline:
     """Elsewhere than on GPUs XLA waits for each collective where it starts."""
     compute = 0.0
     exposed: dict[str, float] = defaultdict(float)
@@ -76,8 +81,64 @@ def _one_after_another(
         compute,
         dict(sorted(exposed.items())),
         dict(sorted(numbers.items())),
-        temporary_bytes,
     )
+
+
+# -- loops -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """One trip of a loop, with its operations in the order they run, and the number of trips."""
+
+    timeline: Timeline
+    order: Sequence[Op]
+    count: float
+
+
+def _scheduled(
+    program: DeviceProgram, done: Mapping[int, _Body], mesh: MeshShape, profile: HardwareProfile
+) -> tuple[Timeline, list[Op]]:
+    """Schedule operations; the loops among them run as they have been scheduled, all their trips, and nothing beside
+    them: XLA takes a loop for one short operation."""
+    tasks = merge_collectives(program, mesh, profile)
+    if profile.platform == "gpu":
+        issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
+        nodes = _Nodes.of(tasks, mesh, profile, issue)
+        order = _schedule(nodes)
+        timeline, ops = _timed(nodes, order), [tasks[nodes.tasks[i]] for i in order]
+    else:
+        timeline, ops = _one_after_another(tasks, mesh, profile), list(tasks)
+    expanded: list[Op] = []
+    for op in ops:
+        if op.kind == "loop":
+            timeline = _with_body(timeline, done[op.node])
+            expanded += done[op.node].order
+        else:
+            expanded.append(op)
+    return timeline, expanded
+
+
+def _with_body(timeline: Timeline, body: _Body) -> Timeline:
+    one, times = body.timeline, body.count
+
+    def added(before: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+        kinds = sorted({*before, *more})
+        return {kind: before.get(kind, 0) + times * more.get(kind, 0) for kind in kinds}
+
+    return Timeline(
+        step_time_s=timeline.step_time_s + times * one.step_time_s,
+        compute_s=timeline.compute_s + times * one.compute_s,
+        exposed_s=added(timeline.exposed_s, one.exposed_s),
+        num_collectives={k: round(n) for k, n in added(timeline.num_collectives, one.num_collectives).items()},
+    )
+
+
+def _as_one(body: Sequence[Op], node: int) -> Op:
+    """What stands for a loop among the operations around it."""
+    written = tuple(dict.fromkeys(b for op in body for b in op.writes))
+    read = tuple(dict.fromkeys(b for op in body for b in op.reads))
+    return Op("loop", node, read, written, 0.0, 0.0)
 
 
 # -- merging ---------------------------------------------------------------------------------
@@ -94,14 +155,16 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
     waits_for = _predecessors(program.ops)
     waiting = [i for i in order if program.ops[i].combinable and program.ops[i].kind == "collective"]
     bit = {i: 1 << n for n, i in enumerate(waiting)}
+    keys = {i: _merge_key(program.ops[i]) for i in waiting}
     group_of: dict[int, int] = {}
     members: dict[int, list[int]] = {}
+    waiting_above = _CollectivesAbove(waits_for, bit)
+    above = waiting_above.bits
     while waiting:
         lead, size, joined = waiting[0], 0.0, []
-        above = _collectives_above(waits_for, bit, group_of)
         own = before = 0  # of those joined: their bits, and those of what they wait for
         for i in waiting:
-            if _merge_key(program.ops[i]) != _merge_key(program.ops[lead]):
+            if keys[i] != keys[lead]:
                 continue
             result = _result_bytes(program.ops[i], mesh)
             if size + result > profile.combine_threshold_bytes and joined:
@@ -117,6 +180,7 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
         if len(joined) > 1:
             members[lead] = joined
             group_of |= dict.fromkeys(joined, lead)
+            waiting_above.merge(joined)
     last = {max(joined): lead for lead, joined in members.items()}
     merged: list[Op] = []
     packed = len(program.buffers)
@@ -198,27 +262,45 @@ def _from_outputs(program: DeviceProgram) -> list[int]:
     return order
 
 
-def _collectives_above(
-    waits_for: Sequence[tuple[int, ...]], bit: Mapping[int, int], group_of: Mapping[int, int]
-) -> list[int]:
-    """Of each operation, the bits of the combinable collectives that it waits for, given what is merged."""
-    above = [0] * len(waits_for)
-    of_group: dict[int, int] = defaultdict(int)
-    changed = True
-    while changed:  # a merged collective stands at several places, so one pass may not do
-        changed = False
+class _CollectivesAbove:
+    """Of each operation, the bits of the combinable collectives that it waits for, while they are merged: a merged
+    collective stands at several places, and waits at each for what it waits for at any.
+
+    Attributes:
+        bits: by operation.
+    """
+
+    def __init__(self, waits_for: Sequence[tuple[int, ...]], bit: Mapping[int, int]) -> None:
+        self._bit, self._together = bit, dict[int, list[int]]()
+        self._readers: list[list[int]] = [[] for _ in waits_for]
+        self.bits = [0] * len(waits_for)
         for i, before in enumerate(waits_for):
-            mask = above[i]
             for j in before:
-                mask |= above[j] | bit.get(j, 0)
-            group = group_of.get(i)
-            if group is not None:
-                mask |= of_group[group]
-                if mask != of_group[group]:
-                    of_group[group] = mask
-                    changed = True
-            above[i] = mask
-    return above
+                self.bits[i] |= self.bits[j] | bit.get(j, 0)
+                self._readers[j].append(i)
+
+    def merge(self, members: list[int]) -> None:
+        """Have some collectives wait for what any of them waits for, and whatever waits for them too."""
+        self._together |= dict.fromkeys(members, members)
+        heap: list[int] = []
+        queued: set[int] = set()
+
+        def add(to: Sequence[int], bits: int) -> None:
+            for i in to:
+                both = self.bits[i] | bits
+                if both != self.bits[i]:
+                    self.bits[i] = both
+                    if i not in queued:
+                        queued.add(i)
+                        heapq.heappush(heap, i)
+
+        add(members, functools.reduce(operator.or_, (self.bits[i] for i in members)))
+        while heap:
+            i = heapq.heappop(heap)
+            queued.discard(i)
+            bits = self.bits[i] | self._bit.get(i, 0)
+            for reader in self._readers[i]:
+                add(self._together.get(reader, (reader,)), bits)
 
 
 def _predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:
@@ -414,7 +496,7 @@ def _async_depth(nodes: _Nodes) -> list[float]:
     return depth
 
 
-def _timed(nodes: _Nodes, order: Sequence[int], temporary_bytes: float) -> Timeline:
+def _timed(nodes: _Nodes, order: Sequence[int]) -> Timeline:
     """Walk the order from first to last: an end waits until its collective's time has passed since its start."""
     clock = compute = 0.0
     started: dict[int, float] = {}
@@ -431,4 +513,4 @@ def _timed(nodes: _Nodes, order: Sequence[int], temporary_bytes: float) -> Timel
             exposed[nodes.kinds[i]] += waited
             clock += waited
     waited_s = {kind: seconds for kind, seconds in sorted(exposed.items()) if seconds > 0}
-    return Timeline(clock, compute, waited_s, dict(sorted(numbers.items())), temporary_bytes)
+    return Timeline(clock, compute, waited_s, dict(sorted(numbers.items())))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autopar.cost import hardware
 from autopar.cost.collectives import KINDS, collective_time, link_of
 from autopar.cost.resharding import collectives_of, resharding_moves
-from autopar.mesh import factorisations, parse_mesh
+from autopar.cost.resharding_times import ReshardingTimes
+from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.sharding import TensorSharding
 
 PROFILE = replace(
@@ -116,6 +119,41 @@ def test_moves_lead_from_any_sharding_to_any_other_and_each_is_one_collective(sh
             cost_free = not collectives_of(moves)
             keeps_all = all(t[: len(s)] == s for s, t in zip(source.dims, target.dims, strict=True))
             assert cost_free == keeps_all
+
+
+def laid(mesh: MeshShape, rank: int, *, pending: bool) -> tuple[TensorSharding, ...]:
+    """Every way to lay each axis of a mesh on a dim, on none, or (if asked) to leave the tensor unreduced along it."""
+    places = [None, *range(rank), *(["pending"] if pending else [])]
+    out = []
+    for chosen in itertools.product(places, repeat=len(mesh.axis_names)):
+        on = list(zip(mesh.axis_names, chosen, strict=True))
+        dims = tuple(tuple(axis for axis, place in on if place == dim) for dim in range(rank))
+        out.append(TensorSharding(dims, tuple(axis for axis, place in on if place == "pending")))
+    return tuple(out)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shapes"),
+    [("8", [(8, 16), (7, 50257)]), ("2x16", [(32, 8, 6), (3, 64, 1), (50257, 5, 32)]), ("2x2x3", [(12, 6), (8, 9)])],
+)
+def test_the_matrix_of_times_is_that_of_the_paths_collectives(mesh: str, shapes: list[tuple[int, ...]]) -> None:
+    times = ReshardingTimes(parse_mesh(mesh), PROFILE)
+    for shape in [*shapes, shapes[0][::-1]]:  # one after the other: what it remembers must not mix them up
+        made = laid(parse_mesh(mesh), len(shape), pending=True)
+        wanted = laid(parse_mesh(mesh), len(shape), pending=False)[::-1]
+        for combinable in (True, False):
+            expected = [
+                [
+                    sum(
+                        collective_time(m.kind, m.num_bytes, m.axes, parse_mesh(mesh), PROFILE, combinable=combinable)
+                        for m in collectives_of(resharding_moves(source, target, shape, 2, parse_mesh(mesh)))
+                    )
+                    for target in wanted
+                ]
+                for source in made
+            ]
+            found = times.matrix(made, wanted, shape, 2, combinable=combinable)
+            np.testing.assert_allclose(found, expected, rtol=1e-14, atol=0)  # but for the order of sums
 
 
 def test_meshes_are_read_and_factored() -> None:

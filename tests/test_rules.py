@@ -23,11 +23,13 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def text(rule: Rule) -> str:
-    """`a b, b c -> a c; b sum`: factors by letter in order of appearance, `.` for a dim without one."""
+    """`a b, b C -> a C; b sum`: factors by letter in order of appearance, manual ones large, `.` for a dim without
+    one."""
     letters: dict[int, str] = {}
 
     def dim(factors: tuple[int, ...]) -> str:
-        names = [letters.setdefault(f, chr(ord("a") + len(letters))) for f in factors]
+        first = [ord("A" if f in rule.manual else "a") for f in factors]
+        names = [letters.setdefault(f, chr(start + len(letters))) for f, start in zip(factors, first, strict=True)]
         return "." if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
 
     def tensors(terms: tuple[DimFactors, ...]) -> str:
@@ -126,12 +128,13 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
       for kind in ("min", "prod", "and", "or")),
     ("reduce_xor", (X,), ((4,),), {"axes": (1,)}, "a . -> a"),
     ("reduce", (X, S), ((6,),), {"dimensions": (0,)}, ". a,  -> a"),
-    ("argmax", (X,), ((4,),), {"axes": (1,)}, "a . -> a"),
-    ("argmin", (X,), ((6,),), {"axes": (0,)}, ". a -> a"),
-    *((f"cum{kind}", (X,), (X,), {"axis": 1}, "a . -> a .") for kind in ("sum", "prod", "max", "min", "logsumexp")),
+    ("argmax", (X,), ((4,),), {"axes": (1,)}, "a B -> a"),
+    ("argmin", (X,), ((6,),), {"axes": (0,)}, "A b -> b"),
+    *((f"cum{kind}", (X,), (X,), {"axis": 1}, "a B -> a B") for kind in ("sum", "prod", "max", "min", "logsumexp")),
     ("sort", (X, X), (X, X), {"dimension": 0}, ". a, . a -> . a, . a"),
-    ("top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "axis": 1}, "a . -> a ., a ."),
-    ("approx_top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "reduction_dimension": -1}, "a . -> a ., a ."),
+    ("top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "axis": 1}, "A B -> A ., A ."),
+    ("approx_top_k", (X,), ((4, 2), (4, 2)), {"k": 2, "reduction_dimension": -1}, "A B -> A ., A ."),
+    ("approx_top_k", (X,), ((4, 6), (4, 6)), {"k": 2, "reduction_dimension": -1}, "a . -> a ., a ."),
     *((f"reduce_window_{kind}", ((2, 8, 8, 3),), ((2, 4, 4, 3),), window(1, 2, 2, 1), "a . . b -> a . . b")
       for kind in ("sum", "max", "min")),
     ("reduce_window", (X, S), ((4, 3),), window(1, 2), "a .,  -> a ."),
@@ -153,8 +156,8 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
     ("pad", (X, S), ((4, 8),), {"padding_config": ((0, 0, 0), (1, 1, 0))}, "a .,  -> a ."),
     ("pad", (X, S), (X,), {"padding_config": ((0, 0, 0), (1, -1, 0))}, "a .,  -> a ."),
     ("rev", (X,), (X,), {"dimensions": (0,)}, ". a -> . a"),
-    ("dynamic_slice", (X, S, S), ((2, 6),), {"slice_sizes": (2, 6)}, ". a, ,  -> . a"),
-    ("dynamic_update_slice", (X, (2, 6), S, S), (X,), {}, ". a, . a, ,  -> . a"),
+    ("dynamic_slice", (X, S, S), ((2, 6),), {"slice_sizes": (2, 6)}, "A b, ,  -> . b; A sum"),
+    ("dynamic_update_slice", (X, (2, 6), S, S), (X,), {}, "A b, . b, ,  -> A b"),
     ("stack", (X, X), ((4, 2, 6),), {"axis": 1}, "a b, a b -> a . b"),
     ("unstack", ((4, 2, 6),), (X, X), {"axis": 1}, "a . b -> a b, a b"),
     ("tile", (X,), ((8, 6),), {"reps": (2, 1)}, "a b -> (c a) b"),
@@ -168,9 +171,9 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
     *((f"scatter{kind}", ((10, 6), (3, 1), (3, 6)), ((10, 6),), scatters((1,), (0,)), "a b, . ., . b -> a b")
       for kind in ("", "-sub")),
     ("ragged_dot_general", ((6, 4), (2, 4, 5), (2,)), ((6, 5),), ragged((1,), (1,), (0,), (0,)),
-     ". a, . a b, . -> . b; a sum"),
+     "A b, C b d, . -> A d; b sum; C sum"),
     ("ragged_dot_general", ((6, 4), (6, 5), (2,)), ((2, 4, 5),), ragged((0,), (0,), (0,), ()),
-     ". a, . b, . -> . a b"),
+     "A b, A c, . -> D b c; A sum"),
     ("symmetric_product", ((8, 4, 6), (8, 4, 4)), ((8, 4, 4),), {}, "a . ., a . . -> a . ."),
     ("fft", ((8, 4, 6),), ((8, 4, 4),), {"fft_lengths": (4, 6)}, "a . . -> a . ."),
     ("cholesky", ((8, 4, 4),), ((8, 4, 4),), {}, "a . . -> a . ."),

@@ -151,7 +151,8 @@ def assert_well_formed(view: NodeView, rule: Rule) -> None:
         for factors, size in zip(dims, shape, strict=True):
             assert not factors or math.prod(rule.factors[f].size for f in factors) == size
         assert len({f for dim in dims for f in dim}) == sum(map(len, dims)), "a factor stands twice in one tensor"
-    made = {f for dims in rule.results for dim in dims for f in dim}
+    made = {f for dims in rule.results for dim in dims for f in dim} | {one.factor for one in rule.exchanges}
+    assert {one.factor for one in rule.exchanges} <= rule.manual <= set(range(len(rule.factors)))
     read = {f for dims in rule.operands for dim in dims for f in dim}
     assert all((i in made) == (f.reduction is None) for i, f in enumerate(rule.factors))
     assert made | read == set(range(len(rule.factors))) and all(f.size > 1 for f in rule.factors)
@@ -298,7 +299,7 @@ def test_halves_along_a_factor_do_not_mix(name: str) -> None:
             continue
         seen.add(key)
         evaluated = Evaluated(equation, view, rule, avals)
-        for factor in in_operands:
+        for factor in in_operands - rule.manual:  # those of manual regions: tests/test_manual.py
             kind = rule.factors[factor].reduction
             if kind is None:
                 evaluated.check_pass_through(factor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from jax.experimental import pallas as pl
 from test_rules import Shapes, text
 
 import autopar
+from autopar import hlo
 from autopar.errors import RuleError
 from autopar.rules.registered import template
 from autopar.rules.registry import NodeView
@@ -87,7 +90,7 @@ def test_an_unknown_reduction_is_refused() -> None:
 
 def test_the_template_can_be_read() -> None:
     view = NodeView("ffi_call", {"target_name": "solver"}, ((4, 8), ()), ((4,), ()))
-    assert template(view) == 'autopar.register_rule("solver", ". .,  -> ., ")'
+    assert template(view) == 'autopar.register_rule("solver", ". .,  -> ., ", local=...)'
     autopar.register_rule("solver", ". .,  -> ., ")
     found = rule_for(view)
     assert found is not None and not found.factors
@@ -97,24 +100,80 @@ def shift_rows(x_ref: Any, out_ref: Any) -> None:
     out_ref[...] = x_ref[...] + jnp.roll(x_ref[...], 1, axis=1)
 
 
+def shifted(x: jax.Array) -> jax.Array:
+    return pl.pallas_call(shift_rows, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
 def step(x: jax.Array) -> jax.Array:
-    kernel = pl.pallas_call(shift_rows, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
-    return jnp.cos(kernel(jnp.sin(x)))
+    return jnp.cos(shifted(jnp.sin(x)))
 
 
-def test_a_kernel_is_named_until_it_has_a_rule_and_then_split() -> None:
-    abstract = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+ROWS = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
 
-    def planned() -> autopar.Plan:
-        return autopar.plan(step, abstract, mesh="8", hardware="h100-sxm")
 
+def planned(function: Callable[..., Any] = step, mesh: str = "8") -> autopar.Plan:
+    return autopar.plan(function, ROWS, mesh=mesh, hardware="h100-sxm")
+
+
+def compiled(plan: autopar.Plan, function: Callable[..., Any] = step) -> str:
+    return autopar.parallelize(function, plan=plan).lower(ROWS).compile().as_text()
+
+
+def test_a_kernel_is_named_until_it_can_be_split_and_then_is() -> None:
     (note,) = planned().notes
     assert "`shift_rows` has no sharding rule: its 1 uses run replicated" in note
     assert "a `pallas_call`, is at" in note and "test_rules_registered.py" in note
-    assert '`autopar.register_rule("shift_rows", ". . -> . .")`' in note
+    assert '`autopar.register_rule("shift_rows", ". . -> . .", local=...)`' in note
+
     autopar.register_rule("shift_rows", "rows . -> rows .")
+    (note,) = planned().notes
+    assert "`shift_rows` has a sharding rule without `local`, which runs a part of it: its 1 uses run repl" in note
+    assert "give `register_rule` a function of one device's operands as `local`" in note
+    assert not planned().regions
+
+    autopar.register_rule("shift_rows", "rows . -> rows .", local=shifted)
     plan = planned()
     assert plan.notes == ()
     assert plan.inputs[0].sharding.dims == (("data",), ())
-    x = np.random.default_rng(0).random(abstract.shape, np.float32)
+    assert [region.operands[0].dims for region in plan.regions] == [(("data",), ())]
+    assert not hlo.collectives(compiled(plan))
+    x = np.random.default_rng(0).random(ROWS.shape, np.float32)
     np.testing.assert_allclose(autopar.parallelize(step, plan=plan)(x), step(jnp.asarray(x)), rtol=1e-6)
+
+
+def column_sums(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = jnp.sum(x_ref[...], axis=0)
+
+
+def summed(x: jax.Array) -> jax.Array:
+    return pl.pallas_call(column_sums, out_shape=jax.ShapeDtypeStruct(x.shape[1:], x.dtype), interpret=True)(x)
+
+
+def test_what_a_kernel_reduces_is_summed_once() -> None:
+    def sums(x: jax.Array) -> jax.Array:
+        return summed(jnp.sin(x)) / 2
+
+    autopar.register_rule("column_sums", "rows . -> .", local=summed, flops_per_point=1e7)
+    pin = {"x": jax.P("data")}
+    plan = autopar.plan(sums, ROWS, mesh="8", hardware="h100-sxm", pin=pin)
+    (region,) = plan.regions
+    assert region.operands[0].dims == (("data",), ()) and region.results[0].unreduced == ("data",)
+    text = compiled(plan, sums)
+    assert {one.kind for one in hlo.collectives(text)} <= {"all-reduce", "all-gather"}  # the output may be split
+    assert max(one.num_elements for one in hlo.collectives(text)) == 512
+    x = np.random.default_rng(0).random(ROWS.shape, np.float32)
+    np.testing.assert_allclose(autopar.parallelize(sums, plan=plan)(x), sums(jnp.asarray(x)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_saved_plan_needs_the_function_again(tmp_path: Path) -> None:
+    def other(x: jax.Array) -> jax.Array:
+        return pl.pallas_call(shift_rows, out_shape=ROWS, interpret=True, name="shifted_elsewhere")(jnp.sin(x))
+
+    autopar.register_rule("shifted_elsewhere", "rows . -> rows .", local=shifted)
+    plan = planned(other)
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.load_plan(tmp_path / "plan.json")
+    assert loaded.regions == plan.regions != ()
+    autopar.register_rule("shifted_elsewhere", "rows . -> rows .")
+    with pytest.raises(RuleError, match="runs `shifted_elsewhere` in parts.*none is registered here"):
+        autopar.parallelize(other, plan=loaded)(np.zeros(ROWS.shape, np.float32))

@@ -16,7 +16,7 @@ import numpy as np
 import oracles
 import pytest
 
-from autopar.solve import search
+from autopar.solve import search, shared
 from autopar.solve.branch import branch
 from autopar.solve.dual import price_memory
 from autopar.solve.elimination import plan_elimination, plan_exact
@@ -101,10 +101,12 @@ def test_equals_exhaustive_search(kind: str, limited: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("last_table", [6, 1 << 20])
 def test_equals_exhaustive_search_where_elimination_is_too_dear(
-    seed: int, limited: bool, monkeypatch: pytest.MonkeyPatch
+    seed: int, limited: bool, last_table: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "_LARGEST_TABLE", 6)
+    monkeypatch.setattr(search, "_LAST_TABLE", last_table)
     monkeypatch.setattr(search, "_FIRST_TABLE", 6)
     monkeypatch.setattr(search, "_SMALL", 0)
     problem = random_problem(seed, "fractions", limited=limited, most_nodes=9)
@@ -167,6 +169,39 @@ def test_a_table_is_its_matrix() -> None:
     normal, of_rows, of_columns = Table.of(shifted).normalised()
     np.testing.assert_allclose(normal.dense() + of_rows[:, None] + of_columns, shifted)
     assert normal.dense().min(axis=0).max() == normal.dense().min(axis=1).max() == 0.0
+
+
+def test_equal_tables_are_one_and_different_ones_are_not() -> None:
+    tables = shared.SharedTables()
+    zero, core = np.zeros((1, 2)), np.array([[0.0, 1.0]])
+    wide = Table(np.array([0]), np.array([0, 0, 1]), core)
+    tall = Table(np.array([0, 0]), np.array([0, 1]), core)  # the same bytes one after the other
+    assert tables.one(wide) is not tables.one(tall)
+    assert tables.one(Table(wide.rows.copy(), wide.cols.copy(), core.copy())) is tables.one(wide)
+    assert tables.one(Table(wide.rows, wide.cols, zero)) is not tables.one(wide)
+    assert tables.transposed(tables.transposed(tables.one(wide))) is tables.one(wide)
+    with pytest.raises(ZeroDivisionError):  # the argument is what counts, not that it was asked before
+        tables.once("x", [tables.one(tall)], [], lambda: 1 // tables.once("x", [tables.one(wide)], [], lambda: 0))
+    assert tables.once("x", [tables.one(wide)], [], lambda: 1) == 0
+
+
+@pytest.mark.parametrize("limit", [None, 150.0])
+@pytest.mark.parametrize("most_bytes", [0, 1_000, 1 << 28])
+def test_reduction_is_the_same_whatever_is_kept(
+    limit: float | None, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_MOST_BYTES", most_bytes)
+    problem = layered_problem(4, limit=limit)
+    apart = replace(problem, edges=tuple(replace(e, costs=e.costs.copy()) for e in problem.edges))
+    one, other = reduce(problem), reduce(apart)
+    monkeypatch.undo()
+    expected = Ilp().solve(problem)
+    assert one is not None and other is not None
+    assert one.kept == other.kept
+    for reduced in (one, other):
+        choices = Ilp().solve(reduced.problem).choices
+        assert problem.evaluate(reduced.expand(choices)) == pytest.approx(expected.cost)
+        assert problem.fits(reduced.expand(choices))
 
 
 def brute_marginals(problem: Problem) -> list[np.ndarray]:

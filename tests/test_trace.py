@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import programs
 import pytest
 
-from autopar.trace import module_path, phase_of, trace
+from autopar.equations import module_path, phase_of
+from autopar.trace import trace
 
 
 @pytest.mark.contract

@@ -61,7 +61,7 @@ def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
         profile: without `xla_estimator`, the device's own rates are used.
     """
     estimator = profile.xla_estimator
-    if op.kind == "view":
+    if op.kind in ("view", "border", "loop"):
         return 0.0
     if op.kind == "collective":
         if estimator is None:

@@ -8,6 +8,7 @@ XLA's partitioner takes exactly these; told only the end, it may gather the whol
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,10 +38,33 @@ def resharding_moves(
     axes, an all-reduce along the rest. Then cuts (free, and they make the rest smaller), exchanges between
     dims, reordering within dims, and gathers.
     """
+    return tuple(
+        Move(
+            step.kind, step.axes, step.result, itemsize * step.payload.local_size(shape, mesh) if step.payload else 0.0
+        )
+        for step in resharding_steps(source, target, shape, mesh)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A move of a tensor of any size: its payload is the local part of the tensor so split (None: nothing)."""
+
+    kind: MoveKind
+    axes: tuple[str, ...]
+    result: TensorSharding
+    payload: TensorSharding | None
+
+
+def resharding_steps(
+    source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], mesh: MeshShape
+) -> tuple[Step, ...]:
+    """The moves without their bytes. Of the shape it matters only which numbers of devices divide each dim
+    (`divisibility`)."""
     if source == target:
         return ()
     assert not set(target.unreduced) - set(source.unreduced), "nothing makes a tensor unreduced again"
-    path = _Path(source, target, shape, itemsize, mesh)
+    path = _Path(source, target, shape, mesh)
     path.reduce()
     late = path.cut()
     path.exchange()
@@ -49,7 +73,13 @@ def resharding_moves(
     path.cut_late(late)
     path.reorder()
     assert path.now() == target, f"{source} -> {target} ended at {path.now()}"
-    return tuple(path.moves)
+    return tuple(path.steps)
+
+
+def divisibility(shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
+    """What `resharding_steps` may know of a shape, and a shape that it treats alike: it asks of a dim whether products
+    of axis sizes divide it, in which an axis stands at most twice."""
+    return tuple(math.gcd(size, mesh.num_devices**2) for size in shape)
 
 
 def collectives_of(moves: tuple[Move, ...]) -> tuple[Move, ...]:
@@ -60,24 +90,21 @@ def collectives_of(moves: tuple[Move, ...]) -> tuple[Move, ...]:
 class _Path:
     """A sharding on its way from one to another."""
 
-    def __init__(
-        self, source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: float, mesh: MeshShape
-    ) -> None:
-        self.target, self.shape, self.itemsize, self.mesh = target, shape, itemsize, mesh
+    def __init__(self, source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], mesh: MeshShape) -> None:
+        self.target, self.shape, self.mesh = target, shape, mesh
         self.dims = [list(axes) for axes in source.dims]
         self.pending = [axis for axis in source.unreduced if axis not in target.unreduced]
         self.target_dim = {axis: d for d, axes in enumerate(target.dims) for axis in axes}
-        self.moves: list[Move] = []
+        self.steps: list[Step] = []
 
     def now(self) -> TensorSharding:
         return TensorSharding(tuple(map(tuple, self.dims)), (*self.target.unreduced, *self.pending))
 
-    def local_bytes(self) -> float:
-        return self.itemsize * self.now().local_size(self.shape, self.mesh)
-
-    def add(self, kind: MoveKind, axes: list[str], num_bytes: float) -> None:
+    def add(self, kind: MoveKind, axes: list[str], before: TensorSharding | None = None) -> None:
+        """Note a step that led here; its payload is as much as there is now, unless `before` says otherwise."""
         if axes:
-            self.moves.append(Move(kind, tuple(axes), self.now(), num_bytes))
+            now = self.now()
+            self.steps.append(Step(kind, tuple(axes), now, None if kind == "cut" else before or now))
 
     def reduce(self) -> None:
         scattered: dict[int, list[str]] = {}
@@ -85,13 +112,12 @@ class _Path:
             if axis in self.pending:
                 scattered.setdefault(dim, []).append(axis)
         for dim, axes in scattered.items():  # to two dims at once XLA sums whole, and cuts
-            before = self.local_bytes()
+            before = self.now()
             self.dims[dim] += axes
             self.pending = [axis for axis in self.pending if axis not in axes]
             self.add("reduce-scatter", axes, before)
-        before, reduced = self.local_bytes(), self.pending
-        self.pending = []
-        self.add("all-reduce", reduced, before)
+        reduced, self.pending = self.pending, []
+        self.add("all-reduce", reduced)
 
     def cut(self) -> list[str]:
         """Split along new axes; returns those that must wait, because the dim would not divide while
@@ -102,7 +128,7 @@ class _Path:
         done = [axis for axis in new if axis not in late]
         for axis in done:
             self.dims[self.target_dim[axis]].append(axis)
-        self.add("cut", done, 0.0)
+        self.add("cut", done)
         return late
 
     def _divides_with(self, axis: str) -> bool:
@@ -117,8 +143,8 @@ class _Path:
                 wanted = [*(a for a in self.dims[d] if a != axis), axis]
                 moved = self.moved(self.dims[d], wanted)
                 self.dims[d] = wanted
-                self.add("collective-permute", moved, self.local_bytes())
-            before = self.local_bytes()
+                self.add("collective-permute", moved)
+            before = self.now()
             self.dims[d].pop()
             self.dims[self.target_dim[axis]].append(axis)
             self.add("all-to-all", [axis], before)
@@ -131,7 +157,7 @@ class _Path:
             wanted = [*stay, *(axis for axis in axes if axis not in stay)]
             disordered += self.moved(axes, wanted)
             self.dims[d] = wanted
-        self.add("collective-permute", disordered, self.local_bytes())
+        self.add("collective-permute", disordered)
 
     def moved(self, before: list[str], after: list[str]) -> list[str]:
         """Axes along which devices exchange parts of a dim for another order: those whose stride in it changes."""
@@ -145,9 +171,9 @@ class _Path:
         for d in reversed(range(len(self.dims))):  # XLA gathers one dim at a time
             leaving = [axis for axis in self.dims[d] if axis not in self.target_dim]
             self.dims[d] = [axis for axis in self.dims[d] if axis in self.target_dim]
-            self.add("all-gather", leaving, self.local_bytes())
+            self.add("all-gather", leaving)
 
     def cut_late(self, late: list[str]) -> None:
         for axis in late:
             self.dims[self.target_dim[axis]].append(axis)
-        self.add("cut", late, 0.0)
+        self.add("cut", late)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from autopar import jax_compat
-from autopar.graph.ir import Graph, Node, Value
+from autopar.equations import Equation, Region
+from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Loop, Node, Value
 from autopar.graph.params import plain_params
-from autopar.trace import Equation, Trace
+from autopar.manual_program import constraint_params, shard_map_params
+from autopar.trace import Trace
 
 
 def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
@@ -21,7 +24,7 @@ def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
     if all(node.phase == "update" for node in nodes):  # nothing is differentiated: a forward pass
         nodes = tuple(dataclasses.replace(node, phase="forward") for node in nodes)
     return Graph(
-        values=tuple(_value(aval) for aval in trace.avals),
+        values=tuple(_value(aval, repeat) for aval, repeat in zip(trace.avals, trace.repeats, strict=True)),
         nodes=nodes,
         inputs=trace.inputs,
         input_paths=trace.input_paths,
@@ -29,26 +32,46 @@ def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
         output_paths=trace.output_paths,
         constants=tuple(v for v, _ in trace.constants),
         carried=carried,
+        loops=tuple(_loop(region, trace.equations) for region in trace.regions if region.kind in ("scan", "while")),
     )
 
 
-def _value(aval: Any) -> Value:
+def _value(aval: Any, repeat: float) -> Value:
     if not hasattr(aval, "shape"):  # a token: it has an order, but no size
         return Value((), "token", 0.0)
-    return Value(tuple(int(size) for size in aval.shape), str(aval.dtype), jax_compat.itemsize(aval))
+    return Value(tuple(int(size) for size in aval.shape), str(aval.dtype), jax_compat.itemsize(aval), repeat)
+
+
+def _loop(region: Region, equations: Sequence[Equation]) -> Loop:
+    def pieces(span: tuple[int, int], piece: str) -> list[int]:
+        return [n for n in range(*span) if equations[n].piece == piece]
+
+    carries = zip(pieces(region.enter, "enter_carry"), pieces(region.exit, "exit_carry"), strict=True)
+    trips = float(region.source.params.get("length", UNKNOWN_TRIPS))
+    return Loop(region.enter[0], region.exit[0], trips, tuple(carries), tuple(pieces(region.exit, "exit_stack")))
 
 
 def _node(equation: Equation) -> Node:
     return Node(
         primitive=equation.primitive,
-        params=plain_params(equation.primitive, equation.source.params),
+        params={} if equation.piece else _params(equation),
         operands=tuple(v if isinstance(v, int) else None for v in equation.operands),
         results=equation.results,
         path=equation.path,
         phase=equation.phase,
         source=_source(_Traceback(equation)),
-        effect=bool(equation.source.effects),
+        effect=equation.effects,
+        repeat=equation.repeat,
     )
+
+
+def _params(equation: Equation) -> dict[str, Any]:
+    """What shapes a result; and of what the program splits itself, how."""
+    if equation.primitive == "sharding_constraint":
+        return constraint_params(equation.source)
+    if equation.primitive == "shard_map":
+        return shard_map_params(equation.source)
+    return plain_params(equation.primitive, equation.source.params)
 
 
 class _Traceback:

@@ -13,14 +13,19 @@ from typing import Any, Literal
 
 Phase = Literal["forward", "backward", "update"]
 
+#: Trips that a loop is priced for where the program does not say how many it makes: what moves inside it
+#: should cost more than what moves before it.
+UNKNOWN_TRIPS = 8.0
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array: global shape, dtype name (`"bfloat16"`), bytes per element."""
+    """One array: global shape, dtype name (`"bfloat16"`), bytes per element, how often a step makes it."""
 
     shape: tuple[int, ...]
     dtype: str
     itemsize: float
+    repeat: float = 1.0
 
     @property
     def size(self) -> int:
@@ -44,6 +49,7 @@ class Node:
         phase: forward, backward, or update (everything outside the differentiated function).
         source: `file.py:12 (function)` in the user's code, or "".
         effect: whether running it does more than compute (a print, a callback).
+        repeat: how often a step runs it.
     """
 
     primitive: str
@@ -54,12 +60,32 @@ class Node:
     phase: Phase = "update"
     source: str = ""
     effect: bool = False
+    repeat: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop among the nodes.
+
+    Args:
+        start, stop: its nodes, with those that values go in by; those they come out by follow.
+        trips: how many it makes.
+        carries: of each value carried from trip to trip: the node it goes in by, and the one it comes out by.
+        stacks: the nodes by which what all trips make comes out.
+    """
+
+    start: int
+    stop: int
+    trips: float
+    carries: tuple[tuple[int, int], ...]
+    stacks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A whole step. `inputs`, `constants` and `outputs` hold value indices; an output that is a
-    literal is None. `carried` pairs (input position, output position) that hold the same state."""
+    literal is None. `carried` pairs (input position, output position) that hold the same state. Of `loops`, the
+    inner ones come first."""
 
     values: tuple[Value, ...]
     nodes: tuple[Node, ...]
@@ -69,3 +95,4 @@ class Graph:
     output_paths: tuple[str, ...]
     constants: tuple[int, ...] = ()
     carried: tuple[tuple[int, int], ...] = ()
+    loops: tuple[Loop, ...] = ()

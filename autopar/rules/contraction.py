@@ -28,28 +28,45 @@ def dot_general(view: NodeView) -> Rule:
 
 
 def ragged_dot_general(view: NodeView) -> Rule:
-    """A matrix product in groups of unequal size, as experts of a mixture have: `m k, . k n, . -> m n`.
+    """A matrix product in groups of unequal size, as experts of a mixture have: `m k, g k n, . -> m n`.
 
-    Where a group ends is known only at run time, so the dim that the groups cut and the dim that counts them need
-    replication; all other dims are as in `dot_general`.
+    Where a group ends is known only at run time. So the dim that the groups cut and the one that counts them are
+    split as manual regions: each device multiplies those of its rows that meet its own groups.
+
+    XLA multiplies every row by the matrix of every group, all but one of them masked: this is what is counted.
     """
     numbers = view.params["ragged_dot_dimension_numbers"]
     (left_contracting, right_contracting), (left_batch, right_batch) = numbers["dot_dimension_numbers"]
     ragged, groups = numbers["lhs_ragged_dimensions"], numbers["rhs_group_dimensions"]
     left_shape, right_shape, group_shape = view.operand_shapes[:3]
-    left: list[tuple[Name, ...]] = [() if d in ragged else (f"i{d}",) for d in range(len(left_shape))]
-    right: list[tuple[Name, ...]] = [() if d in groups else (f"j{d}",) for d in range(len(right_shape))]
+    # Each row of a batch may have groups of its own; and where they cut the batch itself, they do not matter.
+    in_batch = bool(set(ragged) & set(left_batch))
+    manual = len(group_shape) == 1 and not in_batch
+    rows: tuple[Name, ...] = ("m",) if manual else ()
+    experts: tuple[Name, ...] = ("g",) if manual else ()
+    left: list[tuple[Name, ...]] = [rows if d in ragged else (f"i{d}",) for d in range(len(left_shape))]
+    right: list[tuple[Name, ...]] = [experts if d in groups else (f"j{d}",) for d in range(len(right_shape))]
     for letter, pairs in (("b", (left_batch, right_batch)), ("k", (left_contracting, right_contracting))):
         for d, e in zip(*pairs, strict=True):
-            left[d] = right[e] = () if d in ragged else (f"{letter}{d}",)
+            left[d] = right[e] = rows if d in ragged else (f"{letter}{d}",)
     result = [left[d] for d in left_batch]
     result += [names for d, names in enumerate(left) if d not in (*left_batch, *left_contracting)]
     result += [names for e, names in enumerate(right) if e not in (*right_batch, *right_contracting, *groups)]
-    result = [()] * (len(view.result_shapes[0]) - len(result)) + result  # groups of a summed dim lead the result
+    # groups of a summed dim lead the result
+    result = [experts] * (len(view.result_shapes[0]) - len(result)) + result
     rest: list[list[tuple[Name, ...]]] = [[()] * len(shape) for shape in (group_shape, *view.operand_shapes[3:])]
-    # Each row meets the matrix of one group; a ragged dim that stays whole is counted here.
-    flops = 2.0 * math.prod(left_shape[d] for d in ragged)
-    return build_rule([left, right, *rest], [result], view.operand_shapes, view.result_shapes, flops_per_point=flops)
+    summed = bool(set(ragged) & set(left_contracting))
+    copied = [left, right] if summed else [left]  # once for each group, masked
+    whole = 1 if manual else math.prod(left_shape[d] for d in ragged) * (1 if in_batch else group_shape[-1])
+    return build_rule(
+        [left, right, *rest],
+        [result],
+        view.operand_shapes,
+        view.result_shapes,
+        flops_per_point=2.0 * whole,
+        manual=("m", "g"),
+        stored=[("g", *(name for names in term for name in names)) for term in copied] if manual else (),
+    )
 
 
 def _symmetric_product(view: NodeView) -> Rule:

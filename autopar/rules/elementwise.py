@@ -16,7 +16,7 @@ from autopar.rules.factors import DimNames, Rule, build_rule
 from autopar.rules.registry import NodeView, RuleFunction
 
 _MOVES = """
-    conj convert_element_type copy imag layout_constraint name random_clone real reduce_precision sharding_constraint
+    conj convert_element_type copy imag layout_constraint name random_clone real reduce_precision reshard
     stop_gradient xla_metadata_value
 """
 _ARITHMETIC = """
@@ -135,7 +135,6 @@ ELEMENTWISE: dict[str, RuleFunction] = {
     **{name: partial(elementwise, flops=flops) for name, flops in FLOPS_PER_ELEMENT.items()},
     "integer_pow": _integer_pow,
     "polynomial": _polynomial,
-    "optimization_barrier": _separate,
     "device_put": _separate,
     "bitcast_convert_type": _leading,
     "random_wrap": _leading,

@@ -35,6 +35,28 @@ class Factor:
     even: bool = False
 
 
+#: Whose elements: those of operand or result *i*.
+Elements = tuple[Literal["operand", "result"], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a node sends by itself where a factor is split: each device gives all others what it found in its part.
+
+    Args:
+        factor: the loop.
+        shape, dims: of the operand, whose part of the factor's dim shrinks to what is sent.
+        most: elements of that dim that a device sends, unless its part is shorter.
+        elements: what their type is.
+    """
+
+    factor: int
+    shape: tuple[int, ...]
+    dims: DimFactors
+    most: int
+    elements: Elements
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """How one node may be split.
@@ -46,6 +68,11 @@ class Rule:
         pointwise: each result element depends on no more than one element of each operand along
             every factor, so the node may join its neighbours in one group.
         flops_per_point: floating-point operations per point of the whole factor space.
+        pinned: factors that the program itself splits, with the mesh axes (none: it stays whole).
+        manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device
+            runs its own part of the node (`manual.table`), and all dims that are split must divide.
+        exchanges: what it then sends by itself.
+        stored: tensors of the first operand's type that XLA writes and reads on the way, by the factors they span.
     """
 
     factors: tuple[Factor, ...]
@@ -53,6 +80,10 @@ class Rule:
     results: tuple[DimFactors, ...]
     pointwise: bool = False
     flops_per_point: float = 1.0
+    pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    manual: frozenset[int] = frozenset()
+    exchanges: tuple[Exchange, ...] = ()
+    stored: tuple[tuple[int, ...], ...] = ()
 
 
 #: The name a rule gives a factor while it is being written.
@@ -60,6 +91,15 @@ Name = str | int
 
 #: Per dim of one tensor, the names of its factors, major first; `()` is a dim that needs replication.
 DimNames = Sequence[tuple[Name, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """An `Exchange` while its rule is being written: by the factor's name, of the first operand."""
+
+    name: Name
+    most: int
+    elements: Elements
 
 
 def build_rule(
@@ -73,12 +113,15 @@ def build_rule(
     even: Collection[Name] = (),
     pointwise: bool = False,
     flops_per_point: float = 1.0,
+    manual: Collection[Name] = (),
+    sent: Sequence[Sent] = (),
+    stored: Sequence[Sequence[Name]] = (),
 ) -> Rule:
     """Build a rule from the names of each dim's factors.
 
-    A factor that no result has is a reduction. Dims and factors of size 1 (or 0) carry no factor,
-    whatever is written. A size is read off a dim that has one factor alone; `sizes` gives those
-    which never stand alone.
+    A factor that no result has is a reduction, unless what is `sent` along it completes the results. Dims
+    and factors of size 1 (or 0) carry no factor, whatever is written. A size is read off a dim that has one
+    factor alone; `sizes` gives those which never stand alone.
 
     >>> rule = build_rule([[("a", "b")]], [[("a",), ("b",)]], [(6,)], [(2, 3)])
     >>> [f.size for f in rule.factors], rule.operands, rule.results
@@ -97,13 +140,21 @@ def build_rule(
             assert not found[-1] or product == size, f"factors {names} multiply to {product}, not {size}"
         return tuple(found)
 
-    in_results = {name for term in results for names in term for name in names}
+    complete = {name for term in results for names in term for name in names} | {one.name for one in sent}
+    in_operands = tuple(map(dims, operands, operand_shapes))
     return Rule(
-        factors=tuple(Factor(size, None if n in in_results else reduction, n in even) for n, size in known.items()),
-        operands=tuple(map(dims, operands, operand_shapes)),
+        factors=tuple(Factor(size, None if n in complete else reduction, n in even) for n, size in known.items()),
+        operands=in_operands,
         results=tuple(map(dims, results, result_shapes)),
         pointwise=pointwise,
         flops_per_point=flops_per_point,
+        manual=frozenset(index[name] for name in manual if name in index),
+        exchanges=tuple(
+            Exchange(index[one.name], operand_shapes[0], in_operands[0], one.most, one.elements)
+            for one in sent
+            if one.name in index
+        ),
+        stored=tuple(tuple(index[name] for name in names if name in index) for names in stored),
     )
 
 

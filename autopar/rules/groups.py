@@ -8,7 +8,8 @@ What joins, and why:
 1. An elementwise node joins the producer of an operand that spans the whole space of both: splitting
    them differently would only add resharding. A reduction (`reduce_sum` …) joins its operand's group.
 2. Elementwise and reduction nodes that read the same value join each other.
-3. A small group fed by a reduction of a large one and broadcast back into it (the statistics of a
+3. What a value carried through a loop goes in by and comes out by: one trip leaves it as the next one finds it.
+4. A small group fed by a reduction of a large one and broadcast back into it (the statistics of a
    layer norm or a softmax) joins the large one.
 
 Carried state is never a reason to join: the forward pass and the optimizer read the same parameter,
@@ -18,11 +19,11 @@ and whether they want it split alike is what ZeRO is about.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.graph.ir import Graph
-from autopar.rules.factors import DimFactors, Factor, Reduction, Rule
+from autopar.rules.factors import DimFactors, Exchange, Factor, Reduction, Rule
 
 #: Values of at most this many elements are left out of the problem: they are replicated, and
 #: moving them costs a launch that XLA merges with others'.
@@ -51,12 +52,31 @@ class Define:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic of one node: operations per point of the space of these factors."""
+    """Arithmetic of one node: operations per point of the space of these factors, so many times a step; and what it writes
+    and reads on the way, by the factors it spans, with its bytes per element."""
 
     factors: tuple[int, ...]
     flops_per_point: float
     contraction: bool
     dtype: str
+    repeat: float = 1.0
+    stored: tuple[tuple[int, ...], ...] = ()
+    itemsize: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """How a node is run in parts: all its tensors' dims, literals too, and what it sends, in the group's factors.
+
+    Args:
+        manual: the node is so run where one of these factors is split.
+    """
+
+    node: int
+    manual: frozenset[int]
+    operands: tuple[DimFactors, ...]
+    results: tuple[DimFactors, ...]
+    exchanges: tuple[Exchange, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +88,8 @@ class Group:
         fixed: factors that may not be split (minor parts of a compound dim).
         inputs: graph inputs (value indices) that live here: state that only this group reads and
             renews, with its dims in the group's factors.
+        pinned: factors that the program itself splits, with the mesh axes.
+        region: of a node that has manual factors, which is always alone.
     """
 
     nodes: tuple[int, ...]
@@ -78,6 +100,8 @@ class Group:
     even: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     inputs: tuple[tuple[int, DimFactors], ...] = ()
+    pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    region: Region | None = None
 
 
 _CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -85,6 +109,8 @@ _CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_do
 
 def joins(rule: Rule, primitive: str) -> bool:
     """Whether a node may share a group: elementwise, or a reduction that joins its operand."""
+    if rule.manual:
+        return False
     return rule.pointwise or (primitive.startswith("reduce_") and len(rule.operands) >= 1 and bool(rule.factors))
 
 
@@ -96,6 +122,7 @@ def form_groups(graph: Graph, rules: Sequence[Rule], absorbable: frozenset[int] 
         absorbable: positions of inputs that may live inside a group (unpinned carried state).
     """
     joiner = _Joiner(graph, rules)
+    joiner.join_carries()
     joiner.join_producers()
     joiner.join_siblings()
     joiner.join_sandwiched()
@@ -169,6 +196,11 @@ class _Joiner:
         self.space[root_a] = {self.factor(f) for f in self.space[root_a] | self.space[root_b]}
         self.space[root_b] = set()
         return True
+
+    def join_carries(self) -> None:
+        for loop in self.graph.loops:
+            for enter, leave in loop.carries:
+                self.join(enter, leave, self.result(enter, 0), self.result(leave, 0))
 
     def join_producers(self) -> None:
         for value, uses in self.readers.items():
@@ -268,8 +300,19 @@ def _build(
         kinds: list[Reduction] = [factor.reduction for factor in rule.factors if factor.reduction]
         for value, dims in zip(node.results, rule.results, strict=True):
             defines.append(Define(value, n, local(n, dims), pending, kinds[0] if kinds else "sum"))
-        dtype = graph.values[next((v for v in node.operands if v is not None), node.results[0])].dtype
-        works.append(Work(own, rule.flops_per_point, node.primitive in _CONTRACTIONS, dtype))
+        first = graph.values[next((v for v in node.operands if v is not None), node.results[0])]
+        stored = tuple(tuple(own[f] for f in factors) for factors in rule.stored)
+        works.append(
+            Work(
+                own,
+                rule.flops_per_point,
+                node.primitive in _CONTRACTIONS,
+                first.dtype,
+                node.repeat,
+                stored,
+                first.itemsize,
+            )
+        )
     settled = {(d.value, d.dims) for d in defines if not d.pending}
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
@@ -285,8 +328,28 @@ def _build(
         works=tuple(works),
         even=frozenset(f for dim in compound for f in dim) | equal,
         fixed=frozenset(f for dim in compound for f in dim[1:]),
+        pinned=tuple(
+            (classes[joiner.factor(joiner.offset[n] + f)], axes) for n in nodes for f, axes in rules[n].pinned
+        ),
+        region=_region(nodes[0], rules[nodes[0]], local),
     )
     return _absorb(graph, group, joiner, absorbable)
+
+
+def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors]) -> Region | None:
+    if not rule.manual:
+        return None
+
+    def class_of(factor: int) -> int:
+        return local(node, ((factor,),))[0][0]
+
+    return Region(
+        node,
+        frozenset(map(class_of, rule.manual)),
+        tuple(local(node, dims) for dims in rule.operands),
+        tuple(local(node, dims) for dims in rule.results),
+        tuple(replace(one, factor=class_of(one.factor), dims=local(node, one.dims)) for one in rule.exchanges),
+    )
 
 
 def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[int]) -> Group:
@@ -309,13 +372,5 @@ def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[i
         inputs.append((read.value, read.dims))
     even = group.even | {f for _, dims in inputs for dim in dims for f in dim}
     taken = {value for value, _ in inputs}
-    return Group(
-        nodes=group.nodes,
-        factors=group.factors,
-        reads=tuple(r for r in group.reads if r.value not in taken),
-        defines=group.defines,
-        works=group.works,
-        even=frozenset(even),
-        fixed=group.fixed,
-        inputs=tuple(inputs),
-    )
+    reads = tuple(r for r in group.reads if r.value not in taken)
+    return replace(group, reads=reads, even=frozenset(even), inputs=tuple(inputs))

@@ -1,7 +1,8 @@
 """Rules of reductions, scans, sorts and windows.
 
 In: `NodeView`. Out: `REDUCTION`, part of the table. A plain reduction may be split along the dims
-it reduces, which leaves its result unreduced; the others need the dim they work along whole.
+it reduces, which leaves its result unreduced. Cumulative operations, argmax and top-k are split along
+theirs as manual regions, which send totals or candidates; the others need the dim they work along whole.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Collection
 from functools import partial
 
-from autopar.rules.factors import DimNames, Reduction, Rule, build_rule
+from autopar.rules.factors import DimNames, Reduction, Rule, Sent, build_rule
 from autopar.rules.registry import NodeView, RuleFunction
 
 
@@ -40,6 +41,54 @@ def _reduce_whole(view: NodeView, parameter: str) -> Rule:
         view.operand_shapes,
         view.result_shapes,
         flops_per_point=float(math.prod(shape[d] for d in axes)),
+    )
+
+
+def _arg(view: NodeView) -> Rule:
+    """The position of the largest: of each part of the dim, its value and position are sent."""
+    axes = view.params["axes"]
+    rank = len(view.operand_shapes[0])
+    return build_rule(
+        [_named(view.operand_shapes[0], ())],
+        [[(d,) for d in range(rank) if d not in axes]],
+        view.operand_shapes,
+        view.result_shapes,
+        manual=axes,
+        sent=[Sent(d, 1, elements) for d in axes for elements in (("operand", 0), ("result", 0))],
+    )
+
+
+def _cumulative(view: NodeView) -> Rule:
+    """Each part of the dim begins with the total of those before it: the totals are sent."""
+    shape, axis = view.operand_shapes[0], view.params["axis"]
+    names = _named(shape, ())
+    return build_rule(
+        [names],
+        [names],
+        view.operand_shapes,
+        view.result_shapes,
+        manual=[axis],
+        sent=[Sent(axis, 1, ("result", 0))],
+    )
+
+
+def _top_k(view: NodeView, parameter: str, flops: Callable[[int], float]) -> Rule:
+    """The k largest are among the k largest of each part, whose values and positions are sent.
+
+    On CPUs XLA's partitioner gathers for a split of any other dim too.
+    """
+    shape = view.operand_shapes[0]
+    axis = view.params[parameter] % len(shape)
+    if any(result[axis] != view.params["k"] for result in view.result_shapes):  # more candidates than asked for
+        return _along(view, parameter, flops)
+    return build_rule(
+        [_named(shape, ())],
+        [_named(result, {axis}) for result in view.result_shapes],
+        view.operand_shapes,
+        view.result_shapes,
+        flops_per_point=flops(shape[axis]) / max(1, shape[axis]),
+        manual=range(len(shape)),
+        sent=[Sent(axis, view.params["k"], ("result", i)) for i in range(len(view.result_shapes))],
     )
 
 
@@ -106,12 +155,13 @@ _WINDOWS = {
 
 REDUCTION: dict[str, RuleFunction] = {
     **{name: partial(reduce, kind=kind) for name, kind in _KINDS.items()},
-    **{name: partial(_reduce_whole, parameter="axes") for name in ("argmax", "argmin", "reduce_xor")},
+    "reduce_xor": partial(_reduce_whole, parameter="axes"),
+    **dict.fromkeys(("argmax", "argmin"), _arg),
     "reduce": partial(_reduce_whole, parameter="dimensions"),
-    **{name: partial(_along, parameter="axis", flops=float) for name in _CUMULATIVE},
+    **dict.fromkeys(_CUMULATIVE, _cumulative),
     "sort": partial(_along, parameter="dimension", flops=_sorting),
-    "top_k": partial(_along, parameter="axis", flops=_sorting),
-    "approx_top_k": partial(_along, parameter="reduction_dimension", flops=float),
+    "top_k": partial(_top_k, parameter="axis", flops=_sorting),
+    "approx_top_k": partial(_top_k, parameter="reduction_dimension", flops=float),
     **{name: partial(_window, windowed=windowed) for name, windowed in _WINDOWS.items()},
     "reduce_window": _reduce_window,
 }

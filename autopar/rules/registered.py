@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from autopar.errors import RuleError
 from autopar.rules.factors import DimNames, Name, Reduction, Rule, build_rule
@@ -22,6 +23,10 @@ _GRAMMAR = (
 )
 
 
+#: What XLA's partitioner runs whole, on gathered operands.
+_WHOLE = ("pallas_call", "ffi_call")
+
+
 @dataclass(frozen=True, slots=True)
 class _Registered:
     text: str
@@ -29,17 +34,29 @@ class _Registered:
     results: tuple[DimNames, ...]
     reduction: Reduction
     flops_per_point: float
+    local: Callable[..., Any] | None
 
 
 _registered: dict[str, _Registered] = {}
 
 
-def register_rule(name: str, rule: str, *, reduction: Reduction = "sum", flops_per_point: float = 1.0) -> None:
+def register_rule(
+    name: str,
+    rule: str,
+    *,
+    local: Callable[..., Any] | None = None,
+    reduction: Reduction = "sum",
+    flops_per_point: float = 1.0,
+) -> None:
     """Tell how a primitive that autopar does not know may be split.
 
     Args:
         name: of the primitive; of the kernel for a `pallas_call`; of the target for a `jax.ffi.ffi_call`.
         rule: the loops of each dim, `"b s d, d f -> b s f"`. One that no result has is reduced.
+        local: runs the same operation on one device's operands, of whatever shapes the split gives them, and returns
+            its result or results; where a loop is reduced, one of the terms. A `pallas_call` or `ffi_call` is
+            split only with it, for it is traced for one set of shapes, and XLA runs it whole. For any other
+            primitive, XLA's partitioner is relied on without it.
         reduction: what combines the parts of a loop that is reduced: sum, max, min, prod, and, or.
         flops_per_point: operations for each point of the space of all loops, `2.0` for a matrix product.
 
@@ -54,14 +71,14 @@ def register_rule(name: str, rule: str, *, reduction: Reduction = "sum", flops_p
     if reduction not in get_args(Reduction):
         raise RuleError(f"the reduction {reduction!r} of `{name}` is none of {', '.join(get_args(Reduction))}")
     operands, results = _read(name, rule)
-    _registered[name] = _Registered(rule, operands, results, reduction, float(flops_per_point))
+    _registered[name] = _Registered(rule, operands, results, reduction, float(flops_per_point), local)
 
 
 def called(view: NodeView) -> str:
     """What a rule is registered by: the name of a kernel or of a custom call's target, else of the primitive."""
     for parameter in ("name", "target_name"):
         name = view.params.get(parameter)
-        if view.primitive in ("pallas_call", "ffi_call") and isinstance(name, str):
+        if view.primitive in _WHOLE and isinstance(name, str):
             return name
     return view.primitive
 
@@ -75,7 +92,8 @@ def template(view: NodeView) -> str:
     left, right = (
         ", ".join(" ".join("." * len(s)) for s in shapes) for shapes in (view.operand_shapes, view.result_shapes)
     )
-    return f'autopar.register_rule("{called(view)}", "{left} -> {right}")'
+    local = ", local=..." if view.primitive in _WHOLE else ""
+    return f'autopar.register_rule("{called(view)}", "{left} -> {right}"{local})'
 
 
 def registered_rule(view: NodeView) -> Rule | None:
@@ -88,15 +106,35 @@ def registered_rule(view: NodeView) -> Rule | None:
     if told is None:
         return None
     sizes = _sizes(view, told)
+    whole = needs_local(view)
+    names = [
+        [()] * len(term) if whole else term
+        for term in (*told.operands[: len(view.operand_shapes)], *told.results)  # of none, the text has one: empty
+    ]
     return build_rule(
-        told.operands[: len(view.operand_shapes)],  # of none, the text has one that is empty
-        told.results,
+        names[: len(view.operand_shapes)],
+        names[len(view.operand_shapes) :],
         view.operand_shapes,
         view.result_shapes,
-        sizes=sizes,
+        sizes={} if whole else sizes,
         reduction=told.reduction,
-        flops_per_point=told.flops_per_point,
+        flops_per_point=told.flops_per_point * (math.prod(sizes.values()) if whole else 1),
+        manual=sizes if told.local is not None else (),
     )
+
+
+def needs_local(view: NodeView) -> bool:
+    """Whether a rule names loops of a node that XLA would run whole, without the function that runs a part of it."""
+    told = _registered.get(called(view)) or _registered.get(view.primitive)
+    if told is None or told.local is not None or view.primitive not in _WHOLE:
+        return False
+    return any(names for term in (*told.operands, *told.results) for names in term)
+
+
+def registered_local(name: str, primitive: str) -> Callable[..., Any] | None:
+    """The function that runs a part of a node, by what the node is `called` and its primitive."""
+    told = _registered.get(name) or _registered.get(primitive)
+    return None if told is None else told.local
 
 
 # -- reading -------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ def _moves(
     *,
     sizes: dict[Name, int] | None = None,
     pointwise: bool = False,
+    manual: Collection[int] = (),
 ) -> Rule:
     return build_rule(
         operands,
@@ -31,6 +32,7 @@ def _moves(
         sizes=sizes,
         pointwise=pointwise,
         flops_per_point=0.0,
+        manual=manual,
     )
 
 
@@ -137,17 +139,31 @@ def _rev(view: NodeView) -> Rule:
     return _beside(view, set(view.params["dimensions"]))
 
 
-def _resized(view: NodeView, operand: int) -> Rule:
-    """A dim is free where this operand has it as long as the other tensor: nothing of it is cut."""
-    other = view.result_shapes[0] if operand == 0 else view.operand_shapes[0]
-    pairs = zip(view.operand_shapes[operand], other, strict=True)
+def _slice(view: NodeView) -> Rule:
+    """A dim is free where the result has it as long: nothing of it is cut."""
+    pairs = zip(view.operand_shapes[0], view.result_shapes[0], strict=True)
     return _beside(view, {d for d, (a, b) in enumerate(pairs) if a != b})
 
 
+def _dynamic_slice(view: NodeView) -> Rule:
+    """A dim that is cut may be split: each device gives what it has of the slice, and zeros."""
+    shape, result = view.operand_shapes[0], view.result_shapes[0]
+    cut = [d for d, (a, b) in enumerate(zip(shape, result, strict=True)) if a != b]
+    starts: list[DimNames] = [[()] * len(s) for s in view.operand_shapes[1:]]
+    kept: DimNames = [() if d in cut else (d,) for d in range(len(shape))]
+    return _moves(view, [[(d,) for d in range(len(shape))], *starts], [kept], manual=cut)
+
+
 def _dynamic_update_slice(view: NodeView) -> Rule:
-    """A dim is free where the update is as long. XLA's partitioner would split a dim in which one place is written too,
-    but then drops a write beyond the end, where one device moves it to the last place."""
-    return _resized(view, operand=1)
+    """A dim in which a window is written may be split: each device writes what falls on its part. XLA's partitioner
+    would split one in which a single place is written too, but then drops a write beyond the end, where one device
+    moves it to the last place."""
+    shape, update = view.operand_shapes[:2]
+    cut = [d for d, (a, b) in enumerate(zip(shape, update, strict=True)) if a != b]
+    whole: DimNames = [(d,) for d in range(len(shape))]
+    starts: list[DimNames] = [[()] * len(s) for s in view.operand_shapes[2:]]
+    kept: DimNames = [() if d in cut else (d,) for d in range(len(shape))]
+    return _moves(view, [whole, kept, *starts], [whole], manual=cut)
 
 
 def _stack(view: NodeView) -> Rule:
@@ -181,8 +197,8 @@ SHAPE: dict[str, RuleFunction] = {
     "split": partial(_one_dim, parameter="axis"),
     "pad": _pad,
     "rev": _rev,
-    "slice": partial(_resized, operand=0),
-    "dynamic_slice": partial(_resized, operand=0),
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "stack": _stack,
     "unstack": _unstack,

@@ -31,13 +31,6 @@ class Strategy:
             tuple(axis for factor in pending for axis in self.axes[factor]),
         )
 
-    def points(self, factors: Sequence[Factor], used: Sequence[int], mesh: MeshShape) -> float:
-        """Points of a factor space that one device computes."""
-        total = 1.0
-        for f in used:
-            total *= -(-factors[f].size // mesh.sizes(self.axes[f]))
-        return total
-
 
 def enumerate_strategies(
     factors: Sequence[Factor],
@@ -45,21 +38,27 @@ def enumerate_strategies(
     *,
     even: Collection[int] = (),
     fixed: Collection[int] = (),
+    manual: Collection[int] = (),
+    pinned: Sequence[tuple[int, tuple[str, ...]]] = (),
 ) -> tuple[Strategy, ...]:
     """All strategies: each mesh axis splits one factor or none. Axes of size 1 split nothing.
 
-    The first is always the replicated one.
+    The first is the replicated one, but for what is pinned. Where a `manual` factor is split, all factors are split
+    evenly.
     """
-    axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
-    choices = [None, *(i for i in range(len(factors)) if i not in fixed)]
+    real = {axis for axis in mesh.axis_names if mesh.size(axis) > 1}
+    given = {factor: tuple(axis for axis in axes if axis in real) for factor, axes in pinned}
+    axes = [axis for axis in mesh.axis_names if axis in real and not any(axis in taken for taken in given.values())]
+    choices = [None, *(i for i in range(len(factors)) if i not in fixed and i not in given)]
     strategies = []
     for assignment in itertools.product(choices, repeat=len(axes)):
         split: list[tuple[str, ...]] = [()] * len(factors)
         for axis, factor in zip(axes, assignment, strict=True):
             if factor is not None:
                 split[factor] = (*split[factor], axis)
-        if all(_allowed(factors[i].size, mesh.sizes(s), i in even) for i, s in enumerate(split) if s):
-            strategies.append(Strategy(tuple(split)))
+        all_even = any(split[i] for i in manual)
+        if all(_allowed(factors[i].size, mesh.sizes(s), all_even or i in even) for i, s in enumerate(split) if s):
+            strategies.append(Strategy(tuple(given.get(i, s) for i, s in enumerate(split))))
     return tuple(strategies)
 
 

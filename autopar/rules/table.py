@@ -21,10 +21,11 @@ from autopar.rules.reduction import REDUCTION
 from autopar.rules.registered import registered_rule
 from autopar.rules.registry import NodeView, RuleFunction
 from autopar.rules.shape import SHAPE
+from autopar.rules.structure import BORDERS, PINNED
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(
-    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA
+    ELEMENTWISE | CONTRACTION | CONVOLUTION | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA | BORDERS | PINNED
 )
 
 

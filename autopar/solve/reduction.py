@@ -12,7 +12,9 @@ The rules, applied node by node until none of them does anything:
   edges of the worst case), and never holds more memory.
 - `eliminate`: a node with at most two neighbours and no memory is minimised out; two neighbours get an edge.
 
-Parallel edges are added, and what an edge costs in any case is moved to its nodes, when a table is stored.
+Parallel edges are added, and what an edge costs in any case is moved to its nodes, when a table is stored. What a
+rule finds for a node follows from the node's costs, usages and tables, so for nodes that have equal ones it is found
+once (`shared.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ import numpy as np
 
 from autopar.solve.instants import instants_of
 from autopar.solve.problem import Edge, Problem, Usage
+from autopar.solve.shared import SharedTables
 from autopar.solve.table import Table
+
+_FITS_CACHE = 1 << 14  # entries
 
 
 class Contradiction(Exception):
@@ -84,11 +89,9 @@ class Network:
         self.alive = [True] * len(self.costs)
         self.dirty = deque(range(len(self.costs)))
         self._queued = [True] * len(self.costs)
-        known: dict[int, Table] = {}
+        self.shared = SharedTables()
         for e in problem.edges:
-            if id(e.costs) not in known:
-                known[id(e.costs)] = Table.of(np.asarray(e.costs, float))
-            self.connect(e.source, e.target, known[id(e.costs)])
+            self.connect(e.source, e.target, self.shared.of(e.costs))
         for u in problem.usages if self.limited else ():
             if u.start < u.end:
                 self.hold(u.node, (u.start, u.end), np.asarray(u.amounts, float))
@@ -111,14 +114,14 @@ class Network:
     def connect(self, u: int, v: int, table: Table) -> None:
         """Add a table to the edge of u and v."""
         if v in self.tables[u]:
-            table = self.tables[u][v].plus(table)
-        table, of_u, of_v = table.normalised()
+            table = self.shared.plus(self.tables[u][v], table)
+        normal, of_u, of_v = self.shared.normalised(table)
         self.costs[u] = self.costs[u] + of_u
         self.costs[v] = self.costs[v] + of_v
-        if table.is_zero():
+        if normal is None:
             self.disconnect(u, v)
         else:
-            self.tables[u][v], self.tables[v][u] = table, table.transposed()
+            self.tables[u][v], self.tables[v][u] = normal, self.shared.transposed(normal)
         self.touch(u)
         self.touch(v)
 
@@ -152,7 +155,7 @@ class Network:
             self.hold(node, interval, amounts[keep])
         for other, table in tuple(self.tables[node].items()):
             self.disconnect(node, other)
-            self.connect(node, other, table.take(keep))
+            self.connect(node, other, self.shared.take(table, keep))
 
     def remove(self, node: int, scope: tuple[int, ...], picks: np.ndarray) -> None:
         """Take out a node that is decided by those of `scope`; `picks` are positions of its strategies."""
@@ -181,15 +184,21 @@ def follow(net: Network, node: int) -> bool:
     if not np.isfinite(net.costs[node]).all():
         return False
     for leader, table in net.tables[node].items():
-        finite = np.isfinite(table.core)
-        if (np.bincount(table.rows) @ finite == 1).all():  # per class of the leader, finite strategies of node
-            either = (finite @ np.bincount(table.cols) == 1).all()
-            if either and net.weight(node) > net.weight(leader):
-                _merge(net, leader, node, table.transposed())
+        led, leads = net.shared.once("follow", [table], [], lambda table=table: _follows(table))
+        if led:
+            if leads and net.weight(node) > net.weight(leader):
+                _merge(net, leader, node, net.shared.transposed(table))
             else:
                 _merge(net, node, leader, table)
             return True
     return False
+
+
+def _follows(table: Table) -> tuple[bool, bool]:
+    """Whether each strategy of the second node leaves the first one finite strategy, and the other way round."""
+    finite = np.isfinite(table.core)
+    led = (np.bincount(table.rows) @ finite == 1).all()
+    return bool(led), bool((finite @ np.bincount(table.cols) == 1).all())
 
 
 def _merge(net: Network, node: int, leader: int, table: Table) -> None:
@@ -202,7 +211,7 @@ def _merge(net: Network, node: int, leader: int, table: Table) -> None:
     others = {n: t for n, t in net.tables[node].items() if n != leader}
     net.remove(node, (leader,), picks)
     for other, others_table in others.items():
-        net.connect(leader, other, others_table.take(picks))
+        net.connect(leader, other, net.shared.take(others_table, picks))
     for interval, amounts in net.usages[node].items():
         net.hold(leader, interval, amounts[picks])
     net.touch(leader)
@@ -213,26 +222,41 @@ def dominate(net: Network, node: int) -> bool:
     costs = net.costs[node]
     if len(costs) < 2 or not np.isfinite(costs).all():
         return False
-    excess = costs[None, :] - costs[:, None]  # [s, s']: how much dearer s' can be than s
-    for amounts in net.usages[node].values():
-        excess[amounts[None, :] > amounts[:, None]] = np.inf
-    for table in net.tables[node].values():
-        if not (excess <= 0.0).sum() > len(costs):
-            return False
-        excess = excess + _worst(table.core)[table.rows[:, None], table.rows]
-    beaten = excess <= 0.0
-    beaten &= ~beaten.T | np.tri(len(costs), k=-1, dtype=bool)  # of two equals the first stays
-    keep = np.flatnonzero(~beaten.any(axis=1))
+    tables, amounts = tuple(net.tables[node].values()), tuple(net.usages[node].values())
+    keep = net.shared.once("dominate", tables, [costs, *amounts], lambda: _undominated(net, costs, tables, amounts))
     if len(keep) == len(costs):
         return False
     net.restrict(node, keep)
     return True
 
 
+def _undominated(net: Network, costs: np.ndarray, tables: Sequence[Table], usages: Sequence[np.ndarray]) -> np.ndarray:
+    """The strategies that none beats."""
+    excess = costs[None, :] - costs[:, None]  # [s, s']: how much dearer s' can be than s
+    for amounts in usages:
+        excess[amounts[None, :] > amounts[:, None]] = np.inf
+    for table in tables:
+        if not (excess <= 0.0).sum() > len(costs):
+            return np.arange(len(costs))
+        worst = net.shared.once("worst", [table], [], lambda table=table: _worst(table.core))
+        excess = excess + worst[table.rows[:, None], table.rows]
+    beaten = excess <= 0.0
+    beaten &= ~beaten.T | np.tri(len(costs), k=-1, dtype=bool)  # of two equals the first stays
+    return np.flatnonzero(~beaten.any(axis=1))
+
+
 def _worst(core: np.ndarray) -> np.ndarray:
     """[r, r']: the most by which row r' of a normalised core can exceed row r."""
-    with np.errstate(invalid="ignore"):
-        return np.fmax.reduce(core[None, :, :] - core[:, None, :], axis=2)  # inf - inf is nan: no matter
+    rows, columns = core.shape
+    with np.errstate(invalid="ignore"):  # inf - inf is nan: no matter
+        if rows * rows * columns <= _FITS_CACHE:
+            return np.fmax.reduce(core[None, :, :] - core[:, None, :], axis=2)
+        worst = np.full((rows, rows), -np.inf)
+        difference = np.empty((rows, rows))
+        for column in np.ascontiguousarray(core.T):
+            np.subtract(column[None, :], column[:, None], out=difference)
+            np.fmax(worst, difference, out=worst)
+        return worst
 
 
 def eliminate(net: Network, node: int) -> bool:
@@ -240,24 +264,35 @@ def eliminate(net: Network, node: int) -> bool:
     scope = tuple(net.tables[node])
     if len(scope) > 2 or net.usages[node] or not np.isfinite(net.costs[node]).all():
         return False
-    tables = [net.tables[node][n].transposed() for n in scope]  # [classes of n, classes of node]
+    tables = [net.tables[n][node] for n in scope]  # [classes of n, classes of node]
     costs = net.costs[node]
     if not scope:
         net.ground_cost += float(costs.min())
         net.remove(node, (), np.asarray(costs.argmin()))
         return True
     if len(scope) == 1:
-        total = tables[0].core[:, tables[0].cols] + costs
-        picks = total.argmin(axis=1)
-        net.costs[scope[0]] = net.costs[scope[0]] + total.min(axis=1)[tables[0].rows]
-        net.remove(node, scope, picks[tables[0].rows])
+        picks, least = net.shared.once("leaf", tables, [costs], lambda: _minimise_leaf(tables[0], costs))
+        net.costs[scope[0]] = net.costs[scope[0]] + least
+        net.remove(node, scope, picks)
         return True
-    first, second = tables
+    picks, left = net.shared.once("between", tables, [costs], lambda: _minimise_between(tables[0], tables[1], costs))
+    net.remove(node, scope, picks)
+    net.connect(*scope, net.shared.one(left))
+    return True
+
+
+def _minimise_leaf(table: Table, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The best strategy of a node with one neighbour, by the neighbour's, and what it costs."""
+    total = table.core[:, table.cols] + costs
+    return total.argmin(axis=1)[table.rows], total.min(axis=1)[table.rows]
+
+
+def _minimise_between(first: Table, second: Table, costs: np.ndarray) -> tuple[np.ndarray, Table]:
+    """The best strategy of a node with two neighbours, by theirs, and the edge that it leaves."""
     total = (first.core[:, first.cols] + costs)[:, None, :] + second.core[:, second.cols][None, :, :]
     picks = total.argmin(axis=2)
-    net.remove(node, scope, picks[first.rows[:, None], second.rows])
-    net.connect(*scope, Table(first.rows, second.rows, total.min(axis=2)).compact())
-    return True
+    left = Table(first.rows, second.rows, total.min(axis=2)).compact()
+    return picks[first.rows[:, None], second.rows], left
 
 
 RULES: tuple[Rule, ...] = (delete_forbidden, follow, eliminate, dominate)
@@ -293,7 +328,9 @@ def _fixpoint(net: Network, rules: Sequence[Rule]) -> None:
 def _reduced(net: Network, problem: Problem) -> Reduced:
     kept = tuple(n for n, alive in enumerate(net.alive) if alive)
     number = {n: i + 1 for i, n in enumerate(kept)}
-    edges = [Edge(number[u], number[v], table.dense()) for u in kept for v, table in net.tables[u].items() if u < v]
+    edges = [
+        Edge(number[u], number[v], net.shared.dense(table)) for u in kept for v, table in net.tables[u].items() if u < v
+    ]
     usages = [Usage(0, *interval, np.array([amount])) for interval, amount in net.ground.items()]
     usages += [Usage(number[n], *interval, a) for n in kept for interval, a in net.usages[n].items()]
     costs = (np.array([net.ground_cost]), *(net.costs[n] for n in kept))

@@ -30,6 +30,7 @@ Progress = Callable[[float, float], None]
 PROVEN = 1e-6  # relative gap that counts as optimal
 _LARGEST_TABLE = 1 << 22  # entries: 32 MB
 _EXACT_WORK = 5 * 10**8  # entries that elimination may add up: about a second's work
+_LAST_TABLE, _LAST_WORK = 1 << 24, 2 * 10**9  # the same, before HiGHS is asked, which would take longer
 _FIRST_TABLE = 1 << 16  # entries, of tables that are split where they would be larger
 _MOST_WORK = 2 * 10**9
 _SMALL = 20_000  # entries of edges that HiGHS takes as they are
@@ -174,9 +175,17 @@ class Search:
         return self._settle(left)
 
     def _settle(self, part: Part) -> None:
-        """Give a part to HiGHS."""
+        """Eliminate a part in full, at more expense than at first, or give it to HiGHS."""
         if not self._open():
             return
+        if part.problem.memory_limit is None and part.size() > _SMALL:
+            elimination = plan_exact(part.problem, max_entries=_LAST_TABLE, max_work=_LAST_WORK)
+            if elimination is not None:
+                choices, bound = elimination.solve(part.problem.node_costs)
+                if bound < np.inf:
+                    self._meet(part, choices)
+                self._bound_part(bound)
+                return
         now, deadline = time.monotonic(), self._deadline
         if self.cost - self.bound <= _SMALL_GAP * abs(self.cost):
             deadline = now + _SMALL_GAP_SHARE * (deadline - now)
@@ -256,10 +265,19 @@ def _whole(problem: Problem) -> Part | None:
 
 
 def _restricted(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
-    """The problem with only the strategies at positions `keep` of each node."""
+    """The problem with only the strategies at positions `keep` of each node; equal parts of a matrix stay one."""
+    parts: dict[tuple[int, bytes, bytes], np.ndarray] = {}
+
+    def part(e: Edge) -> Edge:
+        rows, columns = keep[e.source], keep[e.target]
+        key = (id(e.costs), rows.tobytes(), columns.tobytes())
+        if key not in parts:
+            parts[key] = e.costs[rows[:, None], columns]
+        return replace(e, costs=parts[key])
+
     return replace(
         problem,
         node_costs=tuple(c[k] for c, k in zip(problem.node_costs, keep, strict=True)),
-        edges=tuple(Edge(e.source, e.target, e.costs[keep[e.source][:, None], keep[e.target]]) for e in problem.edges),
+        edges=tuple(map(part, problem.edges)),
         usages=tuple(Usage(u.node, u.start, u.end, u.amounts[keep[u.node]]) for u in problem.usages),
     )

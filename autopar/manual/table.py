@@ -1,0 +1,57 @@
+"""The table of local implementations: primitive name -> what one device does of it.
+
+In: an equation. Out: its `LocalFunction`. A factor that a rule calls manual is offered only for a primitive that has
+an entry here, or was registered with a function of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.manual.part import LocalFunction, Part
+from autopar.manual.ragged import ragged_dot_general
+from autopar.manual.scans import cumulative
+from autopar.manual.slices import dynamic_slice, dynamic_update_slice
+from autopar.manual.top_k import approx_top_k, arg_extreme, top_k
+from autopar.rules.registered import registered_local
+
+#: Every primitive of autopar's own table that has manual factors. Read-only.
+LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
+    {
+        "top_k": top_k,
+        "approx_top_k": approx_top_k,
+        **dict.fromkeys(("argmax", "argmin"), arg_extreme),
+        **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), cumulative),
+        "dynamic_slice": dynamic_slice,
+        "dynamic_update_slice": dynamic_update_slice,
+        "ragged_dot_general": ragged_dot_general,
+    }
+)
+
+
+def local_function(primitive: str, name: str) -> LocalFunction:
+    """What one device does of a node.
+
+    Args:
+        primitive: of the equation. name: what a rule is registered by.
+
+    Raises:
+        RuleError: it was planned with a function that is not registered here.
+    """
+    if primitive in LOCAL:
+        return LOCAL[primitive]
+    own = registered_local(name, primitive)
+    if own is None:
+        raise RuleError(
+            f"the plan runs `{name}` in parts, which takes a function of local operands, and none is registered here."
+            f' Register it before the step runs: `autopar.register_rule("{name}", ..., local=...)`'
+        )
+
+    def run(_: Part, *operands: Any) -> Sequence[Any]:
+        results = own(*operands)
+        return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+    return run

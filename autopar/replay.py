@@ -1,0 +1,254 @@
+"""Evaluates a trace anew, with a plan's shardings imposed: what `execute` jits.
+
+In: `Plan`, `Trace`, a mesh. Out: `Replay.run`, a function of the step's arguments. XLA's partitioner is told the
+sharding of every value that crosses from one decision to another, so it has no room to disagree; name stacks and source
+lines are kept. Loops and branches are built anew around the equations of their sections.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autopar import jax_compat
+from autopar.equations import Equation, LiteralOperand, Region
+from autopar.manual.region import run_region
+from autopar.manual_program import run_shard_map
+from autopar.partition_spec import partition_spec
+from autopar.plan import Plan
+from autopar.sharding import TensorSharding
+from autopar.trace import Trace
+
+_Path = tuple[TensorSharding, ...]
+
+
+class OtherShapesError(TypeError):
+    """The jitted replay met arguments it was not planned for; the caller plans again."""
+
+
+@dataclass(slots=True)
+class _Scope:
+    """Values known inside one loop body, branch, or the step itself; and what they have been resharded to."""
+
+    values: dict[int, Any]
+    resharded: dict[int, dict[_Path, Any]] = field(default_factory=lambda: defaultdict(dict))
+
+    def inner(self) -> _Scope:
+        """A scope that knows all that this one does: what is traced in it stays in it."""
+        return _Scope(dict(self.values), defaultdict(dict, {v: dict(known) for v, known in self.resharded.items()}))
+
+
+class Replay:
+    """Evaluates a trace equation by equation, constraining values as the plan says."""
+
+    def __init__(self, plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> None:
+        self.trace, self.mesh = trace, mesh
+        self.at_definition: dict[int, _Path] = {}
+        self.at_operand: dict[tuple[int, int], _Path] = {}
+        for constraint in plan.constraints:
+            if constraint.node is None or constraint.operand is None:
+                self.at_definition[constraint.value] = constraint.shardings
+            else:
+                self.at_operand[constraint.node, constraint.operand] = constraint.shardings
+        self.manual = {region.node: region for region in plan.regions}
+        self.region_at = {region.enter[0]: region for region in trace.regions}
+        self.remaining = _last_reads(trace)
+
+    def run(self, *args: Any) -> Any:
+        """The step."""
+        leaves = jax.tree.leaves(args)
+        self._check(args, leaves)
+        scope = _Scope(dict(zip(self.trace.inputs, leaves, strict=True)))
+        scope.values.update(self.trace.constants)
+        end = len(self.trace.equations)
+        self._span(scope, 0, end)
+        outputs = [self._operand(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
+        return jax.tree.unflatten(self.trace.out_tree, outputs)
+
+    def _span(self, scope: _Scope, start: int, stop: int) -> None:
+        n = start
+        while n < stop:
+            region = self.region_at.get(n)
+            if region is None:
+                self._equation(scope, n)
+                n += 1
+            else:
+                self._region(scope, region)
+                n = region.exit[1]
+            for position in self.remaining.get(n - 1, ()):  # forget what no later equation reads
+                scope.values.pop(position, None)
+                scope.resharded.pop(position, None)
+
+    def _equation(self, scope: _Scope, n: int) -> None:
+        equation = self.trace.equations[n]
+        with _context(equation):
+            operands = [self._operand(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
+            self._define(scope, equation, self._run(n, equation, operands))
+
+    def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        """An equation by itself, or each device its own part of it where the plan says so."""
+        if n in self.manual:
+            paths = [self.at_definition.get(position, ()) for position in equation.results]
+            targets = [path[-1] if path else None for path in paths]
+            return run_region(self.manual[n], equation.source, operands, self.mesh, targets)
+        if equation.primitive == "shard_map":
+            return run_shard_map(equation.source, operands, self.mesh)
+        if equation.primitive in ("sharding_constraint", "reshard"):  # the plan says the same, over its own mesh
+            return operands
+        return jax_compat.bind(equation.source, operands)
+
+    def _operand(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
+        if isinstance(atom, LiteralOperand):
+            return atom.value
+        path = self.at_operand.get((node, index), ())
+        value = scope.values[atom]
+        known = scope.resharded[atom]
+        for length in range(1, len(path) + 1):  # one constraint per value and target: readers share it
+            prefix = path[:length]
+            if prefix not in known:
+                known[prefix] = self._constrain(value, prefix[-1:])
+            value = known[prefix]
+        return value
+
+    def _define(self, scope: _Scope, equation: Equation, values: Sequence[Any]) -> None:
+        for position, value in zip(equation.results, values, strict=True):
+            scope.values[position] = self._constrain(value, self.at_definition.get(position, ()))
+
+    def _constrain(self, value: Any, shardings: _Path) -> Any:
+        for sharding in shardings:
+            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(sharding)))
+        return value
+
+    # -- regions -----------------------------------------------------------------------------
+
+    def _region(self, scope: _Scope, region: Region) -> None:
+        """Run the loop or the branches that stand at a place, and define what comes out."""
+        equations = self.trace.equations
+        entering = range(*region.enter)
+        given = {n: self._operand(scope, n, 0, equations[n].operands[0]) for n in entering}
+        with _context(equations[region.enter[0]] if entering else equations[region.exit[0]]):
+            results = getattr(self, f"_{region.kind}")(scope, region, given)
+        leaving = [n for n in range(*region.exit) if equations[n].results] or list(entering)
+        for n, value in zip(leaving, results, strict=True):
+            self._define(scope, equations[n], [value])
+
+    def _barrier(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+        return jax.lax.optimization_barrier(list(given.values()))
+
+    def _scan(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+        carries, slices = (self._pieces(region.enter, piece) for piece in ("enter_carry", "enter_slice"))
+        leave = self._section(scope, region, 0, given)
+        num_carries = len(carries)
+
+        def body(carry: list[Any], one: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = leave(dict(zip((*carries, *slices), (*carry, *one), strict=True)))
+            return outs[:num_carries], outs[num_carries:]
+
+        params = region.source.params
+        carry, stacks = jax.lax.scan(
+            body,
+            self._start(given, carries),
+            [given[n] for n in slices],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *stacks]
+
+    def _while(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+        carries = self._pieces(region.enter, "enter_carry")
+        test, body = (self._section(scope, region, i, given) for i in range(2))
+
+        def entered(carry: list[Any]) -> dict[int, Any]:
+            return dict(zip(carries, carry, strict=True))
+
+        return jax.lax.while_loop(
+            lambda carry: test(entered(carry))[0], lambda carry: body(entered(carry)), self._start(given, carries)
+        )
+
+    def _cond(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+        branches = [self._section(scope, region, i, given) for i in range(len(region.sections))]
+        chosen, *entering = range(*region.enter)
+
+        def run(branch: Callable[[dict[int, Any]], list[Any]], *operands: Any) -> list[Any]:
+            return branch(dict(zip(entering, operands, strict=True)))
+
+        functions = [lambda *operands, branch=branch: run(branch, *operands) for branch in branches]
+        return jax.lax.switch(given[chosen], functions, *(given[n] for n in entering))
+
+    def _section(
+        self, scope: _Scope, region: Region, section: int, given: dict[int, Any]
+    ) -> Callable[[dict[int, Any]], list[Any]]:
+        """A function from what pieces take in, by their equations, to what a section gives out."""
+        equations = self.trace.equations
+        leaving: list[tuple[int, int]] = []
+        for n in range(*region.exit):
+            if equations[n].piece == "exit_branch":
+                leaving.append((n, section))
+            elif section == (0 if equations[n].piece == "predicate" else len(region.sections) - 1):
+                leaving.append((n, 0))
+
+        def run(entered: dict[int, Any]) -> list[Any]:
+            inside = scope.inner()
+            for n, value in (given | entered).items():
+                self._define(inside, equations[n], [value] if equations[n].results else [])
+            self._span(inside, *region.sections[section])
+            outs = [(n, self._operand(inside, n, i, equations[n].operands[i])) for n, i in leaving]
+            return [self._as_carried(n, value) for n, value in outs]
+
+        return run
+
+    def _start(self, given: dict[int, Any], carries: Sequence[int]) -> list[Any]:
+        """What a loop's carry starts with, split as the loop has it."""
+        return [self._as_carried(n, given[n]) for n in carries]
+
+    def _as_carried(self, n: int, value: Any) -> Any:
+        """Of the traced type, even where the program has a literal, and split as the result of a piece."""
+        equation = self.trace.equations[n]
+        if not equation.results:
+            return value
+        value = jax_compat.as_typed(value, self.trace.avals[equation.results[0]])
+        if equation.piece == "exit_stack":  # all trips together have another rank
+            return value
+        return self._constrain(value, self.at_definition.get(equation.results[0], ())[-1:])
+
+    def _pieces(self, span: tuple[int, int], piece: str) -> list[int]:
+        return [n for n in range(*span) if self.trace.equations[n].piece == piece]
+
+    # -- arguments ---------------------------------------------------------------------------
+
+    def _check(self, args: Any, leaves: Sequence[Any]) -> None:
+        if jax.tree.structure(args) != self.trace.in_tree:
+            raise OtherShapesError("the arguments have another structure than the planned ones")
+        for path, position, leaf in zip(self.trace.input_paths, self.trace.inputs, leaves, strict=True):
+            aval = self.trace.avals[position]
+            if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
+                raise OtherShapesError(
+                    f"`{path}` was planned as {aval.dtype}{list(aval.shape)}, got {leaf.dtype}{list(leaf.shape)}"
+                )
+
+
+def _context(equation: Equation) -> Any:
+    source = equation.source
+    return jax_compat.equation_context(source.source_info.traceback, equation.name_stack, source.ctx.manager)
+
+
+def _last_reads(trace: Trace) -> dict[int, list[int]]:
+    """Equation -> values it is the last to read. What a loop's equations read is read until its end."""
+    last: dict[int, int] = {}
+    for n, equation in enumerate(trace.equations):
+        for atom in equation.operands:
+            if isinstance(atom, int):
+                last[atom] = n
+    for output in trace.outputs:
+        if isinstance(output, int):
+            last.pop(output, None)
+    by_equation: dict[int, list[int]] = defaultdict(list)
+    for value, n in last.items():
+        by_equation[n].append(value)
+    return by_equation
