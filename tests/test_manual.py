@@ -205,7 +205,13 @@ def test_windows_of_truths_and_of_keys() -> None:
 
 
 #: Groups that begin and end inside parts, are empty, hold all rows, and leave rows over.
-GROUPS = [[3, 5, 0, 9, 1, 6, 0, 8], [0, 0, 0, 0, 32, 0, 0, 0], [0] * 8, [1, 2, 3, 4, 5, 4, 3, 2], [32, 0, 0, 0, 0, 0, 0, 0]]
+GROUPS = [
+    [3, 5, 0, 9, 1, 6, 0, 8],
+    [0, 0, 0, 0, 32, 0, 0, 0],
+    [0] * 8,
+    [1, 2, 3, 4, 5, 4, 3, 2],
+    [32, 0, 0, 0, 0, 0, 0, 0],
+]
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x4"])

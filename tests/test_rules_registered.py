@@ -175,5 +175,5 @@ def test_a_saved_plan_needs_the_function_again(tmp_path: Path) -> None:
     loaded = autopar.load_plan(tmp_path / "plan.json")
     assert loaded.regions == plan.regions != ()
     autopar.register_rule("shifted_elsewhere", "rows . -> rows .")
-    with pytest.raises(RuleError, match="runs `shifted_elsewhere` in parts.*none is registered here"):
+    with pytest.raises(RuleError, match=r"runs `shifted_elsewhere` in parts.*none is registered here"):
         autopar.parallelize(other, plan=loaded)(np.zeros(ROWS.shape, np.float32))

@@ -18,6 +18,12 @@ from autopar.manual.slices import dynamic_slice, dynamic_update_slice
 from autopar.manual.top_k import approx_top_k, arg_extreme, top_k
 from autopar.rules.registered import registered_local
 
+
+def _batch(part: Part, *operands: Any) -> Sequence[Any]:
+    """Each device's elements of a batch are as many problems of their own."""
+    return part.bind(operands)
+
+
 #: Every primitive of autopar's own table that has manual factors. Read-only.
 LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
     {
@@ -28,6 +34,7 @@ LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
         "dynamic_slice": dynamic_slice,
         "dynamic_update_slice": dynamic_update_slice,
         "ragged_dot_general": ragged_dot_general,
+        "symmetric_product": _batch,
     }
 )
 
