@@ -11,6 +11,7 @@ import io
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -120,6 +121,7 @@ def explain_json(plan: Plan) -> dict[str, Any]:
         "outcome": asdict(plan.outcome),
         **{name: [asdict(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
+        "regions": [asdict(region) for region in plan.regions],
         "notes": plan.notes,
         "pins": plan.pins,
         "versions": plan.versions,
@@ -358,12 +360,22 @@ def _rejected_section(plan: Plan) -> list[RenderableType]:
 
 
 def _closing(plan: Plan) -> list[RenderableType]:
-    if not plan.notes:
+    notes = [*plan.notes, *_regions_note(plan)]
+    if not notes:
         return []
     table = Table.grid(padding=(0, 1, 0, 0))
-    for note in plan.notes:
+    for note in notes:
         table.add_row("-", Text(note))
     return [Text("Notes", "bold"), _inset(table)]
+
+
+def _regions_note(plan: Plan) -> list[str]:
+    """One line of all nodes that are run as manual regions."""
+    if not plan.regions:
+        return []
+    counts = Counter(region.primitive for region in plan.regions)
+    named = ", ".join(f"`{name}`" + (f" x{count}" if count > 1 else "") for name, count in sorted(counts.items()))
+    return [f"{named}: each device runs its own part, under `jax.shard_map`; left to XLA they would not be split so."]
 
 
 def short_source(source: str) -> str:

@@ -240,11 +240,14 @@ class ManualRegion:
 
     Args:
         node: position in the program.
+        primitive / path: what it is, and where in the model.
         operands, results: how they are split; a literal's is that of a scalar. A result may be unreduced.
         reduction: what combines its terms.
     """
 
     node: int
+    primitive: str
+    path: str
     operands: tuple[TensorSharding, ...]
     results: tuple[TensorSharding, ...]
     reduction: Literal["sum", "max", "min", "prod", "and", "or"] = "sum"

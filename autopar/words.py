@@ -10,10 +10,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.formulation import Formulation
+from autopar.graph.ir import Node
 from autopar.plan import TensorPlan
+from autopar.rules.groups import Group
 
 #: An axis is said to do what it does in at least this share of the forward arithmetic.
 _SHARE = 0.05
+#: Forms that split weights as the arithmetic goes.
+_OF_WEIGHTS = ("tensor parallel", "expert parallel")
 
 
 def strategy_words(f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan]) -> str:
@@ -33,21 +37,29 @@ def strategy_words(f: Formulation, choices: Sequence[int], inputs: Sequence[Tens
             for factor in item.factors:
                 flops *= group.factors[factor].size
             total += flops
-            weight_factors = {
-                factor for read in group.reads if read.value in derived for dim in read.dims for factor in dim
-            }
             for factor in item.factors:
                 for axis in strategy.axes[factor]:
-                    kind = "tensor parallel" if factor in weight_factors else "data parallel"
-                    if not weight_factors:
-                        kind = "attention"  # split alike by batch or by head: says nothing of its own
-                    work[axis][kind] += flops
+                    work[axis][_kind(f.graph.nodes[n], group, factor, derived)] += flops
     phrases = []
-    for kind in ("data parallel", "tensor parallel"):
+    for kind in ("data parallel", *_OF_WEIGHTS):
         axes = [a for a in f.mesh.axis_names if total and work[a][kind] > _SHARE * total]
         if axes:
             phrases.append(f"{kind} over {_names(axes)}")
     return ", ".join([*phrases, *_state_words(f, inputs, work, total)]) or "replicated"
+
+
+def _kind(node: Node, group: Group, factor: int, derived: set[int]) -> str:
+    """What splitting a factor of a contraction is called. Of experts there are as many weights, each for its own
+    inputs: their factor is in all tensors, or where inputs are in groups of unequal size in the weights alone."""
+    weights = {f for read in group.reads if read.value in derived for dim in read.dims for f in dim}
+    inputs = {f for read in group.reads if read.value not in derived for dim in read.dims for f in dim}
+    results = {f for define in group.defines for dim in define.dims for f in dim}
+    if not weights:
+        return "attention"  # split alike by batch or by head: says nothing of its own
+    if factor not in weights:
+        return "data parallel"
+    of_experts = (factor in inputs) == (factor in results) and node.primitive != "conv_general_dilated"
+    return "expert parallel" if of_experts else "tensor parallel"
 
 
 def _state_words(
@@ -64,8 +76,8 @@ def _state_words(
                 for v, t in zip(f.graph.inputs, inputs, strict=True)
                 if t.role == role and axis in t.sharding.axes
             )
-            tensor_parallel = total and work[axis]["tensor parallel"] > _SHARE * total
-            if tensors and size and split > size / 2 and not tensor_parallel:
+            as_weights = total and any(work[axis][kind] > _SHARE * total for kind in _OF_WEIGHTS)
+            if tensors and size and split > size / 2 and not as_weights:
                 axes.append(axis)
         if axes:
             phrases.append(f"{name} sharded over {_names(axes)}")

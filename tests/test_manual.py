@@ -4,6 +4,8 @@ XLA's program sends what is predicted."""
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_verify import need_wheels
+from test_rules import CASES
 
 import autopar
 from autopar import hlo, jax_compat
@@ -22,6 +24,7 @@ from autopar.compiler import Compiler
 from autopar.execute import make_mesh
 from autopar.graph.from_jaxpr import graph_of
 from autopar.manual.region import run_region
+from autopar.manual.table import LOCAL
 from autopar.manual.top_k import sharded_top_k
 from autopar.mesh import parse_mesh
 from autopar.partition_spec import partition_spec
@@ -51,6 +54,8 @@ class InParts:
         self.regions = [
             ManualRegion(
                 node=len(self.traced.equations) - 1,
+                primitive="",
+                path="",
                 operands=tuple(strategy.sharding(dims) for dims in rule.operands),
                 results=tuple(strategy.sharding(dims, pending) for dims in rule.results),
             )
@@ -120,7 +125,7 @@ def test_top_k_is_that_of_the_whole_with_ties_and_nans(k: int, dtype: str, mesh:
 
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 def test_approximate_top_k_is_exact_where_that_of_the_whole_is(mesh: str) -> None:
-    x = RNG.permutation(4 * 64).reshape(4, 64).astype(np.float32)
+    x = jnp.asarray(RNG.permutation(4 * 64).reshape(4, 64).astype(np.float32))
     for function in (lax.approx_max_k, lax.approx_min_k):
         for words, got in in_parts(lambda x, function=function: function(x, 12), [x], mesh):
             equal(got, function(x, 12), words)
@@ -181,7 +186,7 @@ def test_a_window_is_written_and_read_wherever_it_falls(window: int, mesh: str) 
             equal(got, [read(x, *at)], f"{words} at {at}")
 
 
-@pytest.mark.parametrize("start", [np.uint8(200), np.int16(-4), np.int8(100), np.uint32(2**32 - 3), np.uint32(5)])
+@pytest.mark.parametrize("start", [np.uint8(200), np.int16(-4), np.int16(100), np.uint32(2**32 - 3), np.uint32(5)])
 def test_a_start_of_any_type_is_moved_to_where_the_window_fits(start: Any) -> None:
     def write(x: Any, update: Any, at: Any) -> Any:
         return lax.dynamic_update_slice_p.bind(x, update, at)
@@ -223,7 +228,7 @@ def test_ragged_products_and_their_gradients(differentiated: str, mesh: str) -> 
     def product(x: Any, w: Any, groups: Any, ct: Any) -> Any:
         if not differentiated:
             return lax.ragged_dot(x, w, groups)
-        by_rows, by_matrices = jax.vjp(lambda *args: lax.ragged_dot(*args, groups), x, w)[1](ct)
+        by_rows, by_matrices = jax.vjp(lambda x, w: lax.ragged_dot(x, w, groups), x, w)[1](ct)
         return by_rows if differentiated == "rows" else by_matrices
 
     parts = InParts(product, [x, w, np.array(GROUPS[0], np.int32), ct], mesh)
@@ -234,6 +239,13 @@ def test_ragged_products_and_their_gradients(differentiated: str, mesh: str) -> 
             np.testing.assert_allclose(
                 got[0], product(x, w, groups, ct), rtol=1e-4, atol=1e-5, err_msg=f"{words} of {sizes}"
             )
+
+
+def test_what_rules_call_manual_has_a_part() -> None:
+    """The cases of the rules cover the table."""
+    views = (NodeView(name, params, operands, results) for name, operands, results, params, _ in CASES)
+    manual = {view.primitive for view in views if (rule := rule_for(view)) is not None and rule.manual}
+    assert manual == set(LOCAL)
 
 
 def test_top_k_of_a_part_is_of_use_by_itself() -> None:
@@ -317,8 +329,8 @@ def test_a_region_is_planned_and_run_and_sends_little(name: str, mesh: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
+@pytest.mark.usefixtures("gpu_compiler")
 def test_the_gpu_compiler_sends_what_is_predicted(mesh: str) -> None:
-    need_wheels()
     with Compiler(platform=None) as process:
         for name in STEPS:
             step, args, pin = step_of(name, mesh)
@@ -326,6 +338,30 @@ def test_the_gpu_compiler_sends_what_is_predicted(mesh: str) -> None:
             assert told.plan.regions, name
             assert all(match.figure.holds for match in told.collectives), str(told)
             assert not told.unpredicted, str(told)
+
+
+@pytest.mark.slow
+def test_a_custom_call_runs_on_each_part_in_the_gpu_program() -> None:
+    """One that XLA's GPU plugin knows: JAX's own generator of random words. Without its part XLA would gather."""
+    name = "cu_threefry2x32_ffi"
+
+    def words(*keys_and_counts: jax.Array) -> Any:
+        out = jax.ShapeDtypeStruct(keys_and_counts[2].shape, jnp.uint32)
+        return jax.ffi.ffi_call(name, (out, out))(*keys_and_counts)
+
+    def step(x: jax.Array) -> jax.Array:
+        counts = (jnp.cos(x) > 0.5).astype(jnp.uint32)
+        first, second = words(counts + 1, counts * 3, counts, counts + 2)
+        return jnp.sin((first ^ second).astype(jnp.float32))
+
+    rule = "rows columns, rows columns, rows columns, rows columns -> rows columns, rows columns"
+    autopar.register_rule(name, rule, local=words, flops_per_point=100.0)
+    with Compiler(platform=None) as process:
+        told = autopar.verify(step, array(4096, 4096), mesh="2x4", hardware="h100-sxm", compiler=process)
+    assert [region.primitive for region in told.plan.regions] == ["ffi_call"]
+    assert not told.collectives and not told.unpredicted, str(told)
+    found = re.findall(rf'= \(?u32\[([\d,]+)\][^=]*custom-call\(.*custom_call_target="{name}"', told.compiled.hlo_text)
+    assert [math.prod(map(int, shape.split(","))) for shape in found] == [4096 * 4096 // 8]
 
 
 def test_a_plan_keeps_its_regions() -> None:

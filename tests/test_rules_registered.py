@@ -116,7 +116,7 @@ def planned(function: Callable[..., Any] = step, mesh: str = "8") -> autopar.Pla
 
 
 def compiled(plan: autopar.Plan, function: Callable[..., Any] = step) -> str:
-    return autopar.parallelize(function, plan=plan).lower(ROWS).compile().as_text()
+    return autopar.parallelize(function, plan=plan).lower(ROWS).compile().as_text() or ""
 
 
 def test_a_kernel_is_named_until_it_can_be_split_and_then_is() -> None:

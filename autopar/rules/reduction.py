@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection
 from functools import partial
 
-from autopar.rules.factors import DimNames, Reduction, Rule, Sent, build_rule
+from autopar.rules.factors import DimNames, Elements, Reduction, Rule, Sent, build_rule
 from autopar.rules.registry import NodeView, RuleFunction
 
 
@@ -48,13 +48,14 @@ def _arg(view: NodeView) -> Rule:
     """The position of the largest: of each part of the dim, its value and position are sent."""
     axes = view.params["axes"]
     rank = len(view.operand_shapes[0])
+    sent: tuple[Elements, ...] = (("operand", 0), ("result", 0))
     return build_rule(
         [_named(view.operand_shapes[0], ())],
         [[(d,) for d in range(rank) if d not in axes]],
         view.operand_shapes,
         view.result_shapes,
         manual=axes,
-        sent=[Sent(d, 1, elements) for d in axes for elements in (("operand", 0), ("result", 0))],
+        sent=[Sent(d, 1, elements) for d in axes for elements in sent],
     )
 
 
