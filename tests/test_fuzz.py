@@ -133,8 +133,8 @@ def test_random_programs_compute_the_same_under_random_strategies(part: int) -> 
     check()
 
 
-#: Not drawn: jaxlib 0.12.0.1 compiles these for one device alone.
-NOT_DRAWN = ONE_DEVICE_ONLY
+#: Not drawn: what jaxlib 0.12.0.1 compiles for one device alone; and what is split by its own words (`test_structure`).
+NOT_DRAWN = ONE_DEVICE_ONLY | {"shard_map"}
 
 
 class EachName(random.Random):
@@ -161,6 +161,7 @@ def primitives(operation: Operation) -> Iterator[str]:
         yield from (equation.primitive for equation in traced.trace.equations)
 
 
+@pytest.mark.slow
 def test_every_primitive_that_has_a_rule_is_drawn() -> None:
-    drawn = {primitive for operation in {*OPERATIONS} for primitive in primitives(operation)}
+    drawn = {primitive for operation in {*EVERYTHING} for primitive in primitives(operation)}
     assert set(RULES) - drawn - NOT_DRAWN == set()
