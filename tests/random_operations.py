@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
-from random_programs import Builder, Value
+from random_programs import Builder, Kind, Value
 from test_rules_forced import bind
 
 Operation = Callable[[Builder], Any]
@@ -358,7 +358,8 @@ def dims(b: Builder, x: Value) -> tuple[int, ...]:
 
 
 def reduce(b: Builder) -> None:
-    kind = b.rng.choice(["float", "float", "int", "bool"])
+    kinds: list[Kind] = ["float", "float", "int", "bool"]
+    kind = b.rng.choice(kinds)
     x = b.pick(kind)
     if x.size == 0:
         return
@@ -377,7 +378,7 @@ def reduce(b: Builder) -> None:
     else:
         name = b.rng.choice(["sum", "sum", "mean", "max", "min", "prod", "softmax", "norm"])
         scale = 1 / math.sqrt(count)
-        kinds: dict[str, Callable[..., Any]] = {
+        floats: dict[str, Callable[..., Any]] = {
             "sum": lambda x: jnp.sum(x, axes) * scale,
             "mean": lambda x: jnp.mean(x, axes),
             "max": lambda x: jnp.max(x, axes),
@@ -386,7 +387,7 @@ def reduce(b: Builder) -> None:
             "softmax": lambda x: jax.nn.softmax(x, axes),
             "norm": lambda x: jax.nn.standardize(x, axes, epsilon=0.1),
         }
-        b.add(f"{name} {axes}", kinds[name], x, exact=name in ("max", "min"))
+        b.add(f"{name} {axes}", floats[name], x, exact=name in ("max", "min"))
 
 
 def reduce_whole(b: Builder) -> None:
@@ -477,10 +478,11 @@ def ids_of(b: Builder, count: int) -> Value:
 
 def look_up(b: Builder) -> None:
     x = b.pick()
+    rank = len(x.shape)
     if x.size == 0:
         return
     d = b.dim(x)
-    name = b.rng.choice(["rows", "clip", "fill", "along", "pairs", "windows" if len(x.shape) > 1 else "rows"])
+    name = b.rng.choice(["rows", "clip", "fill", "along", "pairs", "windows" if rank > 1 else "rows"])
     many = b.rng.choice([5, 8, 12, 16])
     if name in ("rows", "clip", "fill"):
         ids = ids_of(b, many)
@@ -505,10 +507,11 @@ def look_up(b: Builder) -> None:
 
 def update(b: Builder) -> None:
     x = b.pick()
+    rank = len(x.shape)
     if x.size == 0:
         return
     name = b.rng.choice(["set", "add", "subtract", "multiply", "min", "max", "segment_sum", "segment_max", "columns",
-                         "place", "paired" if len(x.shape) > 1 else "add"])  # fmt: skip
+                         "place", "paired" if rank > 1 else "add"])  # fmt: skip
     many = b.rng.choice([4, 8, 9, 16])
     many = min(many, x.shape[0]) if name == "set" else many
     rows = b.like((many, *x.shape[1:]), x.dtype)

@@ -320,7 +320,7 @@ class Forced:
         self.args = args
         shape = parse_mesh(mesh)
         types = (AxisType.Auto,) * len(shape.axis_names)
-        self.mesh = jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types)
+        self.mesh: Any = jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types)
         self.strategies = [case.strategies(mesh) for case in self.cases]
 
     def programs(self) -> Iterator[tuple[int, int]]:
