@@ -731,7 +731,7 @@ def called(b: Builder) -> None:
         "custom": recomputed,
     }
     name = b.rng.choice([*kinds])
-    b.add(f"{name} [{inner.words()}]", kinds[name], x, y)
+    b.add(f"{name} [{inner.words()}]", kinds[name], x, y, within=inner.values)
 
 
 def mapped(b: Builder) -> None:
@@ -739,7 +739,7 @@ def mapped(b: Builder) -> None:
     x = b.pick(min_rank=2)
     row = Value(0, x.shape[1:], x.dtype, x.exact, x.loose)
     inner = b.body([row, row], SIMPLE, b.rng.randint(1, 3))
-    b.add(f"vmap [{inner.words()}]", lambda x: jax.vmap(inner.run)(x, -x), x)
+    b.add(f"vmap [{inner.words()}]", lambda x: jax.vmap(inner.run)(x, -x), x, within=inner.values)
 
 
 def branched(b: Builder) -> None:
@@ -749,7 +749,7 @@ def branched(b: Builder) -> None:
     inner = b.body([x, x], SIMPLE, b.rng.randint(1, 2))
     b.add(f"cond [{inner.words()}]", lambda x, c: lax.cond(
         c.reshape(-1)[0] > 0, inner.run, lambda x, y: [-v if v.dtype == x.dtype else v for v in inner.run(x, y)], x, x),
-        x, choice)  # fmt: skip
+        x, choice, within=inner.values)  # fmt: skip
 
 
 def repeated(b: Builder) -> None:
@@ -768,11 +768,12 @@ def repeated(b: Builder) -> None:
 
     if b.rng.random() < 0.7:
         backwards = b.rng.random() < 0.3
-        b.add(f"scan [{inner.words()}]", lambda x, rows: lax.scan(turn, x, rows, reverse=backwards), x, rows)
+        b.add(f"scan [{inner.words()}]", lambda x, rows: lax.scan(turn, x, rows, reverse=backwards), x, rows,
+              within=inner.values)  # fmt: skip
     else:
         b.add(f"while [{inner.words()}]", lambda x, rows: lax.while_loop(
             lambda s: s[0] < 3, lambda s: (s[0] + 1, turn(s[1], rows[0])[0]), (0, x))[1], x, rows,
-            smooth=False)  # fmt: skip
+            smooth=False, within=inner.values)  # fmt: skip
 
 
 COMBINATORS: tuple[Operation, ...] = (called, mapped, branched, repeated)
