@@ -50,6 +50,8 @@ N = RNG.integers(1, 9, 16).astype(np.int32)
 B = N > 4
 IDS = RNG.permutation(16)[:8].astype(np.int32)
 MATRICES = np.stack([a @ a.T + np.eye(4) for a in RNG.uniform(0.1, 0.9, (8, 4, 4))]).astype(np.float32)
+#: So wide that a part has several elements: of one alone XLA has little to send, and sends it once for several nodes.
+WIDE = np.random.default_rng(1).uniform(0.1, 0.9, (16, 64)).astype(np.float32)
 IMAGE, KERNEL = RNG.random((8, 4, 4, 8), np.float32), RNG.random((3, 3, 8, 8), np.float32)
 
 #: Words of a key and of a counter that each generator takes.
@@ -238,8 +240,8 @@ SAMPLES: dict[str, Sample] = {
     "moves": (moves, [X]),
     "made": (made, [X]),
     "randomness": (randomness, [jax.random.key(0)]),
-    "reductions": (reductions, [X]),
-    "orders": (orders, [X]),
+    "reductions": (reductions, [WIDE]),
+    "orders": (orders, [WIDE]),
     "shapes": (shapes, [X]),
     "look_ups": (gradient(look_ups, (0,)), [X, IDS]),
     "updates": (updates, [X, IDS]),
@@ -361,7 +363,7 @@ class Forced:
         self.args = args
         shape = parse_mesh(mesh)
         types = (AxisType.Auto,) * len(shape.axis_names)
-        self.mesh = jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types)
+        self.mesh: Any = jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types)
         self.strategies = [case.strategies(mesh) for case in self.cases]
 
     @property
