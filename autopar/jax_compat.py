@@ -5,6 +5,7 @@ In: traced functions and their equations. Out: plain accessors that `trace` and 
 
 from __future__ import annotations
 
+import functools
 import io
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
+from jax._src.lax.slicing import _gather_fill
 from jaxlib import xla_client as _xla_client
 from jaxlib.mlir import ir as _ir
 
@@ -58,6 +60,9 @@ def called(equation: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]] 
         lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
         before = lengths.matvec + lengths.vecmat
         return jaxprs.solve, [*operands[before : before + lengths.solve], *operands[sum(lengths) :]]
+    if equation.primitive.name == "gather":
+        masked = _masked_gather(equation)
+        return None if masked is None else (masked, operands)
     parameter = INLINED.get(equation.primitive.name)
     if parameter is None:
         return None
@@ -65,6 +70,23 @@ def called(equation: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]] 
         if name in equation.params:
             return equation.params[name], operands
     return None
+
+
+def _masked_gather(equation: Any) -> Any | None:
+    """A gather that fills in for what is out of bounds as it is lowered: a gather, then a mask. Between the two what
+    a split table leaves unreduced may be scattered; behind the mask XLA sums it whole."""
+    params, result = equation.params, equation.outvars[0].aval
+    fills = params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    if not fills or jax.numpy.issubdtype(result.dtype, jax.dtypes.extended):
+        return None
+    names = ("dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted", "fill_value")
+    masked = functools.partial(_gather_fill, **{name: params[name] for name in names}, output_shape=result.shape)
+    closed = jax.make_jaxpr(masked)(*(shape_struct(atom.aval) for atom in equation.invars))
+    place = equation.source_info.traceback  # each part stands where the whole did
+    parts = [part.replace(source_info=part.source_info.replace(traceback=place)) for part in closed.eqns]
+    if isinstance(closed, _core.Jaxpr):  # from JAX 0.12 on, a jaxpr holds its constants
+        return closed.replace(eqns=parts)
+    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=parts))
 
 
 def scan_counts(equation: Any) -> tuple[int, int]:

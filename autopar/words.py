@@ -40,10 +40,8 @@ def strategy_words(f: Formulation, choices: Sequence[int], inputs: Sequence[Tens
             total += flops
             for factor in item.factors:
                 for axis in strategy.axes[factor]:
-                    kind = "spatial parallel"
-                    if factor not in windows:
-                        kind = _kind(f.graph.nodes[n], group, factor, derived)
-                    work[axis][kind] += flops
+                    kind = _kind(f.graph.nodes[n], group, factor, derived)
+                    work[axis]["spatial parallel" if factor in windows else kind] += flops
     phrases = []
     for kind in ("data parallel", "spatial parallel", *_OF_WEIGHTS):
         axes = [a for a in f.mesh.axis_names if total and work[a][kind] > _SHARE * total]

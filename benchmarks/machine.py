@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ortools", "transformers", "jax-cuda12-pjrt")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ortools", "transformers", "jraph", "jax-cuda12-pjrt")
 
 
 def machine() -> dict[str, str | float]:

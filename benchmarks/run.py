@@ -36,14 +36,16 @@ class Benchmark:
     Args:
         programs: those it knows. xla_flags: for its process.
         sources: files of this folder that it measures with, besides its own and the models.
-        summary: a module with `summary(rows)` and `page_table(rows)` for its page, and `publish(rows, about)`
-            for what else tells its results; without one, a page has all columns of all rows.
+        summary: a module with `summary(rows)` and `page_table(rows)` for its page and, where something else tells its
+            results too, `publish(rows, about)`; without one, a page has all columns of all rows.
+        module: the module's name in this package, where it is not the benchmark's.
     """
 
     programs: tuple[str, ...]
     xla_flags: str
     sources: tuple[str, ...] = ("timing.py", "baselines/by_hand.py")
     summary: str = ""
+    module: str = ""
 
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
@@ -57,6 +59,34 @@ BENCHMARKS = {
         summary="benchmarks.proof_summary",
     ),
     "step_time": Benchmark(("demo_gpt",), VIRTUAL_DEVICES),
+    "zoo": Benchmark(
+        (
+            "gpt2",
+            "bert",
+            "llama",
+            "gptj",
+            "bart",
+            "vit",
+            "clip",
+            "resnet",
+            "whisper",
+            "lstm",
+            "graph_network",
+        ),
+        "",
+        sources=(
+            "compile_cache.py",
+            "zoo/real.py",
+            "zoo/training.py",
+            "zoo/language.py",
+            "zoo/vision.py",
+            "zoo/speech.py",
+            "zoo/recurrent.py",
+            "zoo/graph_network.py",
+        ),
+        summary="benchmarks.zoo.summary",
+        module="zoo.proof",
+    ),
 }
 
 
@@ -70,7 +100,8 @@ def main() -> None:
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     if arguments.child:
-        module = importlib.import_module(f"benchmarks.{arguments.names[0]}")
+        name = arguments.names[0]
+        module = importlib.import_module(f"benchmarks.{BENCHMARKS[name].module or name}")
         print(MARK + json.dumps(module.measure(arguments.child)))
         return
     failed = [name for name in arguments.names or BENCHMARKS if not _run(name, arguments.again)]
@@ -97,8 +128,9 @@ def _run(name: str, again: bool) -> bool:
     if _records(name):
         _path(name, "md").write_text(_page(name))
         print(f"{name}: {_path(name, 'md').relative_to(ROOT)}")
-        if BENCHMARKS[name].summary:
-            importlib.import_module(BENCHMARKS[name].summary).publish(_newest_rows(name), _about(name))
+        summary = importlib.import_module(BENCHMARKS[name].summary) if BENCHMARKS[name].summary else None
+        if summary is not None and hasattr(summary, "publish"):
+            summary.publish(_newest_rows(name), _about(name))
     return succeeded
 
 
@@ -121,7 +153,7 @@ def _measure(name: str, program: str) -> list[Record] | None:
 
 def _blank_record(name: str, program: str) -> Record:
     here = Path(__file__).parent
-    measured = [here / f"{name}.py", here / "models.py", *(here / source for source in BENCHMARKS[name].sources)]
+    measured = [_module_file(name), here / "models.py", *(here / source for source in BENCHMARKS[name].sources)]
     return {
         "benchmark": name,
         "program": program,
@@ -131,6 +163,11 @@ def _blank_record(name: str, program: str) -> Record:
         "date": datetime.date.today().isoformat(),
         "command": f"python -m benchmarks.run {name}",
     }
+
+
+def _module_file(name: str) -> Path:
+    """The file that measures; its docstring heads the page."""
+    return Path(__file__).parent / f"{(BENCHMARKS[name].module or name).replace('.', '/')}.py"
 
 
 def _key(record: Record) -> tuple[str, str, str]:
@@ -149,7 +186,7 @@ def _path(name: str, suffix: str) -> Path:
 
 def _page(name: str) -> str:
     """The newest result of each program and JAX version, with what it takes to repeat it."""
-    about = ast.get_docstring(ast.parse((Path(__file__).parent / f"{name}.py").read_text())) or ""
+    about = ast.get_docstring(ast.parse(_module_file(name).read_text())) or ""
     parts, table = [f"# {name}", about], _table
     if BENCHMARKS[name].summary:
         module = importlib.import_module(BENCHMARKS[name].summary)

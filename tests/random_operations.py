@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
-from random_programs import Builder, Value
+from random_programs import Builder, Kind, Value
 from test_rules_forced import bind
 
 Operation = Callable[[Builder], Any]
@@ -107,12 +107,11 @@ def broadcasting_pair(b: Builder) -> None:
 
 
 def jumping_pair(b: Builder) -> None:
-    x = b.pick(exact=True)
-    y = b.like(x.shape, x.dtype, exact=True)
-    orders = {} if x.dtype == jnp.bfloat16 else {name: bind(name) for name in ("eq_to", "le_to", "lt_to")}
-    kinds = {name: getattr(lax, name) for name in ("eq", "ge", "gt", "le", "lt", "ne", "nextafter", "rem")} | orders
-    name = b.rng.choice([*kinds])
-    b.add(name, kinds[name], x, y, exact=True, smooth=False)
+    total = ["eq_to", "le_to", "lt_to"]  # not for bfloat16
+    name = b.rng.choice(["eq", "ge", "gt", "le", "lt", "ne", "nextafter", "rem", *total])
+    x = b.pick(exact=True, dtype=jnp.float32 if name in total else None)
+    function = bind(name) if name in total else getattr(lax, name)
+    b.add(name, function, x, b.like(x.shape, x.dtype, exact=True), exact=True, smooth=False)
 
 
 def integers(b: Builder) -> None:
@@ -359,7 +358,8 @@ def dims(b: Builder, x: Value) -> tuple[int, ...]:
 
 
 def reduce(b: Builder) -> None:
-    kind = b.rng.choice(["float", "float", "int", "bool"])
+    kinds: list[Kind] = ["float", "float", "int", "bool"]
+    kind = b.rng.choice(kinds)
     x = b.pick(kind)
     if x.size == 0:
         return
@@ -378,7 +378,7 @@ def reduce(b: Builder) -> None:
     else:
         name = b.rng.choice(["sum", "sum", "mean", "max", "min", "prod", "softmax", "norm"])
         scale = 1 / math.sqrt(count)
-        kinds: dict[str, Callable[..., Any]] = {
+        floats: dict[str, Callable[..., Any]] = {
             "sum": lambda x: jnp.sum(x, axes) * scale,
             "mean": lambda x: jnp.mean(x, axes),
             "max": lambda x: jnp.max(x, axes),
@@ -387,7 +387,7 @@ def reduce(b: Builder) -> None:
             "softmax": lambda x: jax.nn.softmax(x, axes),
             "norm": lambda x: jax.nn.standardize(x, axes, epsilon=0.1),
         }
-        b.add(f"{name} {axes}", kinds[name], x, exact=name in ("max", "min"))
+        b.add(f"{name} {axes}", floats[name], x, exact=name in ("max", "min"))
 
 
 def reduce_whole(b: Builder) -> None:
@@ -478,10 +478,11 @@ def ids_of(b: Builder, count: int) -> Value:
 
 def look_up(b: Builder) -> None:
     x = b.pick()
+    rank = len(x.shape)
     if x.size == 0:
         return
     d = b.dim(x)
-    name = b.rng.choice(["rows", "clip", "fill", "along", "pairs", "windows" if len(x.shape) > 1 else "rows"])
+    name = b.rng.choice(["rows", "clip", "fill", "along", "pairs", "windows" if rank > 1 else "rows"])
     many = b.rng.choice([5, 8, 12, 16])
     if name in ("rows", "clip", "fill"):
         ids = ids_of(b, many)
@@ -506,10 +507,11 @@ def look_up(b: Builder) -> None:
 
 def update(b: Builder) -> None:
     x = b.pick()
+    rank = len(x.shape)
     if x.size == 0:
         return
     name = b.rng.choice(["set", "add", "subtract", "multiply", "min", "max", "segment_sum", "segment_max", "columns",
-                         "place", "paired" if len(x.shape) > 1 else "add"])  # fmt: skip
+                         "place", "paired" if rank > 1 else "add"])  # fmt: skip
     many = b.rng.choice([4, 8, 9, 16])
     many = min(many, x.shape[0]) if name == "set" else many
     rows = b.like((many, *x.shape[1:]), x.dtype)
@@ -729,7 +731,7 @@ def called(b: Builder) -> None:
         "custom": recomputed,
     }
     name = b.rng.choice([*kinds])
-    b.add(f"{name} [{inner.words()}]", kinds[name], x, y)
+    b.add(f"{name} [{inner.words()}]", kinds[name], x, y, within=inner.values)
 
 
 def mapped(b: Builder) -> None:
@@ -737,7 +739,7 @@ def mapped(b: Builder) -> None:
     x = b.pick(min_rank=2)
     row = Value(0, x.shape[1:], x.dtype, x.exact, x.loose)
     inner = b.body([row, row], SIMPLE, b.rng.randint(1, 3))
-    b.add(f"vmap [{inner.words()}]", lambda x: jax.vmap(inner.run)(x, -x), x)
+    b.add(f"vmap [{inner.words()}]", lambda x: jax.vmap(inner.run)(x, -x), x, within=inner.values)
 
 
 def branched(b: Builder) -> None:
@@ -747,7 +749,7 @@ def branched(b: Builder) -> None:
     inner = b.body([x, x], SIMPLE, b.rng.randint(1, 2))
     b.add(f"cond [{inner.words()}]", lambda x, c: lax.cond(
         c.reshape(-1)[0] > 0, inner.run, lambda x, y: [-v if v.dtype == x.dtype else v for v in inner.run(x, y)], x, x),
-        x, choice)  # fmt: skip
+        x, choice, within=inner.values)  # fmt: skip
 
 
 def repeated(b: Builder) -> None:
@@ -766,11 +768,12 @@ def repeated(b: Builder) -> None:
 
     if b.rng.random() < 0.7:
         backwards = b.rng.random() < 0.3
-        b.add(f"scan [{inner.words()}]", lambda x, rows: lax.scan(turn, x, rows, reverse=backwards), x, rows)
+        b.add(f"scan [{inner.words()}]", lambda x, rows: lax.scan(turn, x, rows, reverse=backwards), x, rows,
+              within=inner.values)  # fmt: skip
     else:
         b.add(f"while [{inner.words()}]", lambda x, rows: lax.while_loop(
             lambda s: s[0] < 3, lambda s: (s[0] + 1, turn(s[1], rows[0])[0]), (0, x))[1], x, rows,
-            smooth=False)  # fmt: skip
+            smooth=False, within=inner.values)  # fmt: skip
 
 
 COMBINATORS: tuple[Operation, ...] = (called, mapped, branched, repeated)

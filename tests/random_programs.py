@@ -153,13 +153,20 @@ class Builder:
     # -- steps -------------------------------------------------------------------------------
 
     def add(
-        self, words: str, function: Callable[..., Any], *operands: Value, exact: bool = False, smooth: bool = True
+        self,
+        words: str,
+        function: Callable[..., Any],
+        *operands: Value,
+        exact: bool = False,
+        smooth: bool = True,
+        within: Sequence[Value] = (),
     ) -> list[Value]:
         """Add an operation; the leaves of what it gives.
 
         Args:
             exact: it gives exact values where it is given such.
             smooth: JAX can differentiate it; where not, it stands for a constant.
+            within: values that it makes on its way.
         """
 
         def run(*given: Any) -> list[Any]:
@@ -169,7 +176,7 @@ class Builder:
         results: list[Value] = []
         for made in jax.eval_shape(run, *structs):
             kind = kind_of(made.dtype)
-            loose = made.dtype == jnp.bfloat16 or any(v.loose for v in operands)
+            loose = made.dtype == jnp.bfloat16 or any(v.loose for v in (*operands, *within))
             is_exact = kind not in ("float", "complex") or (exact and all(v.exact for v in operands))
             results.append(Value(len(self.values) + len(results), made.shape, made.dtype, is_exact, loose))
         self.values += results

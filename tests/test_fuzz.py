@@ -20,6 +20,7 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
@@ -93,7 +94,7 @@ def mismatches(program: RandomProgram) -> list[str]:
     loose = program.tolerances()
     off = [far(g, e, loose=is_loose) for g, e, is_loose in zip(got, expected, loose, strict=True)]
     if any(off):  # is it a wrong result, or a program that makes much of little?
-        shaken = [_shaken(program, args, seed) for seed in range(3)]
+        shaken = [_shaken(program, args, seed) for seed in range(3)] + _in_float32(program, args)
         for n, leaves in enumerate(zip(*shaken, strict=True)):
             slack = [np.max(np.abs(numbers(raw(leaf)) - numbers(raw(expected[n]))), initial=0.0) for leaf in leaves]
             off[n] = max(0.0, off[n] - 10 * max(slack))
@@ -104,6 +105,16 @@ def _shaken(program: RandomProgram, args: Any, seed: int) -> list[Any]:
     return jax.tree.leaves(jax.jit(lambda *a: program.step(*a, noise=jax.random.key(seed)))(*args))
 
 
+def _in_float32(program: RandomProgram, args: Any) -> list[list[Any]]:
+    """Where bfloat16 is given, what float32 in its place gives: how far rounding takes even the unsharded program. None
+    where the program needs bfloat16."""
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32) if leaf.dtype == jnp.bfloat16 else leaf, args)
+    try:
+        return [jax.tree.leaves(jax.jit(program.step)(*wide))] if any(program.tolerances()) else []
+    except TypeError:
+        return []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_random_programs_compute_the_same_under_random_strategies(part: int) -> None:
@@ -112,7 +123,7 @@ def test_random_programs_compute_the_same_under_random_strategies(part: int) -> 
         max_examples=NUM_PROGRAMS // NUM_PARTS,
         deadline=None,
         database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=[*hypothesis.HealthCheck.__members__.values()],
     )
     @hypothesis.given(st.randoms(use_true_random=False).map(lambda rng: random_program(rng, EVERYTHING)))
     def check(program: RandomProgram) -> None:
@@ -122,8 +133,8 @@ def test_random_programs_compute_the_same_under_random_strategies(part: int) -> 
     check()
 
 
-#: Not drawn: jaxlib 0.12.0.1 compiles these for one device alone.
-NOT_DRAWN = ONE_DEVICE_ONLY
+#: Not drawn: what jaxlib 0.12.0.1 compiles for one device alone; and what is split by its own words (`test_structure`).
+NOT_DRAWN = ONE_DEVICE_ONLY | {"shard_map"}
 
 
 class EachName(random.Random):
@@ -150,6 +161,7 @@ def primitives(operation: Operation) -> Iterator[str]:
         yield from (equation.primitive for equation in traced.trace.equations)
 
 
+@pytest.mark.slow
 def test_every_primitive_that_has_a_rule_is_drawn() -> None:
-    drawn = {primitive for operation in {*OPERATIONS} for primitive in primitives(operation)}
+    drawn = {primitive for operation in {*EVERYTHING} for primitive in primitives(operation)}
     assert set(RULES) - drawn - NOT_DRAWN == set()

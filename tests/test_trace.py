@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import programs
 import pytest
 
+import autopar
 from autopar.equations import module_path, phase_of
 from autopar.trace import trace
 
@@ -47,6 +49,24 @@ def test_closed_over_arrays_are_constants() -> None:
     table = jnp.arange(128.0)
     traced = trace(lambda x: x + table, [jax.ShapeDtypeStruct((128,), jnp.float32)])
     assert len(traced.constants) <= 1  # JAX may write it as a literal constant or as an argument
+
+
+@pytest.mark.contract
+def test_a_look_up_that_fills_is_a_look_up_and_a_mask() -> None:
+    """Else XLA sums a table's parts whole, before it masks, where a reduce-scatter would do."""
+
+    def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.take(table, ids, axis=0) * 2
+
+    table, ids = np.arange(320, dtype=np.float32).reshape(40, 8), np.array([0, 39, -1, -40, 40, -41] * 12, np.int32)
+    traced = trace(look_up, [table, ids])
+    (gather,) = (e for e in traced.equations if e.primitive == "gather")
+    assert gather.source.params["mode"] == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    (mask,) = (e for e in traced.equations if gather.results[0] in e.operands)
+    assert mask.primitive == "select_n"
+    pin = {"table": jax.sharding.PartitionSpec("data")}
+    split = autopar.parallelize(mesh="8", hardware="cpu-host", pin=pin, carry=[])(look_up)
+    np.testing.assert_array_equal(split(table, ids), look_up(jnp.asarray(table), jnp.asarray(ids)))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,12 @@ from autopar.manual.top_k import approx_top_k, arg_extreme, top_k
 from autopar.manual.windows import convolution, pooling, unpooling
 from autopar.rules.registered import registered_local
 
+
+def _batch(part: Part, *operands: Any) -> Sequence[Any]:
+    """Each device's elements of a batch are as many problems of their own."""
+    return part.bind(operands)
+
+
 #: Every primitive of autopar's own table that has manual factors. Read-only.
 LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
     {
@@ -32,6 +38,7 @@ LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
         "conv_general_dilated": convolution,
         **{f"reduce_window_{kind}": pooling for kind in ("sum", "max", "min")},
         "select_and_scatter_add": unpooling,
+        "symmetric_product": _batch,
     }
 )
 

@@ -4,7 +4,9 @@ In: `NodeView`. Out: `INDEXING`, part of the table. JAX keeps the index vector i
 the indices; it needs replication, and so does a dim of which slices longer than 1 are taken.
 
 XLA's partitioner does what these rules say (checked in compiled GPU programs): a look-up in a table
-split by rows is masked and all-reduced, a scatter into one needs no communication. One place alone is another
+split by rows is masked and summed, by a reduce-scatter where the result is wanted split; a scatter into one
+needs no communication. A look-up that fills in for indices out of bounds comes here without the filling, which the
+trace tells apart (`jax_compat.called`): a sum that something follows is not scattered. One place alone is another
 matter: XLA's GPU compiler makes a dynamic slice, or an update of one, of it before it partitions, and then gathers
 the operand along every split dim in which it is a part; such a dim needs replication.
 """

@@ -1,0 +1,116 @@
+"""Real models that nobody here wrote, planned for 8 and 64 absent H100s and compiled for them by XLA.
+
+For each: whether XLA's program fits, what it sends that no decision foresaw, and which nodes ran replicated for want
+of a rule. The plan is the planner's own choice among all meshes of so many GPUs; 64 are 8 hosts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import Any
+
+import autopar
+from autopar.mesh import parse_mesh
+from autopar.planner import Program, program_of
+from autopar.rules.factors import Rule
+from autopar.rules.registry import NodeView
+from autopar.rules.table import rule_for, unknown_rule
+from autopar.verify import Verification
+from benchmarks.compile_cache import CachingCompiler, default_folder
+from benchmarks.zoo.real import REAL
+
+Row = dict[str, Any]
+
+HARDWARE = "h100-sxm"
+NUM_GPUS = (8, 64)
+#: What a GPU has, and more than the memory budget: what XLA's program may take.
+MEMORY_BYTES = 80e9
+#: Collectives and results of fewer bytes are passed over.
+MEGABYTE = 1e6
+#: A node of fewer of the step's operations is passed over.
+SHARE = 0.01
+MESH_SEPARATOR = "@"
+
+
+def measure(program: str) -> list[Row]:
+    """One row for each number of GPUs, or for a `MODEL@MESH` one for it. A row that fails says why."""
+    model, _, mesh = program.partition(MESH_SEPARATOR)
+    rows = []
+    with CachingCompiler(default_folder()) as compiler:
+        for num_gpus in [parse_mesh(mesh).num_devices] if mesh else NUM_GPUS:
+            about: Row = {"model": model, "gpus": num_gpus}
+            try:
+                rows.append(about | _row(model, num_gpus, mesh or None, compiler))
+            except Exception as error:  # one must not end the others
+                rows.append(about | {"failed": f"{type(error).__name__}: {error}"})
+    return rows
+
+
+def _row(model: str, num_gpus: int, mesh: str | None, compiler: CachingCompiler) -> Row:
+    step, args = REAL[model](num_gpus).target
+    at = {"begun": _clocks()}
+
+    def note(_: str, fraction: float) -> None:
+        at.setdefault("planned" if fraction == 1.0 else "traced", _clocks())
+
+    devices: dict[str, Any] = {"mesh": mesh} if mesh else {"num_devices": num_gpus}
+    told = autopar.verify(step, *args, hardware=HARDWARE, compiler=compiler, progress=note, **devices)
+    plan, program = told.plan, program_of(step, args, carry=None, donate=None)
+    return _figures(told) | {
+        "failed": "",
+        "trace_s": at["traced"][0] - at["begun"][0],
+        "plan_s": at["planned"][0] - at["begun"][0],
+        "plan_cpu_s": at["planned"][1] - at["begun"][1],
+        "mesh": str(plan.mesh),
+        "words": plan.words,
+        "attempts": len(told.attempts),
+        "equations": len(program.graph.nodes),
+        "decisions": plan.outcome.num_nodes,
+        "status": plan.outcome.status,
+        "gap": plan.outcome.gap,
+        "fallbacks": fallbacks(program),
+        "compile_s": told.compiled.compile_s,
+        "key": compiler.last_key,
+    }
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds that have passed, and those in which a processor worked for this process and those it started."""
+    return time.perf_counter(), sum(os.times()[:4])
+
+
+def _figures(told: Verification) -> Row:
+    memory = {figure.name: figure for figure in told.memory}
+    strangers = [one for one in told.unpredicted if one.unpredicted_bytes > MEGABYTE]
+    return {
+        "peak_predicted": memory["peak"].predicted,
+        "peak_compiled": memory["peak"].compiled,
+        "fits": told.compiled.peak_bytes <= MEMORY_BYTES,
+        "unpredicted": [[one.kind, one.unpredicted_bytes, one.path] for one in strangers],
+        "wire_predicted": sum(match.predicted_bytes for match in told.collectives),
+        "wire_compiled": sum(match.compiled_bytes for match in told.collectives),
+        "step_predicted_s": told.plan.prediction.step_time_s,
+        "step_xla_predicted": told.step_time.predicted,
+        "step_xla": told.step_time.compiled,
+        "off": list(told.off),
+    }
+
+
+def fallbacks(program: Program) -> list[list[Any]]:
+    """Nodes without a rule that matter: primitive, its share of the step's operations, bytes of its results."""
+    graph = program.graph
+    rules = [(node, rule_for(NodeView.of(node, graph))) for node in graph.nodes]
+    flops = [_flops(rule or unknown_rule(NodeView.of(node, graph))) for node, rule in rules]
+    total = math.fsum(flops)
+    found = []
+    for (node, rule), own in zip(rules, flops, strict=True):
+        num_bytes = sum(graph.values[value].num_bytes for value in node.results)
+        if rule is None and (own > SHARE * total or num_bytes > MEGABYTE):
+            found.append([node.primitive, own / total, num_bytes, node.source])
+    return found
+
+
+def _flops(rule: Rule) -> float:
+    return rule.flops_per_point * math.prod(factor.size for factor in rule.factors)

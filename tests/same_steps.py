@@ -1,0 +1,106 @@
+"""Train steps run by a plan and without one, and how far apart they end up.
+
+In: a `Training` of the zoo and options of `autopar.plan`. Out: `Trained`: losses, the first step's gradients, and the
+plan. The gradients are read from AdamW's first moments, so the step is the user's, unchanged. XLA compiles without
+its backend's optimizations, which here take most of the time and split nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+import autopar
+from autopar.plan import Plan
+from benchmarks.zoo.training import Training
+
+STEPS = 2
+#: Of losses, and of each gradient's norm, for float32.
+TOLERANCE = 1e-4
+#: Of the norm of all gradients together: a gradient that is nothing but rounding, as that of a key's bias, has no
+#: relative error.
+ROUNDING = 1e-7
+QUICKLY = {"xla_backend_optimization_level": 0}
+FIRST_MOMENT_DECAY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What some steps came to.
+
+    Args:
+        losses: one for each step. gradients: of the first, by path.
+        plan: None without one.
+    """
+
+    losses: list[float]
+    gradients: dict[str, np.ndarray]
+    plan: Plan | None = None
+
+
+def train(training: Training, **options: Any) -> Trained:
+    """Some steps by a plan; without options, by no plan.
+
+    Args:
+        options: those of `autopar.plan`.
+    """
+    args = (_initial(training), training.make_batch(0))
+    if not options:
+        return _run(training, args, jax.jit(training.step).lower(*args).compile(QUICKLY))
+    step = autopar.parallelize(**({"hardware": "cpu-host"} | options))(training.step)
+    plan = step.plan(*args)
+    mesh = options.get("mesh")
+    lowered = step.lower(*args, mesh=mesh if isinstance(mesh, Mesh) else None)
+    return _run(training, args, lowered.compile(QUICKLY), plan)
+
+
+def assert_same(sharded: Trained, plain: Trained) -> None:
+    """Losses and gradients are those of the unsharded step."""
+    np.testing.assert_allclose(sharded.losses, plain.losses, rtol=TOLERANCE)
+    assert np.isfinite(plain.losses).all()
+    whole = np.sqrt(sum(np.square(g).sum() for g in plain.gradients.values()))
+    assert sharded.gradients.keys() == plain.gradients.keys()
+    for path, expected in plain.gradients.items():
+        difference = np.linalg.norm(sharded.gradients[path] - expected)
+        assert difference <= TOLERANCE * np.linalg.norm(expected) + ROUNDING * whole, path
+
+
+def splits(plan: Plan | None) -> bool:
+    """Whether a plan splits any input or any value between."""
+    assert plan is not None
+    shardings = [t.sharding for t in plan.inputs] + [d.sharding for d in plan.decisions]
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    return any(sizes[axis] > 1 for sharding in shardings for axis in sharding.axes)
+
+
+def _run(training: Training, args: tuple[Any, Any], compiled: Any, plan: Plan | None = None) -> Trained:
+    state, batch = args
+    losses: list[float] = []
+    gradients: dict[str, np.ndarray] = {}
+    for seed in range(STEPS):
+        shardings = compiled.input_shardings[0]
+        state, loss = compiled(*jax.device_put((state, training.make_batch(seed) if seed else batch), shardings))
+        losses.append(float(loss))
+        gradients = gradients or _gradients(state)
+    return Trained(losses, gradients, plan)
+
+
+def _gradients(state: Any) -> dict[str, np.ndarray]:
+    """After one step from nothing, the first moments are a tenth of the gradients."""
+    found = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    (adam,) = (node for node in found if isinstance(node, optax.ScaleByAdamState))
+    leaves = jax.tree_util.tree_flatten_with_path(adam.mu)[0]
+    return {jax.tree_util.keystr(path): np.asarray(mu) / (1 - FIRST_MOMENT_DECAY) for path, mu in leaves}
+
+
+@cache
+def _initial(training: Training) -> Any:
+    """The state before the first step, on the host."""
+    key = jax.random.key(0)
+    return jax.device_get(jax.jit(training.create_state).lower(key).compile(QUICKLY)(key))

@@ -1,0 +1,108 @@
+"""Real models that nobody here wrote train by any plan as they do without one: the zoo's small configurations.
+
+Eight CPU devices; the planner's own mesh, and three that are forced.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from same_steps import Trained, assert_same, splits, train
+
+from autopar.planner import program_of
+from benchmarks.run import BENCHMARKS
+from benchmarks.zoo import summary
+from benchmarks.zoo.proof import fallbacks
+from benchmarks.zoo.real import REAL
+from benchmarks.zoo.small import SMALL
+from benchmarks.zoo.training import Training
+
+MESHES: dict[str, dict[str, Any]] = {
+    "own": {"num_devices": 8},
+    "1x8": {"mesh": "1x8"},
+    "2x4": {"mesh": "2x4"},
+    "8x1": {"mesh": "8x1"},
+}
+
+
+@cache
+def unsharded(name: str) -> tuple[Training, Trained]:
+    training = SMALL[name]()
+    return training, train(training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_real_model_trains_by_a_plan_as_without(name: str, mesh: str) -> None:
+    training, plain = unsharded(name)
+    sharded = train(training, **MESHES[mesh])
+    assert splits(sharded.plan)
+    assert_same(sharded, plain)
+
+
+# -- the table of real ones --------------------------------------------------------------------
+
+
+def test_nodes_without_a_rule_are_told_where_they_matter() -> None:
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), jnp.sin(y) @ y, y[0] + 1
+
+    square = jax.ShapeDtypeStruct((600, 600), jnp.float32)
+    found = fallbacks(program_of(step, (square, square), carry=[], donate=[]))
+    (callback,) = found
+    assert callback[0] == "pure_callback"
+    assert callback[2] == 4 * 600 * 600
+    small = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert fallbacks(program_of(step, (small, square), carry=[], donate=[])) == []
+
+
+ROW: dict[str, Any] = {
+    "model": "gpt2",
+    "gpus": 8,
+    "failed": "",
+    "fits": True,
+    "unpredicted": [],
+    "fallbacks": [],
+    "plan_s": 30.0,
+    "plan_cpu_s": 10.0,
+    "trace_s": 1.0,
+    "compile_s": 20.0,
+    "mesh": "2x4",
+    "words": "data parallel",
+    "attempts": 1,
+    "equations": 7000,
+    "decisions": 1300,
+    "status": "proven optimal",
+    "gap": 0.0,
+    "peak_predicted": 11e9,
+    "peak_compiled": 12e9,
+    "wire_predicted": 1e9,
+    "wire_compiled": 1e9,
+    "step_xla_predicted": 0.025,
+    "step_xla": None,
+    "off": [],
+}
+
+
+def test_the_page_tells_what_does_not_hold() -> None:
+    stranger = ROW | {"gpus": 64, "fits": False, "unpredicted": [["all-gather", 3e6, "h/0"]], "attempts": 2}
+    stranger |= {"fallbacks": [["scan", 0.5, 2e6, "model.py:3"]], "off": ["peak"]}
+    failed = {"model": "llama", "gpus": 8, "failed": "BudgetError: too small"}
+    text = summary.summary([ROW, stranger, failed])
+    assert "2 of 3 were planned and compiled; 1 fit in 80 GB, 1 have no unpredicted collective" in text
+    assert "| gpt2 | 8 | 30 s (10 s) | 2x4 | 11.0 GB | 12.0 GB | yes | none | none | 25.0 ms | - |" in text
+    assert "| **no** | **1, 3 MB** | **scan** |" in text
+    details = summary.page_table([stranger, failed])
+    assert "without a rule: `scan`, 50.0% of the operations, 2.0 MB, model.py:3" in details
+    assert "planned 2 times" in details and "tolerance: peak" in details
+    assert "- 8 GPUs: BudgetError: too small" in details
+
+
+def test_the_runner_knows_every_model_of_the_zoo() -> None:
+    assert set(BENCHMARKS["zoo"].programs) == set(REAL) == set(SMALL)
