@@ -94,7 +94,12 @@ def vit() -> Training:
 
 
 def clip() -> Training:
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = CLIPConfig.from_text_vision_configs(
         CLIPTextConfig(vocab_size=253, max_position_embeddings=16, eos_token_id=2, **sizes),
         CLIPVisionConfig(image_size=32, patch_size=8, **sizes),
