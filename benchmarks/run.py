@@ -129,7 +129,7 @@ def _run(name: str, again: bool) -> bool:
         _path(name, "md").write_text(_page(name))
         print(f"{name}: {_path(name, 'md').relative_to(ROOT)}")
         summary = importlib.import_module(BENCHMARKS[name].summary) if BENCHMARKS[name].summary else None
-        if hasattr(summary, "publish"):
+        if summary is not None and hasattr(summary, "publish"):
             summary.publish(_newest_rows(name), _about(name))
     return succeeded
 
