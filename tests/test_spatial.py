@@ -149,6 +149,31 @@ def test_groups_split_by_an_axis_of_two_give_the_same_gradients() -> None:
     run_both(plan, step, args)
 
 
+def scanned(kernels: jax.Array, image: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A train step whose convolutions are the trips of a loop."""
+
+    def loss(kernels: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return jnp.tanh(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)), None
+
+        return jnp.mean(jnp.square(lax.scan(layer, image, kernels)[0]))
+
+    value, gradient = jax.value_and_grad(loss)(kernels)
+    return kernels - 0.1 * gradient, value
+
+
+def test_halos_in_a_loop_are_sent_in_every_trip() -> None:
+    args = jax.ShapeDtypeStruct((5, 3, 3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((1, 64, 64, 8), jnp.float32)
+    plan = autopar.plan(scanned, *args, mesh="2x4", hardware=cheap_links(), pin={"image": P(None, ("data", "model"))})
+    halos = [use for use in plan.collectives if use.kind == "collective-permute"]
+    assert halos and {use.num_times for use in halos} == {5}
+    run_both(plan, scanned, args)
+    found = [one for one in compiled_collectives(plan, scanned, args) if one.kind == "collective-permute"]
+    num_bytes = sum(sum(one.result_bytes) * one.num_times for one in found)  # XLA sends some of them together
+    assert num_bytes == sum(use.bytes_per_step for use in halos)
+
+
 def cheap_links() -> HardwareProfile:
     """Devices that talk for nothing, so that even a small image is worth splitting."""
     h100 = load("h100-sxm")
