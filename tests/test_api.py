@@ -104,10 +104,10 @@ def test_a_memory_budget_is_kept(mlp: programs.Program) -> None:
 
 def test_an_unknown_primitive_runs_replicated_and_is_named() -> None:
     def step(x: Any) -> jax.Array:
-        return jnp.linalg.solve(x @ x.T + 64 * jnp.eye(64), x) + 1
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x @ x.T) + 1
 
     plan = autopar.plan(step, jax.ShapeDtypeStruct((64, 64), jnp.float32), mesh="8", hardware="cpu-host", carry=[])
-    assert any("`custom_linear_solve` has no sharding rule" in note for note in plan.notes)
+    assert any("`pure_callback` has no sharding rule" in note for note in plan.notes)
     x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
     sharded = autopar.parallelize(mesh="8", hardware="cpu-host", carry=[])(step)
     np.testing.assert_allclose(sharded(x), step(x), rtol=1e-4, atol=1e-4)

@@ -183,7 +183,7 @@ CASES: list[tuple[str, Shapes, Shapes, dict[str, Any], str]] = [
      "A b, C b d, . -> A d; b sum; C sum"),
     ("ragged_dot_general", ((6, 4), (6, 5), (2,)), ((2, 4, 5),), ragged((0,), (0,), (0,), ()),
      "A b, A c, . -> D b c; A sum"),
-    ("symmetric_product", ((8, 4, 6), (8, 4, 4)), ((8, 4, 4),), {}, "a . ., a . . -> a . ."),
+    ("symmetric_product", ((8, 4, 6), (8, 4, 4)), ((8, 4, 4),), {}, "A . ., A . . -> A . ."),
     ("fft", ((8, 4, 6),), ((8, 4, 4),), {"fft_lengths": (4, 6)}, "a . . -> a . ."),
     ("cholesky", ((8, 4, 4),), ((8, 4, 4),), {}, "a . . -> a . ."),
     ("lu", ((8, 4, 4),), ((8, 4, 4), (8, 4), (8, 4)), {}, "a . . -> a . ., a ., a ."),
