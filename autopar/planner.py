@@ -25,6 +25,7 @@ from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.device_program import stored_values
 from autopar.errors import BudgetError, MeshError, TimeLimitError
+from autopar.factoring.rewrite import factor_dims
 from autopar.formulation import Formulation, formulate
 from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
@@ -165,7 +166,7 @@ def program_of(
     """Trace a step and say what is carried and what is donated."""
     check_leaves(step, args)
     args = jax.tree.map(shape_struct, tuple(args))  # where an array lies now must not enter the trace
-    traced = trace(step, args)
+    traced = factor_dims(trace(step, args))
     names = argument_names(step, len(args))
     result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
     carried = carried_arguments(args, result, names, carry)
