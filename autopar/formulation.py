@@ -31,6 +31,9 @@ from autopar.sharding import TensorSharding
 from autopar.solve.problem import Edge, Problem, Usage
 
 Shardings = tuple[TensorSharding, ...]  # one per strategy of a decision
+#: On top of the price of each collective: where two ways are priced alike (a reduce-scatter and an all-gather behind a
+#: reshape, or one all-reduce), the one with fewer is taken.
+_EACH_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +285,19 @@ class _Builder:
         return (
             self.decisions[source].kind == "input"
             or self.decisions[target].kind in ("input", "output")
-            or self.decisions[target].phase == "update"
+            or self._is_update(target)
         )
+
+    def _is_update(self, node: int) -> bool:
+        """Whether a decision is of the update, or does nothing but reshape for it."""
+        decision = self.decisions[node]
+        if decision.kind != "group" or decision.phase == "update":
+            return decision.phase == "update"
+        group = self.groups[decision.group]
+        if any(self.graph.nodes[n].primitive != "reshape" for n in group.nodes):
+            return False
+        readers = {reader for define in group.defines for reader, _, _ in self.readers[define.value]}
+        return bool(readers) and all(map(self._is_update, readers))
 
     # -- numbers -----------------------------------------------------------------------------
 
@@ -347,7 +361,8 @@ class _Builder:
         if key not in self.cost_of_pair:
             moves = collectives_of(resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh))
             self.cost_of_pair[key] = sum(
-                collective_time(m.kind, m.num_bytes, m.axes, self.mesh, self.profile, combinable=flow.combinable)
+                _EACH_S
+                + collective_time(m.kind, m.num_bytes, m.axes, self.mesh, self.profile, combinable=flow.combinable)
                 for m in moves
             )
         return self.cost_of_pair[key]
