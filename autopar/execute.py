@@ -7,6 +7,7 @@ has no room to disagree; name stacks and source lines are kept, donation too.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from autopar.mesh import MeshShape
 from autopar.partition_spec import check_mesh, named_shardings, partition_spec
 from autopar.plan import Plan
 from autopar.sharding import TensorSharding
-from autopar.trace import LiteralOperand, Trace
+from autopar.trace import LiteralOperand, Rewritten, Trace
 
 
 class OtherShapesError(TypeError):
@@ -90,6 +91,7 @@ class _Replay:
             else:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
         self.remaining = _last_reads(trace)
+        self.as_written = _as_written(plan, trace)
 
     def run(self, *args: Any) -> Any:
         leaves = jax.tree.leaves(args)
@@ -98,13 +100,19 @@ class _Replay:
         env.update(self.trace.constants)
         resharded: dict[int, dict[tuple[TensorSharding, ...], Any]] = defaultdict(dict)
         for n, equation in enumerate(self.trace.equations):
-            with jax_compat.equation_context(
-                equation.source.source_info.traceback, equation.name_stack, equation.source.ctx.manager
-            ):
-                operands = [self._operand(env, resharded, n, i, atom) for i, atom in enumerate(equation.operands)]
-                results = jax_compat.bind(equation.source, operands)
-                for position, value in zip(equation.results, results, strict=True):
-                    env[position] = self._constrain(value, self.at_definition.get(position, ()))
+            whole = self.as_written.get(n)
+            if whole is None or whole.start == n:
+                with jax_compat.equation_context(
+                    equation.source.source_info.traceback, equation.name_stack, equation.source.ctx.manager
+                ):
+                    operands = [self._operand(env, resharded, n, i, atom) for i, atom in enumerate(equation.operands)]
+                    if whole is not None:
+                        results, made = self.trace.equations[whole.stop - 1].results, _run_whole(whole, operands)
+                    else:
+                        operands = [self._as_traced(*one) for one in zip(equation.operands, operands, strict=True)]
+                        results, made = equation.results, jax_compat.bind(equation.source, operands)
+                    for position, value in zip(results, made, strict=True):
+                        env[position] = self._constrain(position, value, self.at_definition.get(position, ()))
             for position in self.remaining.get(n, ()):  # forget what no later equation reads
                 env.pop(position, None)
                 resharded.pop(position, None)
@@ -128,14 +136,22 @@ class _Replay:
         for length in range(1, len(path) + 1):  # one constraint per value and target: readers share it
             prefix = path[:length]
             if prefix not in known:
-                known[prefix] = self._constrain(value, prefix[-1:])
+                known[prefix] = self._constrain(atom, value, prefix[-1:])
             value = known[prefix]
         return value
 
-    def _constrain(self, value: Any, shardings: tuple[TensorSharding, ...]) -> Any:
+    def _constrain(self, position: int, value: Any, shardings: tuple[TensorSharding, ...]) -> Any:
+        shape = self.trace.avals[position].shape if shardings else ()
         for sharding in shardings:
-            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(sharding)))
+            whole = sharding if value.shape == shape else _seen_whole(sharding, shape, value.shape)
+            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(whole)))
         return value
+
+    def _as_traced(self, atom: int | LiteralOperand, value: Any) -> Any:
+        """A value in the shape it was traced with; only one with a dim that is two there may have another."""
+        if isinstance(atom, LiteralOperand) or value.shape == self.trace.avals[atom].shape:
+            return value
+        return jax.lax.reshape(value, self.trace.avals[atom].shape)
 
     def _check(self, args: Any, leaves: Sequence[Any]) -> None:
         if jax.tree.structure(args) != self.trace.in_tree:
@@ -159,6 +175,43 @@ def lower_for(platform: str, jitted: Any, args: Sequence[Any]) -> jax.stages.Low
     for another process to compile."""
     shapes = jax.tree.map(jax_compat.shape_struct, tuple(args))
     return jitted.trace(*shapes).lower(lowering_platforms=(platform,))
+
+
+def _as_written(plan: Plan, trace: Trace) -> dict[int, Rewritten]:
+    """Equations that see a dim as two which the plan does not split: as it was written, XLA lays the program out
+    better."""
+    split = {
+        (constraint.value, d)
+        for constraint in plan.constraints
+        for sharding in constraint.shardings
+        for d, axes in enumerate(sharding.dims)
+        if axes
+    }
+    whole = [one for one in trace.rewritten if not any({(v, d), (v, d + 1)} & split for v, d in one.pairs)]
+    return {n: one for one in whole for n in range(one.start, one.stop)}
+
+
+def _run_whole(one: Rewritten, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of equations that see a dim as two, by the one that sees it whole."""
+    if one.source is None:
+        return operands
+    whole = [
+        operand if shape is None or operand.shape == shape else jax.lax.reshape(operand, shape)
+        for operand, shape in zip(operands, one.operand_shapes, strict=True)
+    ]
+    return jax_compat.bind(one.source, whole)
+
+
+def _seen_whole(sharding: TensorSharding, shape: Sequence[int], whole: Sequence[int]) -> TensorSharding:
+    """A sharding of a tensor as that of the same tensor in another shape, in which what is split is a dim too."""
+    axes = {_stride(shape, d): axes for d, axes in enumerate(sharding.dims) if axes}
+    dims = tuple(axes.get(_stride(whole, d), ()) if size > 1 else () for d, size in enumerate(whole))
+    assert sum(map(bool, dims)) == len(axes), f"{sharding} of {shape} is no sharding of {whole}"
+    return TensorSharding(dims, sharding.unreduced)
+
+
+def _stride(shape: Sequence[int], dim: int) -> tuple[int, int]:
+    return shape[dim], math.prod(shape[dim + 1 :])
 
 
 def _last_reads(trace: Trace) -> dict[int, list[int]]:

@@ -166,11 +166,14 @@ def program_of(
     """Trace a step and say what is carried and what is donated."""
     check_leaves(step, args)
     args = jax.tree.map(shape_struct, tuple(args))  # where an array lies now must not enter the trace
-    traced = factor_dims(trace(step, args))
+    traced = trace(step, args)
     names = argument_names(step, len(args))
     result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
     carried = carried_arguments(args, result, names, carry)
     graph = graph_of(traced, carried_leaves(args, carried))
+    factored = factor_dims(traced, graph)
+    if factored is not traced:
+        traced, graph = factored, graph_of(factored, graph.carried)
     check(graph)
     given = [names[i] for i in carried] if donate is None else donate
     return Program(traced, graph, tuple(carried), donated_leaves(args, names, given), _signature(traced, graph))

@@ -78,10 +78,22 @@ def _candidates(loops: Loops) -> list[tuple[Loop, dict[int, int]]]:
                 part = part_size(loops.view(n), (tensor, 0), d)
                 if part is not None and part > 1:
                     add((value, d), n, part)
-                elif part == 1:
+                elif part == 1 and _all_taken(loops, n, value, d):
                     for merged, reshape, inner in _merged(loops, loops.of((value, d))):
                         add(merged, reshape, inner)
     return list(found.values())
+
+
+def _all_taken(loops: Loops, node: int, value: int, dim: int) -> bool:
+    """Whether a dim cut into parts of one element is a stack of things, each of which is used: not the sequence
+    of which the first token is looked at."""
+    primitive = loops.graph.nodes[node].primitive
+    if primitive not in ("slice", "pad"):
+        return True
+    readers = [n for n, tensor in loops.touching[value] if tensor[0] == "operand"]
+    slices = [n for n in readers if loops.graph.nodes[n].primitive == "slice"]
+    cut = {loops.view(n).params["start_indices"][dim] for n in slices if part_size(loops.view(n), ("operand", 0), dim)}
+    return primitive == "slice" and len(cut) == loops.graph.values[value].shape[dim]
 
 
 def _merged(loops: Loops, loop: Loop) -> Iterator[tuple[Place, int, int]]:

@@ -1,11 +1,12 @@
 """A trace whose cut dims are two dims.
 
-In: `Trace`. Out: `Trace` of the same inputs, outputs and numbers. Where a value is wanted in the other form, a reshape
+In: `Trace`, and its graph. Out: `Trace` of the same inputs, outputs and numbers. Where a value is wanted in the other form, a reshape
 stands; it takes the name stack, the phase and the source line of what reads it, and a rewritten equation keeps its own.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,13 +16,17 @@ import jax
 from autopar import jax_compat
 from autopar.factoring.choice import Factored, factored_loops
 from autopar.factoring.rebuild import ELEMENTWISE, REBUILD, Form, shape_of
-from autopar.graph.from_jaxpr import graph_of
-from autopar.trace import Equation, LiteralOperand, Trace
+from autopar.graph.ir import Graph
+from autopar.trace import Equation, LiteralOperand, Rewritten, Trace
 
 
-def factor_dims(trace: Trace) -> Trace:
-    """The trace with dims that are cut into equal parts seen as two, where this pays."""
-    factored = factored_loops(graph_of(trace, ()), REBUILD.keys())
+def factor_dims(trace: Trace, graph: Graph) -> Trace:
+    """The trace with dims that are cut into equal parts seen as two, where this pays; itself where it does not.
+
+    Args:
+        graph: of the trace.
+    """
+    factored = factored_loops(graph, REBUILD.keys())
     return _Rewriting(trace, factored).run() if factored else trace
 
 
@@ -33,12 +38,17 @@ class _Rewriting:
         self.equations: list[Equation] = []
         self.avals = list(trace.avals)
         self.seen_at: dict[int, list[Factored]] = {}
+        self.loops_of: dict[int, list[Factored]] = defaultdict(list)  # value -> the loops among its dims
         for one in factored:
+            for value in {value for value, _ in one.places}:
+                self.loops_of[value].append(one)
             for n in one.nodes:
                 self.seen_at.setdefault(n, []).append(one)
         self.form: dict[int, int] = {}  # value -> what is made in its place
         self.known: dict[tuple[int, tuple[int, ...]], int] = {}  # value and shape -> the value in that shape
         self.staged: dict[tuple[Any, ...], Any] = {}
+        self.pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)  # of a loop: where its two dims stand
+        self.rebuilt: list[tuple[int, int, Any, Any, Sequence[Factored]]] = []
 
     def run(self) -> Trace:
         """The whole trace anew."""
@@ -54,7 +64,17 @@ class _Rewriting:
             self._plain(atom, makers[atom]) if isinstance(atom, int) and atom in makers else atom
             for atom in self.trace.outputs
         )
-        return replace(self.trace, equations=tuple(self.equations), avals=tuple(self.avals), outputs=outputs)
+        return replace(
+            self.trace,
+            equations=tuple(self.equations),
+            avals=tuple(self.avals),
+            outputs=outputs,
+            rewritten=tuple(self._rewritten(*one) for one in self.rebuilt),
+        )
+
+    def _rewritten(self, start: int, stop: int, source: Any, shapes: Any, seen: Sequence[Factored]) -> Rewritten:
+        pairs = frozenset(pair for one in seen for pair in self.pairs[id(one)])
+        return Rewritten(start, stop, source, shapes, pairs)
 
     def _plain(self, atom: int | LiteralOperand, reader: Equation) -> int | LiteralOperand:
         if not isinstance(atom, int) or atom not in self.form:
@@ -67,10 +87,11 @@ class _Rewriting:
         if self.avals[made].shape == shape:
             return made
         if (value, shape) not in self.known:
-            equation = replace(reader, operands=(made,))
+            equation, n = replace(reader, operands=(made,)), len(self.equations)
             (self.known[value, shape],) = self._emit(
                 equation, "reshape", [shape], lambda values: [jax.lax.reshape(values[0], shape)]
             )
+            self.rebuilt.append((n, n + 1, None, (None,), self.loops_of[value]))
         return self.known[value, shape]
 
     def _rebuild(self, equation: Equation, seen: Sequence[Factored]) -> None:
@@ -82,7 +103,7 @@ class _Rewriting:
             self._value(atom, shape_of(form), equation) if isinstance(atom, int) else atom
             for atom, form in zip(equation.operands, before, strict=True)
         ]
-        source, rebuild = equation.source, REBUILD[equation.primitive]
+        source, rebuild, start = equation.source, REBUILD[equation.primitive], len(self.equations)
         results = self._emit(
             replace(equation, operands=tuple(operands)),
             repr(sorted(source.params.items(), key=lambda item: item[0])),
@@ -90,6 +111,27 @@ class _Rewriting:
             lambda values: rebuild(source, values, before, after),
         )
         self.form.update(zip(equation.results, results, strict=True))
+        for atom, value, form in zip((*equation.operands, *equation.results), (*operands, *results), (*before, *after)):
+            self._note_pairs(atom, value, form, seen)
+        self._note_rebuilt(start, equation, seen)
+
+    def _note_rebuilt(self, start: int, equation: Equation, seen: Sequence[Factored]) -> None:
+        """What has been emitted since `start` is an equation anew, and reshapes before or after it."""
+        names = [one.primitive for one in self.equations[start:]]
+        main = start + names.index(equation.primitive) if equation.primitive != "reshape" else start
+        shapes = tuple(self.trace.avals[atom].shape if isinstance(atom, int) else None for atom in equation.operands)
+        stop = main + 1
+        if equation.primitive == "concatenate" and names[-1] == "transpose":
+            stop = start + len(names)
+        self.rebuilt.append((main, stop, equation.source, shapes, seen))
+        others = [*range(start, main), *range(stop, len(self.equations))]
+        self.rebuilt += [(n, n + 1, None, (None,), seen) for n in others]
+
+    def _note_pairs(self, atom: Any, value: Any, form: Form, seen: Sequence[Factored]) -> None:
+        for d, sizes in enumerate(form):
+            for one in seen:
+                if len(sizes) == 2 and (atom, d) in one.places:
+                    self.pairs[id(one)].add((value, sum(len(before) for before in form[:d])))
 
     def _form(self, atom: int | LiteralOperand, seen: Sequence[Factored]) -> Form:
         if not isinstance(atom, int):
