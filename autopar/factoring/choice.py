@@ -71,11 +71,15 @@ def _candidates(loops: Loops) -> list[tuple[Loop, dict[int, int]]]:
     for n, node in enumerate(loops.graph.nodes):
         if node.primitive not in CUTTING:
             continue
-        for tensor, value in (("operand", node.operands[0]), ("result", node.results[0])):
+        sides: tuple[tuple[Tensor, int | None], ...] = (
+            (("operand", 0), node.operands[0]),
+            (("result", 0), node.results[0]),
+        )
+        for tensor, value in sides:
             if value is None:
                 continue
             for d in range(len(loops.graph.values[value].shape)):
-                part = part_size(loops.view(n), (tensor, 0), d)
+                part = part_size(loops.view(n), tensor, d)
                 if part is not None and part > 1:
                     add((value, d), n, part)
                 elif part == 1 and _all_taken(loops, n, value, d):

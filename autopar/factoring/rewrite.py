@@ -111,13 +111,16 @@ class _Rewriting:
             lambda values: rebuild(source, values, before, after),
         )
         self.form.update(zip(equation.results, results, strict=True))
-        for atom, value, form in zip((*equation.operands, *equation.results), (*operands, *results), (*before, *after)):
+        was, now = (*equation.operands, *equation.results), (*operands, *results)
+        for atom, value, form in zip(was, now, (*before, *after), strict=True):
             self._note_pairs(atom, value, form, seen)
         self._note_rebuilt(start, equation, seen)
 
     def _note_rebuilt(self, start: int, equation: Equation, seen: Sequence[Factored]) -> None:
         """What has been emitted since `start` is an equation anew, and reshapes before or after it."""
         names = [one.primitive for one in self.equations[start:]]
+        if not names:  # a reshape to what its operand is seen as
+            return
         main = start + names.index(equation.primitive) if equation.primitive != "reshape" else start
         shapes = tuple(self.trace.avals[atom].shape if isinstance(atom, int) else None for atom in equation.operands)
         stop = main + 1
