@@ -25,6 +25,7 @@ from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.device_program import stored_values
 from autopar.errors import BudgetError, MeshError, TimeLimitError
+from autopar.factoring.rewrite import factor_dims
 from autopar.formulation import Formulation, formulate
 from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
@@ -170,6 +171,9 @@ def program_of(
     result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
     carried = carried_arguments(args, result, names, carry)
     graph = graph_of(traced, carried_leaves(args, carried))
+    factored = factor_dims(traced, graph)
+    if factored is not traced:
+        traced, graph = factored, graph_of(factored, graph.carried)
     check(graph)
     given = [names[i] for i in carried] if donate is None else donate
     return Program(traced, graph, tuple(carried), donated_leaves(args, names, given), _signature(traced, graph))
