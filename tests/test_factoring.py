@@ -240,7 +240,9 @@ def test_a_section_sees_two_dims_and_its_borders_one(layout: Callable[..., Array
 
 @pytest.mark.parametrize("layout", REGIONS)
 def test_any_plan_of_a_loop_computes_what_the_step_does(layout: Callable[..., Array]) -> None:
-    args, expected = arguments(), jax.tree.leaves(step(layout)(*arguments()))
+    w, b, x = arguments()
+    args = (w / WIDTH**0.5, b, x)  # or the attention of three layers amplifies each rounding
+    expected = jax.tree.leaves(step(layout)(*args))
     for seed in range(2):
         run = autopar.parallelize(step(layout), mesh="2x4", hardware="h100-sxm", donate=(), solver=AnyChoice(seed))
         for ours, theirs in zip(jax.tree.leaves(run(*args)), expected, strict=True):
