@@ -3,7 +3,7 @@
 In: a graph. Out: `Factored`s. A loop that a node cuts into equal parts can be split over devices only as long as
 the parts stay together. Seen as two loops, over the parts and within one, the inner one can be split through the
 cut. What is cut should stand to gain: a product's loop with something made of the program's inputs alone, such as a
-weight. What the two dims meet where they must be one again, above all the program's inputs and outputs, takes a
+weight; or a loop with the same parts, as in its gradient. What the two dims meet where they must be one again, above all the program's inputs and outputs, takes a
 reshape, and perhaps a resharding. So the nodes that see two dims are chosen by a minimum cut: as many bytes as
 possible that are cut, less the bytes reshaped.
 """
@@ -52,9 +52,12 @@ def factored_loops(graph: Graph, followers: Collection[str]) -> tuple[Factored, 
     if not candidates:
         return ()
     weights = _made_of_inputs(graph, followers)
+    met = [_meets_weight(graph, loop, weights) for loop, _ in candidates]
+    parts = [_parts(loops, cuts) if any(met) else frozenset() for _, cuts in candidates]
+    of_weights = frozenset[int]().union(*(one for one, meets in zip(parts, met, strict=True) if meets))
     found: list[Factored] = []
-    for loop, cuts in candidates:
-        if not _meets_weight(graph, loop, weights):
+    for (loop, cuts), meets, of_loop in zip(candidates, met, parts, strict=True):
+        if not meets and not of_loop & of_weights:
             continue
         part = _part(graph, cuts)
         nodes = _nodes(loops, loop, {n: size for n, size in cuts.items() if size == part})
@@ -139,6 +142,24 @@ def _meets_weight(graph: Graph, loop: Loop, weights: set[int]) -> bool:
     """Whether a product takes the loop from a value made of inputs alone."""
     read = {v for n in loop.follows if graph.nodes[n].primitive == "dot_general" for v in graph.nodes[n].operands}
     return any(value in read and value in weights for value, _ in loop.places)
+
+
+def _parts(loops: Loops, cuts: dict[int, int]) -> frozenset[int]:
+    """The loops within one part. A weight's gradient is made of the gradients of its product's parts, which are the
+    same loop as the parts, though the two wholes need not be."""
+    found: set[int] = set()
+    for n, size in cuts.items():
+        node = loops.graph.nodes[n]
+        whole, parts = ((node.operands[0],), node.results)
+        if node.primitive in ("concatenate", "pad"):
+            whole, parts = node.results, node.operands
+        shape = loops.graph.values[whole[0]].shape if whole[0] is not None else ()
+        for value in parts:
+            own = loops.graph.values[value].shape if value is not None else ()
+            if value is not None and len(own) == len(shape):
+                dims = [d for d in range(len(own)) if own[d] != shape[d] and own[d] == size]
+                found.update(id(loops.of((value, d))) for d in dims)
+    return frozenset(found)
 
 
 def _part(graph: Graph, cuts: dict[int, int]) -> int:
