@@ -3,9 +3,9 @@
 In: a graph. Out: `Factored`s. A loop that a node cuts into equal parts can be split over devices only as long as
 the parts stay together. Seen as two loops, over the parts and within one, the inner one can be split through the
 cut. What is cut should stand to gain: a product's loop with something made of the program's inputs alone, such as a
-weight; or a loop with the same parts, as in its gradient. What the two dims meet where they must be one again, above all the program's inputs and outputs, takes a
-reshape, and perhaps a resharding. So the nodes that see two dims are chosen by a minimum cut: as many bytes as
-possible that are cut, less the bytes reshaped.
+weight; or a loop with the same parts, as in its gradient. What the two dims meet where they must be one again, above
+all the program's inputs and outputs, takes a reshape, and perhaps a resharding. So the nodes that see two dims are
+chosen by a minimum cut: as many bytes as possible that are cut, less the bytes reshaped.
 """
 
 from __future__ import annotations
