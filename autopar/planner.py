@@ -26,6 +26,7 @@ from autopar.cost.hardware import HardwareProfile
 from autopar.device_program import stored_values
 from autopar.errors import BudgetError, MeshError, TimeLimitError
 from autopar.factoring.rewrite import factor_dims
+from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
 from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
@@ -60,13 +61,23 @@ _MOST_TIGHTENINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A traced step as the planner and the executor need it."""
+    """A traced step as the planner and the executor need it.
+
+    Args:
+        whole: where the trace sees dims as two, the same step with those dims as they were written.
+    """
 
     trace: Trace
     graph: Graph
     carried_arguments: tuple[int, ...]
     donated: tuple[int, ...]
     signature: ProgramSignature
+    whole: Program | None = None
+
+    def of(self, plan: Plan) -> Program:
+        """This step in the form that a plan is of."""
+        whole = self.whole
+        return whole if whole is not None and plan.program.fingerprint == whole.signature.fingerprint else self
 
 
 def plan(
@@ -138,14 +149,16 @@ def plan_program(
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
     distinct, twins = _distinct(meshes, profile, symmetric=not pin and not _names_axes(program.graph))
-    grouped = _group(program.graph, resolve_pins(pin or {}, program.graph, distinct[0]))
+    whole_last = [program] if program.whole is None else [program, program.whole]
+    one = resolve_pins(pin or {}, program.graph, distinct[0])
+    forms = [(form, _group(form.graph, one)) for form in whole_last]
     plans: list[Plan] = []
     failures: list[tuple[MeshShape, BudgetError]] = []
     for i, shape in enumerate(distinct):
         report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
         try:
             pins = resolve_pins(pin or {}, program.graph, shape)
-            plans.append(_plan_on(shape, program, grouped, profile, budget * (1 - BUDGET_MARGIN), pins, solve_with))
+            plans.append(_plan_in_a_form(shape, forms, profile, budget * (1 - BUDGET_MARGIN), pins, solve_with))
         except BudgetError as error:
             failures.append((shape, error))
     report("done", 1.0)
@@ -171,12 +184,16 @@ def program_of(
     result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
     carried = carried_arguments(args, result, names, carry)
     graph = graph_of(traced, carried_leaves(args, carried))
-    factored = factor_dims(traced, graph)
-    if factored is not traced:
-        traced, graph = factored, graph_of(factored, graph.carried)
     check(graph)
     given = [names[i] for i in carried] if donate is None else donate
-    return Program(traced, graph, tuple(carried), donated_leaves(args, names, given), _signature(traced, graph))
+    donated = donated_leaves(args, names, given)
+    program = Program(traced, graph, tuple(carried), donated, _signature(traced, graph))
+    factored = factor_dims(traced, graph)
+    if factored is traced:
+        return program
+    graph = graph_of(factored, graph.carried)
+    check(graph)
+    return Program(factored, graph, tuple(carried), donated, _signature(factored, graph), whole=program)
 
 
 def _abstract_outputs(traced: Trace) -> list[Any]:
@@ -224,6 +241,20 @@ def _group(graph: Graph, pins: Mapping[int, TensorSharding]) -> _Grouped:
     rules, unknown = rules_of(graph)
     absorbable = frozenset(range(len(graph.inputs))) - set(pins)
     return _Grouped(form_groups(graph, rules, absorbable), unknown)
+
+
+def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]], *given: Any) -> Plan:
+    """A plan of the step that sees dims as two where it splits these; else one of the step as it was written, which
+    can be split in ways that the other cannot."""
+    *seeing_two, (whole, grouped) = forms
+    for form, groups in seeing_two:
+        try:
+            made = _plan_on(shape, form, groups, *given)
+        except BudgetError:
+            continue
+        if sees_two(form.trace, made.split_dims()):
+            return made
+    return _plan_on(shape, whole, grouped, *given)
 
 
 def _plan_on(

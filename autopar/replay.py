@@ -59,7 +59,7 @@ class Replay:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
         self.manual = {region.node: region for region in plan.regions}
         self.region_at = {region.enter[0]: region for region in trace.regions}
-        self.as_written = as_written(trace, _split_dims(plan))
+        self.as_written = as_written(trace, plan.split_dims())
         self.remaining = _last_reads(trace)
 
     def run(self, *args: Any) -> Any:
@@ -252,17 +252,6 @@ class Replay:
 def _context(equation: Equation) -> Any:
     source = equation.source
     return jax_compat.equation_context(source.source_info.traceback, equation.name_stack, source.ctx.manager)
-
-
-def _split_dims(plan: Plan) -> set[tuple[int, int]]:
-    """Values and their dims that constraints split."""
-    return {
-        (constraint.value, d)
-        for constraint in plan.constraints
-        for sharding in constraint.shardings
-        for d, axes in enumerate(sharding.dims)
-        if axes
-    }
 
 
 def _last_reads(trace: Trace) -> dict[int, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ from any_choice import AnyChoice
 from jax import lax
 
 import autopar
-from autopar import hlo, jax_compat, planner
+from autopar import execute, hlo, jax_compat, planner
 from autopar.equations import LiteralOperand
 from autopar.factoring.rewrite import factor_dims
 from autopar.graph.check import check
@@ -300,12 +301,25 @@ def test_both_forms_run_and_compute_the_same(batch: int) -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loop_that_is_not_split_is_compiled_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    program, planned = by_head(batch=16)
-    text = planned.lower(*program.abstract_args()).as_text()
-    monkeypatch.setattr(planner, "factor_dims", lambda traced, graph: traced)
-    _, unfactored = by_head(batch=16)
-    assert operations(text) == operations(unfactored.lower(*program.abstract_args()).as_text())
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_plan_that_splits_no_two_dims_is_of_the_program_as_it_was_written(batch: int) -> None:
+    program, planned = by_head(batch)
+    plan, traced = planned.planned(*program.abstract_args())
+    assert plan.program == traced.signature and (traced.whole is not None) is (batch == 1)
+
+
+def test_a_loop_that_is_not_split_is_compiled_as_it_was_written() -> None:
+    """The same under a plan of the program that sees it as two, as where another loop is split."""
+    program, _ = by_head(batch=16)
+    args = program.abstract_args()
+    traced = planner.program_of(program.step, args, carry=None, donate=None)
+    assert traced.whole is not None
+    texts = []
+    for form in (dataclasses.replace(traced, whole=None), traced.whole):
+        plan = planner.plan_program(form, mesh="model=4", hardware=PROFILE)
+        jitted = execute.jit_plan(plan, form.trace, execute.abstract_mesh(plan.mesh))
+        texts.append(execute.lower_for("cpu", jitted, args).as_text())
+    assert operations(texts[0]) == operations(texts[1])
 
 
 def operations(text: str) -> Counter[str]:

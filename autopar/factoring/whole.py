@@ -23,8 +23,17 @@ def as_written(trace: Trace, split: Set[tuple[int, int]]) -> dict[int, Rewritten
     Args:
         split: values and their dims that a plan splits.
     """
-    whole = [one for one in trace.rewritten if not any({(v, d), (v, d + 1)} & split for v, d in one.pairs)]
+    whole = [one for one in trace.rewritten if not _is_split(one, split)]
     return {n: one for one in whole for n in range(one.start, one.stop)}
+
+
+def sees_two(trace: Trace, split: Set[tuple[int, int]]) -> bool:
+    """Whether a plan has any use for the two dims."""
+    return any(_is_split(one, split) for one in trace.rewritten)
+
+
+def _is_split(one: Rewritten, split: Set[tuple[int, int]]) -> bool:
+    return any((v, d) in split or (v, d + 1) in split for v, d in one.pairs)
 
 
 def run_whole(one: Rewritten, operands: Sequence[Any]) -> Sequence[Any]:
