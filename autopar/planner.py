@@ -8,7 +8,6 @@ Nothing is compiled and no device is touched, unless neither mesh nor device cou
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,22 +18,18 @@ from typing import Any
 import jax
 
 from autopar.assemble import Assembled, assemble
-from autopar.carried import carried_arguments, carried_leaves, donated_leaves
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.device_program import stored_values
 from autopar.errors import BudgetError, MeshError, TimeLimitError
-from autopar.factoring.rewrite import factor_dims
 from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
-from autopar.graph.check import check
-from autopar.graph.from_jaxpr import graph_of
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
-from autopar.jax_compat import shape_struct
 from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
-from autopar.plan import Outcome, Plan, ProgramSignature, RejectedMesh
+from autopar.plan import Outcome, Plan, RejectedMesh
+from autopar.program import Program, program_of
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
 from autopar.rules.registered import called, needs_local, template
@@ -43,7 +38,6 @@ from autopar.rules.table import rule_for, unknown_rule
 from autopar.sharding import TensorSharding
 from autopar.solve.ilp import Ilp, minimum_memory
 from autopar.solve.problem import Solution, Solver, Status
-from autopar.trace import Trace, argument_names, check_leaves, trace
 from autopar.units import human_bytes
 from autopar.version import __version__
 from autopar.words import strategy_words
@@ -54,30 +48,8 @@ Progress = Callable[[str, float], None]
 #: estimate, and for the allocator, whose memory is never all in one piece.
 BUDGET_MARGIN = 0.05
 
-
 #: How often the solver's measure of memory is set right by a whole plan's.
 _MOST_TIGHTENINGS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A traced step as the planner and the executor need it.
-
-    Args:
-        whole: where the trace sees dims as two, the same step with those dims as they were written.
-    """
-
-    trace: Trace
-    graph: Graph
-    carried_arguments: tuple[int, ...]
-    donated: tuple[int, ...]
-    signature: ProgramSignature
-    whole: Program | None = None
-
-    def of(self, plan: Plan) -> Program:
-        """This step in the form that a plan is of."""
-        whole = self.whole
-        return whole if whole is not None and plan.program.fingerprint == whole.signature.fingerprint else self
 
 
 def plan(
@@ -149,9 +121,8 @@ def plan_program(
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
     distinct, twins = _distinct(meshes, profile, symmetric=not pin and not _names_axes(program.graph))
-    whole_last = [program] if program.whole is None else [program, program.whole]
     one = resolve_pins(pin or {}, program.graph, distinct[0])
-    forms = [(form, _group(form.graph, one)) for form in whole_last]
+    forms = [(form, _group(form.graph, one)) for form in program.forms]
     plans: list[Plan] = []
     failures: list[tuple[MeshShape, BudgetError]] = []
     for i, shape in enumerate(distinct):
@@ -170,59 +141,6 @@ def plan_program(
         memory_budget_bytes=memory_budget_bytes,
         rejected=_rejected(best, plans, failures, twins),
         pins={path: str(spec) for path, spec in (pin or {}).items()},
-    )
-
-
-def program_of(
-    step: Callable[..., Any], args: Sequence[Any], *, carry: Sequence[str] | None, donate: Sequence[str] | None
-) -> Program:
-    """Trace a step and say what is carried and what is donated."""
-    check_leaves(step, args)
-    args = jax.tree.map(shape_struct, tuple(args))  # where an array lies now must not enter the trace
-    traced = trace(step, args)
-    names = argument_names(step, len(args))
-    result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
-    carried = carried_arguments(args, result, names, carry)
-    graph = graph_of(traced, carried_leaves(args, carried))
-    check(graph)
-    given = [names[i] for i in carried] if donate is None else donate
-    donated = donated_leaves(args, names, given)
-    program = Program(traced, graph, tuple(carried), donated, _signature(traced, graph))
-    factored = factor_dims(traced, graph)
-    if factored is traced:
-        return program
-    graph = graph_of(factored, graph.carried)
-    check(graph)
-    return Program(factored, graph, tuple(carried), donated, _signature(factored, graph), whole=program)
-
-
-def _abstract_outputs(traced: Trace) -> list[Any]:
-    def abstract(output: Any) -> Any:
-        aval = traced.avals[output] if isinstance(output, int) else output.value
-        return jax.ShapeDtypeStruct(jax.numpy.shape(aval), aval.dtype)
-
-    return [abstract(output) for output in traced.outputs]
-
-
-def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
-    def tensors(paths: Sequence[str], values: Sequence[int | None]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        infos = [graph.values[v] if v is not None else None for v in values]
-        return tuple(
-            (path, info.shape if info else (), info.dtype if info else "literal")
-            for path, info in zip(paths, infos, strict=True)
-        )
-
-    digest = hashlib.sha256()
-    for node in graph.nodes:
-        shapes = [graph.values[v].shape for v in node.results]
-        what = (node.primitive, node.operands, node.results, shapes, sorted(node.params.items()), node.repeat)
-        digest.update(repr(what).encode())
-    return ProgramSignature(
-        name=traced.name,
-        inputs=tensors(graph.input_paths, graph.inputs),
-        outputs=tensors(graph.output_paths, graph.outputs),
-        primitives=dict(sorted(Counter(node.primitive for node in graph.nodes).items())),
-        fingerprint=digest.hexdigest()[:32],
     )
 
 
