@@ -279,16 +279,6 @@ class Plan:
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
 
-    def split_dims(self) -> frozenset[tuple[int, int]]:
-        """Values of the program and their dims that constraints split."""
-        return frozenset(
-            (constraint.value, d)
-            for constraint in self.constraints
-            for sharding in constraint.shardings
-            for d, axes in enumerate(sharding.dims)
-            if axes
-        )
-
     def in_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
         """What `jax.jit(step, in_shardings=...)` takes: a tuple, one pytree of `NamedSharding` per argument.
 
@@ -389,6 +379,17 @@ class Plan:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def split_dims(plan: Plan) -> frozenset[tuple[int, int]]:
+    """Values of the planned program and their dims that constraints split."""
+    return frozenset(
+        (constraint.value, d)
+        for constraint in plan.constraints
+        for sharding in constraint.shardings
+        for d, axes in enumerate(sharding.dims)
+        if axes
+    )
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

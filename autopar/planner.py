@@ -28,7 +28,7 @@ from autopar.formulation import Formulation, formulate
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
 from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
-from autopar.plan import Outcome, Plan, RejectedMesh
+from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program, program_of
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
@@ -170,7 +170,7 @@ def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]],
             made = _plan_on(shape, form, groups, *given)
         except BudgetError:
             continue
-        if sees_two(form.trace, made.split_dims()):
+        if sees_two(form.trace, split_dims(made)):
             return made
     return _plan_on(shape, whole, grouped, *given)
 

@@ -22,7 +22,7 @@ from autopar.factoring.whole import as_written, run_whole, seen_whole
 from autopar.manual.region import run_region
 from autopar.manual_program import run_shard_map
 from autopar.partition_spec import partition_spec
-from autopar.plan import Plan
+from autopar.plan import Plan, split_dims
 from autopar.sharding import TensorSharding
 from autopar.trace import Trace
 
@@ -59,7 +59,7 @@ class Replay:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
         self.manual = {region.node: region for region in plan.regions}
         self.region_at = {region.enter[0]: region for region in trace.regions}
-        self.as_written = as_written(trace, plan.split_dims())
+        self.as_written = as_written(trace, split_dims(plan))
         self.remaining = _last_reads(trace)
 
     def run(self, *args: Any) -> Any:
