@@ -292,7 +292,7 @@ class _Verifier:
         topology_text(plan.mesh.num_devices, num_hosts)  # refused before lowering, as is
         target_text(profile)  # a profile without a GPU
         self.report("lower", 1.0)
-        jitted = execute.jit_plan(plan, program.trace, execute.abstract_mesh(plan.mesh))
+        jitted = execute.jit_plan(plan, program.of(plan).trace, execute.abstract_mesh(plan.mesh))
         lowered = execute.lower_for("cuda", jitted, self.args)
         arguments = [_arguments(plan, program, kept_inputs(lowered))] if self.run else []
         self.report("XLA compiles", 1.0)

@@ -88,7 +88,7 @@ def mismatches(program: RandomProgram) -> list[str]:
         traced, mesh=program.mesh, hardware="cpu-host", solver=oracles.RandomSolver(program.strategies)
     )
     devices = jax.devices()[: parse_mesh(program.mesh).num_devices]
-    planned = execute.jit_plan(plan, traced.trace, execute.make_mesh(plan.mesh, devices))
+    planned = execute.jit_plan(plan, traced.of(plan).trace, execute.make_mesh(plan.mesh, devices))
     expected = jax.tree.leaves(compiled(jax.jit(program.step), args))
     got = jax.tree.leaves(compiled(planned, program.arguments()))
     loose = program.tolerances()
