@@ -73,11 +73,10 @@ def far(got: Any, expected: Any, *, loose: bool) -> float:
 
 def compiled(function: Any, args: Any) -> Any:
     try:
-        program = function.lower(*args).compile(QUICK)
-    except jax.errors.JaxRuntimeError as error:
+        return jax.block_until_ready(function.lower(*args).compile(QUICK)(*args))
+    except jax.errors.JaxRuntimeError as error:  # at compilation, or when it runs
         hypothesis.assume(not any(refusal in str(error) for refusal in REFUSED))
         raise
-    return program(*args)
 
 
 def mismatches(program: RandomProgram) -> list[str]:
