@@ -17,7 +17,7 @@ from autopar.planner import Program, program_of
 from autopar.rules.factors import Rule
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
-from autopar.verify import Verification
+from autopar.verification import Verification
 from benchmarks.compile_cache import CachingCompiler, default_folder
 from benchmarks.zoo.real import REAL
 
