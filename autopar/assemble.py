@@ -20,6 +20,7 @@ from autopar.graph.ir import Node
 from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
+from autopar.rules.indexing import INDEXING
 from autopar.rules.regions import gather_of, is_manual
 from autopar.rules.structure import BORDERS, PINNED
 from autopar.sharding import TensorSharding, replicated
@@ -53,7 +54,7 @@ def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorShard
     return Assembled(
         inputs=inputs,
         outputs=outputs,
-        constraints=(*_constraints(f, choices), *_small_pins(f, pins)),
+        constraints=(*_constraints(f, choices), *_small_pins(f, pins), *_small_places(f)),
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
         regions=tuple(_regions(f, choices)),
@@ -207,6 +208,16 @@ def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
                 results=tuple(strategy.sharding(dims, pending) for dims in region.results),
                 reduction=group.defines[0].reduction,
             )
+
+
+def _small_places(f: Formulation) -> Iterator[Constraint]:
+    """Where a gather looks, or a scatter writes, is whole if too few to plan for. Left open, XLA splits the places as it
+    splits what is made of them, and on meshes of several axes its partitioner may then fail."""
+    for n, node in enumerate(f.graph.nodes):
+        places = node.operands[1] if node.primitive in INDEXING else None
+        if places is not None and f.graph.values[places].size <= SMALL_SIZE:
+            whole = replicated(len(f.graph.values[places].shape))
+            yield Constraint(value=places, shardings=(whole,), node=n, operand=1)
 
 
 def _small_pins(f: Formulation, pins: dict[int, TensorSharding]) -> Iterator[Constraint]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
@@ -475,6 +476,29 @@ def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P) -> None:
         )
     assert all(match.figure.holds for match in told.collectives), str(told)
     assert sum(match.compiled_bytes for match in told.collectives) > 1e7
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
+    def step(weights: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def loss_of(weights: jax.Array) -> jax.Array:
+            counted = batch["y"] > 0
+            rows = jnp.sum(jnp.tanh(batch["x"] @ weights), -1)
+            return jnp.sum(jnp.where(counted, rows, 0.0)) / jnp.sum(counted.astype(jnp.int32))
+
+        loss, gradient = jax.value_and_grad(loss_of)(weights)
+        return weights - 0.1 * gradient, loss
+
+    shapes = {"x": jax.ShapeDtypeStruct((4096, 256), jnp.float32), "y": jax.ShapeDtypeStruct((4096,), jnp.int32)}
+    told = autopar.verify(
+        step,
+        jax.ShapeDtypeStruct((256, 256), jnp.float32),
+        shapes,
+        mesh="64",
+        hardware="h100-sxm",
+        pin={"batch/*": P("data")},
+    )
+    assert any(one.kind == "all-reduce" and one.num_bytes <= 8 for one in told.matched.compiled), str(told)
 
 
 @pytest.mark.usefixtures("gpu_compiler")
