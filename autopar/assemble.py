@@ -160,7 +160,8 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
             if len(sharding.unreduced) > 1:
                 path = _scattered(f, choices, value, sharding, copies) or path
                 natural[value] = path[-1]
-            out.append(Constraint(value=value, shardings=path))
+            barrier = _is_cut_by_each_reader(f, value, sharding, path[-1])
+            out.append(Constraint(value=value, shardings=path, barrier=barrier))
     for flow in f.flows:
         wanted = flow.wanted[choices[flow.target]]
         if wanted == natural[flow.value]:
@@ -171,6 +172,18 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         uses = flow.uses or _as_outputs(f, flow)
         out += [Constraint(value=flow.value, shardings=path, node=n, operand=i) for n, i in uses]
     return tuple(out)
+
+
+def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, split: TensorSharding) -> bool:
+    """Whether XLA would sum a value whole over several axes and let each reader cut out its part, where the plan has it
+    scattered along some of these and then summed over the rest. Products and convolutions it scatters at once; of any
+    other sum it makes two steps only if one operation reads it."""
+    scattered = {axis for axes in split.dims for axis in axes} & set(made.unreduced)
+    if not scattered or scattered.issuperset(made.unreduced):
+        return False
+    nodes = map(f.graph.nodes.__getitem__, f.groups[f.decisions[f.value_made[value][0]].group].nodes)
+    maker = next(node.primitive for node in nodes if value in node.results)
+    return maker not in ("dot_general", "conv_general_dilated")
 
 
 def _scattered(

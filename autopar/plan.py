@@ -225,12 +225,15 @@ class Constraint:
 
     `node` and `operand` are None for a constraint at the value's definition; otherwise it holds for
     that operand of that node alone. The node after the last stands for the step's outputs.
+
+    With `barrier` the value is read through an `optimization_barrier`.
     """
 
     value: int
     shardings: tuple[TensorSharding, ...]
     node: int | None = None
     operand: int | None = None
+    barrier: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

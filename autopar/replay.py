@@ -51,6 +51,7 @@ class Replay:
     def __init__(self, plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> None:
         self.trace, self.mesh = trace, mesh
         self.at_definition: dict[int, _Path] = {}
+        self.barriers = {constraint.value for constraint in plan.constraints if constraint.barrier}
         self.at_operand: dict[tuple[int, int], _Path] = {}
         for constraint in plan.constraints:
             if constraint.node is None or constraint.operand is None:
@@ -100,7 +101,7 @@ class Replay:
                 return
             for position, value in zip(equation.results, self._run(n, equation, operands), strict=True):
                 path = self.at_definition.get(position, ())  # a manual region takes all steps but the last itself
-                scope.values[position] = self._constrain(position, value, path[-1:] if n in self.manual else path)
+                scope.values[position] = self._at_definition(position, value, path[-1:] if n in self.manual else path)
 
     def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """An equation by itself, or each device its own part of it where the plan says so."""
@@ -137,7 +138,11 @@ class Replay:
 
     def _define(self, scope: _Scope, equation: Equation, values: Sequence[Any]) -> None:
         for position, value in zip(equation.results, values, strict=True):
-            scope.values[position] = self._constrain(position, value, self.at_definition.get(position, ()))
+            scope.values[position] = self._at_definition(position, value, self.at_definition.get(position, ()))
+
+    def _at_definition(self, position: int, value: Any, path: _Path) -> Any:
+        value = self._constrain(position, value, path)
+        return jax.lax.optimization_barrier(value) if position in self.barriers else value
 
     def _constrain(self, position: int, value: Any, shardings: _Path) -> Any:
         shape = self.trace.avals[position].shape if shardings else ()

@@ -479,6 +479,33 @@ def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P) -> None:
 
 
 @pytest.mark.usefixtures("gpu_compiler")
+def test_a_sum_that_several_read_is_scattered_and_then_summed() -> None:
+    """As of a table of positions: summed over both axes, wanted split along one, by two moments of an optimizer. XLA
+    makes two steps of such a sum only beside others over the same devices, such as a weight's gradient."""
+
+    def step(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
+        def loss(table: jax.Array, weights: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.square(jnp.tanh(batch + table) @ weights))
+
+        gradient, slope = jax.grad(loss, argnums=(0, 1))(state["table"], state["weights"])
+        return {
+            "table": state["table"] - state["mean"],
+            "mean": 0.9 * state["mean"] + gradient,
+            "square": 0.9 * state["square"] + gradient * gradient,
+            "weights": state["weights"] - slope,
+        }
+
+    state = dict.fromkeys(("table", "mean", "square"), jax.ShapeDtypeStruct((1, 512, 1024), jnp.float32))
+    state["weights"] = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    rows = dict.fromkeys(("state/table", "state/mean", "state/square"), P(None, None, "model"))
+    pins = {**rows, "state/weights": P(None, "model"), "batch": P(("data", "model"))}
+    batch = jax.ShapeDtypeStruct((64, 512, 1024), jnp.float32)
+    told = autopar.verify(step, state, batch, mesh="2x4", hardware="h100-sxm", pin=pins)
+    assert {one.kind for one in told.plan.collectives} >= {"reduce-scatter", "all-reduce"}, str(told)
+    assert all(match.figure.holds for match in told.collectives), str(told)
+
+
+@pytest.mark.usefixtures("gpu_compiler")
 def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
     def step(weights: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def loss_of(weights: jax.Array) -> jax.Array:
