@@ -187,3 +187,15 @@ def test_a_few_places_to_look_in_are_whole_where_they_are_used(seed: int) -> Non
     whole = {c.node for c in plan.constraints if c.operand == 1 and all(s.is_replicated for s in c.shardings)}
     assert looking and whole.issuperset(looking)
     np.testing.assert_allclose(planned(*args), step(*args), rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_of_updates_is_split_evenly_or_not_at_all() -> None:
+    """Of rows that no axis divides; XLA's partitioner cannot pad them, and ended the process (9, on 2x4)."""
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(jnp.sin(jnp.sort(x, axis=2))))(x)
+
+    x = jnp.cos(jnp.arange(31.0 * 6)).reshape(31, 6, 1)
+    planned = autopar.parallelize(mesh="2x4", hardware="cpu-host", solver=RandomSolver(9))(step)
+    expected = step(x)
+    np.testing.assert_allclose(planned(x), expected, rtol=1e-5, atol=1e-6)

@@ -49,7 +49,8 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
 
     Where updates are combined, the loops over them are reductions: each device combines its share, and
     the operand is counted once (XLA takes the identity for it on all devices but the first). The shares must be
-    equal: XLA pads with zeros for the first place, which count on a mesh of several axes (jax 0.12.0.1).
+    equal: XLA pads with zeros for the first place, which count on a mesh of several axes (jax 0.12.0.1). So must those
+    of a batch of scatters, which it may not pad at all, and ends the process.
 
     Args:
         combines: how updates and what they fall on combine; None where their order matters.
@@ -74,7 +75,8 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
     in_operand = {name for names in operand for name in names}
     if combines is None:  # which of two updates to one place comes last is nobody's to reorder
         indices, updates = ([n if set(n) <= in_operand else () for n in term] for term in (indices, updates))
-    loops = {name for names in updates for name in names} - in_operand
+    loops = {name for term in (indices, updates) for names in term for name in names}
+    loops -= in_operand - {name for names in indices for name in names}  # of the updates, or a batch of them
     # One operation per update: the loops over the indexed dims only say where it goes.
     places = math.prod(max(1, operand_shape[d]) for d in searched)
     return build_rule(
