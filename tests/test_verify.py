@@ -495,8 +495,8 @@ def test_a_sum_that_several_read_is_scattered_and_then_summed() -> None:
             "weights": state["weights"] - slope,
         }
 
-    state = dict.fromkeys(("table", "mean", "square"), jax.ShapeDtypeStruct((1, 512, 1024), jnp.float32))
-    state["weights"] = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    table, weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 512, 1024), (1024, 1024)))
+    state = {"table": table, "mean": table, "square": table, "weights": weights}
     rows = dict.fromkeys(("state/table", "state/mean", "state/square"), P(None, None, "model"))
     pins = {**rows, "state/weights": P(None, "model"), "batch": P(("data", "model"))}
     batch = jax.ShapeDtypeStruct((64, 512, 1024), jnp.float32)
