@@ -25,13 +25,15 @@ from autopar.solve.trees import anneal
 Found = Callable[[tuple[int, ...]], None]
 Bounded = Callable[[float], None]
 Told = Callable[[float], None]
-_PRICING_SHARE = 0.12  # of the budget
+_PRICING_SHARE = 0.2  # of the budget, at most
 _PRICING_ROUNDS = 600
 _STAGES = ((0.5, 1.0), (0.8, 0.2), (1.0, 0.04))  # each ends at a share of the rest, and starts so many times as hot
 _HOT, _COLD = 1e-2, 1e-3  # temperature, by the mean cost of a node; and by the hot one
 _LARGEST = 300  # nodes
 _MOVES = 200  # that are made between two looks at the budget
 _CORES = 2
+_LISTEN_S = 0.1
+_HOTTER = 5.0  # is the second thread, by so many times
 _CLOSE = 1e-7  # relative distance to the bound that ends message passing
 
 
@@ -85,12 +87,16 @@ class LargeSearch:
     def _price(self) -> Multipliers:
         multipliers = Multipliers(self.p)
         share = _PRICING_SHARE * (1 - self._budget.spent()) + self._budget.spent()
-        for _ in range(_PRICING_ROUNDS):
-            if self._budget.spent() >= share or self.cost - multipliers.bound <= _CLOSE * abs(self.cost):
-                break
-            multipliers.step(self._meet)
-            self._budget.step()
-        self._bounded(certified_bound(self.p, multipliers.best, multipliers.best_messages))
+        try:
+            for _ in range(_PRICING_ROUNDS):
+                if self._budget.spent() >= share or self.cost <= multipliers.bound + _CLOSE * abs(multipliers.bound):
+                    break
+                multipliers.step(self._meet)
+                self._budget.step()
+            if self._budget.spent() < 1.0 and self._open():
+                multipliers.around(self._meet)
+        finally:
+            self._bounded(certified_bound(self.p, multipliers.best, multipliers.best_messages))
         return multipliers
 
     def _meet(self, choices: np.ndarray) -> None:
@@ -111,9 +117,11 @@ class LargeSearch:
                 if self._budget.spent() >= 1.0 or hot == 0.0:
                     break
                 stage = _Stage(self.p, prices.held, self._budget, hot * heat, begin + share * (1 - begin), self._told)
-                states = [_State(self.choices, self.cost, [self._seed, number, i]) for i in range(_CORES)]
+                states = [_State(self.choices, self.cost, _HOTTER**i, [self._seed, number, i]) for i in range(_CORES)]
                 tasks = [pool.submit(stage.run, state) for state in states]
                 try:
+                    while wait(tasks, timeout=_LISTEN_S).not_done:  # so that Ctrl-C is heard
+                        pass
                     for task in tasks:
                         task.result()
                 finally:  # Ctrl-C ends the wait, and the threads soon after
@@ -128,7 +136,8 @@ class LargeSearch:
 class _State:
     """One thread's assignment, best assignment, and random numbers."""
 
-    def __init__(self, choices: np.ndarray, cost: float, seed: list[int]) -> None:
+    def __init__(self, choices: np.ndarray, cost: float, heat: float, seed: list[int]) -> None:
+        self.heat = heat
         self.choices, self.best = choices.copy(), choices.copy()
         self.costs = np.array([cost, cost])
         self.random = np.random.SeedSequence(seed).generate_state(1, np.uint64) | np.uint64(1)
@@ -148,7 +157,7 @@ class _Stage:
         """Anneal one thread's assignment."""
         p, loads = self._p, np.zeros(len(self._p.base))
         while (spent := self._budget.spent(_CORES * state.steps)) < self._end:
-            heat = self._hot * _COLD ** max(0.0, (spent - self._begin) / (self._end - self._begin))
+            heat = state.heat * self._hot * _COLD ** max(0.0, (spent - self._begin) / (self._end - self._begin))
             loads_of(p, state.choices, loads)  # afresh, lest rounding adds up
             state.costs[0] = evaluate(p, p.costs, state.choices)
             anneal(p, self._held, state.choices, state.best, loads, state.costs, state.random, _MOVES, heat, _LARGEST)

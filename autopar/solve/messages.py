@@ -60,21 +60,25 @@ def sweep(p: Pairwise, prices: np.ndarray, messages: np.ndarray, forward: bool) 
             for s in range(size):
                 r = labels[lab + s]
                 least[r] = min(least[r], total[s])
-            for c in range(other):
-                messages[out + c] = np.inf
             for r in range(own):
-                offset, row = share * least[r] - messages[back + r], core + r * other
-                for c in range(other):
-                    x = entries[row + c] + offset
-                    y = messages[out + c]
-                    messages[out + c] = x if x < y else y
-            taken = np.inf
-            for c in range(other):
-                taken = min(taken, messages[out + c])
-            for c in range(other):
-                messages[out + c] -= taken
-            bound += taken
+                least[r] = share * least[r] - messages[back + r]
+            bound += _send(entries[core : core + own * other], least[:own], messages[out : out + other])
     return bound
+
+
+@compiled
+def _send(entries: np.ndarray, own: np.ndarray, message: np.ndarray) -> float:
+    """The least of every column of a table plus what its rows have, into `message`, but for their least: returned."""
+    other = len(message)
+    message[:] = np.inf
+    for r in range(len(own)):
+        row, offset = r * other, own[r]
+        for c in range(other):
+            x, y = entries[row + c] + offset, message[c]
+            message[c] = x if x < y else y
+    taken = message.min()
+    message -= taken
+    return taken
 
 
 @compiled

@@ -21,6 +21,7 @@ from autopar.solve.loads import loads_of, price
 from autopar.solve.pairwise import Pairwise
 
 Meet = Callable[[np.ndarray], None]
+_FACTORS, _PASSES_AROUND = (0.85, 0.9, 0.95, 1.05, 1.1, 1.2), 10
 _PASSES = 2  # to each change of the prices
 _APART = 60  # instants that get a price at once lie this part of all instants apart
 _AT_ONCE = 4
@@ -73,6 +74,19 @@ class Multipliers:
         if len(excess):
             self._move(excess)
         return float(excess.max(initial=-np.inf))
+
+    def around(self, meet: Meet) -> None:
+        """Decode at prices somewhat lower and higher than the present ones, which stay."""
+        p, kept = self.p, self.messages.copy()
+        choices = np.zeros(len(p.nodes) - 1, np.int64)
+        for factor in _FACTORS:
+            prices = p.costs + factor * self.held
+            for i in range(_PASSES_AROUND):
+                forward = i % 2 == 0
+                messages.sweep(p, prices, self.messages, forward)
+                messages.decode(p, prices, self.messages, not forward, choices)
+                meet(choices)
+            self.messages[:] = kept
 
     def _activate(self) -> None:
         """Give a price to the instants at which most too much is held."""

@@ -9,7 +9,7 @@ What nodes without a choice hold is part of `base`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,9 @@ EDGE = np.dtype(
     ]
 )
 PIECE = np.dtype([("first", "i8"), ("last", "i8"), ("at", "i8")])
+
+
+Records = Any  #: an array of one of these: numba has fields of its entries as attributes
 
 
 class Pairwise(NamedTuple):
@@ -45,10 +48,10 @@ class Pairwise(NamedTuple):
         limit: bytes, at every instant; `inf` if there is none.
     """
 
-    nodes: np.ndarray
-    edges: np.ndarray
+    nodes: Records
+    edges: Records
     edges_of: np.ndarray
-    pieces: np.ndarray
+    pieces: Records
     costs: np.ndarray
     labels: np.ndarray
     entries: np.ndarray

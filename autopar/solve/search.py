@@ -26,6 +26,7 @@ from autopar.solve.instants import instants_of
 from autopar.solve.memory import minimum_memory
 from autopar.solve.problem import Edge, Problem, Usage
 from autopar.solve.reduction import Reduced, reduce
+from autopar.solve.thinning import thin
 
 Progress = Callable[[float, float], None]
 PROVEN = 1e-6  # relative gap that counts as optimal
@@ -66,6 +67,11 @@ class Part:
         """The part of this with only the strategies at positions `keep`; None if that has no assignment."""
         reduced = reduce(_restricted(self.problem, keep))
         return None if reduced is None else Part(reduced, tuple(keep), self)
+
+    def thinned(self, problem: Problem) -> Part | None:
+        """This part with its problem replaced by an equal one, and reduced again."""
+        reduced = reduce(problem)
+        return None if reduced is None else Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs), self)
 
     def size(self) -> int:
         """Entries of all edges."""
@@ -227,6 +233,14 @@ class Search:
         # Numba is imported only now: most problems do not need it, and it takes most of a second.
         from autopar.solve.large import LargeSearch  # noqa: PLC0415
 
+        least = self.cost
+
+        def tell(cost: float) -> None:  # each thread tells of its own best
+            nonlocal least
+            if cost < least:
+                least = cost
+                self._follow(cost, self.bound)
+
         search = LargeSearch(
             part.problem,
             self._budget,
@@ -234,7 +248,7 @@ class Search:
             found=lambda choices: self._meet(part, choices),
             bounded=self._bound_part,
             open=self._open,
-            told=lambda cost: self._follow(cost, self.bound),
+            told=tell,
         )
         search.run(lambda: self._fitting_least(part) if part.problem.memory_limit is not None else ())
 
@@ -303,7 +317,15 @@ def _whole(problem: Problem) -> Part | None:
     if problem.memory_limit is not None and problem.memory_limit < 0.0:
         return None
     reduced = reduce(problem)
-    return None if reduced is None else Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs))
+    if reduced is None:
+        return None
+    part = Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs))
+    while part is not None and (thinned := thin(part.problem)) is not part.problem:
+        smaller = part.thinned(thinned)
+        if smaller is None or smaller.size() >= part.size():
+            return smaller
+        part = smaller
+    return part
 
 
 def _restricted(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
