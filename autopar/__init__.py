@@ -7,6 +7,6 @@ from autopar.plan import Plan as Plan
 from autopar.plan import load_plan as load_plan
 from autopar.planner import plan as plan
 from autopar.rules.registered import register_rule as register_rule
-from autopar.verify import Verification as Verification
+from autopar.verification import Verification as Verification
 from autopar.verify import verify as verify
 from autopar.version import __version__ as __version__

@@ -166,7 +166,9 @@ class ParallelStep:
         carry, donate = self._options.get("carry"), self._options.get("donate")
         program = program_of(self._step, args, carry=carry, donate=donate)
         if self._fixed is None:
-            return planner.plan_program(program, **self._planning_options()), program
+            plan = planner.plan_program(program, **self._planning_options())
+            return plan, program.of(plan)
+        program = program.of(self._fixed)
         difference = self._fixed.program.difference(program.signature)
         if difference is not None:
             raise PlanMismatchError(

@@ -308,7 +308,8 @@ def _run_verify(options: argparse.Namespace) -> int:
         else:
             more = _planning(options)
         step, args = load_target(options.target)
-        from autopar.verify import render_verification, verify
+        from autopar.verification import render_verification
+        from autopar.verify import verify
 
         more |= {"hosts": options.hosts, "run": options.run_step, "compiler": compiler}
         with _progress() as report:

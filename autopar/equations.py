@@ -89,6 +89,18 @@ class Region:
     sections: tuple[tuple[int, int], ...]
     exit: tuple[int, int]
 
+    def leaving(self, section: int, equations: Sequence[Equation]) -> Iterator[tuple[int, int]]:
+        """What a section gives out: the pieces that take it, and which of their operands it is.
+
+        Args:
+            equations: the list that the region stands in.
+        """
+        for n in range(*self.exit):
+            if equations[n].piece == "exit_branch":
+                yield n, section
+            elif section == (0 if equations[n].piece == "predicate" else len(self.sections) - 1):
+                yield n, 0
+
 
 @dataclass(slots=True)
 class _Nest:

@@ -290,8 +290,19 @@ class _Builder:
         return (
             self.decisions[source].kind == "input"
             or self.decisions[target].kind in ("input", "output")
-            or self.decisions[target].phase == "update"
+            or self._is_update(target)
         )
+
+    def _is_update(self, node: int) -> bool:
+        """Whether a decision is of the update, or does nothing but reshape for it."""
+        decision = self.decisions[node]
+        if decision.kind != "group" or decision.phase == "update":
+            return decision.phase == "update"
+        group = self.groups[decision.group]
+        if any(self.graph.nodes[n].primitive != "reshape" for n in group.nodes):
+            return False
+        readers = {reader for define in group.defines for reader, _, _ in self.readers[define.value]} - {node}
+        return bool(readers) and all(map(self._is_update, readers))
 
     # -- numbers -----------------------------------------------------------------------------
 

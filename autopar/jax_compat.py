@@ -190,6 +190,18 @@ def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> Sequence[Any
     return results if equation.primitive.multiple_results else [results]
 
 
+def staged(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """The jaxpr of a function of arrays with these types: `.invars`, `.eqns`, `.outvars`."""
+    jaxpr, constants = open_jaxpr(jax.make_jaxpr(function)(*map(shape_struct, avals)))
+    assert not constants
+    return jaxpr
+
+
+def placed_as(equation: Any, other: Any) -> Any:
+    """An equation with the source line and the context of another."""
+    return equation.replace(source_info=other.source_info, ctx=other.ctx)
+
+
 def ordered_effects(equation: Any) -> bool:
     """Whether an equation has an effect that must keep its order among others."""
     return any(

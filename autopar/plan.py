@@ -381,6 +381,17 @@ class Plan:
                 temporary.unlink(missing_ok=True)
 
 
+def split_dims(plan: Plan) -> frozenset[tuple[int, int]]:
+    """Values of the planned program and their dims that constraints split."""
+    return frozenset(
+        (constraint.value, d)
+        for constraint in plan.constraints
+        for sharding in constraint.shardings
+        for d, axes in enumerate(sharding.dims)
+        if axes
+    )
+
+
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan file. It is data: nothing in it is ever run.
 

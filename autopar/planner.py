@@ -8,7 +8,6 @@ Nothing is compiled and no device is touched, unless neither mesh nor device cou
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,20 +18,18 @@ from typing import Any
 import jax
 
 from autopar.assemble import Assembled, assemble
-from autopar.carried import carried_arguments, carried_leaves, donated_leaves
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.device_program import stored_values
 from autopar.errors import BudgetError, MeshError, TimeLimitError
+from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
-from autopar.graph.check import check
-from autopar.graph.from_jaxpr import graph_of
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
-from autopar.jax_compat import shape_struct
 from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
-from autopar.plan import Outcome, Plan, ProgramSignature, RejectedMesh
+from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
+from autopar.program import Program, program_of
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
 from autopar.rules.registered import called, needs_local, template
@@ -41,7 +38,6 @@ from autopar.rules.table import rule_for, unknown_rule
 from autopar.sharding import TensorSharding
 from autopar.solve.ilp import Ilp, minimum_memory
 from autopar.solve.problem import Solution, Solver, Status
-from autopar.trace import Trace, argument_names, check_leaves, trace
 from autopar.units import human_bytes
 from autopar.version import __version__
 from autopar.words import strategy_words
@@ -52,20 +48,8 @@ Progress = Callable[[str, float], None]
 #: estimate, and for the allocator, whose memory is never all in one piece.
 BUDGET_MARGIN = 0.05
 
-
 #: How often the solver's measure of memory is set right by a whole plan's.
 _MOST_TIGHTENINGS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A traced step as the planner and the executor need it."""
-
-    trace: Trace
-    graph: Graph
-    carried_arguments: tuple[int, ...]
-    donated: tuple[int, ...]
-    signature: ProgramSignature
 
 
 def plan(
@@ -137,14 +121,15 @@ def plan_program(
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
     distinct, twins = _distinct(meshes, profile, symmetric=not pin and not _names_axes(program.graph))
-    grouped = _group(program.graph, resolve_pins(pin or {}, program.graph, distinct[0]))
+    one = resolve_pins(pin or {}, program.graph, distinct[0])
+    forms = [(form, _group(form.graph, one)) for form in program.forms]
     plans: list[Plan] = []
     failures: list[tuple[MeshShape, BudgetError]] = []
     for i, shape in enumerate(distinct):
         report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
         try:
             pins = resolve_pins(pin or {}, program.graph, shape)
-            plans.append(_plan_on(shape, program, grouped, profile, budget * (1 - BUDGET_MARGIN), pins, solve_with))
+            plans.append(_plan_in_a_form(shape, forms, profile, budget * (1 - BUDGET_MARGIN), pins, solve_with))
         except BudgetError as error:
             failures.append((shape, error))
     report("done", 1.0)
@@ -156,52 +141,6 @@ def plan_program(
         memory_budget_bytes=memory_budget_bytes,
         rejected=_rejected(best, plans, failures, twins),
         pins={path: str(spec) for path, spec in (pin or {}).items()},
-    )
-
-
-def program_of(
-    step: Callable[..., Any], args: Sequence[Any], *, carry: Sequence[str] | None, donate: Sequence[str] | None
-) -> Program:
-    """Trace a step and say what is carried and what is donated."""
-    check_leaves(step, args)
-    args = jax.tree.map(shape_struct, tuple(args))  # where an array lies now must not enter the trace
-    traced = trace(step, args)
-    names = argument_names(step, len(args))
-    result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
-    carried = carried_arguments(args, result, names, carry)
-    graph = graph_of(traced, carried_leaves(args, carried))
-    check(graph)
-    given = [names[i] for i in carried] if donate is None else donate
-    return Program(traced, graph, tuple(carried), donated_leaves(args, names, given), _signature(traced, graph))
-
-
-def _abstract_outputs(traced: Trace) -> list[Any]:
-    def abstract(output: Any) -> Any:
-        aval = traced.avals[output] if isinstance(output, int) else output.value
-        return jax.ShapeDtypeStruct(jax.numpy.shape(aval), aval.dtype)
-
-    return [abstract(output) for output in traced.outputs]
-
-
-def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
-    def tensors(paths: Sequence[str], values: Sequence[int | None]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        infos = [graph.values[v] if v is not None else None for v in values]
-        return tuple(
-            (path, info.shape if info else (), info.dtype if info else "literal")
-            for path, info in zip(paths, infos, strict=True)
-        )
-
-    digest = hashlib.sha256()
-    for node in graph.nodes:
-        shapes = [graph.values[v].shape for v in node.results]
-        what = (node.primitive, node.operands, node.results, shapes, sorted(node.params.items()), node.repeat)
-        digest.update(repr(what).encode())
-    return ProgramSignature(
-        name=traced.name,
-        inputs=tensors(graph.input_paths, graph.inputs),
-        outputs=tensors(graph.output_paths, graph.outputs),
-        primitives=dict(sorted(Counter(node.primitive for node in graph.nodes).items())),
-        fingerprint=digest.hexdigest()[:32],
     )
 
 
@@ -220,6 +159,20 @@ def _group(graph: Graph, pins: Mapping[int, TensorSharding]) -> _Grouped:
     rules, unknown = rules_of(graph)
     absorbable = frozenset(range(len(graph.inputs))) - set(pins)
     return _Grouped(form_groups(graph, rules, absorbable), unknown)
+
+
+def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]], *given: Any) -> Plan:
+    """A plan of the step that sees dims as two where it splits these; else one of the step as it was written, which
+    can be split in ways that the other cannot."""
+    *seeing_two, (whole, grouped) = forms
+    for form, groups in seeing_two:
+        try:
+            made = _plan_on(shape, form, groups, *given)
+        except BudgetError:
+            continue
+        if sees_two(form.trace, split_dims(made)):
+            return made
+    return _plan_on(shape, whole, grouped, *given)
 
 
 def _plan_on(

@@ -2,7 +2,8 @@
 
 In: `Plan`, `Trace`, a mesh. Out: `Replay.run`, a function of the step's arguments. XLA's partitioner is told the
 sharding of every value that crosses from one decision to another, so it has no room to disagree; name stacks and source
-lines are kept. Loops and branches are built anew around the equations of their sections.
+lines are kept. Loops and branches are built anew around the equations of their sections. What sees a dim as two that the
+plan does not split runs as it was written.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.equations import Equation, LiteralOperand, Region
+from autopar.factoring.whole import as_written, run_whole, seen_whole
 from autopar.manual.region import run_region
 from autopar.manual_program import run_shard_map
 from autopar.partition_spec import partition_spec
-from autopar.plan import Plan
+from autopar.plan import Plan, split_dims
 from autopar.sharding import TensorSharding
 from autopar.trace import Trace
 
@@ -57,6 +59,7 @@ class Replay:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
         self.manual = {region.node: region for region in plan.regions}
         self.region_at = {region.enter[0]: region for region in trace.regions}
+        self.as_written = as_written(trace, split_dims(plan))
         self.remaining = _last_reads(trace)
 
     def run(self, *args: Any) -> Any:
@@ -67,7 +70,7 @@ class Replay:
         scope.values.update(self.trace.constants)
         end = len(self.trace.equations)
         self._span(scope, 0, end)
-        outputs = [self._operand(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
+        outputs = [self._taken(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
         return jax.tree.unflatten(self.trace.out_tree, outputs)
 
     def _span(self, scope: _Scope, start: int, stop: int) -> None:
@@ -86,12 +89,18 @@ class Replay:
 
     def _equation(self, scope: _Scope, n: int) -> None:
         equation = self.trace.equations[n]
+        whole = self.as_written.get(n)
+        if whole is not None and whole.start != n:  # run with its first
+            return
+        take = self._taken if whole is None else self._operand
         with _context(equation):
-            operands = [self._operand(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
-            results = self._run(n, equation, operands)
-            for position, value in zip(equation.results, results, strict=True):
+            operands = [take(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
+            if whole is not None:
+                self._define(scope, self.trace.equations[whole.stop - 1], run_whole(whole, operands))
+                return
+            for position, value in zip(equation.results, self._run(n, equation, operands), strict=True):
                 path = self.at_definition.get(position, ())  # a manual region takes all steps but the last itself
-                scope.values[position] = self._constrain(value, path[-1:] if n in self.manual else path)
+                scope.values[position] = self._constrain(position, value, path[-1:] if n in self.manual else path)
 
     def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """An equation by itself, or each device its own part of it where the plan says so."""
@@ -105,7 +114,15 @@ class Replay:
             return operands
         return jax_compat.bind(equation.source, operands)
 
+    def _taken(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
+        """An operand in the shape it was traced with; only one with a dim that is two there may have another."""
+        value = self._operand(scope, node, index, atom)
+        if isinstance(atom, LiteralOperand) or value.shape == self.trace.avals[atom].shape:
+            return value
+        return jax.lax.reshape(value, self.trace.avals[atom].shape)
+
     def _operand(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
+        """An operand, split as the plan says."""
         if isinstance(atom, LiteralOperand):
             return atom.value
         path = self.at_operand.get((node, index), ())
@@ -114,17 +131,19 @@ class Replay:
         for length in range(1, len(path) + 1):  # one constraint per value and target: readers share it
             prefix = path[:length]
             if prefix not in known:
-                known[prefix] = self._constrain(value, prefix[-1:])
+                known[prefix] = self._constrain(atom, value, prefix[-1:])
             value = known[prefix]
         return value
 
     def _define(self, scope: _Scope, equation: Equation, values: Sequence[Any]) -> None:
         for position, value in zip(equation.results, values, strict=True):
-            scope.values[position] = self._constrain(value, self.at_definition.get(position, ()))
+            scope.values[position] = self._constrain(position, value, self.at_definition.get(position, ()))
 
-    def _constrain(self, value: Any, shardings: _Path) -> Any:
+    def _constrain(self, position: int, value: Any, shardings: _Path) -> Any:
+        shape = self.trace.avals[position].shape if shardings else ()
         for sharding in shardings:
-            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(sharding)))
+            whole = sharding if value.shape == shape else seen_whole(sharding, shape, value.shape)
+            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(whole)))
         return value
 
     # -- regions -----------------------------------------------------------------------------
@@ -133,7 +152,7 @@ class Replay:
         """Run the loop or the branches that stand at a place, and define what comes out."""
         equations = self.trace.equations
         entering = range(*region.enter)
-        given = {n: self._operand(scope, n, 0, equations[n].operands[0]) for n in entering}
+        given = {n: self._taken(scope, n, 0, equations[n].operands[0]) for n in entering}
         with _context(equations[region.enter[0]] if entering else equations[region.exit[0]]):
             results = getattr(self, f"_{region.kind}")(scope, region, given)
         leaving = [n for n in range(*region.exit) if equations[n].results] or list(entering)
@@ -189,19 +208,14 @@ class Replay:
     ) -> Callable[[dict[int, Any]], list[Any]]:
         """A function from what pieces take in, by their equations, to what a section gives out."""
         equations = self.trace.equations
-        leaving: list[tuple[int, int]] = []
-        for n in range(*region.exit):
-            if equations[n].piece == "exit_branch":
-                leaving.append((n, section))
-            elif section == (0 if equations[n].piece == "predicate" else len(region.sections) - 1):
-                leaving.append((n, 0))
+        leaving = list(region.leaving(section, equations))
 
         def run(entered: dict[int, Any]) -> list[Any]:
             inside = scope.inner()
             for n, value in (given | entered).items():
                 self._define(inside, equations[n], [value] if equations[n].results else [])
             self._span(inside, *region.sections[section])
-            outs = [(n, self._operand(inside, n, i, equations[n].operands[i])) for n, i in leaving]
+            outs = [(n, self._taken(inside, n, i, equations[n].operands[i])) for n, i in leaving]
             return [self._as_carried(n, value) for n, value in outs]
 
         return run
@@ -218,7 +232,8 @@ class Replay:
         value = jax_compat.as_typed(value, self.trace.avals[equation.results[0]])
         if equation.piece == "exit_stack":  # all trips together have another rank
             return value
-        return self._constrain(value, self.at_definition.get(equation.results[0], ())[-1:])
+        (position,) = equation.results
+        return self._constrain(position, value, self.at_definition.get(position, ())[-1:])
 
     def _pieces(self, span: tuple[int, int], piece: str) -> list[int]:
         return [n for n in range(*span) if self.trace.equations[n].piece == piece]

@@ -20,6 +20,24 @@ from autopar.errors import StepSignatureError, TraceError
 
 
 @dataclass(frozen=True, slots=True)
+class Rewritten:
+    """Equations that see a dim as two, and the one that they stand for (`factoring.rewrite`).
+
+    Args:
+        start, stop: of the equations; the results are those of the last.
+        source: JAX's equation as it was; None where there was none, for a reshape from one form to the other.
+        operand_shapes: of what it took; None for a literal.
+        pairs: value and dim of the first of the two, wherever these dims stand in the trace.
+    """
+
+    start: int
+    stop: int
+    source: Any
+    operand_shapes: tuple[tuple[int, ...] | None, ...]
+    pairs: frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """A whole step as equations over numbered values.
 
@@ -40,6 +58,7 @@ class Trace:
     output_paths: tuple[str, ...]
     in_tree: Any  # of the positional arguments, a tuple
     out_tree: Any
+    rewritten: tuple[Rewritten, ...] = ()
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> Trace:

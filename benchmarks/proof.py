@@ -27,7 +27,7 @@ import autopar
 from autopar.compare import CollectiveMatch
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.plan import Plan
-from autopar.verify import Verification
+from autopar.verification import Verification
 from benchmarks.baselines import pinned
 from benchmarks.baselines.megatron_only import data_whole_over
 from benchmarks.compile_cache import CachingCompiler, default_folder

@@ -12,7 +12,7 @@ import pytest
 from autopar.cost import hardware
 from autopar.cost.collectives import KINDS, collective_time, link_of
 from autopar.cost.resharding import collectives_of, resharding_moves
-from autopar.cost.resharding_times import ReshardingTimes
+from autopar.cost.resharding_times import EACH_S, ReshardingTimes
 from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.sharding import TensorSharding
 
@@ -145,7 +145,8 @@ def test_the_matrix_of_times_is_that_of_the_paths_collectives(mesh: str, shapes:
             expected = [
                 [
                     sum(
-                        collective_time(m.kind, m.num_bytes, m.axes, parse_mesh(mesh), PROFILE, combinable=combinable)
+                        EACH_S
+                        + collective_time(m.kind, m.num_bytes, m.axes, parse_mesh(mesh), PROFILE, combinable=combinable)
                         for m in collectives_of(resharding_moves(source, target, shape, 2, parse_mesh(mesh)))
                     )
                     for target in wanted

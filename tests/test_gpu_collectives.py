@@ -157,7 +157,14 @@ def merged(moves: Iterable[Move], mesh: MeshShape) -> Counter[Sent]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "shape"), [("2x4", (64, 32)), ("2x2x2", (64, 32)), ("2x4", (16, 32, 64)), ("2x2x2", (16, 32, 64))]
+    ("text", "shape"),
+    [
+        ("2x4", (64, 32)),
+        ("2x2x2", (64, 32)),
+        ("2x2x2", (8, 3200)),  # as many as there are devices
+        ("2x4", (16, 32, 64)),
+        ("2x2x2", (16, 32, 64)),
+    ],
 )
 def test_resharding_sends_on_gpus_what_is_predicted(text: str, shape: tuple[int, ...], gpus: Compiler) -> None:
     mesh = parse_mesh(text)

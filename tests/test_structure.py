@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_choice import AnyChoice
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -18,21 +18,9 @@ import autopar
 from autopar.errors import PinError
 from autopar.plan import Plan
 from autopar.planner import program_of
-from autopar.solve.problem import Problem, Solution, Status
 from autopar.trace import Trace, trace
 
 LAYERS, WIDTH, ROWS = 4, 32, 16
-
-
-class AnyChoice:
-    """A solver that takes whatever: every assignment of a problem without a budget is a plan."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def solve(self, problem: Problem) -> Solution:
-        choices = tuple(self.random.randrange(len(costs)) for costs in problem.node_costs)
-        return Solution(choices, 0.0, 0.0, Status.FEASIBLE)
 
 
 def block(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -41,6 +41,8 @@ def load_of(group: Group, written: frozenset[int], graph: Graph) -> Load:
     Args:
         written: values of the group that leave it, and so are written to memory.
     """
+    if all(graph.nodes[n].primitive == "reshape" for n in group.nodes):  # the same memory under another shape
+        return Load(group.factors, (), ())
     values = graph.values
     moved = [(values[r.value].itemsize * values[r.value].repeat, r.value, r.dims) for r in group.reads]
     for define in group.defines:
@@ -53,7 +55,9 @@ def load_of(group: Group, written: frozenset[int], graph: Graph) -> Load:
 
 
 def compute_time(load: Load, strategies: Sequence[Strategy], mesh: MeshShape, profile: HardwareProfile) -> np.ndarray:
-    """Seconds per step on one device, float[strategies]."""
+    """Seconds per step on one device, float[strategies]; none where there is nothing to compute or to move."""
+    if not load.works and not load.tensors:
+        return np.zeros(len(strategies))
     parts = np.array([[mesh.sizes(axes) for axes in s.axes] for s in strategies], int)  # [strategies, factors]
 
     def points(factors: Sequence[int]) -> np.ndarray:

@@ -78,8 +78,8 @@ def resharding_steps(
 
 def divisibility(shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
     """What `resharding_steps` may know of a shape, and a shape that it treats alike: it asks of a dim whether products
-    of axis sizes divide it, in which an axis stands at most twice."""
-    return tuple(math.gcd(size, mesh.num_devices**2) for size in shape)
+    of axis sizes divide it, in which an axis stands once."""
+    return tuple(math.gcd(size, mesh.num_devices) for size in shape)
 
 
 def collectives_of(moves: tuple[Move, ...]) -> tuple[Move, ...]:
@@ -134,7 +134,8 @@ class _Path:
     def _divides_with(self, axis: str) -> bool:
         d = self.target_dim[axis]
         leaving = [a for a in self.dims[d] if self.target_dim.get(a) != d]
-        return not leaving or self.shape[d] % self.mesh.sizes((*self.dims[d], *self.target.dims[d])) == 0
+        together = dict.fromkeys((*self.dims[d], *self.target.dims[d]))  # one that stays splits it once
+        return not leaving or self.shape[d] % self.mesh.sizes(tuple(together)) == 0
 
     def exchange(self) -> None:
         moving = [(axis, d) for d, axes in enumerate(self.dims) for axis in axes if self.target_dim.get(axis, d) != d]

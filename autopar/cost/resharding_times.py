@@ -22,6 +22,9 @@ from autopar.mesh import MeshShape
 from autopar.sharding import TensorSharding
 
 _Shardings = tuple[TensorSharding, ...]
+#: On top of the price of each collective: where two ways are priced alike (a reduce-scatter and an all-gather behind a
+#: reshape, or one all-reduce), the one with fewer is taken.
+EACH_S = 1e-9
 _LARGEST = 1 << 48  # elements of a tensor: leaves room for a collective's number beside them
 
 
@@ -111,7 +114,7 @@ class ReshardingTimes:
     def matrix(
         self, made: _Shardings, wanted: _Shardings, shape: tuple[int, ...], itemsize: float, *, combinable: bool
     ) -> np.ndarray:
-        """Seconds from each of `made` to each of `wanted`, float[made, wanted]."""
+        """Seconds from each of `made` to each of `wanted`, `EACH_S` for each collective included, float[made, wanted]."""
         divisors = divisibility(shape, self._mesh)
         key = (made, wanted, divisors)
         if key not in self._structures:
@@ -134,7 +137,9 @@ class ReshardingTimes:
             key = (int(collective), itemsize * int(elements), combinable)
             if key not in self._times:
                 kind, axes = named[key[0]]
-                self._times[key] = collective_time(kind, key[1], axes, self._mesh, self._profile, combinable=combinable)
+                self._times[key] = EACH_S + collective_time(
+                    kind, key[1], axes, self._mesh, self._profile, combinable=combinable
+                )
             seconds[i] = self._times[key]
         return seconds[labels]
 

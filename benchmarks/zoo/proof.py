@@ -17,7 +17,7 @@ from autopar.planner import Program, program_of
 from autopar.rules.factors import Rule
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
-from autopar.verify import Verification
+from autopar.verification import Verification
 from benchmarks.compile_cache import CachingCompiler, default_folder
 from benchmarks.zoo.real import REAL
 
@@ -57,7 +57,7 @@ def _row(model: str, num_gpus: int, mesh: str | None, compiler: CachingCompiler)
 
     devices: dict[str, Any] = {"mesh": mesh} if mesh else {"num_devices": num_gpus}
     told = autopar.verify(step, *args, hardware=HARDWARE, compiler=compiler, progress=note, **devices)
-    plan, program = told.plan, program_of(step, args, carry=None, donate=None)
+    plan, program = told.plan, program_of(step, args, carry=None, donate=None).of(told.plan)
     return _figures(told) | {
         "failed": "",
         "trace_s": at["traced"][0] - at["begun"][0],
