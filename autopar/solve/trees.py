@@ -237,13 +237,16 @@ def anneal(
         change = _difference(p, tree, count, choices, starts, own, new)
         if change <= 0.0 or change < -temperature * np.log(_random(state)):
             for k in range(count):
-                _shift(p, tree[k, 0], choices[tree[k, 0]], new[k], loads)
+                node = int(tree[k, 0])
+                _shift(p, node, choices[node], new[k], loads)
             bad = False
             for k in range(count):
-                bad = bad or _exceeds(p, tree[k, 0], choices[tree[k, 0]], new[k], loads)
+                node = int(tree[k, 0])
+                bad = bad or _exceeds(p, node, choices[node], new[k], loads)
             if bad:
                 for k in range(count):
-                    _shift(p, tree[k, 0], new[k], choices[tree[k, 0]], loads)
+                    node = int(tree[k, 0])
+                    _shift(p, node, new[k], choices[node], loads)
             else:
                 for k in range(count):
                     choices[tree[k, 0]] = new[k]
