@@ -332,7 +332,7 @@ def test_no_time_at_all() -> None:
 def test_too_little_time_for_a_proof() -> None:
     problem = knapsack()
     reports: list[tuple[float, float]] = []
-    solution = Ilp(time_limit_s=4.0, progress=lambda cost, bound: reports.append((cost, bound))).solve(problem)
+    solution = Ilp(time_limit_s=8.0, progress=lambda cost, bound: reports.append((cost, bound))).solve(problem)
     assert solution.status is Status.FEASIBLE
     assert problem.fits(solution.choices)
     assert 1e-6 < solution.gap < 1
@@ -354,8 +354,8 @@ def test_interrupted_it_keeps_the_best_so_far() -> None:
             met.set()
             threading.Timer(1.0, _thread.interrupt_main).start()
 
-    solution = Ilp(time_limit_s=6.0, progress=interrupt).solve(problem)
-    assert solution.status in (Status.INTERRUPTED, Status.FEASIBLE)  # on a busy machine the limit may come first
+    solution = Ilp(time_limit_s=600.0, progress=interrupt).solve(problem)  # never reached
+    assert solution.status is Status.INTERRUPTED
     assert problem.fits(solution.choices)
 
 

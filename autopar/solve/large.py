@@ -95,6 +95,7 @@ class LargeSearch:
                 self._budget.step()
             if self._budget.spent() < 1.0 and self._open():
                 multipliers.around(self._meet)
+                multipliers.lower()
         finally:
             self._bounded(certified_bound(self.p, multipliers.best, multipliers.best_messages))
         return multipliers

@@ -22,6 +22,7 @@ from autopar.solve.pairwise import Pairwise
 
 Meet = Callable[[np.ndarray], None]
 _FACTORS, _PASSES_AROUND = (0.85, 0.9, 0.95, 1.05, 1.1, 1.2), 10
+_SHARES, _PASSES_LOWER = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.13, 0.08, 0.05), 30
 _PASSES = 2  # to each change of the prices
 _APART = 60  # instants that get a price at once lie this part of all instants apart
 _AT_ONCE = 4
@@ -74,6 +75,23 @@ class Multipliers:
         if len(excess):
             self._move(excess)
         return float(excess.max(initial=-np.inf))
+
+    def lower(self) -> None:
+        """Look for a better bound at a share of the present prices, which stay.
+
+        Where assignments begin to fit, prices are above those of the relaxation, which mixes assignments.
+        """
+        p, kept = self.p, self.messages.copy()
+        for share in _SHARES:
+            values = share * self.values
+            prices = p.costs + share * self.held
+            bound = -np.inf
+            for i in range(_PASSES_LOWER):
+                bound = messages.sweep(p, prices, self.messages, i % 2 == 0)
+            bound -= float(values.sum()) * p.limit
+            if bound > self.bound:
+                self.bound, self.best, self.best_messages = bound, values, self.messages.copy()
+        self.messages[:] = kept
 
     def around(self, meet: Meet) -> None:
         """Decode at prices somewhat lower and higher than the present ones, which stay."""

@@ -340,4 +340,6 @@ def _reduced(net: Network, problem: Problem) -> Reduced:
     costs = (np.array([net.ground_cost]), *(net.costs[n] for n in kept))
     limit = problem.memory_limit if net.limited else None
     smaller = Problem(costs, tuple(edges), tuple(usages), limit)
-    return Reduced(smaller, kept, tuple(net.labels[n] for n in kept), dict(net.counts), len(net.costs), tuple(net.decided))
+    return Reduced(
+        smaller, kept, tuple(net.labels[n] for n in kept), dict(net.counts), len(net.costs), tuple(net.decided)
+    )
