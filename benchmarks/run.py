@@ -58,6 +58,11 @@ BENCHMARKS = {
         sources=("compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py"),
         summary="benchmarks.proof_summary",
     ),
+    "solvers": Benchmark(
+        ("example", "G", "A", "M", "S", "gpt2_small", "gpt2_small_tight"),
+        "",
+        sources=("iopddl.py", "baselines/mcmc.py"),
+    ),
     "step_time": Benchmark(("demo_gpt",), VIRTUAL_DEVICES),
     "zoo": Benchmark(
         (
