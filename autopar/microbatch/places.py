@@ -68,6 +68,34 @@ class Batch:
         return tuple(size // parts if place and place.dim == d else size for d, size in enumerate(shape))
 
 
+def num_examples(graph: Graph) -> int:
+    """How many examples the data of a step holds.
+
+    Raises:
+        MicrobatchError: no input but carried state has a dim.
+    """
+    return leading_dim(graph)[0]
+
+
+def leading_dim(graph: Graph) -> tuple[int, tuple[int, ...]]:
+    """The length of the leading dim of most of the data, and the inputs that are as long."""
+    carried = {position for position, _ in graph.carried}
+    sizes: dict[int, float] = defaultdict(float)
+    leading: dict[int, list[int]] = defaultdict(list)
+    for position, value in enumerate(graph.inputs):
+        info = graph.values[value]
+        if position not in carried and info.shape and info.shape[0] > 1:
+            sizes[info.shape[0]] += info.num_bytes
+            leading[info.shape[0]].append(position)
+    if not sizes:
+        raise MicrobatchError(
+            "the step has no batch to split into microbatches: no argument but carried state holds an array with"
+            " a leading dim. Pass the batch as an argument, or give `carry` if the batch was taken for state"
+        )
+    size = max(sizes, key=lambda s: (sizes[s], s))
+    return size, tuple(leading[size])
+
+
 class Places:
     """Follows dims through a graph."""
 
@@ -97,22 +125,8 @@ class Places:
         Raises:
             MicrobatchError: no input but carried state has a dim.
         """
-        carried = {position for position, _ in self.graph.carried}
-        sizes: dict[int, float] = defaultdict(float)
-        leading: dict[int, list[int]] = defaultdict(list)
-        for position, value in enumerate(self.graph.inputs):
-            info = self.graph.values[value]
-            if position not in carried and info.shape and info.shape[0] > 1:
-                sizes[info.shape[0]] += info.num_bytes
-                leading[info.shape[0]].append(position)
-        if not sizes:
-            raise MicrobatchError(
-                "the step has no batch to split into microbatches: no argument but carried state holds an array with"
-                " a leading dim. Pass the batch as an argument, or give `carry` if the batch was taken for state"
-            )
-        size = max(sizes, key=lambda s: (sizes[s], s))
-        seeds = [(self.graph.inputs[position], Place(0)) for position in leading[size]]
-        return Batch(size, tuple(leading[size]), self._spread(size, seeds))
+        size, inputs = leading_dim(self.graph)
+        return Batch(size, inputs, self._spread(size, [(self.graph.inputs[i], Place(0)) for i in inputs]))
 
     def _spread(self, size: int, seeds: Iterable[tuple[int, Place]]) -> dict[int, frozenset[Place]]:
         found: dict[int, set[Place]] = defaultdict(set)

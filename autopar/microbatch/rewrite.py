@@ -117,6 +117,7 @@ class _Rewriting:
             avals=tuple(self.avals),
             repeats=tuple(self.repeats),
             constants=tuple((value, constant) for value, constant in self.trace.constants if value in live),
+            microbatches=self.loop.source,
         )
 
     def _wanted(self) -> set[int]:
