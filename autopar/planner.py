@@ -27,8 +27,8 @@ from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
 from autopar.mesh import MeshShape, factorisations, parse_mesh
-from autopar.microbatch.count import fewest_that_fit
 from autopar.microbatch.places import num_examples
+from autopar.num_microbatches import fewest_that_fit
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Constraint, Microbatches, Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program, program_of
@@ -130,7 +130,22 @@ def plan_program(
         return fewest_that_fit(planned, lambda: num_examples(program.graph))
     if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
         raise MicrobatchError(f'`num_microbatches` is {num_microbatches!r}: give 1 or more, or "auto"')
-    return planned(num_microbatches)
+    try:
+        return planned(num_microbatches)
+    except BudgetError as error:
+        if num_microbatches > 1 or not _splits(program):
+            raise
+        raise BudgetError(
+            f'{error} Or split the batch over time: `num_microbatches="auto"` computes the same in less memory.'
+        ) from None
+
+
+def _splits(program: Program) -> bool:
+    try:
+        program.in_microbatches(2)
+    except MicrobatchError:
+        return False
+    return True
 
 
 def _plan_program(

@@ -353,7 +353,7 @@ class _Classifier:
 
     def _add_inside(self) -> None:
         """Add terms to one another before they are summed over the microbatches, where only their sum is read: one
-        accumulator in place of two; and take them to the wider type that they are read in."""
+        accumulator in place of two."""
         readers: dict[int, int] = {}
         for item in self.items:
             for value in item.operands:
@@ -383,8 +383,7 @@ class _Classifier:
             if item.region is not None or i not in self.sides["after"] or i in self.sides["inside"]:
                 continue
             adds = node.primitive in ("add", "add_any", "sub") and len(set(item.operands)) == 2
-            widens = node.primitive == "convert_element_type" and _widens(self.graph, node.operands[0], node.results[0])
-            chains = [chain(v) for v in item.operands] if adds or widens else [None]
+            chains = [chain(v) for v in item.operands] if adds else [None]
             if any(one is None for one in chains) or node.effect:
                 continue
             moved = [i, *(j for one in chains for j in one or ())]
@@ -414,9 +413,13 @@ class _Classifier:
 
     def _meeting(self, n: int) -> str:
         node = self.graph.nodes[n]
-        held = {place for v in (*node.operands, *node.results) if v is not None for place in self.batch.places.get(v, ())}
+        held = {
+            place for v in (*node.operands, *node.results) if v is not None for place in self.batch.places.get(v, ())
+        }
         if self.places.rules[n] is None:
-            return "it has no sharding rule, so nobody knows whether examples meet in it. Give it one with `register_rule`"
+            return (
+                "it has no sharding rule, so nobody knows whether examples meet in it. Give it one with `register_rule`"
+            )
         if len(held) > 1 and any(len(self.batch.places.get(v, ())) > 1 for v in node.results):
             return "in it each example meets all others, so a microbatch's result is not a part of the batch's"
         return (
@@ -428,8 +431,10 @@ class _Classifier:
         origin = self._origin(value)
         made = f"the result of {self._words(origin)}" if origin is not None else "a result"
         change = (
-            "" if self.own_statistics else ". Each microbatch would have its own, so the step would compute something"
-            " else; where that is what you want, allow it with `own_statistics=True`"
+            ""
+            if self.own_statistics
+            else ". Each microbatch would have its own, so the step would compute something"
+            " else; where that is what you want, allow it with `per_microbatch_statistics=True`"
         )
         return f"it takes {made}, which is a reduction over all {self.batch.size} examples, back to single examples{change}"
 
@@ -451,13 +456,6 @@ class _Classifier:
 _UNARY = frozenset(["convert_element_type", "reshape", "transpose", "squeeze", "neg", "copy"])
 
 
-def _widens(graph: Graph, narrow: int | None, wide: int) -> bool:
-    if narrow is None:
-        return False
-    one, other = graph.values[narrow], graph.values[wide]
-    return one.itemsize < other.itemsize and "float" in one.dtype and "float" in other.dtype
-
-
 def _joined(node: int, kinds: Sequence[Kind]) -> Kind:
     """What a value is that may be one or the other."""
     found = set(kinds) - {"zero"}
@@ -466,6 +464,7 @@ def _joined(node: int, kinds: Sequence[Kind]) -> Kind:
     if found == {"same", "own"}:
         return "own"
     if len(found) > 1 or ("zero" in kinds and found & (PARTIAL - {"sum"})):
-        raise _BlockedError(node, "what a loop or a branch hands on is a sum over the batch in one case, and not in another")
+        raise _BlockedError(
+            node, "what a loop or a branch hands on is a sum over the batch in one case, and not in another"
+        )
     return found.pop()
-

@@ -12,12 +12,8 @@ import numpy as np
 from autopar.equations import Equation, LiteralOperand
 
 #: Linear in their one operand, as `reduce_sum`; casts between floating-point types are so up to rounding.
-_ONE = frozenset(
-    """
-    convert_element_type copy copy_p cumsum neg real imag reduce_sum reshape rev slice squeeze split
-    broadcast_in_dim transpose expand_dims tile unstack
-    """.split()
-)
+_MOVES = "reshape rev slice squeeze split broadcast_in_dim transpose expand_dims tile unstack copy copy_p"
+_ONE = frozenset(f"convert_element_type cumsum neg real imag reduce_sum {_MOVES}".split())
 #: Linear in all of them together.
 _ALL = frozenset(["add", "add_any", "sub", "concatenate", "stack"])
 #: Linear in one of two, the other the same for all terms.

@@ -132,5 +132,5 @@ def identity(kind: str, shape: Sequence[int], dtype: Any) -> Any:
         low, high = (-np.inf, np.inf) if infinite else (limits.min, limits.max)
         return jnp.full(shape, low if kind == "max" else high, dtype)
     if kind == "and":
-        return jnp.full(shape, True if dtype == bool else -1, dtype)
+        return jnp.full(shape, True if np.dtype(dtype).kind == "b" else -1, dtype)
     return jnp.full(shape, 1 if kind == "prod" else 0, dtype)

@@ -211,7 +211,10 @@ class _Rewriting:
         params = sorted(equation.source.params.items(), key=lambda item: item[0])
         whole = [self.trace.avals[v] for v in equation.results]
         made = self._emit(
-            replace(equation, repeat=self.m * equation.repeat), (what, repr(params), repr(places), repr(whole)), operands, function
+            replace(equation, repeat=self.m * equation.repeat),
+            (what, repr(params), repr(places), repr(whole)),
+            operands,
+            function,
         )
         for value, one, expected in zip(equation.results, made, local, strict=True):
             aval = self.avals[one] if isinstance(one, int) else jax_compat.shape_struct(one.value)
@@ -306,7 +309,9 @@ class _Rewriting:
             self._accumulate(value, kind, once)
         else:  # the same in each: that of the last
             aval = self.trace.avals[value]
-            start = self._outside(self.before, once, ("zeros", repr(aval)), [], lambda: jnp.zeros(aval.shape, aval.dtype))
+            start = self._outside(
+                self.before, once, ("zeros", repr(aval)), [], lambda: jnp.zeros(aval.shape, aval.dtype)
+            )
             self._carry(start, lambda _: made, value, once)
 
     def _accumulate(self, value: int, kind: str, once: Equation) -> None:
@@ -353,9 +358,7 @@ class _Rewriting:
         if self.split.kinds[value] == "sum":
             equation = self.trace.equations[self.maker[value]]
             inside = replace(equation, repeat=float(self.m), piece=None)
-            (made,) = self._emit(
-                inside, ("own",), [made], lambda x: [x[0] * np.dtype(x[0].dtype).type(self.m)]
-            )
+            (made,) = self._emit(inside, ("own",), [made], lambda x: [x[0] * np.dtype(x[0].dtype).type(self.m)])
         self.own[value] = made
 
     # -- equations ---------------------------------------------------------------------------
