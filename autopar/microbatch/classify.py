@@ -297,7 +297,7 @@ class _Classifier:
                 if value not in self.batch.places:
                     found[value] = _joined(enter, [found[value], self._operand_kind(leave, 0, of)])
         for n in range(*region.exit):
-            kinds = [self._operand_kind(n, i, of) for i in range(len(equations[n].operands))]
+            kinds: list[Kind] = [self._operand_kind(n, i, of) for i in range(len(equations[n].operands))]
             kind = self._kind(n, of) if self._touches(n) else _joined(n, kinds)
             if equations[n].piece == "predicate" and kind not in ("same", "zero", "own"):
                 raise _BlockedError(n, "how often a loop runs depends on the examples")
@@ -315,7 +315,7 @@ class _Classifier:
 
     def _kind(self, n: int, of: Callable[[int], Kind]) -> Kind:
         equation = self.trace.equations[n]
-        kinds = [self._operand_kind(n, i, of) for i in range(len(equation.operands))]
+        kinds: list[Kind] = [self._operand_kind(n, i, of) for i in range(len(equation.operands))]
         if self._touches(n):
             return self._kind_with_batch(n, kinds)
         partial = [i for i, kind in enumerate(kinds) if kind in PARTIAL]
