@@ -49,18 +49,19 @@ class Split:
     own: frozenset[int]
 
 
-def classify(trace: Trace, graph: Graph, *, own_statistics: bool = False) -> Split:
+def classify(trace: Trace, graph: Graph, places: Places | None = None, *, own_statistics: bool = False) -> Split:
     """Say what of a step runs where.
 
     Args:
         graph: of the trace.
+        places: of the graph, where there are any yet.
         own_statistics: where a reduction over the batch is read by the examples again, let each microbatch take its
             own instead: not what the step computes.
 
     Raises:
         MicrobatchError: naming the equation in which the batch feeds back, or in which examples meet.
     """
-    return _Classifier(trace, graph, own_statistics).run()
+    return _Classifier(trace, graph, places or Places(graph), own_statistics).run()
 
 
 class _BlockedError(Exception):
@@ -86,10 +87,9 @@ class _Item:
 class _Classifier:
     """Walks through a step once; the one mutable object of this module."""
 
-    def __init__(self, trace: Trace, graph: Graph, own_statistics: bool) -> None:
-        self.trace, self.graph, self.own_statistics = trace, graph, own_statistics
-        self.places = Places(graph)
-        self.batch = self.places.batch()
+    def __init__(self, trace: Trace, graph: Graph, places: Places, own_statistics: bool) -> None:
+        self.trace, self.graph, self.places, self.own_statistics = trace, graph, places, own_statistics
+        self.batch = places.batch()
         self.region_at = {region.enter[0]: region for region in trace.regions}
         self.items = list(self._top(0, len(graph.nodes)))
         self.maker = {value: i for i, item in enumerate(self.items) for value in item.results}

@@ -1,7 +1,7 @@
-"""Random bits of the batch, laid open.
+"""Random bits, laid open.
 
-In: `Trace`, and where the batch stands. Out: `Trace` in which such bits are drawn as JAX draws them, from the positions
-of their places: a microbatch then draws the very bits of its own examples, and no others.
+In: `Trace`. Out: `Trace` in which random bits are drawn as JAX draws them, from the positions of their places: a
+microbatch then draws the very bits of its own examples, and no others.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from typing import Any
 
 from autopar import jax_compat
 from autopar.equations import Equation, Flattener, Item, Nest, Region, lay, nested
-from autopar.microbatch.places import Batch
 from autopar.trace import Trace
 
 
-def with_drawn_bits(trace: Trace, batch: Batch) -> Trace:
-    """The trace with the bits of examples laid open; itself where there are none."""
+def with_drawn_bits(trace: Trace, size: int) -> Trace:
+    """The trace with the bits of examples laid open; itself where there are none.
+
+    Args:
+        size: number of examples; bits in whose shape it does not go are none of examples'.
+    """
     flat = Flattener()
     flat.avals, flat.repeats = list(trace.avals), list(trace.repeats)
 
@@ -27,7 +30,7 @@ def with_drawn_bits(trace: Trace, batch: Batch) -> Trace:
             if isinstance(item, Nest):
                 out.append(replace(item, sections=[opened(section) for section in item.sections]))
                 continue
-            draws = item.primitive == "random_bits" and batch.places.get(item.results[0])
+            draws = item.primitive == "random_bits" and any(d and d % size == 0 for d in item.source.params["shape"])
             program = jax_compat.drawn_bits(item.source) if draws else None
             out += [item] if program is None else _drawn(flat, item, program)
         return out

@@ -25,7 +25,7 @@ from autopar.microbatch import parts
 from autopar.microbatch.classify import PARTIAL, Split, classify
 from autopar.microbatch.draw import with_drawn_bits
 from autopar.microbatch.parts import Cut
-from autopar.microbatch.places import Batch, Places
+from autopar.microbatch.places import Places, leading_dim
 from autopar.microbatch.resize import resized
 from autopar.trace import Trace
 
@@ -43,20 +43,22 @@ def split_batch(trace: Trace, graph: Graph, num_microbatches: int, *, own_statis
     Raises:
         MicrobatchError: where the batch has not so many equal parts, or cannot be split at all.
     """
-    batch = Places(graph).batch()
-    if batch.size % num_microbatches:
-        raise MicrobatchError(_not_divisible(graph, batch, num_microbatches))
-    drawn = with_drawn_bits(trace, batch)
+    size, inputs = leading_dim(graph)
+    if size % num_microbatches:
+        raise MicrobatchError(_not_divisible(graph, size, inputs, num_microbatches))
+    drawn = with_drawn_bits(trace, size)
     if drawn is not trace:
         trace, graph = drawn, graph_of(drawn, graph.carried)
-    return _Rewriting(trace, graph, classify(trace, graph, own_statistics=own_statistics), num_microbatches).run()
+    places = Places(graph)
+    split = classify(trace, graph, places, own_statistics=own_statistics)
+    return _Rewriting(trace, graph, places, split, num_microbatches).run()
 
 
-def _not_divisible(graph: Graph, batch: Batch, m: int) -> str:
-    paths = ", ".join(f"`{graph.input_paths[position]}`" for position in batch.inputs[:3])
-    fits = [str(n) for n in range(2, batch.size + 1) if batch.size % n == 0]
+def _not_divisible(graph: Graph, size: int, inputs: Sequence[int], m: int) -> str:
+    paths = ", ".join(f"`{graph.input_paths[position]}`" for position in inputs[:3])
+    fits = [str(n) for n in range(2, size + 1) if size % n == 0]
     return (
-        f"{batch.size} examples ({paths}) cannot be split into {m} equal microbatches: choose one of"
+        f"{size} examples ({paths}) cannot be split into {m} equal microbatches: choose one of"
         f" {', '.join(fits[:8])}, or change the batch"
     )
 
@@ -64,9 +66,8 @@ def _not_divisible(graph: Graph, batch: Batch, m: int) -> str:
 class _Rewriting:
     """Collects the new equations; the one mutable object of this module."""
 
-    def __init__(self, trace: Trace, graph: Graph, split: Split, m: int) -> None:
-        self.trace, self.graph, self.split, self.m = trace, graph, split, m
-        self.places = Places(graph)
+    def __init__(self, trace: Trace, graph: Graph, places: Places, split: Split, m: int) -> None:
+        self.trace, self.graph, self.places, self.split, self.m = trace, graph, places, split, m
         self.avals, self.repeats = list(trace.avals), list(trace.repeats)
         self.region_at = {region.enter[0]: region for region in trace.regions}
         self.maker = {value: n for n, equation in enumerate(trace.equations) for value in equation.results}
