@@ -256,7 +256,7 @@ def _plan_on(
         microbatches=_microbatches(program, mesh, parts.constraints),
         prediction=parts.prediction,
         outcome=_outcome(solution, formulation, time.perf_counter() - started, memory_bound),
-        notes=_notes(graph, mesh, grouped.unknown, parts.inputs),
+        notes=(*_notes(graph, mesh, grouped.unknown, parts.inputs), *_microbatch_notes(program, mesh)),
         versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
         in_tree=program.trace.in_tree,
         out_tree=program.trace.out_tree,
@@ -423,6 +423,19 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
             f" divides: it is not split. A multiple of {axes[-1][1]} would be."
         )
     return tuple(notes)
+
+
+def _microbatch_notes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
+    """A microbatch has fewer examples than the batch: perhaps too few to split over devices."""
+    axes = [size for size in mesh.axis_sizes if size > 1]
+    whole = num_examples(program.graph) if program.num_microbatches > 1 else 1
+    each = whole // program.num_microbatches
+    if not any(whole % size == 0 and each % size for size in axes):
+        return ()
+    return (
+        f"a microbatch has {each} of {whole} examples, which not every axis of the mesh divides that divides the batch:"
+        " fewer microbatches can be split better over devices",
+    )
 
 
 #: Primitives that hold a whole program, which no rule describes.
