@@ -409,7 +409,23 @@ class _Classifier:
     def _words(self, n: int) -> str:
         node = self.graph.nodes[n]
         module = f" in `{node.path}`" if node.path else ""
-        return f"`{node.primitive}`{module} at {node.source or 'an unknown line'} ({node.phase})"
+        return f"`{node.primitive}`{module} {self._line(n)} ({node.phase})"
+
+    def _line(self, n: int) -> str:
+        """Where it stands; of what a library's jitted function does, where something beside it stands."""
+        if self.graph.nodes[n].source:
+            return f"at {self.graph.nodes[n].source}"
+        waiting, seen = [n], {n}
+        for one in waiting:
+            node = self.graph.nodes[one]
+            beside = (m for v in (*node.operands, *node.results) if v is not None for m, _ in self.places.touching[v])
+            for other in beside:
+                if other not in seen:
+                    if self.graph.nodes[other].source:
+                        return f"near {self.graph.nodes[other].source}"
+                    seen.add(other)
+                    waiting.append(other)
+        return "at an unknown line"
 
     def _meeting(self, n: int) -> str:
         node = self.graph.nodes[n]

@@ -42,12 +42,9 @@ class Cut:
         outer = (*shape[:dim], *(size for size in (major,) if size > 1), self.size // self.m)
         return (*outer, self.m, *(size for size in (minor,) if size > 1), *shape[dim + 1 :]), len(outer)
 
-    def stacked(self, whole: Any) -> Any:
-        """All parts, along a leading dim."""
-        loops, at = self._loops(whole.shape)
-        order = (at, *(d for d in range(len(loops)) if d != at))
-        moved = lax.transpose(lax.reshape(whole, loops), order)
-        return lax.reshape(moved, (self.m, *self.local(whole.shape)))
+    def apart(self, whole: Any) -> Any:
+        """The whole, with a dim that counts the parts."""
+        return lax.reshape(whole, self._loops(whole.shape)[0])
 
     def joined(self, stack: Any, shape: Sequence[int]) -> Any:
         """The whole, of this shape, from its parts."""
@@ -56,11 +53,16 @@ class Cut:
         order = (*range(1, at + 1), 0, *range(at + 1, len(loops)))
         return lax.reshape(lax.transpose(apart, order), tuple(shape))
 
-    def one(self, whole: Any, j: Any) -> Any:
-        """Part *j*."""
-        loops, at = self._loops(whole.shape)
-        part = lax.dynamic_index_in_dim(lax.reshape(whole, loops), j, at, keepdims=False)
-        return lax.reshape(part, self.local(whole.shape))
+    def one(self, apart: Any, j: Any, shape: Sequence[int]) -> Any:
+        """Part *j* of a whole of this shape.
+
+        Args:
+            apart: as `apart` gives it. j: unsigned.
+        """
+        loops, at = self._loops(shape)
+        first = [j if d == at else np.uint32(0) for d in range(len(loops))]
+        part = lax.dynamic_slice(apart, first, (*loops[:at], 1, *loops[at + 1 :]))
+        return lax.reshape(part, self.local(shape))
 
     def positions(self, shape: Sequence[int], dim: int, dtype: Any, j: Any) -> Any:
         """Of each element of part *j*, its position in a dim of the whole.

@@ -198,7 +198,10 @@ class _Rewriting:
             if own is not None:
                 return own
             results = jax_compat.bind(equation.source, operands)
-            return [one if cut is None else cut.one(one, j) for one, cut in zip(results, cuts, strict=True)]
+            return [
+                one if cut is None else cut.one(cut.apart(one), j, one.shape)
+                for one, cut in zip(results, cuts, strict=True)
+            ]
 
         counter = self._trip(equation)
         self._part(n, "made", equation.operands, part, counter)
@@ -277,19 +280,24 @@ class _Rewriting:
         return inside
 
     def _enter_parts(self, value: int, equation: Equation) -> int:
-        cut = self._cut(value)
+        """The microbatch's part of a value. It is taken in each trip: a copy of all parts would be as large as the
+        value."""
+        cut, shape = self._cut(value), self.trace.avals[value].shape
         assert cut is not None
-        once = replace(equation, repeat=1.0, piece=None)
-        stack = self._outside(self.before, once, ("stacked", repr(cut)), [value], cut.stacked)
-        assert isinstance(stack, int)
-        self.entered[value] = self._enter("enter_slice", stack, equation, self._local(value))
-        return self.entered[value]
+        once, inside = (replace(equation, repeat=times, piece=None) for times in (1.0, float(self.m)))
+        apart = self._outside(self.before, once, ("apart", repr(cut)), [value], cut.apart)
+        assert isinstance(apart, int)
+        entered, j = self._enter("enter_const", apart, equation, self.avals[apart]), self._trip(equation)
+        part = self._outside(self.body, inside, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape))
+        assert isinstance(part, int)
+        self.entered[value] = part
+        return part
 
     def _trip(self, equation: Equation) -> int:
         """The number of the microbatch."""
         if self.counter is None:
             once = replace(equation, repeat=1.0, piece=None)
-            counts = self._outside(self.before, once, "trips", [], lambda: lax.broadcasted_iota("int32", (self.m,), 0))
+            counts = self._outside(self.before, once, "trips", [], lambda: lax.broadcasted_iota("uint32", (self.m,), 0))
             assert isinstance(counts, int)
             self.counter = self._enter("enter_slice", counts, equation, self.avals[counts].update(shape=()))
         return self.counter
