@@ -281,7 +281,7 @@ def sorted_rows(params: list[Array], data: Any) -> Any:
     [
         (
             normalised,
-            r"`sub`.* takes the result of `reduce_sum`.*reduction over all 32 examples.*per_microbatch_statist",
+            r"`sub` .*test_microbatches.py:\d+ .* takes the result of `reduce_sum`.*reduction over all 32 examples.*per_microbatch_statist",
         ),
         (contrastive, r"`dot_general` at .*test_microbatches.py:\d+ .*each example meets all others"),
         (sorted_rows, r"`sort` at .*does not run on a part of the 32 examples"),
