@@ -284,7 +284,7 @@ def sorted_rows(params: list[Array], data: Any) -> Any:
             r"`sub` .*test_microbatches.py:\d+ .* takes the result of `reduce_sum`.*reduction over all 32 examples.*per_microbatch_statist",
         ),
         (contrastive, r"`dot_general` at .*test_microbatches.py:\d+ .*each example meets all others"),
-        (sorted_rows, r"`sort` at .*does not run on a part of the 32 examples"),
+        (sorted_rows, r"`sort` near .*does not run on a part of the 32 examples"),
     ],
 )
 def test_examples_that_meet_are_refused_by_name(loss: Callable[..., Any], words: str) -> None:
