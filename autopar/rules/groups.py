@@ -344,7 +344,7 @@ def _build(
     equal = {
         classes[joiner.factor(joiner.offset[n] + i)] for n in nodes for i, f in enumerate(rules[n].factors) if f.even
     }
-    terms = _sums_of_terms(graph, nodes, reads)
+    terms = _sums_of_terms(graph, nodes, reads, joiner)
     pending = (len(factors),)
     if terms is not None:
         factors.append(Factor(TERMS))
@@ -378,10 +378,14 @@ _OF_MORE = frozenset(["add", "add_any", "sub"])
 
 
 def _sums_of_terms(
-    graph: Graph, nodes: Sequence[int], reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]]
+    graph: Graph,
+    nodes: Sequence[int],
+    reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]],
+    joiner: _Joiner,
 ) -> set[int] | None:
     """Where a group does nothing but add up terms over a loop's trips: the values that are such terms. It may add up
-    those of each device by itself, and leave the sum over the devices to who reads what the loop leaves."""
+    those of each device by itself, and leave the sum over the devices to who reads what the loop leaves. What a loop
+    within the loop leaves is no such term: XLA moves a sum out of one loop alone."""
     members = set(nodes)
     sums = {pair for loop in graph.loops for pair in loop.sums if members.issuperset(pair)}
     enters, ends = {enter for enter, _ in sums}, {leave for _, leave in sums}
@@ -396,7 +400,21 @@ def _sums_of_terms(
         begins = n in enters or (node.primitive == "broadcast_in_dim" and node.operands == (None,))
         if not (adds or passes or begins):
             return None
-    return {value for (value, _), uses in reads.items() if not any(n in enters for n, _ in uses)}
+    return {
+        value
+        for (value, _), uses in reads.items()
+        if not any(n in enters for n, _ in uses) and not _of_a_loop(graph, joiner, value)
+    }
+
+
+def _of_a_loop(graph: Graph, joiner: _Joiner, value: int | None) -> bool:
+    """Whether a value is what a loop leaves, or a cast of it."""
+    if value is None or value not in joiner.defined:
+        return False
+    node = graph.nodes[joiner.defined[value][0]]
+    if node.primitive == "convert_element_type":
+        return _of_a_loop(graph, joiner, node.operands[0])
+    return node.primitive in ("exit_carry", "exit_stack")
 
 
 def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors]) -> Region | None:
