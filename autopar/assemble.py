@@ -148,7 +148,7 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     arguments = set(f.graph.inputs)
     told = {*BORDERS, *PINNED}
     borders = {v for node in f.graph.nodes if node.primitive in told for v in node.results}
-    copies = {d.value: d.shardings[choices[n]] for n, d in enumerate(f.decisions) if d.kind == "copy"}
+    copies = {d.value: d.shardings[choices[n]].resolved() for n, d in enumerate(f.decisions) if d.kind == "copy"}
     natural: dict[int, TensorSharding] = {}
     for value, (node, shardings) in f.value_made.items():
         sharding = shardings[choices[node]]
@@ -162,7 +162,7 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
                 natural[value] = path[-1]
             out.append(Constraint(value=value, shardings=path))
     for flow in f.flows:
-        wanted = flow.wanted[choices[flow.target]]
+        wanted = flow.wanted[choices[flow.target]].resolved()  # of what a loop adds up, XLA takes the sum after it
         if wanted == natural[flow.value]:
             continue
         copy = copies.get(flow.value, wanted)

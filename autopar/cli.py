@@ -131,6 +131,10 @@ def _planning_options() -> argparse.ArgumentParser:
     group.add_argument("--memory-budget", type=_size, metavar="SIZE", help=about)
     about = "fix a sharding; PATH may be a glob; may be repeated"
     group.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=about)
+    about = 'split the batch over time into N parts, whose gradients are summed; "auto": as few as fit'
+    group.add_argument("--num-microbatches", type=_microbatches, metavar="N", help=about)
+    about = "allow it of a step whose batch feeds back (batch normalisation): each part has its own statistics"
+    group.add_argument("--per-microbatch-statistics", action="store_true", default=None, help=about)
     group.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver, per mesh")
     options.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
     return options
@@ -139,6 +143,14 @@ def _planning_options() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of devices: write 1 or more")
+    return int(text)
+
+
+def _microbatches(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of microbatches: write 1 or more, or auto")
     return int(text)
 
 
@@ -250,7 +262,8 @@ def _run_explain(options: argparse.Namespace) -> None:
 def _run_collectives(options: argparse.Namespace) -> None:
     from autopar.explain_collectives import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
-    useless = [name for name in ("target", "memory_budget", "pin", "time_limit") if getattr(options, name)]
+    of_programs = ("target", "memory_budget", "pin", "num_microbatches", "per_microbatch_statistics", "time_limit")
+    useless = [name for name in of_programs if getattr(options, name)]
     if useless:
         flags = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in useless)
         raise TargetError(f"--collectives is about a mesh and a hardware, not about a program: drop {flags}")
@@ -336,7 +349,8 @@ def _load_saved(options: argparse.Namespace) -> Plan:
 
 def _refuse_planning(options: argparse.Namespace, saved: str, else_do: str, allowed: Sequence[str] = ()) -> None:
     """A saved plan takes no options of planning."""
-    names = ("devices", "mesh", "hardware", "memory_budget", "pin", "time_limit")
+    names = ("devices", "mesh", "hardware", "memory_budget", "pin")
+    names = (*names, "num_microbatches", "per_microbatch_statistics", "time_limit")
     given = [name for name in names if getattr(options, name) not in (None, []) and name not in allowed]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -372,7 +386,11 @@ def _planning(options: argparse.Namespace) -> dict[str, Any]:
     if options.hardware and (options.devices or options.mesh):
         _use_cpu_only()
     pins = dict(parse_pin(text) for text in options.pin)
-    more = {} if options.time_limit is None else {"time_limit_s": options.time_limit}
+    more: dict[str, Any] = {} if options.time_limit is None else {"time_limit_s": options.time_limit}
+    if options.num_microbatches is not None:
+        more["num_microbatches"] = options.num_microbatches
+    if options.per_microbatch_statistics:
+        more["per_microbatch_statistics"] = True
     return more | {
         "mesh": options.mesh,
         "num_devices": options.devices,

@@ -119,6 +119,7 @@ def explain_json(plan: Plan) -> dict[str, Any]:
         "memory_budget_bytes": plan.memory_budget_bytes,
         "prediction": {**asdict(plan.prediction), "peak_bytes": plan.prediction.peak_bytes},
         "outcome": asdict(plan.outcome),
+        "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
         **{name: [asdict(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
@@ -161,6 +162,7 @@ def _head(plan: Plan) -> list[RenderableType]:
     facts = [
         ("Strategy", plan.words),
         ("Certainty", f"{sure} ({size}, solved in {human_seconds(outcome.solve_time_s)})"),
+        *_microbatches(plan),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
     ]
     devices = "device" if plan.mesh.num_devices == 1 else "devices"
@@ -171,6 +173,29 @@ def _head(plan: Plan) -> list[RenderableType]:
     for name, text in facts:
         table.add_row(Text(name), Text(text))
     return [Text(f"Plan of `{plan.program.name}` for {where}", "bold"), Text(), _inset(table), Text()]
+
+
+def _microbatches(plan: Plan) -> list[tuple[str, str]]:
+    """What is split over time, what that takes, and what it saves."""
+    told = plan.microbatches
+    if told is None:
+        return []
+    each = told.num_examples // told.count
+    text = (
+        f"{told.count} of {each} examples, one after another; {told.num_accumulated} sums, gradients above all,"
+        f" accumulated from one to the next in {human_bytes(told.accumulated_bytes)} on each device"
+    )
+    if told.own_statistics:
+        text += "; each has its own batch statistics, so this is not quite the step as written"
+    for other in told.tried:
+        if not math.isfinite(other.step_time_s):
+            text += f". With {other.count}, nothing fits"
+            continue
+        saved = other.peak_bytes - plan.prediction.peak_bytes
+        slower = plan.prediction.step_time_s / other.step_time_s - 1
+        text += f". Beside {other.count}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} at the peak,"
+        text += f" {100 * slower:+.1f} % step time"
+    return [("Microbatches", text)]
 
 
 def _totals(plan: Plan) -> list[RenderableType]:

@@ -190,6 +190,23 @@ def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> Sequence[Any
     return results if equation.primitive.multiple_results else [results]
 
 
+def drawn_bits(equation: Any) -> Any | None:
+    """How the random bits of one key are drawn, as a closed jaxpr of the key: for each place of the result, from its
+    position. None where it is not from one key."""
+    key, shape, width = equation.invars[0].aval, equation.params["shape"], equation.params["bit_width"]
+    if key.shape:
+        return None
+    draw = key.dtype._impl.random_bits
+    return jax.make_jaxpr(lambda one: draw(jax.random.key_data(one), width, shape))(shape_struct(key))
+
+
+def scan_of(length: int) -> Any:
+    """The equation of a `lax.scan` of so many trips that does nothing."""
+    counts = jax.ShapeDtypeStruct((length,), "int32")
+    closed = jax.make_jaxpr(lambda xs: jax.lax.scan(lambda carry, x: (carry, x), (), xs))(counts)
+    return open_jaxpr(closed)[0].eqns[0]
+
+
 def staged(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """The jaxpr of a function of arrays with these types: `.invars`, `.eqns`, `.outvars`."""
     jaxpr, constants = open_jaxpr(jax.make_jaxpr(function)(*map(shape_struct, avals)))

@@ -143,7 +143,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How sure the solver is: `gap` is (cost - lower bound) / cost."""
+    """How sure the solver is: `gap` is (cost - lower bound) / cost. `memory_bound`: without its memory budget the plan
+    would be another."""
 
     cost_s: float
     lower_bound_s: float
@@ -152,6 +153,7 @@ class Outcome:
     num_nodes: int
     num_strategies: int
     solve_time_s: float
+    memory_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +255,35 @@ class ManualRegion:
     reduction: Literal["sum", "max", "min", "prod", "and", "or"] = "sum"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A number of microbatches that was planned; seconds and bytes are `inf` where nothing fitted."""
+
+    count: int
+    step_time_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatches:
+    """The batch split over time.
+
+    Args:
+        count: how many parts, run one after another.
+        num_examples: in the whole batch.
+        accumulated_bytes, num_accumulated: what is summed from part to part, on one device; and how many tensors.
+        own_statistics: where the batch fed back, each part takes its own, which the step as written does not.
+        tried: other numbers that were planned.
+    """
+
+    count: int
+    num_examples: int
+    accumulated_bytes: float
+    num_accumulated: int
+    own_statistics: bool = False
+    tried: tuple[Tried, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files."""
@@ -273,6 +304,7 @@ class Plan:
     outcome: Outcome
     rejected: tuple[RejectedMesh, ...] = ()
     regions: tuple[ManualRegion, ...] = ()
+    microbatches: Microbatches | None = None
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -22,20 +22,22 @@ from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.device_program import stored_values
-from autopar.errors import BudgetError, MeshError, TimeLimitError
+from autopar.errors import BudgetError, MeshError, MicrobatchError, TimeLimitError
 from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
 from autopar.mesh import MeshShape, factorisations, parse_mesh
+from autopar.microbatch.places import num_examples
+from autopar.num_microbatches import fewest_that_fit
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
-from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
+from autopar.plan import Constraint, Microbatches, Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program, program_of
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
 from autopar.rules.registered import called, needs_local, template
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
-from autopar.sharding import TensorSharding
+from autopar.sharding import TensorSharding, replicated
 from autopar.solve.ilp import Ilp, minimum_memory
 from autopar.solve.problem import Solution, Solver, Status
 from autopar.units import human_bytes
@@ -62,6 +64,8 @@ def plan(
     pin: Mapping[str, Any] | None = None,
     carry: Sequence[str] | None = None,
     donate: Sequence[str] | None = None,
+    num_microbatches: int | Literal["auto"] = 1,
+    per_microbatch_statistics: bool = False,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
@@ -80,6 +84,10 @@ def plan(
         pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
         carry: names of arguments that come back updated; by default found by structure.
         donate: names of arguments whose buffers the step may reuse; by default the carried ones.
+        num_microbatches: split the batch over time into so many parts, whose gradients are summed: the same numbers
+            for less memory. `"auto"`: as few as fit the budget, or more where the step is then faster.
+        per_microbatch_statistics: allow that of a step whose batch feeds back, as batch normalisation does, in which
+            each microbatch then has its own statistics.
         solver: by default `Ilp(time_limit_s)`.
         time_limit_s: seconds for the solver, per mesh.
         progress: called with a stage's name and the fraction done.
@@ -96,6 +104,8 @@ def plan(
         hardware=hardware,
         memory_budget_bytes=memory_budget_bytes,
         pin=pin,
+        num_microbatches=num_microbatches,
+        per_microbatch_statistics=per_microbatch_statistics,
         solver=solver,
         time_limit_s=time_limit_s,
         progress=progress,
@@ -103,6 +113,42 @@ def plan(
 
 
 def plan_program(
+    program: Program,
+    *,
+    num_microbatches: int | Literal["auto"] = 1,
+    per_microbatch_statistics: bool = False,
+    **options: Any,
+) -> Plan:
+    """`plan`, for a program already traced."""
+    program = program.unsplit or program
+
+    def planned(count: int) -> Plan:
+        split = program.in_microbatches(count, own_statistics=per_microbatch_statistics)
+        return _plan_program(split, **options)
+
+    if num_microbatches == "auto":
+        return fewest_that_fit(planned, lambda: num_examples(program.graph))
+    if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
+        raise MicrobatchError(f'`num_microbatches` is {num_microbatches!r}: give 1 or more, or "auto"')
+    try:
+        return planned(num_microbatches)
+    except BudgetError as error:
+        if num_microbatches > 1 or not _splits(program):
+            raise
+        raise BudgetError(
+            f'{error} Or split the batch over time: `num_microbatches="auto"` computes the same in less memory.'
+        ) from None
+
+
+def _splits(program: Program) -> bool:
+    try:
+        program.in_microbatches(2)
+    except MicrobatchError:
+        return False
+    return True
+
+
+def _plan_program(
     program: Program,
     *,
     mesh: str | MeshShape | jax.sharding.Mesh | None = None,
@@ -114,7 +160,6 @@ def plan_program(
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
-    """`plan`, for a program already traced."""
     report = progress or (lambda stage, fraction: None)
     profile = _profile(hardware)
     meshes = meshes_with_pinned_axes(meshes_of_program(_meshes(mesh, num_devices), program.graph), pin or {})
@@ -191,7 +236,8 @@ def _plan_on(
     if len(solution.choices) != len(formulation.decisions):
         raise TimeLimitError(f"planning for mesh {mesh} ended with: {solution.status.value}")
     parts = assemble(formulation, solution.choices, pins)
-    if parts.prediction.peak_bytes > budget:  # only now is memory worth its constraints
+    memory_bound = parts.prediction.peak_bytes > budget
+    if memory_bound:  # only now is memory worth its constraints
         formulation, solution, parts = _within(budget, formulation, solution.choices, parts, pins, solver)
     return Plan(
         program=program.signature,
@@ -207,12 +253,32 @@ def _plan_on(
         decisions=parts.decisions,
         collectives=parts.collectives,
         regions=parts.regions,
+        microbatches=_microbatches(program, mesh, parts.constraints),
         prediction=parts.prediction,
-        outcome=_outcome(solution, formulation, time.perf_counter() - started),
-        notes=_notes(graph, mesh, grouped.unknown, parts.inputs),
+        outcome=_outcome(solution, formulation, time.perf_counter() - started, memory_bound),
+        notes=(*_notes(graph, mesh, grouped.unknown, parts.inputs), *_microbatch_notes(program, mesh)),
         versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
         in_tree=program.trace.in_tree,
         out_tree=program.trace.out_tree,
+    )
+
+
+def _microbatches(program: Program, mesh: MeshShape, constraints: Sequence[Constraint]) -> Microbatches | None:
+    """What the loop over microbatches sums from trip to trip."""
+    source, graph = program.trace.microbatches, program.graph
+    if source is None:
+        return None
+    loops = [region for region in program.trace.regions if region.kind in ("scan", "while")]
+    loop = next(loop for loop, region in zip(graph.loops, loops, strict=True) if region.source is source)
+    split = {one.value: one.shardings[-1] for one in constraints if one.node is None}
+    carried = [graph.nodes[leave].results[0] for _, leave in loop.carries]
+    infos = [(graph.values[value], split.get(value, replicated(len(graph.values[value].shape)))) for value in carried]
+    return Microbatches(
+        count=program.num_microbatches,
+        num_examples=num_examples(graph),
+        accumulated_bytes=sum(info.itemsize * sharding.local_size(info.shape, mesh) for info, sharding in infos),
+        num_accumulated=len(carried),
+        own_statistics=program.own_statistics,
     )
 
 
@@ -230,7 +296,7 @@ def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
     return tuple(rules), unknown
 
 
-def _outcome(solution: Solution, formulation: Formulation, seconds: float) -> Outcome:
+def _outcome(solution: Solution, formulation: Formulation, seconds: float, memory_bound: bool) -> Outcome:
     return Outcome(
         cost_s=solution.cost,
         lower_bound_s=solution.lower_bound,
@@ -239,6 +305,7 @@ def _outcome(solution: Solution, formulation: Formulation, seconds: float) -> Ou
         num_nodes=len(formulation.decisions),
         num_strategies=sum(d.num_strategies for d in formulation.decisions),
         solve_time_s=seconds,
+        memory_bound=memory_bound,
     )
 
 
@@ -356,6 +423,19 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
             f" divides: it is not split. A multiple of {axes[-1][1]} would be."
         )
     return tuple(notes)
+
+
+def _microbatch_notes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
+    """A microbatch has fewer examples than the batch: perhaps too few to split over devices."""
+    axes = [size for size in mesh.axis_sizes if size > 1]
+    whole = num_examples(program.graph) if program.num_microbatches > 1 else 1
+    each = whole // program.num_microbatches
+    if not any(whole % size == 0 and each % size for size in axes):
+        return ()
+    return (
+        f"a microbatch has {each} of {whole} examples, which not every axis of the mesh divides that divides the batch:"
+        " fewer microbatches can be split better over devices",
+    )
 
 
 #: Primitives that hold a whole program, which no rule describes.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
 from autopar.graph.ir import Graph
 from autopar.jax_compat import shape_struct
+from autopar.microbatch.rewrite import split_batch
 from autopar.plan import Plan, ProgramSignature
 from autopar.trace import Trace, argument_names, check_leaves, trace
 
@@ -30,6 +31,8 @@ class Program:
 
     Args:
         whole: where the trace sees dims as two, the same step with those dims as they were written.
+        num_microbatches, own_statistics: how its batch is split over time.
+        unsplit: where it is, the step as it was. split: where it is not, the steps in which it is, so far.
     """
 
     trace: Trace
@@ -38,6 +41,10 @@ class Program:
     donated: tuple[int, ...]
     signature: ProgramSignature
     whole: Program | None = None
+    num_microbatches: int = 1
+    own_statistics: bool = False
+    unsplit: Program | None = field(default=None, compare=False, repr=False)
+    split: dict[tuple[int, bool], Program] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def forms(self) -> tuple[Program, ...]:
@@ -46,8 +53,29 @@ class Program:
 
     def of(self, plan: Plan) -> Program:
         """This step in the form that a plan is of."""
-        whole = self.whole
-        return whole if whole is not None and plan.program.fingerprint == whole.signature.fingerprint else self
+        form, told = self.unsplit or self, plan.microbatches
+        if told is not None:
+            form = form.in_microbatches(told.count, own_statistics=told.own_statistics)
+        whole = form.whole
+        return whole if whole is not None and plan.program.fingerprint == whole.signature.fingerprint else form
+
+    def in_microbatches(self, count: int, *, own_statistics: bool = False) -> Program:
+        """This step with its batch split over time into `count` parts.
+
+        Raises:
+            MicrobatchError: where it cannot be.
+        """
+        if count == 1:
+            return self
+        key = (count, own_statistics)
+        if key not in self.split:
+            whole = self.whole or self
+            trace = split_batch(whole.trace, whole.graph, count, own_statistics=own_statistics)
+            program = _program(trace, whole.graph.carried, self.carried_arguments, self.donated)
+            about = {"num_microbatches": count, "own_statistics": own_statistics, "unsplit": self}
+            within = None if program.whole is None else replace(program.whole, **about)
+            self.split[key] = replace(program, whole=within, **about)
+        return self.split[key]
 
 
 def program_of(
@@ -60,17 +88,24 @@ def program_of(
     names = argument_names(step, len(args))
     result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
     carried = carried_arguments(args, result, names, carry)
-    graph = graph_of(traced, carried_leaves(args, carried))
-    check(graph)
     given = [names[i] for i in carried] if donate is None else donate
     donated = donated_leaves(args, names, given)
-    program = Program(traced, graph, tuple(carried), donated, _signature(traced, graph))
+    return _program(traced, carried_leaves(args, carried), tuple(carried), donated)
+
+
+def _program(
+    traced: Trace, leaves: tuple[tuple[int, int], ...], carried: tuple[int, ...], donated: tuple[int, ...]
+) -> Program:
+    """A trace, and the same with dims that are cut into equal parts seen as two."""
+    graph = graph_of(traced, leaves)
+    check(graph)
+    program = Program(traced, graph, carried, donated, _signature(traced, graph))
     factored = factor_dims(traced, graph)
     if factored is traced:
         return program
-    graph = graph_of(factored, graph.carried)
+    graph = graph_of(factored, leaves)
     check(graph)
-    return Program(factored, graph, tuple(carried), donated, _signature(factored, graph), whole=program)
+    return Program(factored, graph, carried, donated, _signature(factored, graph), whole=program)
 
 
 def _abstract_outputs(traced: Trace) -> list[Any]:

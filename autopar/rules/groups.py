@@ -33,11 +33,13 @@ SMALL_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A value read by a group: its dims in the group's factors, and by which (node, operand)s."""
+    """A value read by a group: its dims in the group's factors, and by which (node, operand)s. Split along a `pending`
+    factor it may be left unreduced."""
 
     value: int
     dims: DimFactors
     uses: tuple[tuple[int, int], ...]
+    pending: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,18 @@ class _Joiner:
             for i, value in enumerate(node.operands):
                 if value is not None and graph.values[value].size > SMALL_SIZE:
                     self.readers[value].append((n, i))
+        self.ends = {self._end(leave) for loop in graph.loops for _, leave in loop.sums}
+
+    def _end(self, leave: int) -> int:
+        """Where a sum over a loop's trips comes out: what reads it may be split otherwise than what adds to it. Where
+        it is cast to fewer bytes, that comes before it is sent."""
+        (value,), values = self.graph.nodes[leave].results, self.graph.values
+        if len(self.readers[value]) == 1:
+            reader = self.readers[value][0][0]
+            node = self.graph.nodes[reader]
+            if node.primitive == "convert_element_type" and values[node.results[0]].itemsize < values[value].itemsize:
+                return reader
+        return leave
 
     def factor(self, element: int) -> int:
         while self.factor_parent[element] != element:
@@ -217,7 +231,7 @@ class _Joiner:
             if value not in self.defined:
                 continue
             maker, index = self.defined[value]
-            if not self.joinable[maker]:
+            if not self.joinable[maker] or maker in self.ends:
                 continue
             for reader, operand in uses:
                 made, read = self.result(maker, index), self.operand(reader, operand)
@@ -330,10 +344,19 @@ def _build(
     equal = {
         classes[joiner.factor(joiner.offset[n] + i)] for n in nodes for i, f in enumerate(rules[n].factors) if f.even
     }
+    terms = _sums_of_terms(graph, nodes, reads, joiner)
+    pending = (len(factors),)
+    if terms is not None:
+        factors.append(Factor(TERMS))
+        zeros = {v for n in nodes if graph.nodes[n].primitive == "broadcast_in_dim" for v in graph.nodes[n].results}
+        defines = [d if d.value in zeros else replace(d, pending=pending) for d in defines]
     group = Group(
         nodes=tuple(nodes),
         factors=tuple(factors),
-        reads=tuple(Read(value, dims, tuple(uses)) for (value, dims), uses in reads.items()),
+        reads=tuple(
+            Read(value, dims, tuple(uses), pending if terms and value in terms else ())
+            for (value, dims), uses in reads.items()
+        ),
         defines=tuple(defines),
         works=tuple(works),
         even=frozenset(f for dim in compound for f in dim) | equal,
@@ -344,6 +367,54 @@ def _build(
         region=_region(nodes[0], rules[nodes[0]], local),
     )
     return _absorb(graph, group, joiner, absorbable)
+
+
+#: As many terms as there may be devices: a sum over a loop's trips may stay pending along any axes.
+TERMS = 720720 * 64
+#: Applied to the terms of a sum, they give the terms of what they make of it; those that take one value, and those
+#: that take several.
+_OF_ONE = frozenset(["convert_element_type", "reshape", "transpose", "squeeze", "neg", "copy", "exit_carry"])
+_OF_MORE = frozenset(["add", "add_any", "sub"])
+
+
+def _sums_of_terms(
+    graph: Graph,
+    nodes: Sequence[int],
+    reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]],
+    joiner: _Joiner,
+) -> set[int] | None:
+    """Where a group does nothing but add up terms over a loop's trips: the values that are such terms. It may add up
+    those of each device by itself, and leave the sum over the devices to who reads what the loop leaves. What a loop
+    within the loop leaves is no such term: XLA moves a sum out of one loop alone."""
+    members = set(nodes)
+    sums = {pair for loop in graph.loops for pair in loop.sums if members.issuperset(pair)}
+    enters, ends = {enter for enter, _ in sums}, {leave for _, leave in sums}
+    if not sums:
+        return None
+    for n in nodes:
+        node = graph.nodes[n]
+        sizes = {graph.values[v].size if v is not None else 0 for v in (*node.operands, *node.results)}
+        whole = len(sizes) == 1 and min(sizes) > SMALL_SIZE
+        adds = node.primitive in _OF_MORE and whole
+        passes = node.primitive in _OF_ONE and whole and (node.primitive != "exit_carry" or n in ends)
+        begins = n in enters or (node.primitive == "broadcast_in_dim" and node.operands == (None,))
+        if not (adds or passes or begins):
+            return None
+    return {
+        value
+        for (value, _), uses in reads.items()
+        if not any(n in enters for n, _ in uses) and not _of_a_loop(graph, joiner, value)
+    }
+
+
+def _of_a_loop(graph: Graph, joiner: _Joiner, value: int | None) -> bool:
+    """Whether a value is what a loop leaves, or a cast of it."""
+    if value is None or value not in joiner.defined:
+        return False
+    node = graph.nodes[joiner.defined[value][0]]
+    if node.primitive == "convert_element_type":
+        return _of_a_loop(graph, joiner, node.operands[0])
+    return node.primitive in ("exit_carry", "exit_stack")
 
 
 def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors]) -> Region | None:
