@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,7 +20,8 @@ from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
 from autopar.graph.ir import Graph
 from autopar.jax_compat import shape_struct
-from autopar.plan import Plan, ProgramSignature
+from autopar.plan import Again, Plan, ProgramSignature
+from autopar.rematerialise.rewrite import recompute
 from autopar.trace import Trace, argument_names, check_leaves, trace
 
 
@@ -29,7 +30,10 @@ class Program:
     """A traced step as the planner and the executor need it.
 
     Args:
+        signature: of the step as the user wrote it, whatever is computed again.
         whole: where the trace sees dims as two, the same step with those dims as they were written.
+        recomputed: what the trace computes again.
+        before: where it does, the same step without that.
     """
 
     trace: Trace
@@ -38,6 +42,8 @@ class Program:
     donated: tuple[int, ...]
     signature: ProgramSignature
     whole: Program | None = None
+    recomputed: tuple[Again, ...] = ()
+    before: Program | None = None
 
     @property
     def forms(self) -> tuple[Program, ...]:
@@ -46,8 +52,20 @@ class Program:
 
     def of(self, plan: Plan) -> Program:
         """This step in the form that a plan is of."""
-        whole = self.whole
-        return whole if whole is not None and plan.program.fingerprint == whole.signature.fingerprint else self
+        first = self if self.before is None else self.before
+        same = (form for form in first.forms if form.signature.fingerprint == plan.program.fingerprint)
+        form, again = next(same, first), tuple(one.again for one in plan.recomputed)
+        return self if (self.signature, self.recomputed) == (form.signature, again) else recomputing(form, again)
+
+
+def recomputing(program: Program, agains: Sequence[Again]) -> Program:
+    """A step that computes some of its values again in the backward pass."""
+    if not agains:
+        return program
+    rewritten = recompute(program.trace, agains)
+    graph = graph_of(rewritten, program.graph.carried)
+    check(graph)
+    return replace(program, trace=rewritten, graph=graph, whole=None, recomputed=tuple(agains), before=program)
 
 
 def program_of(
