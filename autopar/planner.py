@@ -17,12 +17,10 @@ from typing import Any
 
 import jax
 
-from autopar.assemble import Assembled, assemble
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
-from autopar.device_program import stored_values
-from autopar.errors import BudgetError, MeshError, TimeLimitError
+from autopar.errors import BudgetError, MeshError
 from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
@@ -36,20 +34,13 @@ from autopar.rules.registered import called, needs_local, template
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
 from autopar.sharding import TensorSharding
-from autopar.solve.ilp import Ilp, minimum_memory
-from autopar.solve.problem import Solution, Solver, Status
-from autopar.units import human_bytes
+from autopar.solve.ilp import Ilp
+from autopar.solve.problem import Solution, Solver
 from autopar.version import __version__
+from autopar.within_budget import BUDGET_MARGIN, Planning, within_budget
 from autopar.words import strategy_words
 
 Progress = Callable[[str, float], None]
-
-#: The part of a memory budget that a plan leaves free: for what XLA's fusion holds beyond the plan's
-#: estimate, and for the allocator, whose memory is never all in one piece.
-BUDGET_MARGIN = 0.05
-
-#: How often the solver's measure of memory is set right by a whole plan's.
-_MOST_TIGHTENINGS = 4
 
 
 def plan(
@@ -62,6 +53,7 @@ def plan(
     pin: Mapping[str, Any] | None = None,
     carry: Sequence[str] | None = None,
     donate: Sequence[str] | None = None,
+    rematerialize: bool = True,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
@@ -80,6 +72,8 @@ def plan(
         pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
         carry: names of arguments that come back updated; by default found by structure.
         donate: names of arguments whose buffers the step may reuse; by default the carried ones.
+        rematerialize: whether forward values may be computed again in the backward pass, where a step would not
+            fit otherwise.
         solver: by default `Ilp(time_limit_s)`.
         time_limit_s: seconds for the solver, per mesh.
         progress: called with a stage's name and the fraction done.
@@ -96,6 +90,7 @@ def plan(
         hardware=hardware,
         memory_budget_bytes=memory_budget_bytes,
         pin=pin,
+        rematerialize=rematerialize,
         solver=solver,
         time_limit_s=time_limit_s,
         progress=progress,
@@ -110,11 +105,13 @@ def plan_program(
     hardware: str | HardwareProfile | None = None,
     memory_budget_bytes: float | None = None,
     pin: Mapping[str, Any] | None = None,
+    rematerialize: bool = True,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
     """`plan`, for a program already traced."""
+    program = program.as_traced
     report = progress or (lambda stage, fraction: None)
     profile = _profile(hardware)
     meshes = meshes_with_pinned_axes(meshes_of_program(_meshes(mesh, num_devices), program.graph), pin or {})
@@ -129,7 +126,8 @@ def plan_program(
         report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
         try:
             pins = resolve_pins(pin or {}, program.graph, shape)
-            plans.append(_plan_in_a_form(shape, forms, profile, budget * (1 - BUDGET_MARGIN), pins, solve_with))
+            keep_to = budget * (1 - BUDGET_MARGIN)
+            plans.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, rematerialize))
         except BudgetError as error:
             failures.append((shape, error))
     report("done", 1.0)
@@ -170,7 +168,7 @@ def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]],
             made = _plan_on(shape, form, groups, *given)
         except BudgetError:
             continue
-        if sees_two(form.trace, split_dims(made)):
+        if sees_two(form.of(made).trace, split_dims(made)):
             return made
     return _plan_on(shape, whole, grouped, *given)
 
@@ -183,22 +181,21 @@ def _plan_on(
     budget: float,
     pins: dict[int, TensorSharding],
     solver: Solver,
+    rematerialize: bool,
 ) -> Plan:
-    graph, groups = program.graph, grouped.groups
     started = time.perf_counter()
-    formulation = formulate(graph, groups, mesh, profile, pins=pins, memory_budget_bytes=None)
-    solution = solver.solve(formulation.problem)
-    if len(solution.choices) != len(formulation.decisions):
-        raise TimeLimitError(f"planning for mesh {mesh} ended with: {solution.status.value}")
-    parts = assemble(formulation, solution.choices, pins)
-    if parts.prediction.peak_bytes > budget:  # only now is memory worth its constraints
-        formulation, solution, parts = _within(budget, formulation, solution.choices, parts, pins, solver)
+    planning = Planning(pins, solver, lambda graph: _group(graph, pins).groups)
+    f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None)
+    made = planning.made(program, f, solver.solve(f.problem))
+    if made.peak_bytes > budget:  # only now is memory worth its constraints
+        made = within_budget(budget, made, planning, rematerialize=rematerialize)
+    parts, solution, graph = made.parts, made.solution, made.formulation.graph
     return Plan(
         program=program.signature,
         mesh=mesh,
         hardware=profile.name,
         memory_budget_bytes=budget,
-        words=strategy_words(formulation, solution.choices, parts.inputs),
+        words=strategy_words(made.formulation, solution.choices, parts.inputs),
         inputs=parts.inputs,
         outputs=parts.outputs,
         carried=graph.carried,
@@ -207,8 +204,9 @@ def _plan_on(
         decisions=parts.decisions,
         collectives=parts.collectives,
         regions=parts.regions,
+        recomputed=made.recomputed,
         prediction=parts.prediction,
-        outcome=_outcome(solution, formulation, time.perf_counter() - started),
+        outcome=_outcome(solution, made.formulation, time.perf_counter() - started),
         notes=_notes(graph, mesh, grouped.unknown, parts.inputs),
         versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
         in_tree=program.trace.in_tree,
@@ -239,90 +237,6 @@ def _outcome(solution: Solution, formulation: Formulation, seconds: float) -> Ou
         num_nodes=len(formulation.decisions),
         num_strategies=sum(d.num_strategies for d in formulation.decisions),
         solve_time_s=seconds,
-    )
-
-
-def _within(
-    budget: float,
-    free: Formulation,
-    choices: Sequence[int],
-    parts: Assembled,
-    pins: dict[int, TensorSharding],
-    solver: Solver,
-) -> tuple[Formulation, Solution, Assembled]:
-    """A plan whose predicted peak keeps to a budget.
-
-    The problem counts the values that the free plan has in memory; what XLA would really keep is known only of a
-    whole plan. So the problem's limit is the budget by the ratio of the two, set again where a plan is still over.
-
-    Args:
-        choices, parts: of the plan without a budget.
-    """
-    stored = stored_values(parts.device)
-
-    def formulation(mesh: MeshShape) -> Formulation:
-        return formulate(
-            free.graph, free.groups, mesh, free.profile, pins=pins, memory_budget_bytes=budget, stored=stored
-        )
-
-    f = formulation(free.mesh)
-    ratio = f.problem.peak_memory(_with_shared_copies(free, f, choices)) / parts.prediction.peak_bytes
-    limit = budget * ratio
-    least_met, status = parts.prediction.peak_bytes, Status.NOT_FOUND
-    for _ in range(_MOST_TIGHTENINGS):
-        limited = replace(f, problem=replace(f.problem, memory_limit=limit))
-        solution = solver.solve(limited.problem)
-        status = solution.status
-        if len(solution.choices) != len(f.decisions):
-            break
-        parts = assemble(limited, solution.choices, pins)
-        if parts.prediction.peak_bytes <= budget:
-            return limited, solution, parts
-        least_met = min(least_met, parts.prediction.peak_bytes)
-        limit *= 0.995 * budget / parts.prediction.peak_bytes
-    if status is Status.NOT_FOUND:
-        raise TimeLimitError(f"planning for mesh {free.mesh} within its memory budget ended without a plan")
-
-    least = minimum_memory(f.problem)
-    if least.choices:  # XLA may store more of that plan than the problem counts
-        least_met = min(least_met, assemble(f, least.choices, pins).prediction.peak_bytes)
-
-    def estimate(mesh: MeshShape) -> float:
-        return minimum_memory(formulation(mesh).problem).peak_bytes / ratio
-
-    raise _over_budget(free.mesh, budget, least_met, estimate)
-
-
-def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
-    """Choices of the problem without a budget as those of the one with: its copies say too whether they are their
-    maker's own buffer, and those come first."""
-    made = {flow.target: flow.made[choices[flow.source]] for flow in free.flows if not flow.uses}
-    mapped = list(choices)
-    for node, decision in enumerate(free.decisions):
-        if decision.kind == "copy" and decision.shardings[choices[node]] != made.get(node):
-            mapped[node] += decision.num_strategies
-    assert all(c < d.num_strategies for c, d in zip(mapped, limited.decisions, strict=True))
-    return tuple(mapped)
-
-
-def _over_budget(mesh: MeshShape, budget: float, needed: float, least: Callable[[MeshShape], float]) -> BudgetError:
-    """How short it is, and what would fit.
-
-    Args:
-        needed: the least of the plans made for this mesh. least: about what a mesh needs at the least.
-    """
-    ways = [f"give `memory_budget_bytes={1.001 * needed / (1 - BUDGET_MARGIN):.4g}` or more"]
-    for times in (2, 4, 8):
-        larger = MeshShape(mesh.axis_names, (mesh.axis_sizes[0] * times, *mesh.axis_sizes[1:]))
-        if least(larger) <= budget:
-            ways.append(f"use {larger.num_devices} devices (mesh {larger})")
-            break
-    short = f"{human_bytes(needed - budget)} short" if needed > 1.001 * budget else "just short"
-    return BudgetError(
-        f"no plan on mesh {mesh} fits the memory budget of {human_bytes(budget / (1 - BUDGET_MARGIN))} per device, of"
-        f" which {100 * BUDGET_MARGIN:g} % stay free: the least that any"
-        f" sharding tried reaches is {human_bytes(needed)}, {short}. Ways out: {'; '.join(ways)};"
-        f" a smaller batch or model."
     )
 
 

@@ -50,12 +50,21 @@ class Program:
         """The forms that this step has; as it was written comes last."""
         return (self,) if self.whole is None else (self, self.whole)
 
+    @property
+    def as_traced(self) -> Program:
+        """This step before anything in it was computed again."""
+        return self if self.before is None else self.before
+
     def of(self, plan: Plan) -> Program:
-        """This step in the form that a plan is of."""
-        first = self if self.before is None else self.before
+        """This step in the form that a plan is of, computing again what it says."""
+        agains = tuple(one.again for one in plan.recomputed)
+        if (self.signature.fingerprint, self.recomputed) == (plan.program.fingerprint, agains):
+            return self
+        first = self.as_traced
         same = (form for form in first.forms if form.signature.fingerprint == plan.program.fingerprint)
-        form, again = next(same, first), tuple(one.again for one in plan.recomputed)
-        return self if (self.signature, self.recomputed) == (form.signature, again) else recomputing(form, again)
+        return replace(recomputing(form, agains), before=first) if agains and (form := next(same, None)) else next(
+            (one for one in first.forms if one.signature.fingerprint == plan.program.fingerprint), first
+        )
 
 
 def recomputing(program: Program, agains: Sequence[Again]) -> Program:

@@ -1,0 +1,319 @@
+"""Plans that keep to a memory budget: by splitting otherwise, and by computing forward values again.
+
+In: a program, its plan without a budget, the budget. Out: the fastest plan found that fits, perhaps of the program with
+some of its values computed again. The two are weighed in the plan's own prediction: the rungs of a ladder compute more
+and more again (`rematerialise.ladder`), and on each the solver splits as the budget left by it allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.assemble import Assembled, assemble
+from autopar.device_program import Buffer, buffers_at_peak, stored_values
+from autopar.errors import BudgetError, TimeLimitError
+from autopar.formulation import Formulation, formulate
+from autopar.graph.ir import Graph
+from autopar.mesh import MeshShape
+from autopar.plan import Recomputation
+from autopar.program import Program, recomputing
+from autopar.rematerialise.ladder import ladder
+from autopar.rules.groups import Group
+from autopar.sharding import TensorSharding
+from autopar.solve.ilp import minimum_memory
+from autopar.solve.problem import Solution, Solver, Status
+from autopar.units import human_bytes
+
+#: The part of a memory budget that a plan leaves free: for what XLA's fusion holds beyond the plan's
+#: estimate, and for the allocator, whose memory is never all in one piece.
+BUDGET_MARGIN = 0.05
+
+#: How often the solver's measure of memory is set right by a whole plan's.
+_MOST_TIGHTENINGS = 4
+#: Tensors that an error names of those in memory at the peak.
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan's parts, and the program that they are of.
+
+    Args:
+        recomputed: what the program computes again, of the program that it was made of.
+    """
+
+    program: Program
+    formulation: Formulation
+    solution: Solution
+    parts: Assembled
+    recomputed: tuple[Recomputation, ...] = ()
+
+    @property
+    def step_time_s(self) -> float:
+        return self.parts.prediction.step_time_s
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.parts.prediction.peak_bytes
+
+
+class _TooLargeError(Exception):
+    """No plan of a program fits.
+
+    Args:
+        least: the plan that needs least of those made. estimate: about what another mesh needs at the least.
+    """
+
+    def __init__(self, least: Made, estimate: Callable[[MeshShape], float]) -> None:
+        super().__init__()
+        self.least, self.estimate = least, estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """What all plans on one mesh share.
+
+    Args:
+        groups_of: the groups of a graph.
+    """
+
+    pins: dict[int, TensorSharding]
+    solver: Solver
+    groups_of: Callable[[Graph], tuple[Group, ...]]
+
+    def free(self, program: Program, like: Formulation, recomputed: tuple[Recomputation, ...]) -> Made:
+        """The plan of a program without a budget.
+
+        Raises:
+            TimeLimitError: the solver found none.
+        """
+        graph = program.graph
+        groups = like.groups if graph is like.graph else self.groups_of(graph)
+        f = formulate(graph, groups, like.mesh, like.profile, pins=self.pins, memory_budget_bytes=None)
+        return self.made(program, f, self.solver.solve(f.problem), recomputed)
+
+    def made(
+        self, program: Program, f: Formulation, solution: Solution, recomputed: tuple[Recomputation, ...] = ()
+    ) -> Made:
+        """The plan of a solution.
+
+        Raises:
+            TimeLimitError: it has no choices.
+        """
+        if len(solution.choices) != len(f.decisions):
+            raise TimeLimitError(f"planning for mesh {f.mesh} ended with: {solution.status.value}")
+        return Made(program, f, solution, assemble(f, solution.choices, self.pins), recomputed)
+
+
+def within_budget(budget: float, free: Made, planning: Planning, *, rematerialize: bool) -> Made:
+    """The fastest plan found that keeps to a budget.
+
+    Args:
+        free: the plan without one, which does not. rematerialize: whether values may be computed again.
+
+    Raises:
+        BudgetError: none does; it says what is at the peak, how much is missing, and the ways out.
+        TimeLimitError: the solver found none in its time.
+    """
+    try:
+        split: Made | None = _split_otherwise(budget, free, planning)
+        least, estimate = split, None
+    except _TooLargeError as short:
+        split, least, estimate = None, short.least, short.estimate
+    if rematerialize:
+        again, smaller = _computed_again(budget, free, planning, least)
+        found = [made for made in (split, again) if made is not None]
+        if found:
+            return min(found, key=lambda made: made.step_time_s)
+        least = smaller
+    if split is not None:
+        return split
+    assert least is not None and estimate is not None
+    ways = _ways_out(budget, free, least, estimate, planning, rematerialize=rematerialize)
+    raise _over_budget(budget, least, ways)
+
+
+# -- splitting otherwise -----------------------------------------------------------------------
+
+
+def _split_otherwise(budget: float, free: Made, planning: Planning) -> Made:
+    """A plan of the same program whose predicted peak keeps to a budget.
+
+    The problem counts the values that the free plan has in memory; what XLA would really keep is known only of a
+    whole plan. So the problem's limit is the budget by the ratio of the two, set again where a plan is still over.
+
+    Raises:
+        _TooLargeError: there is none.
+    """
+    stored = stored_values(free.parts.device)
+    before, choices, parts = free.formulation, free.solution.choices, free.parts
+
+    def formulation(mesh: MeshShape) -> Formulation:
+        given = planning.pins, budget
+        graph, groups = before.graph, before.groups
+        return formulate(
+            graph, groups, mesh, before.profile, pins=given[0], memory_budget_bytes=given[1], stored=stored
+        )
+
+    f = formulation(before.mesh)
+    ratio = f.problem.peak_memory(_with_shared_copies(before, f, choices)) / parts.prediction.peak_bytes
+    limit = budget * ratio
+    least, status = free, Status.NOT_FOUND
+    for _ in range(_MOST_TIGHTENINGS):
+        limited = replace(f, problem=replace(f.problem, memory_limit=limit))
+        solution = planning.solver.solve(limited.problem)
+        status = solution.status
+        if len(solution.choices) != len(f.decisions):
+            break
+        made = planning.made(free.program, limited, solution, free.recomputed)
+        if made.peak_bytes <= budget:
+            return made
+        least = min(least, made, key=lambda one: one.peak_bytes)
+        limit *= 0.995 * budget / made.peak_bytes
+    if status is Status.NOT_FOUND:
+        raise TimeLimitError(f"planning for mesh {before.mesh} within its memory budget ended without a plan")
+
+    smallest = minimum_memory(f.problem)
+    if smallest.choices:  # XLA may store more of that plan than the problem counts
+        solution = Solution(smallest.choices, f.problem.evaluate(smallest.choices), 0.0, Status.FEASIBLE)
+        made = planning.made(free.program, f, solution, free.recomputed)
+        if made.peak_bytes <= budget:
+            return made
+        least = min(least, made, key=lambda one: one.peak_bytes)
+
+    def estimate(mesh: MeshShape) -> float:
+        return minimum_memory(formulation(mesh).problem).peak_bytes / ratio
+
+    raise _TooLargeError(least, estimate)
+
+
+def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
+    """Choices of the problem without a budget as those of the one with: its copies say too whether they are their
+    maker's own buffer, and those come first."""
+    made = {flow.target: flow.made[choices[flow.source]] for flow in free.flows if not flow.uses}
+    mapped = list(choices)
+    for node, decision in enumerate(free.decisions):
+        if decision.kind == "copy" and decision.shardings[choices[node]] != made.get(node):
+            mapped[node] += decision.num_strategies
+    assert all(c < d.num_strategies for c, d in zip(mapped, limited.decisions, strict=True))
+    return tuple(mapped)
+
+
+# -- computing again ---------------------------------------------------------------------------
+
+
+def _computed_again(
+    budget: float, free: Made, planning: Planning, least: Made | None
+) -> tuple[Made | None, Made | None]:
+    """The fastest plan found that computes values again and fits; and of those made, the one that needs least.
+
+    Up the ladder a plan needs less and takes longer. The first rung on which even the plan without a limit fits is
+    found by bisection; below it, a plan that is split for less memory may be faster.
+    """
+    rungs = ladder(free.program.trace, free.formulation, free.solution.choices, free.parts.device)
+    known: dict[int, Made] = {}
+    fitting: list[Made] = []
+
+    def unlimited(rung: int) -> Made:
+        if rung not in known:
+            program = recomputing(free.program, [one.again for one in rungs[rung]])
+            known[rung] = planning.free(program, free.formulation, rungs[rung])
+        return known[rung]
+
+    def limited(rung: int) -> Made | None:
+        nonlocal least
+        try:
+            made = unlimited(rung)
+            return made if made.peak_bytes <= budget else _split_otherwise(budget, made, planning)
+        except _TooLargeError as short:
+            least = min(least or short.least, short.least, key=lambda one: one.peak_bytes)
+        except TimeLimitError:
+            return None
+        return None
+
+    low, high = 0, len(rungs)
+    while low < high:
+        middle = (low + high) // 2
+        if unlimited(middle).peak_bytes <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    if low < len(rungs):
+        fitting.append(unlimited(low))
+    for rung in dict.fromkeys((low // 2, (3 * low) // 4, low - 1)):
+        if 0 <= rung < low:
+            made = limited(rung)
+            fitting += [made] if made is not None else []
+    best = min(fitting, key=lambda made: made.step_time_s, default=None)
+    return best, least
+
+
+# -- nothing fits --------------------------------------------------------------------------------
+
+
+def _ways_out(
+    budget: float,
+    free: Made,
+    least: Made,
+    estimate: Callable[[MeshShape], float],
+    planning: Planning,
+    *,
+    rematerialize: bool,
+) -> list[str]:
+    """What would fit, with what it costs where that is known."""
+    mesh, ways = free.formulation.mesh, []
+    if not rematerialize:
+        made, _ = _computed_again(budget, free, planning, None)
+        if made is not None:
+            slower = made.step_time_s / free.step_time_s - 1
+            ways.append(f"let forward values be computed again (`rematerialize=True`; {100 * slower:+.0f} %)")
+    ways.append(f"give `memory_budget_bytes={1.001 * least.peak_bytes / (1 - BUDGET_MARGIN):.4g}` or more")
+    for times in (2, 4, 8):
+        larger = MeshShape(mesh.axis_names, (mesh.axis_sizes[0] * times, *mesh.axis_sizes[1:]))
+        if estimate(larger) <= budget:
+            ways.append(f"use {larger.num_devices} devices (mesh {larger})")
+            break
+    return ways
+
+
+def _over_budget(budget: float, least: Made, ways: Sequence[str]) -> BudgetError:
+    needed = least.peak_bytes
+    short = f"{human_bytes(needed - budget)} short" if needed > 1.001 * budget else "just short"
+    tried = "sharding tried" if not least.recomputed else "sharding tried reaches, computing forward values again,"
+    return BudgetError(
+        f"no plan on mesh {least.formulation.mesh} fits the memory budget of"
+        f" {human_bytes(budget / (1 - BUDGET_MARGIN))} per device, of which {100 * BUDGET_MARGIN:g} % stay free: the"
+        f" least that any {tried}{'' if least.recomputed else ' reaches'} is {human_bytes(needed)},"
+        f" {_at_the_peak(least)}, {short}. Ways out: {'; '.join(ways)}; a smaller batch or model."
+    )
+
+
+def _at_the_peak(made: Made) -> str:
+    """When a plan needs most, and what is in memory then."""
+    told, graph = made.parts.prediction, made.formulation.graph
+    instant, buffers = buffers_at_peak(made.parts.device)
+    held = [
+        ("parameters", told.parameter_bytes),
+        ("optimizer state", told.optimizer_bytes),
+        ("data", told.data_bytes + told.output_bytes),
+        *_by_maker(buffers, graph),
+    ]
+    named = sorted(held, key=lambda one: -one[1])[: _MOST_NAMED + 1]
+    parts = ", ".join(f"{human_bytes(size)} of {name}" for name, size in named if size > 0.01 * told.peak_bytes)
+    if not made.parts.device.ops:
+        return f"with {parts}"
+    node = graph.nodes[made.parts.device.ops[instant].node]
+    where = f"`{node.path}`" if node.path else f"a {node.primitive}"
+    source = f" ({node.source})" if node.source else ""
+    return f"in the {node.phase} pass at {where}{source}, with {parts}"
+
+
+def _by_maker(buffers: Sequence[Buffer], graph: Graph) -> list[tuple[str, float]]:
+    makers = {v: node for node in graph.nodes for v in node.results}
+    sizes: dict[str, float] = {}
+    for buffer in buffers:
+        node = makers.get(buffer.value)
+        name = f"`{node.primitive}` results" if node else "gathered inputs"
+        sizes[name] = sizes.get(name, 0.0) + buffer.num_bytes
+    return list(sizes.items())
