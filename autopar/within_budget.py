@@ -137,11 +137,14 @@ def within_budget(budget: float, free: Made, planning: Planning, *, rematerializ
 # -- splitting otherwise -----------------------------------------------------------------------
 
 
-def _split_otherwise(budget: float, free: Made, planning: Planning) -> Made:
+def _split_otherwise(budget: float, free: Made, planning: Planning, *, at_least: bool = True) -> Made:
     """A plan of the same program whose predicted peak keeps to a budget.
 
     The problem counts the values that the free plan has in memory; what XLA would really keep is known only of a
     whole plan. So the problem's limit is the budget by the ratio of the two, set again where a plan is still over.
+
+    Args:
+        at_least: where nothing is found, look for what needs least.
 
     Raises:
         _TooLargeError: there is none.
@@ -174,8 +177,8 @@ def _split_otherwise(budget: float, free: Made, planning: Planning) -> Made:
     if status is Status.NOT_FOUND:
         raise TimeLimitError(f"planning for mesh {before.mesh} within its memory budget ended without a plan")
 
-    smallest = minimum_memory(f.problem)
-    if smallest.choices:  # XLA may store more of that plan than the problem counts
+    smallest = minimum_memory(f.problem) if at_least else None
+    if smallest is not None and smallest.choices:  # XLA may store more of that plan than the problem counts
         solution = Solution(smallest.choices, f.problem.evaluate(smallest.choices), 0.0, Status.FEASIBLE)
         made = planning.made(free.program, f, solution, free.recomputed)
         if made.peak_bytes <= budget:
@@ -225,7 +228,7 @@ def _computed_again(
         nonlocal least
         try:
             made = unlimited(rung)
-            return made if made.peak_bytes <= budget else _split_otherwise(budget, made, planning)
+            return made if made.peak_bytes <= budget else _split_otherwise(budget, made, planning, at_least=low == len(rungs))
         except _TooLargeError as short:
             least = min(least or short.least, short.least, key=lambda one: one.peak_bytes)
         except TimeLimitError:
