@@ -129,6 +129,8 @@ def _planning_options() -> argparse.ArgumentParser:
     group.add_argument("--hardware", metavar="NAME", help="hardware profile, e.g. h100-sxm (default: what is here)")
     about = "per device: 40GB, 512MiB or bytes (default: what the device has)"
     group.add_argument("--memory-budget", type=_size, metavar="SIZE", help=about)
+    about = "do not compute forward values again in the backward pass, even where nothing fits otherwise"
+    group.add_argument("--no-rematerialize", action="store_true", help=about)
     about = "fix a sharding; PATH may be a glob; may be repeated"
     group.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=about)
     group.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver, per mesh")
@@ -250,7 +252,9 @@ def _run_explain(options: argparse.Namespace) -> None:
 def _run_collectives(options: argparse.Namespace) -> None:
     from autopar.explain_collectives import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
-    useless = [name for name in ("target", "memory_budget", "pin", "time_limit") if getattr(options, name)]
+    useless = [
+        name for name in ("target", "memory_budget", "no_rematerialize", "pin", "time_limit") if getattr(options, name)
+    ]
     if useless:
         flags = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in useless)
         raise TargetError(f"--collectives is about a mesh and a hardware, not about a program: drop {flags}")
@@ -335,8 +339,8 @@ def _load_saved(options: argparse.Namespace) -> Plan:
 
 def _refuse_planning(options: argparse.Namespace, saved: str, else_do: str, allowed: Sequence[str] = ()) -> None:
     """A saved plan takes no options of planning."""
-    names = ("devices", "mesh", "hardware", "memory_budget", "pin", "time_limit")
-    given = [name for name in names if getattr(options, name) not in (None, []) and name not in allowed]
+    names = ("devices", "mesh", "hardware", "memory_budget", "no_rematerialize", "pin", "time_limit")
+    given = [name for name in names if getattr(options, name) not in (None, [], False) and name not in allowed]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise TargetError(f"{saved!r} is a saved plan, already decided: drop {flags}, {else_do}")
@@ -371,7 +375,8 @@ def _planning(options: argparse.Namespace) -> dict[str, Any]:
     if options.hardware and (options.devices or options.mesh):
         _use_cpu_only()
     pins = dict(parse_pin(text) for text in options.pin)
-    more = {} if options.time_limit is None else {"time_limit_s": options.time_limit}
+    more: dict[str, Any] = {} if options.time_limit is None else {"time_limit_s": options.time_limit}
+    more |= {"rematerialize": False} if options.no_rematerialize else {}
     return more | {
         "mesh": options.mesh,
         "num_devices": options.devices,

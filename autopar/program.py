@@ -62,9 +62,10 @@ class Program:
             return self
         first = self.as_traced
         same = (form for form in first.forms if form.signature.fingerprint == plan.program.fingerprint)
-        return replace(recomputing(form, agains), before=first) if agains and (form := next(same, None)) else next(
-            (one for one in first.forms if one.signature.fingerprint == plan.program.fingerprint), first
-        )
+        form = next(same, None)
+        if form is None:  # of another program, which is for the caller to refuse
+            return first
+        return replace(recomputing(form, agains), before=first) if agains else form
 
 
 def recomputing(program: Program, agains: Sequence[Again]) -> Program:

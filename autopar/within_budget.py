@@ -153,11 +153,8 @@ def _split_otherwise(budget: float, free: Made, planning: Planning, *, at_least:
     before, choices, parts = free.formulation, free.solution.choices, free.parts
 
     def formulation(mesh: MeshShape) -> Formulation:
-        given = planning.pins, budget
-        graph, groups = before.graph, before.groups
-        return formulate(
-            graph, groups, mesh, before.profile, pins=given[0], memory_budget_bytes=given[1], stored=stored
-        )
+        graph, groups, profile = before.graph, before.groups, before.profile
+        return formulate(graph, groups, mesh, profile, pins=planning.pins, memory_budget_bytes=budget, stored=stored)
 
     f = formulation(before.mesh)
     ratio = f.problem.peak_memory(_with_shared_copies(before, f, choices)) / parts.prediction.peak_bytes
@@ -212,7 +209,7 @@ def _computed_again(
     """The fastest plan found that computes values again and fits; and of those made, the one that needs least.
 
     Up the ladder a plan needs less and takes longer. The first rung on which even the plan without a limit fits is
-    found by bisection; below it, a plan that is split for less memory may be faster.
+    searched from where the ladder's own figures have it; below it, a plan that is split for less memory may be faster.
     """
     rungs = ladder(free.program.trace, free.formulation, free.solution.choices, free.parts.device)
     known: dict[int, Made] = {}
@@ -228,26 +225,35 @@ def _computed_again(
         nonlocal least
         try:
             made = unlimited(rung)
-            return made if made.peak_bytes <= budget else _split_otherwise(budget, made, planning, at_least=low == len(rungs))
+            return (
+                made
+                if made.peak_bytes <= budget
+                else _split_otherwise(budget, made, planning, at_least=low == len(rungs))
+            )
         except _TooLargeError as short:
             least = min(least or short.least, short.least, key=lambda one: one.peak_bytes)
         except TimeLimitError:
             return None
         return None
 
-    low, high = 0, len(rungs)
-    while low < high:
-        middle = (low + high) // 2
-        if unlimited(middle).peak_bytes <= budget:
-            high = middle
+    saved = [sum(one.saved_bytes for one in rung) for rung in rungs]
+    low, high, stride = 0, len(rungs), 1
+    probe = next((i for i, size in enumerate(saved) if free.peak_bytes - size <= budget), high - 1)
+    while low < high:  # those below `low` do not fit, `high` does
+        if unlimited(probe).peak_bytes <= budget:
+            high = probe
         else:
-            low = middle + 1
+            low = probe + 1
+        bracketed = low > 0 and high < len(rungs)
+        probe = (low + high) // 2 if bracketed else max(low, high - stride) if low == 0 else min(high, low + stride) - 1
+        stride *= 2
     if low < len(rungs):
         fitting.append(unlimited(low))
-    for rung in dict.fromkeys((low // 2, (3 * low) // 4, low - 1)):
-        if 0 <= rung < low:
-            made = limited(rung)
-            fitting += [made] if made is not None else []
+    if low > 0:
+        half = limited(low // 2)
+        between = half or limited(3 * low // 4) or limited(low - 1)
+        further = limited(low // 4) if half and low >= 4 else None
+        fitting += [made for made in (between, further) if made is not None]
     best = min(fitting, key=lambda made: made.step_time_s, default=None)
     return best, least
 

@@ -47,7 +47,7 @@ class Swept:
     layer: tuple[str, str]
 
 
-def _gpt2(batch: int, seq: int, **sizes: int) -> Target:
+def _gpt2(batch: int, seq: int, **sizes: Any) -> Target:
     return language.gpt2(GPT2Config(n_positions=seq, **sizes), batch, seq, BF16).target
 
 

@@ -64,8 +64,8 @@ def cheapest(steps: Mapping[int, Step], needed: Collection[int], seconds_per_byt
         arcs += [(again, keys[read], endless) for read in step.reads]
     arcs += [(source, keys[key], endless) for key in needed]
     solver = max_flow.SimpleMaxFlow()
-    tails, heads, capacities = (np.array(column) for column in zip(*arcs, strict=True))
-    solver.add_arcs_with_capacity(tails, heads, capacities)
+    for tail, head, capacity in arcs:
+        solver.add_arc_with_capacity(tail, head, capacity)
     assert solver.solve(source, sink) == solver.OPTIMAL
     side = set(solver.get_source_side_min_cut())
     again = frozenset(key for key, at in keys.items() if at + 1 in side)

@@ -9,7 +9,6 @@ over one after the other, the first of the forward pass first: what they hold is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autopar.device_program import DeviceProgram
 from autopar.formulation import Formulation
@@ -29,7 +28,9 @@ _PRICES = tuple(0.1 * 2**n for n in range(14))
 _PARTS = 4
 
 
-def ladder(trace: Trace, f: Formulation, choices: Sequence[int], device: DeviceProgram) -> list[tuple[Recomputation, ...]]:
+def ladder(
+    trace: Trace, f: Formulation, choices: Sequence[int], device: DeviceProgram
+) -> list[tuple[Recomputation, ...]]:
     """The rungs, from the first that computes anything again; empty where there is no backward pass."""
     bodies: list[list[Recomputation | None]] = []
     sites = sites_of(trace)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar import jax_compat
-from autopar.equations import Equation, Item, Nest, Piece, items_of, laid, without_dead
+from autopar.equations import Equation, Item, Nest, items_of, laid, without_dead
 from autopar.plan import Again
 from autopar.trace import Rewritten, Trace
 
@@ -159,9 +159,7 @@ class _Rewriting:
         here = self._known_here(again)
         sources = [self.trace.equations[n] for n in again.nodes]
         own = {value for equation in sources for value in equation.results}
-        read = dict.fromkeys(
-            a for equation in sources for a in equation.operands if isinstance(a, int) and a not in own
-        )
+        read = dict.fromkeys(v for equation in sources for v in _values(equation) if v not in own)
         read |= dict.fromkeys(again.renewed)
         outside = dict.fromkeys(body.renamed.get(here.get(v, v), here.get(v, v)) for v in read)
         like = next(_equations(following))
@@ -252,39 +250,40 @@ class _Rewriting:
 
     def _given(self, forward: Nest, backward: Nest) -> dict[int, int]:
         """What both bodies have: what is stacked, and what both are given."""
-        stacked = {p.results[0]: p.operands[0] for p in forward.exit if p.piece == "exit_stack"}
-        given = {(p.piece, p.operands[0]): p.results[0] for p in forward.enter if isinstance(p.operands[0], int)}
+        stacked = {p.results[0]: v for p in forward.exit if p.piece == "exit_stack" for v in _values(p)}
+        given = {(p.piece, v): p.results[0] for p in forward.enter for v in _values(p)}
         here: dict[int, int] = {}
         for piece in backward.enter:
-            operand = piece.operands[0]
-            if piece.piece == "enter_slice" and isinstance(stacked.get(operand), int):
-                here[stacked[operand]] = piece.results[0]  # type: ignore[index]
-            elif piece.piece in ("enter_slice", "enter_const") and (piece.piece, operand) in given:
-                here[given[piece.piece, operand]] = piece.results[0]
+            for operand in _values(piece):
+                if piece.piece == "enter_slice" and operand in stacked:
+                    here[stacked[operand]] = piece.results[0]
+                elif piece.piece in ("enter_slice", "enter_const") and (piece.piece, operand) in given:
+                    here[given[piece.piece, operand]] = piece.results[0]
         return here
 
     def _give(self, value: int, forward: Nest, backward: Nest) -> int:
         """A value of the forward body for the backward body: given to it as to the other, or stacked."""
         piece = next((p for p in forward.enter if p.results == (value,) and p.piece != "enter_carry"), None)
-        inner = self._new(value)
-        like = backward.enter[0]
+        inner, like = self._new(value), backward.enter[0]
         if piece is not None:
-            new = replace(piece, results=(inner,), source=like.source, name_stack=like.name_stack, phase=like.phase)
-            self.entering.setdefault(id(backward), []).append(new)
+            self._add(self.entering, backward, replace(piece, results=(inner,)), like)
             return inner
         stack = len(self.avals)
         length = int(forward.source.params["length"])
         self.avals.append(jax_compat.stacked(self.avals[value], length))
         self.repeats.append(self.repeats[value] / length)
-        out = next(p for p in forward.exit)
-        added: list[tuple[dict[int, list[Equation]], Nest, Equation, Piece, int, int]] = [
-            (self.leaving, forward, out, "exit_stack", value, stack),
-            (self.entering, backward, like, "enter_slice", stack, inner),
-        ]
-        for table, nest, like, kind, operand, result in added:
-            new = replace(like, operands=(operand,), results=(result,), repeat=self.repeats[value], piece=kind)
-            table.setdefault(id(nest), []).append(new)
+        once = replace(like, repeat=self.repeats[value])
+        leave = replace(once, operands=(value,), results=(stack,), piece="exit_stack")
+        self._add(self.leaving, forward, leave, forward.enter[0])
+        self._add(
+            self.entering, backward, replace(once, operands=(stack,), results=(inner,), piece="enter_slice"), like
+        )
         return inner
+
+    def _add(self, table: dict[int, list[Equation]], nest: Nest, piece: Equation, like: Equation) -> None:
+        """A piece more of a loop, named as another of its pieces."""
+        named = replace(piece, source=like.source, name_stack=like.name_stack, path=like.path, phase=like.phase)
+        table.setdefault(id(nest), []).append(named)
 
     def _loop_around(self, position: int) -> Nest | None:
         """The innermost loop in whose body an equation stands."""
@@ -318,6 +317,10 @@ def _rename(renamed: dict[int, int], value: int, new: int) -> None:
         if at == value:
             renamed[old] = new
     renamed[value] = new
+
+
+def _values(equation: Equation) -> Iterator[int]:
+    return (v for v in equation.operands if isinstance(v, int))
 
 
 def _can_be_barred(aval: Any) -> bool:

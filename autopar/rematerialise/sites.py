@@ -59,7 +59,9 @@ def _whole(trace: Trace, top: Sequence[int], start: int) -> Site:
     own = {v for n in forward for v in equations[n].results}
     read: dict[int, int] = {}
     inputs = set(trace.inputs)
-    entered = {n: region.enter[0] for region in trace.regions for span in (region.enter, region.exit) for n in range(*span)}
+    entered = {
+        n: region.enter[0] for region in trace.regions for span in (region.enter, region.exit) for n in range(*span)
+    }
     for n in top:
         if n >= start:
             for value in _values(equations[n]):
@@ -87,11 +89,8 @@ def _loops(trace: Trace) -> Iterator[Site]:
         for backward in scans:
             if backward.enter[0] < forward.exit[1] or _length(backward) != _length(forward):
                 continue
-            taken = [
-                stacked[operand]
-                for n in range(*backward.enter)
-                if equations[n].piece == "enter_slice" and (operand := equations[n].operands[0]) in stacked
-            ]
+            entering = [equations[n] for n in range(*backward.enter) if equations[n].piece == "enter_slice"]
+            taken = [stacked[v] for piece in entering for v in _values(piece) if v in stacked]
             if taken and equations[backward.enter[0]].phase == "backward":
                 yield _loop(trace, forward, backward, [v for v in taken if isinstance(v, int)])
                 break
@@ -102,9 +101,7 @@ def _loop(trace: Trace, forward: Region, backward: Region, taken: Sequence[int])
     span = range(*forward.sections[0])
     nested = {n for region in trace.regions if region.enter[0] in span for n in range(region.enter[0], region.exit[1])}
     own = tuple(n for n in span if n not in nested and not equations[n].effects)
-    carried = {
-        v for n in range(*forward.enter) if equations[n].piece == "enter_carry" for v in equations[n].results
-    }
+    carried = {v for n in range(*forward.enter) if equations[n].piece == "enter_carry" for v in equations[n].results}
     made = {v for n in nested for v in equations[n].results}
     start = backward.sections[0][0]
     return Site(own, frozenset(carried | made), dict.fromkeys(taken, start), start, _length(forward))
