@@ -41,8 +41,9 @@ from autopar.explain import plain_text, short_source
 from autopar.jax_compat import kept_inputs, module_bytes, raw_struct
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.plan import Plan
-from autopar.planner import BUDGET_MARGIN, Program, plan_program
+from autopar.planner import Program, plan_program
 from autopar.units import human_bytes, human_seconds
+from autopar.within_budget import BUDGET_MARGIN
 
 #: Rows shown of collectives that nobody predicted; the JSON has all.
 MAX_ROWS = 16

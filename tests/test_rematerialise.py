@@ -31,10 +31,12 @@ from autopar.rules.groups import form_groups
 from autopar.solve.ilp import Ilp
 
 HARDWARE = "h100-sxm"
+#: Activations are many times the parameters, so that to split more than the batch does not pay.
+BATCH, WIDTH = 4096, 64
 
 
 def deep(
-    num_layers: int = 5, batch: int = 256, width: int = 64, *, scanned: bool = False, checkpointed: bool = False
+    num_layers: int = 5, batch: int = BATCH, width: int = WIDTH, *, scanned: bool = False, checkpointed: bool = False
 ) -> tuple[Any, Any, Any]:
     """A deep residual net with dropout: the step, a state, a batch."""
 
@@ -87,6 +89,7 @@ def free_plan(scanned: bool) -> Plan:
     return plan_program(traced(scanned)[0], mesh="8", hardware=HARDWARE, memory_budget_bytes=1e15)
 
 
+@functools.cache
 def planned_within(scanned: bool, part: float) -> Plan:
     budget = part * free_plan(scanned).prediction.peak_bytes / 0.95
     return plan_program(traced(scanned)[0], mesh="8", hardware=HARDWARE, memory_budget_bytes=budget)
@@ -140,7 +143,7 @@ def test_what_is_computed_again_is_not_held(scanned: bool) -> None:
     """Nothing big of a layer but what the layer is given passes from the forward to the backward pass."""
     program, _, _ = traced(scanned)
     site = sites_of(program.trace)[-1]
-    size = 4 * 256 * 64 * 4
+    size = 4 * BATCH * 4 * WIDTH
     given = set(program.graph.inputs)
     held = {v for v in site.read if program.graph.values[v].num_bytes >= size} - given
     again = recomputing(program, [one.again for one in rungs_of(program)[-1]])
@@ -210,7 +213,7 @@ def test_smaller_budgets_take_longer_and_are_kept(scanned: bool) -> None:
     for part in (0.8, 0.6):
         plan = planned_within(scanned, part)
         assert plan.prediction.peak_bytes <= part * free.prediction.peak_bytes * (1 + 1e-9)
-        assert plan.recomputed and all(one.saved_bytes > 0 or one.time_s >= 0 for one in plan.recomputed)
+        assert plan.recomputed and sum(one.saved_bytes for one in plan.recomputed) > 0
         times.append(plan.prediction.step_time_s)
     assert times == sorted(times)
 
