@@ -116,20 +116,25 @@ def within_budget(budget: float, free: Made, planning: Planning, *, rematerializ
         BudgetError: none does; it says what is at the peak, how much is missing, and the ways out.
         TimeLimitError: the solver found none in its time.
     """
+    found: list[Made] = []
+    late: TimeLimitError | None = None
+    least, estimate = free, None
     try:
-        split: Made | None = _split_otherwise(budget, free, planning)
-        least, estimate = split, None
+        found.append(_split_otherwise(budget, free, planning))
     except _TooLargeError as short:
-        split, least, estimate = None, short.least, short.estimate
+        least, estimate = short.least, short.estimate
+    except TimeLimitError as error:
+        late = error
     if rematerialize:
-        again, smaller = _computed_again(budget, free, planning, least)
-        found = [made for made in (split, again) if made is not None]
-        if found:
-            return min(found, key=lambda made: made.step_time_s)
-        least = smaller
-    if split is not None:
-        return split
-    assert least is not None and estimate is not None
+        try:
+            again, least = _computed_again(budget, free, planning, least)
+            found += [] if again is None else [again]
+        except TimeLimitError as error:
+            late = error
+    if found:
+        return min(found, key=lambda made: made.step_time_s)
+    if late is not None or estimate is None:
+        raise late or TimeLimitError(f"planning for mesh {free.formulation.mesh} ended without a plan")
     ways = _ways_out(budget, free, least, estimate, planning, rematerialize=rematerialize)
     raise _over_budget(budget, least, ways)
 
@@ -203,9 +208,7 @@ def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequen
 # -- computing again ---------------------------------------------------------------------------
 
 
-def _computed_again(
-    budget: float, free: Made, planning: Planning, least: Made | None
-) -> tuple[Made | None, Made | None]:
+def _computed_again(budget: float, free: Made, planning: Planning, least: Made) -> tuple[Made | None, Made]:
     """The fastest plan found that computes values again and fits; and of those made, the one that needs least.
 
     Up the ladder a plan needs less and takes longer. The first rung on which even the plan without a limit fits is
@@ -231,7 +234,7 @@ def _computed_again(
                 else _split_otherwise(budget, made, planning, at_least=low == len(rungs))
             )
         except _TooLargeError as short:
-            least = min(least or short.least, short.least, key=lambda one: one.peak_bytes)
+            least = min(least, short.least, key=lambda one: one.peak_bytes)
         except TimeLimitError:
             return None
         return None
@@ -270,10 +273,11 @@ def _ways_out(
     *,
     rematerialize: bool,
 ) -> list[str]:
-    """What would fit, with what it costs where that is known."""
+    """What would fit, with what it costs where that is known; each a few words. Another kind of way out is another
+    line here."""
     mesh, ways = free.formulation.mesh, []
     if not rematerialize:
-        made, _ = _computed_again(budget, free, planning, None)
+        made, _ = _computed_again(budget, free, planning, least)
         if made is not None:
             slower = made.step_time_s / free.step_time_s - 1
             ways.append(f"let forward values be computed again (`rematerialize=True`; {100 * slower:+.0f} %)")
