@@ -223,13 +223,14 @@ def test_smaller_budgets_take_longer_and_are_kept(scanned: bool) -> None:
 @pytest.mark.parametrize("scanned", [False, True])
 def test_the_planned_step_computes_the_same(scanned: bool, tmp_path: Any) -> None:
     """From a plan file too."""
-    _, args, expected = traced(scanned)
+    program, args, expected = traced(scanned)
     plan = planned_within(scanned, 0.6)
     plan.save(tmp_path / "plan.json")
     saved = autopar.load_plan(tmp_path / "plan.json")
     assert saved.recomputed == plan.recomputed
-    step = deep(scanned=scanned)[0]
-    same(autopar.parallelize(step, plan=saved, donate=[])(*args), expected)
+    mesh = execute.make_mesh(plan.mesh, jax.devices()[:1])
+    of_plan = replace(saved, in_tree=program.trace.in_tree, out_tree=program.trace.out_tree)
+    same(execute.jit_plan(of_plan, program.of(of_plan).trace, mesh)(*args), expected)
 
 
 def test_computed_again_and_split_it_computes_the_same() -> None:
