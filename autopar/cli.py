@@ -129,9 +129,11 @@ def _planning_options() -> argparse.ArgumentParser:
     group.add_argument("--hardware", metavar="NAME", help="hardware profile, e.g. h100-sxm (default: what is here)")
     about = "per device: 40GB, 512MiB or bytes (default: what the device has)"
     group.add_argument("--memory-budget", type=_size, metavar="SIZE", help=about)
+    about = "do not compute forward values again in the backward pass, even where nothing fits otherwise"
+    group.add_argument("--no-rematerialize", action="store_true", help=about)
     about = "fix a sharding; PATH may be a glob; may be repeated"
     group.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=about)
-    about = 'split the batch over time into N parts, whose gradients are summed; "auto": as few as fit'
+    about = 'split the batch over time into N parts, whose gradients are summed; "auto": as is fastest and fits'
     group.add_argument("--num-microbatches", type=_microbatches, metavar="N", help=about)
     about = "allow it of a step whose batch feeds back (batch normalisation): each part has its own statistics"
     group.add_argument("--per-microbatch-statistics", action="store_true", default=None, help=about)
@@ -262,7 +264,8 @@ def _run_explain(options: argparse.Namespace) -> None:
 def _run_collectives(options: argparse.Namespace) -> None:
     from autopar.explain_collectives import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
-    of_programs = ("target", "memory_budget", "pin", "num_microbatches", "per_microbatch_statistics", "time_limit")
+    of_programs = ("target", "memory_budget", "no_rematerialize", "pin")
+    of_programs = (*of_programs, "num_microbatches", "per_microbatch_statistics", "time_limit")
     useless = [name for name in of_programs if getattr(options, name)]
     if useless:
         flags = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in useless)
@@ -349,9 +352,9 @@ def _load_saved(options: argparse.Namespace) -> Plan:
 
 def _refuse_planning(options: argparse.Namespace, saved: str, else_do: str, allowed: Sequence[str] = ()) -> None:
     """A saved plan takes no options of planning."""
-    names = ("devices", "mesh", "hardware", "memory_budget", "pin")
+    names = ("devices", "mesh", "hardware", "memory_budget", "no_rematerialize", "pin")
     names = (*names, "num_microbatches", "per_microbatch_statistics", "time_limit")
-    given = [name for name in names if getattr(options, name) not in (None, []) and name not in allowed]
+    given = [name for name in names if getattr(options, name) not in (None, [], False) and name not in allowed]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise TargetError(f"{saved!r} is a saved plan, already decided: drop {flags}, {else_do}")
@@ -391,6 +394,7 @@ def _planning(options: argparse.Namespace) -> dict[str, Any]:
         more["num_microbatches"] = options.num_microbatches
     if options.per_microbatch_statistics:
         more["per_microbatch_statistics"] = True
+    more |= {"rematerialize": False} if options.no_rematerialize else {}
     return more | {
         "mesh": options.mesh,
         "num_devices": options.devices,

@@ -104,7 +104,7 @@ class Region:
 
 @dataclass(slots=True)
 class Nest:
-    """A region by itself: not yet a place in a list."""
+    """A region as a whole, without a place in the list: so equations can be dropped from it, and added."""
 
     kind: RegionKind
     source: Any
@@ -286,11 +286,8 @@ class Flattener:
     ) -> tuple[tuple[Equation, ...], tuple[Region, ...], set[int]]:
         """Equations and regions without what nothing reads, and all values read. An effect always stays."""
         live = {v for v in outputs if isinstance(v, int)}
-        kept = without_dead(self.items, live)
-        equations: list[Equation] = []
-        regions: list[Region] = []
-        lay(kept, equations, regions)
-        return tuple(equations), tuple(regions), live
+        equations, regions = laid(without_dead(self.items, live))
+        return equations, regions, live
 
 
 _REGIONS: dict[str, Callable[..., Sequence[Any]]] = {
@@ -330,27 +327,6 @@ def _refuse_ordered_effects(source: Any) -> None:
 
 
 # -- dead equations --------------------------------------------------------------------------
-
-
-def nested(equations: Sequence[Equation], regions: Sequence[Region]) -> list[Item]:
-    """A list of equations with its regions as nests: the inverse of `lay`."""
-    at = {region.enter[0]: region for region in regions}
-
-    def span(start: int, stop: int) -> list[Item]:
-        items: list[Item] = []
-        while start < stop:
-            region = at.get(start)
-            if region is None:
-                items.append(equations[start])
-                start += 1
-                continue
-            sections = [span(*section) for section in region.sections]
-            enter, leave = (list(equations[slice(*pieces)]) for pieces in (region.enter, region.exit))
-            items.append(Nest(region.kind, region.source, enter, sections, leave))
-            start = region.exit[1]
-        return items
-
-    return span(0, len(equations))
 
 
 def without_dead(items: Sequence[Item], live: set[int]) -> list[Item]:
@@ -406,7 +382,37 @@ def _read(equation: Equation) -> Iterator[int]:
     return (v for v in equation.operands if isinstance(v, int))
 
 
-def lay(items: Sequence[Item], equations: list[Equation], regions: list[Region]) -> None:
+def laid(items: Sequence[Item]) -> tuple[tuple[Equation, ...], tuple[Region, ...]]:
+    """Items as one list, and where the regions among them stand."""
+    equations: list[Equation] = []
+    regions: list[Region] = []
+    _lay(items, equations, regions)
+    return tuple(equations), tuple(regions)
+
+
+def items_of(equations: Sequence[Equation], regions: Sequence[Region]) -> list[Item]:
+    """The inverse of `laid`."""
+    starts = {region.enter[0]: region for region in regions}
+
+    def between(start: int, stop: int) -> list[Item]:
+        items: list[Item] = []
+        n = start
+        while n < stop:
+            region = starts.get(n)
+            if region is None:
+                items.append(equations[n])
+                n += 1
+                continue
+            enter, leave = list(equations[slice(*region.enter)]), list(equations[slice(*region.exit)])
+            sections = [between(*span) for span in region.sections]
+            items.append(Nest(region.kind, region.source, enter, sections, leave))
+            n = region.exit[1]
+        return items
+
+    return between(0, len(equations))
+
+
+def _lay(items: Sequence[Item], equations: list[Equation], regions: list[Region]) -> None:
     """Write items one after another, and where the regions among them stand."""
     for item in items:
         if isinstance(item, Equation):
@@ -418,7 +424,7 @@ def lay(items: Sequence[Item], equations: list[Equation], regions: list[Region])
         sections: list[tuple[int, int]] = []
         for section in item.sections:
             begun = len(equations)
-            lay(section, equations, regions)
+            _lay(section, equations, regions)
             sections.append((begun, len(equations)))
         left = len(equations)
         equations += item.exit

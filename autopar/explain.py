@@ -27,6 +27,7 @@ from autopar.explain_rows import (
     Span,
     StateRow,
     TensorRow,
+    collapse,
     largest_first,
     merge_collectives,
     merge_state,
@@ -43,6 +44,8 @@ TEXT_WIDTH = 100
 PATH_WIDTH = 30
 #: Rows shown of a table that can grow without end; the JSON has all.
 MAX_ROWS = 16
+#: Modules named of those that run again; the JSON has all.
+MAX_NAMED = 4
 #: Headings underlined with dashes, nothing else, in ASCII: safe to pipe anywhere.
 _BOX = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
@@ -123,6 +126,10 @@ def explain_json(plan: Plan) -> dict[str, Any]:
         **{name: [asdict(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
+        "recomputed": [
+            {"path": one.path, "num_nodes": len(one.again.nodes), "saved_bytes": one.saved_bytes, "time_s": one.time_s}
+            for one in plan.recomputed
+        ],
         "notes": plan.notes,
         "pins": plan.pins,
         "versions": plan.versions,
@@ -163,6 +170,7 @@ def _head(plan: Plan) -> list[RenderableType]:
         ("Strategy", plan.words),
         ("Certainty", f"{sure} ({size}, solved in {human_seconds(outcome.solve_time_s)})"),
         *_microbatches(plan),
+        *(("Recomputed", text) for text in _recomputed(plan)),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
     ]
     devices = "device" if plan.mesh.num_devices == 1 else "devices"
@@ -193,9 +201,23 @@ def _microbatches(plan: Plan) -> list[tuple[str, str]]:
             continue
         saved = other.peak_bytes - plan.prediction.peak_bytes
         slower = plan.prediction.step_time_s / other.step_time_s - 1
-        text += f". Beside {other.count}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} at the peak,"
-        text += f" {100 * slower:+.1f} % step time"
+        again = ", which computes values again" if other.recomputes else ""
+        text += f". Beside {other.count}{again}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
+        text += f" at the peak, {100 * slower:+.1f} % step time"
     return [("Microbatches", text)]
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    """What is computed again in the backward pass, what that saves and what it takes."""
+    if not plan.recomputed:
+        return []
+    saved, seconds = (sum(getattr(one, name) for one in plan.recomputed) for name in ("saved_bytes", "time_s"))
+    named = [pattern for pattern, _ in collapse([one.path for one in plan.recomputed if one.path])]
+    where = ", ".join(f"`{name}`" for name in named[:MAX_NAMED]) or "the step"
+    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    share = _share(seconds, plan.prediction.step_time_s)
+    price = f"saves {human_bytes(saved)} per device for {human_seconds(seconds)} ({share} of the step)"
+    return [f"{price}: parts of {where}{more} run again in the backward pass"]
 
 
 def _totals(plan: Plan) -> list[RenderableType]:

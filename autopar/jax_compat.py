@@ -153,6 +153,11 @@ def _prod(sizes: Sequence[int]) -> int:
     return out
 
 
+def stacked(aval: Any, length: int) -> Any:
+    """The type of so many values of a type, along a new first dim."""
+    return _core.ShapedArray((length, *aval.shape), aval.dtype, weak_type=aval.weak_type)
+
+
 def name_stack_of(equation: Any) -> Any:
     """The equation's name stack, an object that adds to another and reads as `jvp(Model)/layer`."""
     return equation.source_info.name_stack

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import cycles
 from autopar.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
 from autopar.formulation import Formulation
 from autopar.fusion import Fused, fuse, num_blocks
+from autopar.graph.ir import Graph
 from autopar.lowering import EXPANDED, Instruction, LocalProgram, local_program
 
 #: What fits the cache nearest to the cores, and what fits the device's, as XLA's estimator takes them.
@@ -45,7 +47,25 @@ def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProf
     """
     local = local_program(f, choices)
     loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
-    return _Builder(local, fuse(local, profile), profile, loops).build()
+    made = _Builder(local, fuse(local, profile), profile, loops).build()
+    return replace(made, ops=_together(made.ops, f.graph))
+
+
+def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
+    """The operations with the pieces of a barrier as one: nothing behind it runs before all that is in front."""
+    out: list[Op] = []
+    for op in ops:
+        last = out[-1] if out else None
+        if last is not None and _is_barrier(op, graph) and _is_barrier(last, graph) and op.node - last.node == 1:
+            reads, writes = dict.fromkeys((*last.reads, *op.reads)), dict.fromkeys((*last.writes, *op.writes))
+            out[-1] = replace(op, reads=tuple(reads), writes=tuple(writes))
+        else:
+            out.append(op)
+    return tuple(out)
+
+
+def _is_barrier(op: Op, graph: Graph) -> bool:
+    return op.kind == "border" and graph.nodes[op.node].primitive == "barrier"
 
 
 class _Builder:

@@ -257,11 +257,13 @@ class ManualRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A number of microbatches that was planned; seconds and bytes are `inf` where nothing fitted."""
+    """A number of microbatches that was planned; seconds and bytes are `inf` where nothing fitted. `recomputes`: it
+    computed values again to fit."""
 
     count: int
     step_time_s: float
     peak_bytes: float
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +284,38 @@ class Microbatches:
     num_accumulated: int
     own_statistics: bool = False
     tried: tuple[Tried, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """Nodes of the program that run again in the backward pass.
+
+    Args:
+        nodes: their positions, in order; all of one loop's body, or of the step itself.
+        before: the node before which they run: a later one of the same body, or one of the body of a later loop that
+            runs as often.
+        renewed: values that are in memory by then, but are read anew: sent again where they are split.
+    """
+
+    nodes: tuple[int, ...]
+    before: int
+    renewed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """What is computed again at one place of the backward pass, because it would not fit in memory until then.
+
+    Args:
+        path: module path of what is computed again.
+        saved_bytes: on one device, what is not held from the forward to the backward pass.
+        time_s: seconds that it adds to a step, collectives included.
+    """
+
+    again: Again
+    path: str
+    saved_bytes: float
+    time_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +339,7 @@ class Plan:
     rejected: tuple[RejectedMesh, ...] = ()
     regions: tuple[ManualRegion, ...] = ()
     microbatches: Microbatches | None = None
+    recomputed: tuple[Recomputation, ...] = ()
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

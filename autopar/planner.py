@@ -17,41 +17,32 @@ from typing import Any, Literal
 
 import jax
 
-from autopar.assemble import Assembled, assemble
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
-from autopar.device_program import stored_values
-from autopar.errors import BudgetError, MeshError, MicrobatchError, TimeLimitError
+from autopar.errors import MeshError, MicrobatchError
 from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
 from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
-from autopar.num_microbatches import fewest_that_fit
+from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
-from autopar.plan import Constraint, Microbatches, Outcome, Plan, RejectedMesh, split_dims
+from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program, program_of
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
 from autopar.rules.registered import called, needs_local, template
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
-from autopar.sharding import TensorSharding, replicated
-from autopar.solve.ilp import Ilp, minimum_memory
-from autopar.solve.problem import Solution, Solver, Status
-from autopar.units import human_bytes
+from autopar.sharding import TensorSharding
+from autopar.solve.ilp import Ilp
+from autopar.solve.problem import Solution, Solver
 from autopar.version import __version__
+from autopar.within_budget import BUDGET_MARGIN, NothingFitsError, Planning, within_budget
 from autopar.words import strategy_words
 
 Progress = Callable[[str, float], None]
-
-#: The part of a memory budget that a plan leaves free: for what XLA's fusion holds beyond the plan's
-#: estimate, and for the allocator, whose memory is never all in one piece.
-BUDGET_MARGIN = 0.05
-
-#: How often the solver's measure of memory is set right by a whole plan's.
-_MOST_TIGHTENINGS = 4
 
 
 def plan(
@@ -66,6 +57,7 @@ def plan(
     donate: Sequence[str] | None = None,
     num_microbatches: int | Literal["auto"] = 1,
     per_microbatch_statistics: bool = False,
+    rematerialize: bool = True,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
@@ -85,9 +77,12 @@ def plan(
         carry: names of arguments that come back updated; by default found by structure.
         donate: names of arguments whose buffers the step may reuse; by default the carried ones.
         num_microbatches: split the batch over time into so many parts, whose gradients are summed: the same numbers
-            for less memory. `"auto"`: as few as fit the budget, or more where the step is then faster.
+            for less memory. `"auto"`: of the numbers that fit the budget the one whose step is fastest, with forward
+            values computed again where that is needed.
         per_microbatch_statistics: allow that of a step whose batch feeds back, as batch normalisation does, in which
             each microbatch then has its own statistics.
+        rematerialize: whether forward values may be computed again in the backward pass, where a step would not
+            fit otherwise.
         solver: by default `Ilp(time_limit_s)`.
         time_limit_s: seconds for the solver, per mesh.
         progress: called with a stage's name and the fraction done.
@@ -106,6 +101,7 @@ def plan(
         pin=pin,
         num_microbatches=num_microbatches,
         per_microbatch_statistics=per_microbatch_statistics,
+        rematerialize=rematerialize,
         solver=solver,
         time_limit_s=time_limit_s,
         progress=progress,
@@ -120,32 +116,19 @@ def plan_program(
     **options: Any,
 ) -> Plan:
     """`plan`, for a program already traced."""
-    program = program.unsplit or program
+    program = program.as_traced
 
     def planned(count: int) -> Plan:
-        split = program.in_microbatches(count, own_statistics=per_microbatch_statistics)
-        return _plan_program(split, **options)
+        return _plan_program(program.in_microbatches(count, own_statistics=per_microbatch_statistics), **options)
 
     if num_microbatches == "auto":
-        return fewest_that_fit(planned, lambda: num_examples(program.graph))
+        return fastest_that_fits(planned, lambda: num_examples(program.graph))
     if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
         raise MicrobatchError(f'`num_microbatches` is {num_microbatches!r}: give 1 or more, or "auto"')
     try:
         return planned(num_microbatches)
-    except BudgetError as error:
-        if num_microbatches > 1 or not _splits(program):
-            raise
-        raise BudgetError(
-            f'{error} Or split the batch over time: `num_microbatches="auto"` computes the same in less memory.'
-        ) from None
-
-
-def _splits(program: Program) -> bool:
-    try:
-        program.in_microbatches(2)
-    except MicrobatchError:
-        return False
-    return True
+    except NothingFitsError as short:
+        raise short.told(split_over_time=num_microbatches == 1) from None
 
 
 def _plan_program(
@@ -156,6 +139,7 @@ def _plan_program(
     hardware: str | HardwareProfile | None = None,
     memory_budget_bytes: float | None = None,
     pin: Mapping[str, Any] | None = None,
+    rematerialize: bool = True,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
@@ -169,14 +153,15 @@ def _plan_program(
     one = resolve_pins(pin or {}, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms]
     plans: list[Plan] = []
-    failures: list[tuple[MeshShape, BudgetError]] = []
+    failures: list[tuple[MeshShape, NothingFitsError]] = []
     for i, shape in enumerate(distinct):
         report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
         try:
             pins = resolve_pins(pin or {}, program.graph, shape)
-            plans.append(_plan_in_a_form(shape, forms, profile, budget * (1 - BUDGET_MARGIN), pins, solve_with))
-        except BudgetError as error:
-            failures.append((shape, error))
+            keep_to = budget * (1 - BUDGET_MARGIN)
+            plans.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, rematerialize))
+        except NothingFitsError as short:
+            failures.append((shape, short))
     report("done", 1.0)
     if not plans:
         raise failures[0][1]
@@ -213,9 +198,9 @@ def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]],
     for form, groups in seeing_two:
         try:
             made = _plan_on(shape, form, groups, *given)
-        except BudgetError:
+        except NothingFitsError:
             continue
-        if sees_two(form.trace, split_dims(made)):
+        if sees_two(form.of(made).trace, split_dims(made)):
             return made
     return _plan_on(shape, whole, grouped, *given)
 
@@ -228,23 +213,22 @@ def _plan_on(
     budget: float,
     pins: dict[int, TensorSharding],
     solver: Solver,
+    rematerialize: bool,
 ) -> Plan:
-    graph, groups = program.graph, grouped.groups
     started = time.perf_counter()
-    formulation = formulate(graph, groups, mesh, profile, pins=pins, memory_budget_bytes=None)
-    solution = solver.solve(formulation.problem)
-    if len(solution.choices) != len(formulation.decisions):
-        raise TimeLimitError(f"planning for mesh {mesh} ended with: {solution.status.value}")
-    parts = assemble(formulation, solution.choices, pins)
-    memory_bound = parts.prediction.peak_bytes > budget
+    planning = Planning(pins, solver, lambda graph: _group(graph, pins).groups)
+    f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None)
+    made = planning.made(program, f, solver.solve(f.problem))
+    memory_bound = made.peak_bytes > budget
     if memory_bound:  # only now is memory worth its constraints
-        formulation, solution, parts = _within(budget, formulation, solution.choices, parts, pins, solver)
+        made = within_budget(budget, made, planning, rematerialize=rematerialize)
+    parts, solution, graph = made.parts, made.solution, made.formulation.graph
     return Plan(
         program=program.signature,
         mesh=mesh,
         hardware=profile.name,
         memory_budget_bytes=budget,
-        words=strategy_words(formulation, solution.choices, parts.inputs),
+        words=strategy_words(made.formulation, solution.choices, parts.inputs),
         inputs=parts.inputs,
         outputs=parts.outputs,
         carried=graph.carried,
@@ -253,32 +237,14 @@ def _plan_on(
         decisions=parts.decisions,
         collectives=parts.collectives,
         regions=parts.regions,
-        microbatches=_microbatches(program, mesh, parts.constraints),
+        microbatches=microbatches_of(made.program, mesh, parts.constraints),
+        recomputed=made.recomputed,
         prediction=parts.prediction,
-        outcome=_outcome(solution, formulation, time.perf_counter() - started, memory_bound),
-        notes=(*_notes(graph, mesh, grouped.unknown, parts.inputs), *_microbatch_notes(program, mesh)),
+        outcome=_outcome(solution, made.formulation, time.perf_counter() - started, memory_bound),
+        notes=(*_notes(graph, mesh, grouped.unknown, parts.inputs), *microbatch_notes(program, mesh)),
         versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
         in_tree=program.trace.in_tree,
         out_tree=program.trace.out_tree,
-    )
-
-
-def _microbatches(program: Program, mesh: MeshShape, constraints: Sequence[Constraint]) -> Microbatches | None:
-    """What the loop over microbatches sums from trip to trip."""
-    source, graph = program.trace.microbatches, program.graph
-    if source is None:
-        return None
-    loops = [region for region in program.trace.regions if region.kind in ("scan", "while")]
-    loop = next(loop for loop, region in zip(graph.loops, loops, strict=True) if region.source is source)
-    split = {one.value: one.shardings[-1] for one in constraints if one.node is None}
-    carried = [graph.nodes[leave].results[0] for _, leave in loop.carries]
-    infos = [(graph.values[value], split.get(value, replicated(len(graph.values[value].shape)))) for value in carried]
-    return Microbatches(
-        count=program.num_microbatches,
-        num_examples=num_examples(graph),
-        accumulated_bytes=sum(info.itemsize * sharding.local_size(info.shape, mesh) for info, sharding in infos),
-        num_accumulated=len(carried),
-        own_statistics=program.own_statistics,
     )
 
 
@@ -306,90 +272,6 @@ def _outcome(solution: Solution, formulation: Formulation, seconds: float, memor
         num_strategies=sum(d.num_strategies for d in formulation.decisions),
         solve_time_s=seconds,
         memory_bound=memory_bound,
-    )
-
-
-def _within(
-    budget: float,
-    free: Formulation,
-    choices: Sequence[int],
-    parts: Assembled,
-    pins: dict[int, TensorSharding],
-    solver: Solver,
-) -> tuple[Formulation, Solution, Assembled]:
-    """A plan whose predicted peak keeps to a budget.
-
-    The problem counts the values that the free plan has in memory; what XLA would really keep is known only of a
-    whole plan. So the problem's limit is the budget by the ratio of the two, set again where a plan is still over.
-
-    Args:
-        choices, parts: of the plan without a budget.
-    """
-    stored = stored_values(parts.device)
-
-    def formulation(mesh: MeshShape) -> Formulation:
-        return formulate(
-            free.graph, free.groups, mesh, free.profile, pins=pins, memory_budget_bytes=budget, stored=stored
-        )
-
-    f = formulation(free.mesh)
-    ratio = f.problem.peak_memory(_with_shared_copies(free, f, choices)) / parts.prediction.peak_bytes
-    limit = budget * ratio
-    least_met, status = parts.prediction.peak_bytes, Status.NOT_FOUND
-    for _ in range(_MOST_TIGHTENINGS):
-        limited = replace(f, problem=replace(f.problem, memory_limit=limit))
-        solution = solver.solve(limited.problem)
-        status = solution.status
-        if len(solution.choices) != len(f.decisions):
-            break
-        parts = assemble(limited, solution.choices, pins)
-        if parts.prediction.peak_bytes <= budget:
-            return limited, solution, parts
-        least_met = min(least_met, parts.prediction.peak_bytes)
-        limit *= 0.995 * budget / parts.prediction.peak_bytes
-    if status is Status.NOT_FOUND:
-        raise TimeLimitError(f"planning for mesh {free.mesh} within its memory budget ended without a plan")
-
-    least = minimum_memory(f.problem)
-    if least.choices:  # XLA may store more of that plan than the problem counts
-        least_met = min(least_met, assemble(f, least.choices, pins).prediction.peak_bytes)
-
-    def estimate(mesh: MeshShape) -> float:
-        return minimum_memory(formulation(mesh).problem).peak_bytes / ratio
-
-    raise _over_budget(free.mesh, budget, least_met, estimate)
-
-
-def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
-    """Choices of the problem without a budget as those of the one with: its copies say too whether they are their
-    maker's own buffer, and those come first."""
-    made = {flow.target: flow.made[choices[flow.source]] for flow in free.flows if not flow.uses}
-    mapped = list(choices)
-    for node, decision in enumerate(free.decisions):
-        if decision.kind == "copy" and decision.shardings[choices[node]] != made.get(node):
-            mapped[node] += decision.num_strategies
-    assert all(c < d.num_strategies for c, d in zip(mapped, limited.decisions, strict=True))
-    return tuple(mapped)
-
-
-def _over_budget(mesh: MeshShape, budget: float, needed: float, least: Callable[[MeshShape], float]) -> BudgetError:
-    """How short it is, and what would fit.
-
-    Args:
-        needed: the least of the plans made for this mesh. least: about what a mesh needs at the least.
-    """
-    ways = [f"give `memory_budget_bytes={1.001 * needed / (1 - BUDGET_MARGIN):.4g}` or more"]
-    for times in (2, 4, 8):
-        larger = MeshShape(mesh.axis_names, (mesh.axis_sizes[0] * times, *mesh.axis_sizes[1:]))
-        if least(larger) <= budget:
-            ways.append(f"use {larger.num_devices} devices (mesh {larger})")
-            break
-    short = f"{human_bytes(needed - budget)} short" if needed > 1.001 * budget else "just short"
-    return BudgetError(
-        f"no plan on mesh {mesh} fits the memory budget of {human_bytes(budget / (1 - BUDGET_MARGIN))} per device, of"
-        f" which {100 * BUDGET_MARGIN:g} % stay free: the least that any"
-        f" sharding tried reaches is {human_bytes(needed)}, {short}. Ways out: {'; '.join(ways)};"
-        f" a smaller batch or model."
     )
 
 
@@ -423,19 +305,6 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
             f" divides: it is not split. A multiple of {axes[-1][1]} would be."
         )
     return tuple(notes)
-
-
-def _microbatch_notes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
-    """A microbatch has fewer examples than the batch: perhaps too few to split over devices."""
-    axes = [size for size in mesh.axis_sizes if size > 1]
-    whole = num_examples(program.graph) if program.num_microbatches > 1 else 1
-    each = whole // program.num_microbatches
-    if not any(whole % size == 0 and each % size for size in axes):
-        return ()
-    return (
-        f"a microbatch has {each} of {whole} examples, which not every axis of the mesh divides that divides the batch:"
-        " fewer microbatches can be split better over devices",
-    )
 
 
 #: Primitives that hold a whole program, which no rule describes.
@@ -509,7 +378,7 @@ def _distinct(
 def _rejected(
     best: Plan,
     plans: Sequence[Plan],
-    failures: Sequence[tuple[MeshShape, BudgetError]],
+    failures: Sequence[tuple[MeshShape, NothingFitsError]],
     twins: Mapping[MeshShape, MeshShape],
 ) -> tuple[RejectedMesh, ...]:
     out = [
@@ -526,10 +395,8 @@ def _rejected(
             words = f"the same as {twin} with the axes' names exchanged"
             out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=words))
     out += [
-        RejectedMesh(
-            mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=str(error).split(". Ways out")[0]
-        )
-        for mesh, error in failures
+        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=str(short))
+        for mesh, short in failures
     ]
     return tuple(out)
 

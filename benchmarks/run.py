@@ -51,6 +51,17 @@ class Benchmark:
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
+    "memory_sweep": Benchmark(
+        ("gpt2_six_layers", "gpt2_medium", "llama_1b"),
+        "",
+        sources=(
+            "compile_cache.py",
+            "baselines/pinned.py",
+            "baselines/checkpointed.py",
+            "zoo/language.py",
+            "zoo/training.py",
+        ),
+    ),
     "planning_time": Benchmark(("gpt2_small",), "--xla_gpu_autotune_level=0"),
     "proof": Benchmark(
         ("gpt2_small", "llama_1b", "bert_base", "resnet50", "demo_gpt", "vit_base", "bart_base"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar import jax_compat
-from autopar.equations import Equation, Flattener, Item, Nest, Region, lay, nested
+from autopar.equations import Equation, Flattener, Item, Nest, items_of, laid
 from autopar.trace import Trace
 
 
@@ -35,14 +35,12 @@ def with_drawn_bits(trace: Trace, size: int) -> Trace:
             out += [item] if program is None else _drawn(flat, item, program)
         return out
 
-    items = opened(nested(trace.equations, trace.regions))
+    items = opened(items_of(trace.equations, trace.regions))
     if len(flat.avals) == len(trace.avals):
         return trace
-    equations: list[Equation] = []
-    regions: list[Region] = []
-    lay(items, equations, regions)
+    equations, regions = laid(items)
     avals, repeats = tuple(flat.avals), tuple(flat.repeats)
-    return replace(trace, equations=tuple(equations), regions=tuple(regions), avals=avals, repeats=repeats)
+    return replace(trace, equations=equations, regions=regions, avals=avals, repeats=repeats)
 
 
 def _drawn(flat: Flattener, equation: Equation, program: Any) -> list[Item]:

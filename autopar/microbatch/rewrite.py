@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from autopar import jax_compat
-from autopar.equations import Equation, Item, LiteralOperand, Nest, Piece, Region, lay, nested, without_dead
+from autopar.equations import Equation, Item, LiteralOperand, Nest, Piece, Region, items_of, laid, without_dead
 from autopar.errors import MicrobatchError
 from autopar.graph.from_jaxpr import graph_of
 from autopar.graph.ir import Graph
@@ -91,7 +91,7 @@ class _Rewriting:
     def run(self) -> Trace:
         """The whole trace anew."""
         start = 0
-        for item in nested(self.trace.equations, self.trace.regions):
+        for item in items_of(self.trace.equations, self.trace.regions):
             stop = start + 1 if start not in self.region_at else self.region_at[start].exit[1]
             if start in self.split.before:
                 self.before.append(item)
@@ -107,14 +107,11 @@ class _Rewriting:
 
     def _finished(self, items: Sequence[Item]) -> Trace:
         live = {v for v in self.trace.outputs if isinstance(v, int)}
-        kept = without_dead(items, live)
-        equations: list[Equation] = []
-        regions: list[Region] = []
-        lay(kept, equations, regions)
+        equations, regions = laid(without_dead(items, live))
         return replace(
             self.trace,
-            equations=tuple(equations),
-            regions=tuple(regions),
+            equations=equations,
+            regions=regions,
             avals=tuple(self.avals),
             repeats=tuple(self.repeats),
             constants=tuple((value, constant) for value, constant in self.trace.constants if value in live),
