@@ -243,6 +243,38 @@ def test_computed_again_and_split_it_computes_the_same() -> None:
     same(run(*args), expected)
 
 
+@pytest.mark.parametrize("scanned", [False, True])
+def test_in_microbatches_it_computes_the_same(scanned: bool) -> None:
+    """Each microbatch has a backward pass of its own, and what is accumulated over them may still stay pending."""
+    program, args, expected = traced(scanned)
+    split = program.in_microbatches(2)
+    rung = rungs_of(split)[-1]
+    over = next(region for region in split.trace.regions if region.source is split.trace.microbatches)
+    assert all(n in range(*over.sections[0]) for one in rung for n in (*one.again.nodes, one.again.before))
+    rewritten = recomputing(split, [one.again for one in rung])
+    check(rewritten.graph)
+    sums = [sum(len(loop.sums) for loop in one.graph.loops) for one in (split, rewritten)]
+    assert sums[0] == sums[1] > 0
+    bare = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15, num_microbatches=2)
+    plan = replace(bare, constraints=(), regions=(), recomputed=rung)
+    assert program.of(plan).recomputed == rewritten.recomputed
+    mesh = execute.make_mesh(plan.mesh, jax.devices()[:1])
+    same(execute.jit_plan(plan, program.of(plan).trace, mesh)(*args), expected)
+
+
+def test_microbatches_and_recomputation_are_weighed() -> None:
+    """A budget that neither keeps to by itself as fast."""
+    budget = 0.35 * free_plan(False).prediction.peak_bytes / 0.95
+    given: dict[str, Any] = {"mesh": MESH, "hardware": HARDWARE, "memory_budget_bytes": budget}
+    best = plan_program(traced(False)[0], num_microbatches="auto", **given)
+    split = plan_program(traced(False)[0], num_microbatches="auto", rematerialize=False, **given)
+    assert not split.recomputed and split.microbatches is not None
+    assert best.prediction.peak_bytes <= budget
+    assert best.prediction.step_time_s <= split.prediction.step_time_s
+    tried = () if best.microbatches is None else best.microbatches.tried
+    assert all(one.step_time_s >= best.prediction.step_time_s for one in tried)
+
+
 def test_the_program_of_a_plan_is_the_one_it_was_made_of() -> None:
     program, _, _ = traced(False)
     plan = planned_within(False, 0.6)

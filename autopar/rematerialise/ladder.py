@@ -78,14 +78,14 @@ def _steps(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> tupl
         steps[-1 - value] = Step(site.trips * numbers.num_bytes[value], float("inf"), ())
     for value in () if site.is_loop else _gathered(graph, site, segment, numbers):
         makers[value] = -1 - value
-        steps[-1 - value] = Step(numbers.held[value], numbers.seconds[value], ())
+        steps[-1 - value] = Step(numbers.held[value], site.repeat * numbers.seconds[value], ())
     for n in segment.nodes:
         node = graph.nodes[n]
         seconds = sum(numbers.seconds.get(v, 0.0) for v in node.results)
         reads = {makers[v] for v in node.operands if v is not None and v in makers}
         steps[n] = Step(
             sum(_kept_bytes(graph, site, v, numbers) for v in node.results),
-            float("inf") if n in segment.fixed else site.trips * seconds,
+            float("inf") if n in segment.fixed else site.repeat * site.trips * seconds,
             tuple(sorted(reads)),
         )
     needed = dict.fromkeys(makers[v] for v in site.read if v in makers)

@@ -19,6 +19,7 @@ from typing import Any
 
 from autopar import jax_compat
 from autopar.equations import Equation, Item, Nest, items_of, laid, without_dead
+from autopar.graph.sums import Sums
 from autopar.plan import Again
 from autopar.trace import Rewritten, Trace
 
@@ -65,6 +66,7 @@ class _Rewriting:
         for atom in trace.outputs:
             if isinstance(atom, int):
                 self.last_read[atom] = len(trace.equations)
+        self.accumulated = _accumulated(trace)
         self.was: dict[int, int] = {}  # id of a new equation -> position of the one it stands for
         self.keep: list[Equation] = []  # so that no id is given twice
 
@@ -163,7 +165,8 @@ class _Rewriting:
         read |= dict.fromkeys(again.renewed)
         outside = dict.fromkeys(body.renamed.get(here.get(v, v), here.get(v, v)) for v in read)
         like = next(_equations(following))
-        gradients = dict.fromkeys(v for v in body.fresh if self.last_read[v] >= again.before)
+        waiting = (v for v in body.fresh if self.last_read[v] >= again.before and v not in self.accumulated)
+        gradients = dict.fromkeys(waiting)
         if (gradient := self._gradient(following, body)) is not None:
             gradients[gradient] = None
         body.fresh = []
@@ -209,7 +212,9 @@ class _Rewriting:
             for equation in _equations(following):
                 for atom in equation.operands:
                     value = body.renamed.get(atom, atom) if isinstance(atom, int) else None
-                    if value is None or not body.made.get(value, False) or not _can_be_barred(self.avals[value]):
+                    if value is None or not body.made.get(value, False) or value in self.accumulated:
+                        continue
+                    if not _can_be_barred(self.avals[value]):
                         continue
                     if math.prod(self.avals[value].shape) > least:
                         return value
@@ -309,6 +314,21 @@ class _Rewriting:
             start = places[0]
             if start is not None and places == list(range(start, start + len(places))):
                 yield replace(one, start=start, stop=start + len(places))
+
+
+def _accumulated(trace: Trace) -> frozenset[int]:
+    """What loops only add to, from trip to trip. Read through a barrier it could not stay pending over devices, and
+    would be summed in each trip."""
+    sums, found = Sums(trace.equations), set[int]()
+    for region in (region for region in trace.regions if region.kind == "scan"):
+        enters, leaves = (
+            [n for n in range(*span) if trace.equations[n].piece == piece]
+            for span, piece in ((region.enter, "enter_carry"), (region.exit, "exit_carry"))
+        )
+        for enter, leave in sums.of(region, list(zip(enters, leaves, strict=True))):
+            found.update(trace.equations[enter].results)
+            found.update(_values(trace.equations[leave]))
+    return frozenset(found)
 
 
 def _rename(renamed: dict[int, int], value: int, new: int) -> None:

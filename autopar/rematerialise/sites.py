@@ -1,5 +1,8 @@
 """Where a step may compute forward values again: the step itself, and each loop with its loop in the backward pass.
 
+Where the batch is split over time, the body of the loop over microbatches stands for the step: it has a forward and a
+backward pass of its own.
+
 In: `Trace`. Out: `Site`s: which equations run in the forward pass, which read their values in the backward pass.
 """
 
@@ -22,7 +25,8 @@ class Site:
         read: values of the body, and inputs, that the backward pass reads, with the first equation there that does; for
             a loop, the first of the backward loop's body.
         start: of the backward pass, in the step; in a loop, of the backward loop's body.
-        trips: how often the body runs.
+        trips: how often the body runs, and each time holds its values until the backward pass.
+        repeat: how often all this is done: once for each microbatch.
     """
 
     forward: tuple[int, ...]
@@ -30,6 +34,7 @@ class Site:
     read: dict[int, int]
     start: int
     trips: float = 1.0
+    repeat: float = 1.0
 
     @property
     def is_loop(self) -> bool:
@@ -38,46 +43,45 @@ class Site:
 
 def sites_of(trace: Trace) -> tuple[Site, ...]:
     """The step itself, then its loops."""
-    top = _top_level(trace)
-    start = next((n for n in top if trace.equations[n].phase == "backward"), None)
-    if start is None:
-        return ()
-    return (_whole(trace, top, start), *_loops(trace))
+    whole = _whole(trace)
+    return () if whole is None else (whole, *_loops(trace, whole.repeat))
 
 
-def _top_level(trace: Trace) -> list[int]:
-    """Positions of equations and pieces that are in no section."""
-    inside = {n for region in trace.regions for section in region.sections for n in range(*section)}
-    return [n for n in range(len(trace.equations)) if n not in inside]
-
-
-def _whole(trace: Trace, top: Sequence[int], start: int) -> Site:
+def _whole(trace: Trace) -> Site | None:
+    """The step, or what it does with each microbatch."""
     equations = trace.equations
+    over = next((region for region in trace.regions if region.source is trace.microbatches), None)
+    span = range(len(equations)) if over is None else range(*over.sections[0])
+    end = span.stop if over is None else over.exit[0]
+    left = trace.outputs if over is None else [a for n in range(*over.exit) for a in equations[n].operands]
+    inputs = set(trace.inputs if over is None else ())
+    regions = [region for region in trace.regions if region.enter[0] in span]
+    inside = {n for region in regions for section in region.sections for n in range(*section)}
+    top = [n for n in span if n not in inside]
+    start = next((n for n in top if equations[n].phase == "backward"), None)
+    if start is None:
+        return None
     before = [n for n in top if n < start]
     forward = tuple(n for n in before if not equations[n].piece and not equations[n].effects)
     made = {v for n in before for v in equations[n].results}
     own = {v for n in forward for v in equations[n].results}
     read: dict[int, int] = {}
-    inputs = set(trace.inputs)
-    entered = {
-        n: region.enter[0] for region in trace.regions for span in (region.enter, region.exit) for n in range(*span)
-    }
+    entered = {n: region.enter[0] for region in regions for some in (region.enter, region.exit) for n in range(*some)}
     for n in top:
         if n >= start:
             for value in _values(equations[n]):
                 if value in made or value in inputs:
                     read.setdefault(value, entered.get(n, n))  # what a loop reads must be there before it
-    end = len(equations)
-    for value in trace.outputs:
+    for value in left:
         if isinstance(value, int) and value in made:
             read.setdefault(value, end)
-    return Site(forward, frozenset(made - own), read, start)
+    return Site(forward, frozenset(made - own), read, start, repeat=1.0 if over is None else _length(over))
 
 
-def _loops(trace: Trace) -> Iterator[Site]:
+def _loops(trace: Trace, repeat: float) -> Iterator[Site]:
     """Forward loops whose stacks a later loop of as many trips takes apart."""
     equations = trace.equations
-    scans = [region for region in trace.regions if region.kind == "scan"]
+    scans = [region for region in trace.regions if region.kind == "scan" and region.source is not trace.microbatches]
     for forward in scans:
         if equations[forward.enter[0]].phase == "backward":
             continue
@@ -92,11 +96,11 @@ def _loops(trace: Trace) -> Iterator[Site]:
             entering = [equations[n] for n in range(*backward.enter) if equations[n].piece == "enter_slice"]
             taken = [stacked[v] for piece in entering for v in _values(piece) if v in stacked]
             if taken and equations[backward.enter[0]].phase == "backward":
-                yield _loop(trace, forward, backward, [v for v in taken if isinstance(v, int)])
+                yield _loop(trace, forward, backward, [v for v in taken if isinstance(v, int)], repeat)
                 break
 
 
-def _loop(trace: Trace, forward: Region, backward: Region, taken: Sequence[int]) -> Site:
+def _loop(trace: Trace, forward: Region, backward: Region, taken: Sequence[int], repeat: float) -> Site:
     equations = trace.equations
     span = range(*forward.sections[0])
     nested = {n for region in trace.regions if region.enter[0] in span for n in range(region.enter[0], region.exit[1])}
@@ -104,7 +108,7 @@ def _loop(trace: Trace, forward: Region, backward: Region, taken: Sequence[int])
     carried = {v for n in range(*forward.enter) if equations[n].piece == "enter_carry" for v in equations[n].results}
     made = {v for n in nested for v in equations[n].results}
     start = backward.sections[0][0]
-    return Site(own, frozenset(carried | made), dict.fromkeys(taken, start), start, _length(forward))
+    return Site(own, frozenset(carried | made), dict.fromkeys(taken, start), start, _length(forward), repeat)
 
 
 def _length(region: Region) -> float:
