@@ -295,11 +295,14 @@ class Again:
         before: the node before which they run: a later one of the same body, or one of the body of a later loop that
             runs as often.
         renewed: values that are in memory by then, but are read anew: sent again where they are split.
+        prompt: whether all gradients made by then are finished first, and summed over devices, which holds least; else
+            those made since the last nodes that ran again have until the next to be summed.
     """
 
     nodes: tuple[int, ...]
     before: int
     renewed: tuple[int, ...] = ()
+    prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

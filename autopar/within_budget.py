@@ -1,13 +1,14 @@
 """Plans that keep to a memory budget: by splitting otherwise, and by computing forward values again.
 
 In: a program, its plan without a budget, the budget. Out: the fastest plan found that fits, perhaps of the program with
-some of its values computed again; where none does, what is missing and the ways out, priced. The two are weighed in the plan's own prediction: the rungs of a ladder compute more
-and more again (`rematerialise.ladder`), and on each the solver splits as the budget left by it allows.
+some of its values computed again; where none does, what is missing and the ways out, priced. The two are weighed in the
+plan's own prediction: the rungs of a ladder compute more and more again (`rematerialise.ladder`), and on each the solver
+splits as the budget left by it allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.assemble import Assembled, assemble
@@ -31,6 +32,8 @@ BUDGET_MARGIN = 0.05
 
 #: How often the solver's measure of memory is set right by a whole plan's.
 _MOST_TIGHTENINGS = 4
+#: Rungs that are tried with gradients summed later, one in so many.
+_MOST_LESS_PROMPT, _LESS_PROMPT_STRIDE = 3, 2
 #: More microbatches are no way out once the last that were added saved less than this part of the peak.
 _LEAST_SAVED = 0.02
 #: Tensors that an error names of those in memory at the peak.
@@ -279,6 +282,7 @@ def _computed_again(budget: float, free: Made, planning: Planning, least: Made) 
         stride *= 2
     if low < len(rungs):
         fitting.append(unlimited(low))
+        fitting += _less_prompt(budget, free, planning, rungs[low:])
     if low > 0:
         half = limited(low // 2)
         between = half or limited(3 * low // 4) or limited(low - 1)
@@ -286,6 +290,18 @@ def _computed_again(budget: float, free: Made, planning: Planning, least: Made) 
         fitting += [made for made in (between, further) if made is not None]
     best = min(fitting, key=lambda made: made.step_time_s, default=None)
     return best, least
+
+
+def _less_prompt(
+    budget: float, free: Made, planning: Planning, rungs: Sequence[tuple[Recomputation, ...]]
+) -> Iterator[Made]:
+    """The first of some rungs that fits even where gradients have time to be summed: faster, and holds more."""
+    for rung in rungs[: _MOST_LESS_PROMPT * _LESS_PROMPT_STRIDE : _LESS_PROMPT_STRIDE]:
+        later = tuple(replace(one, again=replace(one.again, prompt=False)) for one in rung)
+        made = planning.free(recomputing(free.program, [one.again for one in later]), free.formulation, later)
+        if made.peak_bytes <= budget:
+            yield made
+            return
 
 
 # -- nothing fits --------------------------------------------------------------------------------

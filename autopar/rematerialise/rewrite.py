@@ -4,7 +4,7 @@ In: `Trace`, and what is computed again, where. Out: `Trace` of the same inputs,
 again reads its operands through a barrier, together with what the backward pass has just made: so the compiler takes it
 for new, and runs it no earlier. Without the gradients of parameters among these, XLA's scheduler would put their
 products off to where they hide a collective, and what one layer computes again for them would wait with all other
-layers'. They are those made before what was last computed again, so that there is time to sum them over devices. All that follows reads the new values. Random bits come out the same, since their keys are values.
+layers'. All that follows reads the new values. Random bits come out the same, since their keys are values.
 
 Between the loop of a forward pass and that of its backward pass, what is computed again is not stacked: the backward
 loop's body computes it of what is, and of what the forward loop's body is given. What is then read by nothing is dropped.
@@ -172,12 +172,13 @@ class _Rewriting:
         read |= dict.fromkeys(again.renewed)
         outside = dict.fromkeys(body.renamed.get(here.get(v, v), here.get(v, v)) for v in read)
         like = next(_equations(following))
-        waiting = [v for v in body.older if self.last_read[v] >= again.before and v not in self.accumulated]
+        made = [*body.older, *body.fresh] if again.prompt else body.older
+        body.older, body.fresh = ([] if again.prompt else body.fresh), []
+        waiting = [v for v in made if self.last_read[v] >= again.before and v not in self.accumulated]
         chains = {v: chain for v in waiting if (chain := self._as_made(v, body))}
         gradients = dict.fromkeys(chains[v][0].operands[0] if v in chains else v for v in waiting)
         if (gradient := self._gradient(following, body)) is not None:
             gradients[gradient] = None
-        body.older, body.fresh = body.fresh, []
         barred = {v: self._new(v) for v in (outside | gradients) if _can_be_barred(self.avals[v])}
         pieces = [
             replace(
