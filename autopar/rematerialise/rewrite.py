@@ -26,7 +26,7 @@ from autopar.trace import Rewritten, Trace
 #: A gradient of so few elements may be known long before the others.
 _FEW = 64
 #: What only lays out anew: behind the barrier it still becomes part of the kernels that read it.
-_LAYS_OUT = frozenset(["transpose", "convert_element_type", "reshape", "squeeze", "copy"])
+_LAYS_OUT = frozenset(["broadcast_in_dim", "transpose", "convert_element_type", "reshape", "squeeze", "copy"])
 
 
 def recompute(trace: Trace, agains: Sequence[Again]) -> Trace:
@@ -175,10 +175,10 @@ class _Rewriting:
         made = [*body.older, *body.fresh] if again.prompt else body.older
         body.older, body.fresh = ([] if again.prompt else body.fresh), []
         waiting = [v for v in made if self.last_read[v] >= again.before and v not in self.accumulated]
+        if (gradient := self._gradient(following, body)) is not None:
+            waiting.append(gradient)
         chains = {v: chain for v in waiting if (chain := self._as_made(v, body))}
         gradients = dict.fromkeys(chains[v][0].operands[0] if v in chains else v for v in waiting)
-        if (gradient := self._gradient(following, body)) is not None:
-            gradients[gradient] = None
         barred = {v: self._new(v) for v in (outside | gradients) if _can_be_barred(self.avals[v])}
         pieces = [
             replace(
@@ -229,6 +229,8 @@ class _Rewriting:
         while (maker := body.makers.get(value)) is not None and maker.primitive in _LAYS_OUT:
             source = maker.operands[0]
             if not isinstance(source, int) or not body.made.get(source, False):
+                break
+            if math.prod(self.avals[source].shape) <= _FEW:
                 break
             chain.insert(0, maker)
             value = source
