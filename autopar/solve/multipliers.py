@@ -71,7 +71,7 @@ class Multipliers:
             if len(excess):
                 loads_of(p, choices, self._loads)
                 self._activate()
-                excess += 0.5 * (self._loads / p.limit - 1.0)
+                excess += 0.5 * (self._loads / max(p.limit, _LEAST) - 1.0)
         if len(excess):
             self._move(excess)
         return float(excess.max(initial=-np.inf))
