@@ -18,7 +18,7 @@ and whether they want it split alike is what ZeRO is about.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -138,7 +138,8 @@ def form_groups(graph: Graph, rules: Sequence[Rule], absorbable: frozenset[int] 
     joiner.join_producers()
     joiner.join_siblings()
     joiner.join_sandwiched()
-    return tuple(_build(graph, rules, joiner, nodes, absorbable) for nodes in joiner.members())
+    renewals = _renewals(graph, absorbable)
+    return tuple(_build(graph, rules, joiner, nodes, renewals) for nodes in joiner.members())
 
 
 class _Joiner:
@@ -297,7 +298,7 @@ class _Joiner:
 
 
 def _build(
-    graph: Graph, rules: Sequence[Rule], joiner: _Joiner, nodes: Sequence[int], absorbable: frozenset[int]
+    graph: Graph, rules: Sequence[Rule], joiner: _Joiner, nodes: Sequence[int], renewals: Mapping[int, int]
 ) -> Group:
     classes: dict[int, int] = {}
     factors: list[Factor] = []
@@ -366,7 +367,7 @@ def _build(
         ),
         region=_region(nodes[0], rules[nodes[0]], local),
     )
-    return _absorb(graph, group, joiner, absorbable)
+    return _absorb(group, joiner, renewals)
 
 
 #: As many terms as there may be devices: a sum over a loop's trips may stay pending along any axes.
@@ -434,24 +435,27 @@ def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors
     )
 
 
-def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[int]) -> Group:
+def _renewals(graph: Graph, absorbable: frozenset[int]) -> dict[int, int]:
+    """Of carried state that may live inside a group, each input with the output that renews it and is nothing else."""
+    times = Counter(graph.outputs)
+    renewals: dict[int, int] = {}
+    for position, out in graph.carried:
+        value, after = graph.inputs[position], graph.outputs[out]
+        if position in absorbable and after is not None and times[after] == 1 and value not in times:
+            renewals[value] = after
+    return renewals
+
+
+def _absorb(group: Group, joiner: _Joiner, renewals: Mapping[int, int]) -> Group:
     """Take in carried state that only this group reads and renews, split as the group is."""
     defined = {d.value: d.dims for d in group.defines}
-    position_of = {v: i for i, v in enumerate(graph.inputs)}
-    renewed = dict(graph.carried)
     members = set(group.nodes)
     inputs: list[tuple[int, DimFactors]] = []
     for read in group.reads:
-        position = position_of.get(read.value)
-        if position is None or position not in absorbable or position not in renewed:
+        if read.value not in renewals or defined.get(renewals[read.value]) != read.dims:
             continue
-        after = graph.outputs[renewed[position]]
-        readers = {node for node, _ in joiner.readers[read.value]}
-        if after is None or defined.get(after) != read.dims or not readers <= members:
-            continue
-        if graph.outputs.count(after) != 1 or read.value in graph.outputs:
-            continue
-        inputs.append((read.value, read.dims))
+        if all(node in members for node, _ in joiner.readers[read.value]):
+            inputs.append((read.value, read.dims))
     even = group.even | {f for _, dims in inputs for dim in dims for f in dim}
     taken = {value for value, _ in inputs}
     reads = tuple(r for r in group.reads if r.value not in taken)
