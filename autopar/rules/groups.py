@@ -189,7 +189,8 @@ class _Joiner:
 
     def dims(self, node: int, dims: DimFactors) -> tuple[tuple[int, ...], ...]:
         """A tensor's dims as factor classes."""
-        return tuple(tuple(self.factor(self.offset[node] + f) for f in dim) for dim in dims)
+        first, factor = self.offset[node], self.factor
+        return tuple([tuple([factor(first + f) for f in dim]) for dim in dims])
 
     def operand(self, node: int, index: int) -> tuple[tuple[int, ...], ...]:
         return self.dims(node, self.rules[node].operands[index])
@@ -302,15 +303,20 @@ def _build(
 ) -> Group:
     classes: dict[int, int] = {}
     factors: list[Factor] = []
+    own_of: dict[int, tuple[int, ...]] = {}  # node -> its factors in the group's
     for n in nodes:
+        first, own = joiner.offset[n], []
         for i, factor in enumerate(rules[n].factors):
-            root = joiner.factor(joiner.offset[n] + i)
+            root = joiner.factor(first + i)
             if root not in classes:
                 classes[root] = len(factors)
                 factors.append(factor)
+            own.append(classes[root])
+        own_of[n] = tuple(own)
 
     def local(node: int, dims: DimFactors) -> DimFactors:
-        return tuple(tuple(classes[f] for f in dim) for dim in joiner.dims(node, dims))
+        own = own_of[node]
+        return tuple([tuple([own[f] for f in dim]) for dim in dims])
 
     reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]] = defaultdict(list)
     defines: list[Define] = []
@@ -320,7 +326,7 @@ def _build(
         for i, value in enumerate(node.operands):
             if value is not None and graph.values[value].size > SMALL_SIZE:
                 reads[value, local(n, rule.operands[i])].append((n, i))
-        own = tuple(classes[joiner.factor(joiner.offset[n] + i)] for i in range(len(rule.factors)))
+        own = own_of[n]
         pending = tuple(f for f, factor in zip(own, rule.factors, strict=True) if factor.reduction)
         kinds: list[Reduction] = [factor.reduction for factor in rule.factors if factor.reduction]
         for value, dims in zip(node.results, rule.results, strict=True):
@@ -342,9 +348,7 @@ def _build(
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
     compound += [dim for define in defines for dim in define.dims if len(dim) > 1]
-    equal = {
-        classes[joiner.factor(joiner.offset[n] + i)] for n in nodes for i, f in enumerate(rules[n].factors) if f.even
-    }
+    equal = {f for n in nodes for f, factor in zip(own_of[n], rules[n].factors, strict=True) if factor.even}
     terms = _sums_of_terms(graph, nodes, reads, joiner)
     pending = (len(factors),)
     if terms is not None:
@@ -362,9 +366,7 @@ def _build(
         works=tuple(works),
         even=frozenset(f for dim in compound for f in dim) | equal,
         fixed=frozenset(f for dim in compound for f in dim[1:]),
-        pinned=tuple(
-            (classes[joiner.factor(joiner.offset[n] + f)], axes) for n in nodes for f, axes in rules[n].pinned
-        ),
+        pinned=tuple((own_of[n][f], axes) for n in nodes for f, axes in rules[n].pinned),
         region=_region(nodes[0], rules[nodes[0]], local),
     )
     return _absorb(group, joiner, renewals)
