@@ -448,11 +448,11 @@ class Plan:
                 temporary.unlink(missing_ok=True)
 
 
-def split_dims(plan: Plan) -> frozenset[tuple[int, int]]:
+def split_dims(constraints: Sequence[Constraint]) -> frozenset[tuple[int, int]]:
     """Values of the planned program and their dims that constraints split."""
     return frozenset(
         (constraint.value, d)
-        for constraint in plan.constraints
+        for constraint in constraints
         for sharding in constraint.shardings
         for d, axes in enumerate(sharding.dims)
         if axes

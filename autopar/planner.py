@@ -39,7 +39,7 @@ from autopar.sharding import TensorSharding
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solution, Solver
 from autopar.version import __version__
-from autopar.within_budget import BUDGET_MARGIN, NothingFitsError, Planning, within_budget
+from autopar.within_budget import BUDGET_MARGIN, Made, NothingFitsError, Planning, within_budget
 from autopar.words import strategy_words
 
 Progress = Callable[[str, float], None]
@@ -192,60 +192,89 @@ def _group(graph: Graph, pins: Mapping[int, TensorSharding]) -> _Grouped:
 
 
 def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]], *given: Any) -> Plan:
-    """A plan of the step that sees dims as two where it splits these; else one of the step as it was written, which
-    can be split in ways that the other cannot."""
-    *seeing_two, (whole, grouped) = forms
-    for form, groups in seeing_two:
-        try:
-            made = _plan_on(shape, form, groups, *given)
-        except NothingFitsError:
-            continue
-        if sees_two(form.of(made).trace, split_dims(made)):
-            return made
-    return _plan_on(shape, whole, grouped, *given)
+    """A plan of the step that sees dims as two where it splits these before memory is looked at; else one of the step
+    as it was written, which can be split in ways that the other cannot."""
+    *seeing_two, whole = forms
+    for form in seeing_two:
+        free = _Free.of(shape, *form, *given)
+        if sees_two(form[0].trace, split_dims(free.made.parts.constraints)):
+            try:
+                return free.kept_to_budget()
+            except NothingFitsError:
+                continue
+    return _Free.of(shape, *whole, *given).kept_to_budget()
 
 
-def _plan_on(
-    mesh: MeshShape,
-    program: Program,
-    grouped: _Grouped,
-    profile: HardwareProfile,
-    budget: float,
-    pins: dict[int, TensorSharding],
-    solver: Solver,
-    rematerialize: bool,
-) -> Plan:
-    started = time.perf_counter()
-    planning = Planning(pins, solver, lambda graph: _group(graph, pins).groups)
-    f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None)
-    made = planning.made(program, f, solver.solve(f.problem))
-    memory_bound = made.peak_bytes > budget
-    if memory_bound:  # only now is memory worth its constraints
-        made = within_budget(budget, made, planning, rematerialize=rematerialize)
-    parts, solution, graph = made.parts, made.solution, made.formulation.graph
-    return Plan(
-        program=program.signature,
-        mesh=mesh,
-        hardware=profile.name,
-        memory_budget_bytes=budget,
-        words=strategy_words(made.formulation, solution.choices, parts.inputs),
-        inputs=parts.inputs,
-        outputs=parts.outputs,
-        carried=graph.carried,
-        donated=program.donated,
-        constraints=parts.constraints,
-        decisions=parts.decisions,
-        collectives=parts.collectives,
-        regions=parts.regions,
-        microbatches=microbatches_of(made.program, mesh, parts.constraints),
-        recomputed=made.recomputed,
-        prediction=parts.prediction,
-        outcome=_outcome(solution, made.formulation, time.perf_counter() - started, memory_bound),
-        notes=(*_notes(graph, mesh, grouped.unknown, parts.inputs), *microbatch_notes(program, mesh)),
-        versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
-        in_tree=program.trace.in_tree,
-        out_tree=program.trace.out_tree,
-    )
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """What is planned on one mesh before memory is looked at, and what it is to keep to."""
+
+    mesh: MeshShape
+    program: Program
+    unknown: Counter[str]
+    made: Made
+    planning: Planning
+    budget: float
+    rematerialize: bool
+    started: float
+
+    @classmethod
+    def of(
+        cls,
+        mesh: MeshShape,
+        program: Program,
+        grouped: _Grouped,
+        profile: HardwareProfile,
+        budget: float,
+        pins: dict[int, TensorSharding],
+        solver: Solver,
+        rematerialize: bool,
+    ) -> _Free:
+        """Plan without a budget.
+
+        Raises:
+            TimeLimitError: the solver found no plan.
+        """
+        started = time.perf_counter()
+        planning = Planning(pins, solver, lambda graph: _group(graph, pins).groups)
+        f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None)
+        made = planning.made(program, f, solver.solve(f.problem))
+        return cls(mesh, program, grouped.unknown, made, planning, budget, rematerialize, started)
+
+    def kept_to_budget(self) -> Plan:
+        """The plan, made anew where it takes too much memory.
+
+        Raises:
+            NothingFitsError: nothing fits.
+        """
+        made, mesh, program = self.made, self.mesh, self.program
+        memory_bound = made.peak_bytes > self.budget
+        if memory_bound:  # only now is memory worth its constraints
+            made = within_budget(self.budget, made, self.planning, rematerialize=self.rematerialize)
+        parts, solution, graph = made.parts, made.solution, made.formulation.graph
+        return Plan(
+            program=program.signature,
+            mesh=mesh,
+            hardware=made.formulation.profile.name,
+            memory_budget_bytes=self.budget,
+            words=strategy_words(made.formulation, solution.choices, parts.inputs),
+            inputs=parts.inputs,
+            outputs=parts.outputs,
+            carried=graph.carried,
+            donated=program.donated,
+            constraints=parts.constraints,
+            decisions=parts.decisions,
+            collectives=parts.collectives,
+            regions=parts.regions,
+            microbatches=microbatches_of(made.program, mesh, parts.constraints),
+            recomputed=made.recomputed,
+            prediction=parts.prediction,
+            outcome=_outcome(solution, made.formulation, time.perf_counter() - self.started, memory_bound),
+            notes=(*_notes(graph, mesh, self.unknown, parts.inputs), *microbatch_notes(program, mesh)),
+            versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
+            in_tree=program.trace.in_tree,
+            out_tree=program.trace.out_tree,
+        )
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:

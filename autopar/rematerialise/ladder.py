@@ -84,7 +84,7 @@ def _steps(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> tupl
         seconds = sum(numbers.seconds.get(v, 0.0) for v in node.results)
         reads = {makers[v] for v in node.operands if v is not None and v in makers}
         steps[n] = Step(
-            sum(_kept_bytes(graph, site, v, numbers) for v in node.results),
+            _kept_bytes(graph, site, node.results, numbers),
             float("inf") if n in segment.fixed else site.repeat * site.trips * seconds,
             tuple(sorted(reads)),
         )
@@ -102,12 +102,14 @@ def _gathered(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> l
     return sorted(v for v in read - elsewhere if v is not None and v in site.read and v in numbers.seconds)
 
 
-def _kept_bytes(graph: Graph, site: Site, value: int, numbers: Numbers) -> float:
-    if graph.values[value].size <= SMALL_SIZE and not site.is_loop:
-        return 0.0
+def _kept_bytes(graph: Graph, site: Site, results: Sequence[int], numbers: Numbers) -> float:
+    """What it takes to keep an equation's results. Those that stay inside kernels are computed again by kernels of the
+    backward pass as it is, and nothing makes XLA keep them."""
     if site.is_loop:
-        return site.trips * numbers.num_bytes[value]
-    return numbers.held.get(value) or numbers.num_bytes[value]
+        return site.trips * sum(numbers.num_bytes[v] for v in results)
+    large = [v for v in results if graph.values[v].size > SMALL_SIZE]
+    kept = [numbers.held.get(v) or numbers.num_bytes[v] for v in large if v in numbers.stored]
+    return float("inf") if large and not kept else sum(kept)
 
 
 def _recomputation(

@@ -53,8 +53,9 @@ def numbers_of(f: Formulation, choices: Sequence[int], device: DeviceProgram, st
             stored.add(buffer.value)
             if b in late:
                 held[buffer.value] += buffer.num_bytes
-        if own and op.kind != "border":
-            seconds[device.buffers[own[0]].value] += op_seconds(op, f.mesh, profile)
+        if op.kind != "border":
+            for value in {device.buffers[b].value for b in own}:  # each of them takes the whole kernel
+                seconds[value] += op_seconds(op, f.mesh, profile)
     return Numbers(_sizes(f, choices), dict(held), frozenset(stored), dict(seconds))
 
 

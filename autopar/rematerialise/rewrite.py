@@ -4,7 +4,7 @@ In: `Trace`, and what is computed again, where. Out: `Trace` of the same inputs,
 again reads its operands through a barrier, together with what the backward pass has just made: so the compiler takes it
 for new, and runs it no earlier. Without the gradients of parameters among these, XLA's scheduler would put their
 products off to where they hide a collective, and what one layer computes again for them would wait with all other
-layers'. All that follows reads the new values. Random bits come out the same, since their keys are values.
+layers'. They are those made before what was last computed again, so that there is time to sum them over devices. All that follows reads the new values. Random bits come out the same, since their keys are values.
 
 Between the loop of a forward pass and that of its backward pass, what is computed again is not stacked: the backward
 loop's body computes it of what is, and of what the forward loop's body is given. What is then read by nothing is dropped.
@@ -25,6 +25,8 @@ from autopar.trace import Rewritten, Trace
 
 #: A gradient of so few elements may be known long before the others.
 _FEW = 64
+#: What only lays out anew: behind the barrier it still becomes part of the kernels that read it.
+_LAYS_OUT = frozenset(["transpose", "convert_element_type", "reshape", "squeeze", "copy"])
 
 
 def recompute(trace: Trace, agains: Sequence[Again]) -> Trace:
@@ -39,8 +41,11 @@ class _Body:
     renamed: dict[int, int] = field(default_factory=dict)
     #: Values made in this body so far, and whether in the backward pass.
     made: dict[int, bool] = field(default_factory=dict)
-    #: Of those of the backward pass, the ones made since anything was last computed again.
+    #: Of those of the backward pass, the ones made since anything was last computed again, and those made before.
     fresh: list[int] = field(default_factory=list)
+    older: list[int] = field(default_factory=list)
+    #: Equations of the backward pass, by what they make alone.
+    makers: dict[int, Equation] = field(default_factory=dict)
     last: int | None = None
 
 
@@ -147,6 +152,8 @@ class _Rewriting:
         return new
 
     def _note(self, equation: Equation, body: _Body) -> None:
+        if len(equation.results) == 1 and equation.phase == "backward":
+            body.makers[equation.results[0]] = equation
         for value in equation.results:
             body.made[value] = equation.phase == "backward"
             if math.prod(getattr(self.avals[value], "shape", ())) > _FEW:
@@ -165,11 +172,12 @@ class _Rewriting:
         read |= dict.fromkeys(again.renewed)
         outside = dict.fromkeys(body.renamed.get(here.get(v, v), here.get(v, v)) for v in read)
         like = next(_equations(following))
-        waiting = (v for v in body.fresh if self.last_read[v] >= again.before and v not in self.accumulated)
-        gradients = dict.fromkeys(waiting)
+        waiting = [v for v in body.older if self.last_read[v] >= again.before and v not in self.accumulated]
+        chains = {v: chain for v in waiting if (chain := self._as_made(v, body))}
+        gradients = dict.fromkeys(chains[v][0].operands[0] if v in chains else v for v in waiting)
         if (gradient := self._gradient(following, body)) is not None:
             gradients[gradient] = None
-        body.fresh = []
+        body.older, body.fresh = body.fresh, []
         barred = {v: self._new(v) for v in (outside | gradients) if _can_be_barred(self.avals[v])}
         pieces = [
             replace(
@@ -204,7 +212,26 @@ class _Rewriting:
         for at in (*renewed, *gradients):
             if at in barred:
                 _rename(body.renamed, at, barred[at])
+        for value, chain in chains.items():
+            at = barred.get(chain[0].operands[0], chain[0].operands[0])
+            for equation in chain:
+                last, at = at, self._new(equation.results[0])
+                clone = replace(equation, operands=(last,), results=(at,))
+                out.append(clone)
+                self._note(clone, body)
+            _rename(body.renamed, value, at)
         return out
+
+    def _as_made(self, value: int, body: _Body) -> list[Equation]:
+        """The equations that only lay out anew what another made, ending with `value`; perhaps none."""
+        chain: list[Equation] = []
+        while (maker := body.makers.get(value)) is not None and maker.primitive in _LAYS_OUT:
+            source = maker.operands[0]
+            if not isinstance(source, int) or not body.made.get(source, False):
+                break
+            chain.insert(0, maker)
+            value = source
+        return chain
 
     def _gradient(self, following: Sequence[Item], body: _Body) -> int | None:
         """What the backward pass has made that what follows reads first; at its start, what was made last."""

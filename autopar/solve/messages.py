@@ -124,4 +124,4 @@ def evaluate(p: Pairwise, prices: np.ndarray, choices: np.ndarray) -> float:
         edge = p.edges[e]
         r = p.labels[edge.tail_labels + choices[edge.tail]]
         total += p.entries[edge.core + r * edge.num_cols + p.labels[edge.head_labels + choices[edge.head]]]
-    return total
+    return float(total)

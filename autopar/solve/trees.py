@@ -191,7 +191,7 @@ def _difference(
             change += entries[edge.core + labels[edge.tail_labels + r] * edge.num_cols + labels[edge.head_labels + c]]
             r, c = choices[edge.tail], choices[edge.head]
             change -= entries[edge.core + labels[edge.tail_labels + r] * edge.num_cols + labels[edge.head_labels + c]]
-    return change
+    return float(change)
 
 
 @compiled
