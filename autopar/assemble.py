@@ -149,6 +149,9 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     told = {*BORDERS, *PINNED}
     borders = {v for node in f.graph.nodes if node.primitive in told for v in node.results}
     copies = {d.value: d.shardings[choices[n]].resolved() for n, d in enumerate(f.decisions) if d.kind == "copy"}
+    flows: dict[int, list[Flow]] = defaultdict(list)
+    for flow in f.flows:
+        flows[flow.value].append(flow)
     natural: dict[int, TensorSharding] = {}
     for value, (node, shardings) in f.value_made.items():
         sharding = shardings[choices[node]]
@@ -158,7 +161,7 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         if value in f.written or sharding.unreduced or value in borders:
             path = (natural[value],)
             if len(sharding.unreduced) > 1:
-                path = _scattered(f, choices, value, sharding, copies) or path
+                path = _scattered(f, choices, flows[value], sharding, copies) or path
                 natural[value] = path[-1]
             out.append(Constraint(value=value, shardings=path))
     for flow in f.flows:
@@ -176,17 +179,17 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
 def _scattered(
     f: Formulation,
     choices: Sequence[int],
-    value: int,
+    flows: Sequence[Flow],
     made: TensorSharding,
     copies: Mapping[int, TensorSharding],
 ) -> tuple[TensorSharding, ...]:
     """The steps of a sum that is pending over several axes, where all readers want the same of it split; else
     nothing. Told to sum all of it first, XLA would, and then cut; told the split of each step, it scatters."""
     steps: set[tuple[TensorSharding, ...]] = set()
-    for flow in f.flows:
-        if flow.value != value or (value in copies and f.decisions[flow.target].kind != "copy"):
+    for flow in flows:
+        if flow.value in copies and f.decisions[flow.target].kind != "copy":
             continue
-        moves = f.moves(value, made, flow.wanted[choices[flow.target]])
+        moves = f.moves(flow.value, made, flow.wanted[choices[flow.target]])
         steps.add(tuple(move.result.resolved() for move in moves if move.kind == "reduce-scatter"))
     return steps.pop() if len(steps) == 1 else ()
 
@@ -257,6 +260,9 @@ def _collectives(
     defined_at = {v: n for n, node in enumerate(f.graph.nodes) for v in node.results}
     input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
     renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for flow in f.flows:
+        readers[flow.source].append(flow.target)
     for flow in f.flows:
         times = f.graph.values[flow.value].repeat
         for step in f.collectives(flow, choices):
@@ -270,7 +276,7 @@ def _collectives(
                     num_bytes=step.num_bytes,
                     num_times=round(times),
                     time_s=times * f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
-                    cause=_cause(f, flow, step.kind, input_path, renewed, defined_at),
+                    cause=_cause(f, flow, step.kind, input_path, renewed, defined_at, readers),
                     path=node.path if node else input_path.get(flow.value, ""),
                     source=node.source if node else "",
                     phase="update" if flow.value in renewed else f.decisions[flow.target].phase,
@@ -394,6 +400,7 @@ def _cause(
     input_path: dict[int, str],
     renewed: dict[int | None, str],
     defined_at: dict[int, int],
+    readers: Mapping[int, Sequence[int]],
 ) -> str:
     if flow.value in input_path:
         return (
@@ -404,15 +411,15 @@ def _cause(
     maker = f.graph.nodes[defined_at[flow.value]].primitive
     if kind in ("all-reduce", "reduce-scatter"):
         target = f.decisions[flow.target]
-        what = "gradient" if target.phase == "update" or _only_updates(f, flow) else f"{maker} result"
+        what = "gradient" if target.phase == "update" or _only_updates(f, flow, readers) else f"{maker} result"
         return f"sum the {what}"
     return f"{'gather' if kind == 'all-gather' else 'move'} the {maker} result"
 
 
-def _only_updates(f: Formulation, flow: Flow) -> bool:
+def _only_updates(f: Formulation, flow: Flow, readers: Mapping[int, Sequence[int]]) -> bool:
     """Whether a shared copy is read by the update alone."""
-    readers = [other.target for other in f.flows if other.source == flow.target] if flow.uses == () else []
-    return bool(readers) and all(f.decisions[r].phase == "update" for r in readers)
+    of_copy = readers.get(flow.target, ()) if flow.uses == () else ()
+    return bool(of_copy) and all(f.decisions[r].phase == "update" for r in of_copy)
 
 
 # -- reasons ---------------------------------------------------------------------------------

@@ -281,13 +281,18 @@ def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
     """A rule per node, and the primitives that have none, or none that can be used."""
     unknown: Counter[str] = Counter()
     rules: list[Rule] = []
+    known: dict[tuple[object, ...], tuple[Rule, str]] = {}  # a program is layer after layer of the same
     for node in graph.nodes:
         view = NodeView.of(node, graph)
-        rule = rule_for(view)
-        if rule is None or needs_local(view):
-            unknown[called(view)] += not node.effect
-        rule = rule or unknown_rule(view)
+        key = (view.primitive, view.operand_shapes, view.result_shapes, repr(view.params))
+        if key not in known:
+            rule = rule_for(view)
+            lacking = called(view) if rule is None or needs_local(view) else ""
+            known[key] = (rule or unknown_rule(view), lacking)
+        rule, lacking = known[key]
         rules.append(rule)
+        if lacking:
+            unknown[lacking] += not node.effect
     return tuple(rules), unknown
 
 

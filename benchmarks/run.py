@@ -51,6 +51,17 @@ class Benchmark:
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
+    "large_steps": Benchmark(
+        (
+            "scanned, 8x8",
+            "scanned, 4x4x4",
+            "unrolled, half the tokens, 8x8",
+            "unrolled, 8x8",
+            "unrolled, half the tokens, 4x4x4",
+        ),
+        "--xla_gpu_autotune_level=0",
+        sources=("absent_gpus.py", "zoo/language.py", "zoo/training.py"),
+    ),
     "memory_sweep": Benchmark(
         ("gpt2_six_layers", "gpt2_medium", "llama_1b"),
         "",

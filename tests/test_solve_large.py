@@ -202,6 +202,31 @@ def test_the_status_says_that_time_ran_out(everything_is_large: None) -> None:
     assert Ilp(time_limit_s=2.0).solve(ring(60)).status is Status.FEASIBLE
 
 
+@settings(max_examples=400, deadline=None)
+@given(problem=problems(), relative_gap=st.sampled_from([0.01, 0.1, 0.5]))
+def test_a_gap_that_is_asked_for_is_kept_to(problem: Problem, relative_gap: float) -> None:
+    expected = oracles.exhaustive(problem)
+    solution = Ilp(relative_gap=relative_gap).solve(problem)
+    sound(solution, problem, expected)
+    assert bool(solution.choices) == bool(expected.choices)
+    if solution.choices:
+        assert solution.status in (Status.OPTIMAL, Status.CLOSE)
+        assert solution.gap <= relative_gap + 1e-9
+
+
+def test_a_large_search_ends_where_it_is_as_close_as_was_asked(everything_is_large: None) -> None:
+    problem = ring(60)
+    limit_s = 60.0
+    began = time.monotonic()
+    solution = Ilp(time_limit_s=limit_s, relative_gap=0.8).solve(problem)
+    assert time.monotonic() - began < limit_s
+    assert solution.status is Status.CLOSE
+    assert 1e-6 < solution.gap <= 0.8
+    assert problem.fits(solution.choices)
+    by_steps = [Ilp(seed=seed, step_limit=40, relative_gap=0.8).solve(problem) for seed in (1, 1)]
+    assert by_steps[0] == by_steps[1]
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3, 1.0])
 def test_interrupted_at_any_moment_it_has_a_valid_assignment_or_says_none(
     everything_is_large: None, delay_s: float

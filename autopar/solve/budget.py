@@ -30,6 +30,11 @@ class Budget:
         self.stopped = True
 
     @property
+    def by_steps(self) -> bool:
+        """Whether schedules go by steps: then a search does the same on every run."""
+        return self._step_limit is not None
+
+    @property
     def overdue(self) -> bool:
         """Whether the time is used up."""
         return time.monotonic() >= self.deadline

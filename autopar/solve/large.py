@@ -34,7 +34,6 @@ _MOVES = 200  # that are made between two looks at the budget
 _CORES = 2
 _LISTEN_S = 0.1
 _HOTTER = 5.0  # is the second thread, by so many times
-_CLOSE = 1e-7  # relative distance to the bound that ends message passing
 
 
 class LargeSearch:
@@ -45,6 +44,7 @@ class LargeSearch:
         bounded: called with each better lower bound.
         told: called with costs of assignments that `found` is still to get, perhaps from another thread.
         open: whether there is anything left to do; asked now and then.
+        relative_gap: distance to the bound that ends the search.
 
     Attributes:
         choices: the best assignment that fits; empty if there is none.
@@ -61,6 +61,7 @@ class LargeSearch:
         bounded: Bounded,
         told: Told,
         open: Callable[[], bool],
+        relative_gap: float = 1e-7,
     ) -> None:
         self.problem, self.p = problem, pairwise(problem)
         self.choices = np.zeros(0, np.int64)
@@ -68,6 +69,7 @@ class LargeSearch:
         self._budget, self._seed = budget, seed
         self._found, self._bounded, self._told, self._open = found, bounded, told, open
         self._loads = np.zeros(len(self.p.base))
+        self._relative_gap, self._enough = relative_gap, -np.inf  # a cost that ends the search
 
     def run(self, fitting: Callable[[], tuple[int, ...]]) -> None:
         """Search until the budget is spent.
@@ -89,16 +91,21 @@ class LargeSearch:
         share = _PRICING_SHARE * (1 - self._budget.spent()) + self._budget.spent()
         try:
             for _ in range(_PRICING_ROUNDS):
-                if self._budget.spent() >= share or self.cost <= multipliers.bound + _CLOSE * abs(multipliers.bound):
+                if self._budget.spent() >= share or self._is_close(multipliers.bound):
                     break
                 multipliers.step(self._meet)
                 self._budget.step()
-            if self._budget.spent() < 1.0 and self._open():
+            if self._budget.spent() < 1.0 and not self._is_close(multipliers.bound) and self._open():
                 multipliers.around(self._meet)
                 multipliers.lower()
         finally:
-            self._bounded(certified_bound(self.p, multipliers.best, multipliers.best_messages))
+            bound = certified_bound(self.p, multipliers.best, multipliers.best_messages)
+            self._enough = bound + self._relative_gap * abs(bound)
+            self._bounded(bound)
         return multipliers
+
+    def _is_close(self, bound: float) -> bool:
+        return self.cost <= bound + self._relative_gap * abs(bound)
 
     def _meet(self, choices: np.ndarray) -> None:
         cost = evaluate(self.p, self.p.costs, choices)
@@ -115,9 +122,10 @@ class LargeSearch:
         hot = _HOT * abs(self.cost) / len(self.choices)
         with ThreadPoolExecutor(_CORES, thread_name_prefix="autopar-anneal") as pool:
             for number, (share, heat) in enumerate(_STAGES):
-                if self._budget.spent() >= 1.0 or hot == 0.0:
+                if self._budget.spent() >= 1.0 or hot == 0.0 or self.cost <= self._enough:
                     break
-                stage = _Stage(self.p, prices.held, self._budget, hot * heat, begin + share * (1 - begin), self._told)
+                end = begin + share * (1 - begin)
+                stage = _Stage(self.p, prices.held, self._budget, hot * heat, end, self._told, self._enough)
                 states = [_State(self.choices, self.cost, _HOTTER**i, [self._seed, number, i]) for i in range(_CORES)]
                 tasks = [pool.submit(stage.run, state) for state in states]
                 try:
@@ -146,21 +154,33 @@ class _State:
 
 
 class _Stage:
-    """A stage of annealing: temperatures that fall from `hot` as the budget is spent up to `end`."""
+    """A stage of annealing: temperatures that fall from `hot` as the budget is spent up to `end`. A cost of `enough` ends
+    it, whichever thread finds it."""
 
     def __init__(
-        self, p: Pairwise, held: np.ndarray, budget: Budget, hot: float, end: float, tell: Callable[[float], None]
+        self,
+        p: Pairwise,
+        held: np.ndarray,
+        budget: Budget,
+        hot: float,
+        end: float,
+        tell: Callable[[float], None],
+        enough: float,
     ) -> None:
         self._p, self._held, self._budget, self._hot, self._end, self._tell = p, held, budget, hot, end, tell
+        self._enough, self._found = enough, False
         self._begin = budget.spent()
 
     def run(self, state: _State) -> None:
         """Anneal one thread's assignment."""
         p, loads = self._p, np.zeros(len(self._p.base))
-        while (spent := self._budget.spent(_CORES * state.steps)) < self._end:
+        while not self._found and (spent := self._budget.spent(_CORES * state.steps)) < self._end:
             heat = state.heat * self._hot * _COLD ** max(0.0, (spent - self._begin) / (self._end - self._begin))
             loads_of(p, state.choices, loads)  # afresh, lest rounding adds up
             state.costs[0] = evaluate(p, p.costs, state.choices)
             anneal(p, self._held, state.choices, state.best, loads, state.costs, state.random, _MOVES, heat, _LARGEST)
             state.steps += 1
             self._tell(float(state.costs[1]))
+            if state.costs[1] <= self._enough:
+                self._found = not self._budget.by_steps  # else when the other thread hears of it would decide
+                break

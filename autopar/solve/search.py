@@ -88,10 +88,20 @@ class Search:
         interrupted: whether Ctrl-C ended the search.
     """
 
-    def __init__(self, problem: Problem, budget: Budget, progress: Progress | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget,
+        progress: Progress | None = None,
+        *,
+        seed: int = 0,
+        relative_gap: float = PROVEN,
+    ) -> None:
         self.choices: tuple[int, ...] = ()
         self.cost, self.bound = np.inf, -np.inf
         self._problem, self._budget, self._progress, self._seed = problem, budget, progress, seed
+        self._relative_gap = max(relative_gap, PROVEN)
+        self._mip_gap = 0.1 * PROVEN if self._relative_gap == PROVEN else 0.9 * self._relative_gap
         self._deadline = budget.deadline
         self._outside = np.inf  # what assignments outside the present part cost at least
         self._rounding = 0.0  # of the cost's sum
@@ -101,7 +111,15 @@ class Search:
     @property
     def proven(self) -> bool:
         """Whether the assignment is the optimum."""
-        return bool(self.choices) and self.cost - self.bound <= PROVEN * abs(self.cost) + self._rounding
+        return self._within(PROVEN)
+
+    @property
+    def close(self) -> bool:
+        """Whether the assignment is as close to the bound as was asked."""
+        return self._within(self._relative_gap)
+
+    def _within(self, relative_gap: float) -> bool:
+        return bool(self.choices) and self.cost - self.bound <= relative_gap * abs(self.cost) + self._rounding
 
     def run(self) -> None:
         """Search until the optimum is proven, the deadline passes or the user interrupts.
@@ -121,7 +139,7 @@ class Search:
 
     def _open(self) -> bool:
         """Whether there is anything left to do, and time for it."""
-        settled = self.proven or self.bound == np.inf or self.interrupted
+        settled = self.close or self.bound == np.inf or self.interrupted
         return not settled and time.monotonic() < self._deadline
 
     def _tell(self) -> None:
@@ -161,7 +179,7 @@ class Search:
             now = time.monotonic()
             self._bound_part(
                 self._branch(
-                    part, now + _MIP_SHARE * (self._deadline - now), relative_gap=0.1 * PROVEN, report=self._follow
+                    part, now + _MIP_SHARE * (self._deadline - now), relative_gap=self._mip_gap, report=self._follow
                 ).bound
             )
             if not self._open():
@@ -190,7 +208,7 @@ class Search:
 
     def _without_dear(self, part: Part, marginals: Sequence[np.ndarray]) -> Part | None:
         """The part without strategies that no assignment cheaper than the incumbent takes."""
-        self._outside = min(self._outside, self.cost - 0.5 * PROVEN * abs(self.cost))
+        self._outside = min(self._outside, self.cost - 0.5 * self._relative_gap * abs(self.cost))
         left = self._nonempty(part.within([np.flatnonzero(m < self._outside) for m in marginals]))
         if left is None or _SMALL < left.size() < _SHRUNK * part.size():
             return left
@@ -215,7 +233,7 @@ class Search:
         if self.cost - self.bound <= _SMALL_GAP * abs(self.cost):
             deadline = now + _SMALL_GAP_SHARE * (deadline - now)
         report = self._follow if self._outside == np.inf else None  # else its bound is not of the whole
-        self._bound_part(self._branch(part, deadline, relative_gap=0.1 * PROVEN, report=report).bound)
+        self._bound_part(self._branch(part, deadline, relative_gap=self._mip_gap, report=report).bound)
 
     def _follow(self, cost: float, bound: float) -> None:
         if self._progress is not None:
@@ -249,6 +267,7 @@ class Search:
             bounded=self._bound_part,
             open=self._open,
             told=tell,
+            relative_gap=self._mip_gap,
         )
         search.run(lambda: self._fitting_least(part) if part.problem.memory_limit is not None else ())
 
