@@ -16,7 +16,7 @@ from autopar.cost.halo import Extension, Strip
 from autopar.device_program import DeviceProgram, peak_of_temporaries
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
-from autopar.graph.ir import Node
+from autopar.graph.ir import Graph, Node
 from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
