@@ -1,7 +1,7 @@
 """Layers of Hugging Face's Flax models as one `nn.scan`, for models of so many that unrolled they are a large program.
 
-In: which collection of layers. Out: a context in which models are built with all their layers in one loop, whose
-parameters are stacked. A layer itself stays as it is.
+In: a model's `Training`, and where its layers are made. Out: the same with all layers in one loop, whose parameters
+are stacked. A layer itself stays as it is.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 from unittest import mock
 
 import flax.linen as nn
 import jax.numpy as jnp
 from transformers.modeling_flax_outputs import FlaxBaseModelOutputWithPastAndCrossAttentions
+
+from benchmarks.zoo.training import Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,22 @@ BERT = Collection(
 )
 
 
+def stacked(of: Training, which: Collection) -> Training:
+    """A model's training, with its layers in a loop."""
+
+    def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(*args: Any) -> Any:
+            with _stacked_layers(which):
+                return function(*args)
+
+        return called
+
+    return replace(of, step=within(of.step), create_state=within(of.create_state))
+
+
 @contextmanager
-def stacked_layers(which: Collection) -> Iterator[None]:
+def _stacked_layers(which: Collection) -> Iterator[None]:
     """Models called in this context run their layers in a loop."""
     layer: Any = getattr(importlib.import_module(which.module), which.layer)
 
