@@ -129,7 +129,7 @@ def fits(
     """What a step needs of each kind of device, from the largest memory to the smallest; each as it is found.
 
     Numbers of devices are powers of two within a host, and whole hosts beyond: `numbers_of_devices`. Of each number few
-    meshes are planned: `meshes_of`. With the fewest microbatches that fit, of the meshes the faster is kept.
+    meshes are planned: `meshes_of`, with the fewest microbatches that fit; of two meshes the faster is kept.
 
     Args:
         max_devices: the most to try.
@@ -229,33 +229,38 @@ class _Search:
     num_microbatches: int | None
 
     def on(self, meshes: Sequence[MeshShape]) -> Plan | Refused:
-        """The faster of the plans on some meshes of as many devices."""
-        outcomes = [self._on_mesh(mesh) for mesh in meshes]
-        plans = [one for one in outcomes if isinstance(one, Plan)]
-        if plans:
-            return min(plans, key=lambda plan: plan.prediction.step_time_s)
-        refused = [one for one in outcomes if isinstance(one, Refused)]
-        reasons = " ".join(dict.fromkeys(one.without_plan for one in refused if one.without_plan))
-        return replace(min(refused, key=lambda one: one.least_bytes), without_plan=reasons)
+        """A plan on the first mesh that has one, or on a later one that is faster with as few microbatches."""
+        best: Plan | None = None
+        refused: list[Refused] = []
+        for mesh in meshes:
+            outcome = self._on_mesh(mesh) if best is None else self._split(mesh, _count(best))
+            if isinstance(outcome, Refused):
+                refused.append(outcome)
+            elif best is None or outcome.prediction.step_time_s < best.prediction.step_time_s:
+                best = outcome
+        return best or _least(refused)
 
     def _on_mesh(self, mesh: MeshShape) -> Plan | Refused:
+        """The plan with the fewest microbatches: where neither one nor the most fits, none does."""
         if self.num_microbatches is not None:
             return self._split(mesh, self.num_microbatches)
-        first = self._split(mesh, 1)
-        most = self._most_microbatches(mesh)
-        if isinstance(first, Plan) or most == 1:
-            return first
-        last = self._split(mesh, most)
-        if isinstance(last, Refused):
-            why = first.without_plan or last.without_plan
-            return replace(min(first, last, key=lambda one: one.least_bytes), without_plan=why)
-        for power in range(1, most.bit_length() - 1):
-            between = self._split(mesh, 2**power)
-            if isinstance(between, Plan):
-                return between
-        return last
+        refused, high = self._split(mesh, 1), self._most_microbatches(mesh).bit_length() - 1
+        if isinstance(refused, Plan) or high == 0:
+            return refused
+        fitting = self._split(mesh, 2**high)
+        if isinstance(fitting, Refused):
+            return _least([refused, fitting])
+        low = 0
+        while high - low > 1:  # 2**low does not fit, 2**high does
+            middle = self._split(mesh, 2 ** ((low + high) // 2))
+            if isinstance(middle, Plan):
+                fitting, high = middle, (low + high) // 2
+            else:
+                low = (low + high) // 2
+        return fitting
 
     def _split(self, mesh: MeshShape, count: int) -> Plan | Refused:
+        """The plan with exactly so many microbatches."""
         parts = f", {count} microbatches" if count > 1 else ""
         self.report(f"{mesh.num_devices} devices, mesh {mesh}{parts}")
         blank = Refused(num_devices=mesh.num_devices, least_bytes=math.inf, planned=True)
@@ -278,6 +283,16 @@ class _Search:
             return 1
         each = examples // mesh.axis_sizes[0]
         return max([2**k for k in range(each.bit_length()) if 2**k <= each and examples % 2**k == 0], default=1)
+
+
+def _count(plan: Plan) -> int:
+    return plan.microbatches.count if plan.microbatches else 1
+
+
+def _least(refused: Sequence[Refused]) -> Refused:
+    """What needs least of those tried, and why some have no plan."""
+    reasons = " ".join(dict.fromkeys(one.without_plan for one in refused if one.without_plan))
+    return replace(min(refused, key=lambda one: one.least_bytes), without_plan=reasons)
 
 
 # -- several steps ---------------------------------------------------------------------------
