@@ -18,7 +18,8 @@ from autopar.plan import Plan
 from autopar.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from autopar.compare_hardware import Compared, Comparison, Fit, Refused, TrainingState
+    from autopar.compare_hardware import Compared, Comparison
+    from autopar.least_devices import Fit, Refused, TrainingState
 
 _LEGEND = (
     "`on one`: whether the step fits on one device. `least`: the least number that fits, of 1, 2, 4, ... devices of a"

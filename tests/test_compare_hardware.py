@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from autopar import compare_hardware
+from autopar import least_devices
 from autopar.cli import main
-from autopar.compare_hardware import Compared, Fit, compare, fits, meshes_of, numbers_of_devices, profiles_of, state_of
+from autopar.compare_hardware import Compared, Comparison, compare, profiles_of
 from autopar.cost.hardware import HardwareProfile, load
 from autopar.errors import HardwareError
 from autopar.explain import plain_text
 from autopar.explain_comparison import comparison_json, render_comparison
+from autopar.least_devices import Fit, fits, meshes_of, numbers_of_devices, state_of
 from autopar.plan import Plan
 from autopar.planner import plan_in_microbatches
 from autopar.program import Program, program_of
@@ -212,13 +213,13 @@ def test_numbers_are_whole_hosts() -> None:
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Numbers of devices and hardware of all that is planned from here on."""
     planned: list[tuple[int, str]] = []
-    plan = compare_hardware.plan_in_microbatches
+    plan = least_devices.plan_in_microbatches
 
     def watched(told: Program, count: int, **options: Any) -> Plan:
         planned.append((options["mesh"].num_devices, options["hardware"].name))
         return plan(told, count, **options)
 
-    monkeypatch.setattr(compare_hardware, "plan_in_microbatches", watched)
+    monkeypatch.setattr(least_devices, "plan_in_microbatches", watched)
     return planned
 
 
@@ -226,14 +227,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 
 def interrupt_on(monkeypatch: pytest.MonkeyPatch, hardware: str) -> None:
-    plan = compare_hardware.plan_in_microbatches
+    plan = least_devices.plan_in_microbatches
 
     def interrupted(told: Program, count: int, **options: Any) -> Plan:
         if options["hardware"].name == hardware:
             raise KeyboardInterrupt
         return plan(told, count, **options)
 
-    monkeypatch.setattr(compare_hardware, "plan_in_microbatches", interrupted)
+    monkeypatch.setattr(least_devices, "plan_in_microbatches", interrupted)
 
 
 def test_interrupted_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,9 +272,7 @@ def test_a_solver_without_a_plan_is_no_proof() -> None:
     fit = least(program(), profile(200), max_devices=2, solver=Late())
     assert fit.plan is None
     assert all("no assignment found within the time limit" in one.without_plan for one in fit.refused)
-    told = compare_hardware.Comparison(
-        compared=(Compared(target="few", state=state_of(program()), fits=(fit,)),), max_devices=2
-    )
+    told = Comparison(compared=(Compared(target="few", state=state_of(program()), fits=(fit,)),), max_devices=2)
     assert json.loads(json.dumps(comparison_json(told), allow_nan=False))["targets"][0]["hardware"][0]["plan"] is None
 
 
