@@ -62,6 +62,7 @@ def step_and_args(examples: int, *, layers: int = 3) -> tuple[Any, Any]:
         master = optax.apply_updates(master, updates)
         return (jax.tree.map(lambda m: m.astype(jnp.float16), master), master, moments), loss
 
+    train_step.__qualname__ = "train_step"  # reports name it so
     master = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * layers
     half = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float16)] * layers
     batch = {"x": jax.ShapeDtypeStruct((examples, WIDTH), jnp.float16)}
