@@ -150,7 +150,7 @@ def test_least_number_is_the_least(mb: float) -> None:
 def test_state_too_large_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = watch(monkeypatch)
     told = program()
-    fit = least(told, profile(4), max_devices=8)
+    fit = least(told, profile(5), max_devices=8)
     kept = state_of(told).kept_bytes
     for one in fit.refused:
         if kept / one.num_devices > fit.budget_bytes:
@@ -185,11 +185,11 @@ def test_fewest_microbatches_that_fit() -> None:
 
 def test_smaller_memory_starts_where_larger_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several profiles together come to what each does alone, and plan no number anew that failed with more memory."""
-    profiles = [profile(mb, f"tiny-{mb}") for mb in (3, 12.5, 6)]
-    alone = [least(program(), one, max_devices=16).num_devices for one in profiles]
+    profiles = [profile(mb, f"tiny-{mb}") for mb in (4, 12.5, 6)]
+    alone = [least(program(), one, max_devices=8).num_devices for one in profiles]
     planned = watch(monkeypatch)
     step_args = step_and_args(64)
-    told = compare({"few": lambda: step_args}, profiles, max_devices=16)
+    told = compare({"few": lambda: step_args}, profiles, max_devices=8)
     (one,) = told.compared
     assert [fit.profile.name for fit in one.fits] == [one.name for one in profiles]
     assert [fit.num_devices for fit in one.fits] == alone
