@@ -92,7 +92,7 @@ def gpt3() -> Target:
     return _gpt(MODELS["gpt3"], n_layer=96, n_embd=12288, n_head=96)
 
 
-def _gpt(model: Model, **sizes: int) -> Target:
+def _gpt(model: Model, **sizes: Any) -> Target:
     config = GPT2Config(n_positions=model.tokens, **sizes)
     gpt: Any = FlaxGPT2LMHeadModel(config, _do_init=False, dtype=jnp.dtype(jnp.float16))
 
@@ -148,7 +148,7 @@ def _planned(plan: dict[str, Any]) -> dict[str, Any]:
     again = sum(one["time_s"] for one in plan["recomputed"])
     step_s = plan["prediction"]["step_time_s"]
     parts = [
-        plan["strategy"],
+        plan["strategy"] if math.prod(plan["mesh"].values()) > 1 else "",
         f"{plan['num_microbatches']} microbatches" if plan["num_microbatches"] > 1 else "",
         f"values computed again in {100 * again / step_s:.0f} % of the step" if again else "",
     ]
