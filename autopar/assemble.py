@@ -16,7 +16,7 @@ from autopar.cost.halo import Extension, Strip
 from autopar.device_program import DeviceProgram, peak_of_temporaries
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
-from autopar.graph.ir import Node
+from autopar.graph.ir import Graph, Node
 from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
@@ -46,7 +46,7 @@ class Assembled:
 
 def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorSharding]) -> Assembled:
     """Read an assignment."""
-    roles = input_roles(f)
+    roles = input_roles(f.graph)
     inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
     outputs = _output_plans(f, choices, inputs, roles)
     collectives, caused_by = _collectives(f, choices)
@@ -66,22 +66,22 @@ def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorShard
 # -- tensors ---------------------------------------------------------------------------------
 
 
-def input_roles(f: Formulation) -> tuple[Role, ...]:
+def input_roles(graph: Graph) -> tuple[Role, ...]:
     """A carried input that a forward or backward node reads is a parameter; one that only the update
     reads is optimizer state; everything else is data."""
     phases: dict[int, set[str]] = defaultdict(set)
-    for node in f.graph.nodes:
+    for node in graph.nodes:
         for value in node.operands:
             if value is not None:
                 phases[value].add(node.phase)
-    carried = {position for position, _ in f.graph.carried}
+    carried = {position for position, _ in graph.carried}
 
     def role(position: int, value: int) -> Role:
         if position not in carried:
             return "data"
         return "parameter" if phases[value] & {"forward", "backward"} else "optimizer"
 
-    return tuple(role(position, value) for position, value in enumerate(f.graph.inputs))
+    return tuple(role(position, value) for position, value in enumerate(graph.inputs))
 
 
 def _input_plan(

@@ -116,19 +116,27 @@ def plan_program(
     **options: Any,
 ) -> Plan:
     """`plan`, for a program already traced."""
-    program = program.as_traced
 
     def planned(count: int) -> Plan:
-        return _plan_program(program.in_microbatches(count, own_statistics=per_microbatch_statistics), **options)
+        return plan_in_microbatches(program, count, own_statistics=per_microbatch_statistics, **options)
 
     if num_microbatches == "auto":
-        return fastest_that_fits(planned, lambda: num_examples(program.graph))
+        return fastest_that_fits(planned, lambda: num_examples(program.as_traced.graph))
     if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
         raise MicrobatchError(f'`num_microbatches` is {num_microbatches!r}: give 1 or more, or "auto"')
     try:
         return planned(num_microbatches)
     except NothingFitsError as short:
         raise short.told(split_over_time=num_microbatches == 1) from None
+
+
+def plan_in_microbatches(program: Program, count: int, *, own_statistics: bool = False, **options: Any) -> Plan:
+    """`plan_program` for one number of microbatches, by who plans again where nothing fits.
+
+    Raises:
+        NothingFitsError: nothing does; the ways out are not priced yet, which takes planning of its own.
+    """
+    return _plan_program(program.as_traced.in_microbatches(count, own_statistics=own_statistics), **options)
 
 
 def _plan_program(

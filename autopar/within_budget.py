@@ -82,11 +82,12 @@ class NothingFitsError(Exception):
 
     Args:
         ways: given whether splitting the batch over time is one, the ways out in words.
+        least_bytes: what the plan needs that needs least of those tried, per device.
     """
 
-    def __init__(self, text: str, ways: Callable[[bool], list[str]]) -> None:
+    def __init__(self, text: str, ways: Callable[[bool], list[str]], least_bytes: float) -> None:
         super().__init__(text)
-        self.ways = ways
+        self.ways, self.least_bytes = ways, least_bytes
 
     def told(self, *, split_over_time: bool) -> BudgetError:
         """The user's error."""
@@ -166,7 +167,7 @@ def within_budget(budget: float, free: Made, planning: Planning, *, rematerializ
             budget, free, least, priced, planning, rematerialize=rematerialize, split_over_time=split_over_time
         )
 
-    raise NothingFitsError(_missing(budget, least), ways)
+    raise NothingFitsError(_missing(budget, least), ways, least.peak_bytes)
 
 
 # -- splitting otherwise -----------------------------------------------------------------------

@@ -73,6 +73,11 @@ BENCHMARKS = {
             "zoo/training.py",
         ),
     ),
+    "memory_wall": Benchmark(
+        ("bert_large", "gpt2_xl", "turing_nlg", "gpt3"),
+        "",
+        sources=("zoo/stacked.py", "zoo/mixed_precision.py", "zoo/training.py"),
+    ),
     "planning_time": Benchmark(("gpt2_small",), "--xla_gpu_autotune_level=0"),
     "proof": Benchmark(
         ("gpt2_small", "llama_1b", "bert_base", "resnet50", "demo_gpt", "vit_base", "bart_base"),
