@@ -177,8 +177,8 @@ class _Rewriting:
         waiting = [v for v in made if self.last_read[v] >= again.before and v not in self.accumulated]
         if (gradient := self._gradient(following, body)) is not None:
             waiting.append(gradient)
-        chains = {v: chain for v in waiting if (chain := self._as_made(v, body))}
-        gradients = dict.fromkeys(chains[v][0].operands[0] if v in chains else v for v in waiting)
+        made_from = {v: self._as_made(v, body) for v in waiting}
+        gradients = dict.fromkeys(source for source, _ in made_from.values())
         barred = {v: self._new(v) for v in (outside | gradients) if _can_be_barred(self.avals[v])}
         pieces = [
             replace(
@@ -213,28 +213,29 @@ class _Rewriting:
         for at in (*renewed, *gradients):
             if at in barred:
                 _rename(body.renamed, at, barred[at])
-        for value, chain in chains.items():
-            at = barred.get(chain[0].operands[0], chain[0].operands[0])
+        for value, (source, chain) in made_from.items():
+            at = barred.get(source, source)
             for equation in chain:
                 last, at = at, self._new(equation.results[0])
                 clone = replace(equation, operands=(last,), results=(at,))
                 out.append(clone)
                 self._note(clone, body)
-            _rename(body.renamed, value, at)
+            if chain:
+                _rename(body.renamed, value, at)
         return out
 
-    def _as_made(self, value: int, body: _Body) -> list[Equation]:
-        """The equations that only lay out anew what another made, ending with `value`; perhaps none."""
+    def _as_made(self, value: int, body: _Body) -> tuple[int, list[Equation]]:
+        """What a value was before it was laid out anew, and the equations that do that; perhaps none."""
         chain: list[Equation] = []
         while (maker := body.makers.get(value)) is not None and maker.primitive in _LAYS_OUT:
             source = maker.operands[0]
-            if not isinstance(source, int) or not body.made.get(source, False):
+            if not isinstance(source, int) or not body.made.get(source, False) or source in self.accumulated:
                 break
             if math.prod(self.avals[source].shape) <= _FEW:
                 break
             chain.insert(0, maker)
             value = source
-        return chain
+        return value, chain
 
     def _gradient(self, following: Sequence[Item], body: _Body) -> int | None:
         """What the backward pass has made that what follows reads first; at its start, what was made last."""
