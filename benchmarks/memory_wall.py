@@ -5,7 +5,7 @@ sizes, layers in one `nn.scan`, dropout on, trained in mixed precision as it is 
 master copy and Adam moments, 16 bytes a parameter. `lecture_gb` is that product for the rounded number of parameters;
 `state_gb` is what autopar reads off the step's arguments. Each is given to `autopar plan --compare` for V100s of 16 and
 32 GB and A100s of 40 and 80 GB: `usable_gb` is the part of their memory that a plan may fill (75 %, which is JAX's
-default, less a margin of 5 %); `state_fits` is the state over that, rounded up, the least number that any plan could reach;
+default, less a margin of 5 %); `state_fits` is the state over that, rounded up, the number whose memory the state alone would fill;
 `least` the least number of 1, 2, 4, 8 GPUs, or 1, 2, 4, ... hosts of 8, for which a plan was found; `before` what the next
 smaller number would need on each. Batches (of the whole job) are in the rows; a plan may split them over time, and
 compute forward values again. No GPU is used, and nothing is compiled: peaks and step times are predictions.
