@@ -52,7 +52,8 @@ def llama_scanned(config: LlamaConfig, batch: int, seq: int, dtype: Any = F32) -
         return module.init(rng, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss_of(params: Any, batch: Batch, rng: jax.Array) -> jax.Array:
-        return next_token_loss(module.apply({"params": params}, batch["tokens"]), batch["tokens"])
+        logits: Any = module.apply({"params": params}, batch["tokens"])
+        return next_token_loss(logits, batch["tokens"])
 
     return training(init, loss_of, {"tokens": Field((batch, seq), below=config.vocab_size)})
 
@@ -68,11 +69,12 @@ class _ScannedLlama(nn.Module):
         config, positions = self.config, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         mask = jnp.ones_like(tokens)
         hidden = nn.Embed(config.vocab_size, config.hidden_size, dtype=self.dtype, name="embed_tokens")(tokens)
+        same_for_all: Any = nn.broadcast
         layers = nn.scan(
             nn.remat(_ScannedLayer, prevent_cse=False),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=nn.broadcast,
+            in_axes=same_for_all,
             length=config.num_hidden_layers,
         )(config, self.dtype, name="layers")
         hidden, _ = layers(hidden, (mask, positions))
