@@ -143,7 +143,7 @@ def _planning_options() -> argparse.ArgumentParser:
     group.add_argument("--num-microbatches", type=_microbatches, metavar="N", help=about)
     about = "allow it of a step whose batch feeds back (batch normalisation): each part has its own statistics"
     group.add_argument("--per-microbatch-statistics", action="store_true", default=None, help=about)
-    group.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver, per mesh")
+    group.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver, per problem")
     options.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
     return options
 

@@ -100,11 +100,13 @@ class Planning:
     """What all plans on one mesh share.
 
     Args:
+        limited: solver of problems with a limit of memory.
         groups_of: the groups of a graph.
     """
 
     pins: dict[int, TensorSharding]
     solver: Solver
+    limited: Solver
     groups_of: Callable[[Graph], tuple[Group, ...]]
 
     def free(self, program: Program, like: Formulation, recomputed: tuple[Recomputation, ...]) -> Made:
@@ -198,7 +200,7 @@ def _split_otherwise(budget: float, free: Made, planning: Planning, *, at_least:
     least, status = free, Status.NOT_FOUND
     for _ in range(_MOST_TIGHTENINGS):
         limited = replace(f, problem=replace(f.problem, memory_limit=limit))
-        solution = planning.solver.solve(limited.problem)
+        solution = planning.limited.solve(limited.problem)
         status = solution.status
         if len(solution.choices) != len(f.decisions):
             break
