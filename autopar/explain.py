@@ -160,7 +160,8 @@ def _print(told: Explanation, console: Console) -> None:
 def _head(plan: Plan) -> list[RenderableType]:
     outcome = plan.outcome
     if outcome.gap <= 1e-6:
-        sure = "proven optimal: in the solver's model none is faster"
+        alike = " that computes the same again" if plan.recomputed else ""
+        sure = f"proven optimal: in the solver's model none{alike} is faster"
     elif math.isfinite(outcome.gap):
         sure = f"within {100 * outcome.gap:.2g} % of the best there can be; {outcome.status}"
     else:
