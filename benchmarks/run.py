@@ -86,7 +86,7 @@ BENCHMARKS = {
         summary="benchmarks.proof_summary",
     ),
     "solvers": Benchmark(
-        ("example", "G", "A", "M", "S", "gpt2_small", "gpt2_small_tight"),
+        ("G", "A", "M", "S", "example", "gpt2_small", "gpt2_small_tight"),
         "",
         sources=("iopddl.py", "baselines/mcmc.py"),
     ),
