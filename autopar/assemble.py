@@ -16,7 +16,7 @@ from autopar.cost.halo import Extension, Strip
 from autopar.device_program import DeviceProgram, peak_of_temporaries
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
-from autopar.graph.ir import Node
+from autopar.graph.ir import Graph, Node
 from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
@@ -46,7 +46,7 @@ class Assembled:
 
 def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorSharding]) -> Assembled:
     """Read an assignment."""
-    roles = input_roles(f)
+    roles = input_roles(f.graph)
     inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
     outputs = _output_plans(f, choices, inputs, roles)
     collectives, caused_by = _collectives(f, choices)
@@ -66,22 +66,22 @@ def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorShard
 # -- tensors ---------------------------------------------------------------------------------
 
 
-def input_roles(f: Formulation) -> tuple[Role, ...]:
+def input_roles(graph: Graph) -> tuple[Role, ...]:
     """A carried input that a forward or backward node reads is a parameter; one that only the update
     reads is optimizer state; everything else is data."""
     phases: dict[int, set[str]] = defaultdict(set)
-    for node in f.graph.nodes:
+    for node in graph.nodes:
         for value in node.operands:
             if value is not None:
                 phases[value].add(node.phase)
-    carried = {position for position, _ in f.graph.carried}
+    carried = {position for position, _ in graph.carried}
 
     def role(position: int, value: int) -> Role:
         if position not in carried:
             return "data"
         return "parameter" if phases[value] & {"forward", "backward"} else "optimizer"
 
-    return tuple(role(position, value) for position, value in enumerate(f.graph.inputs))
+    return tuple(role(position, value) for position, value in enumerate(graph.inputs))
 
 
 def _input_plan(
@@ -148,7 +148,10 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
     arguments = set(f.graph.inputs)
     told = {*BORDERS, *PINNED}
     borders = {v for node in f.graph.nodes if node.primitive in told for v in node.results}
-    copies = {d.value: d.shardings[choices[n]] for n, d in enumerate(f.decisions) if d.kind == "copy"}
+    copies = {d.value: d.shardings[choices[n]].resolved() for n, d in enumerate(f.decisions) if d.kind == "copy"}
+    flows: dict[int, list[Flow]] = defaultdict(list)
+    for flow in f.flows:
+        flows[flow.value].append(flow)
     natural: dict[int, TensorSharding] = {}
     for value, (node, shardings) in f.value_made.items():
         sharding = shardings[choices[node]]
@@ -158,12 +161,12 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         if value in f.written or sharding.unreduced or value in borders:
             path = (natural[value],)
             if len(sharding.unreduced) > 1:
-                path = _scattered(f, choices, value, sharding, copies) or path
+                path = _scattered(f, choices, flows[value], sharding, copies) or path
                 natural[value] = path[-1]
             barrier = _is_cut_by_each_reader(f, value, sharding, path[-1])
             out.append(Constraint(value=value, shardings=path, barrier=barrier))
     for flow in f.flows:
-        wanted = flow.wanted[choices[flow.target]]
+        wanted = flow.wanted[choices[flow.target]].resolved()  # of what a loop adds up, XLA takes the sum after it
         if wanted == natural[flow.value]:
             continue
         copy = copies.get(flow.value, wanted)
@@ -189,17 +192,17 @@ def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, spl
 def _scattered(
     f: Formulation,
     choices: Sequence[int],
-    value: int,
+    flows: Sequence[Flow],
     made: TensorSharding,
     copies: Mapping[int, TensorSharding],
 ) -> tuple[TensorSharding, ...]:
     """The steps of a sum that is pending over several axes, where all readers want the same of it split; else
     nothing. Told to sum all of it first, XLA would, and then cut; told the split of each step, it scatters."""
     steps: set[tuple[TensorSharding, ...]] = set()
-    for flow in f.flows:
-        if flow.value != value or (value in copies and f.decisions[flow.target].kind != "copy"):
+    for flow in flows:
+        if flow.value in copies and f.decisions[flow.target].kind != "copy":
             continue
-        moves = f.moves(value, made, flow.wanted[choices[flow.target]])
+        moves = f.moves(flow.value, made, flow.wanted[choices[flow.target]])
         steps.add(tuple(move.result.resolved() for move in moves if move.kind == "reduce-scatter"))
     return steps.pop() if len(steps) == 1 else ()
 
@@ -270,6 +273,9 @@ def _collectives(
     defined_at = {v: n for n, node in enumerate(f.graph.nodes) for v in node.results}
     input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
     renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for flow in f.flows:
+        readers[flow.source].append(flow.target)
     for flow in f.flows:
         times = f.graph.values[flow.value].repeat
         for step in f.collectives(flow, choices):
@@ -283,7 +289,7 @@ def _collectives(
                     num_bytes=step.num_bytes,
                     num_times=round(times),
                     time_s=times * f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
-                    cause=_cause(f, flow, step.kind, input_path, renewed, defined_at),
+                    cause=_cause(f, flow, step.kind, input_path, renewed, defined_at, readers),
                     path=node.path if node else input_path.get(flow.value, ""),
                     source=node.source if node else "",
                     phase="update" if flow.value in renewed else f.decisions[flow.target].phase,
@@ -407,6 +413,7 @@ def _cause(
     input_path: dict[int, str],
     renewed: dict[int | None, str],
     defined_at: dict[int, int],
+    readers: Mapping[int, Sequence[int]],
 ) -> str:
     if flow.value in input_path:
         return (
@@ -417,15 +424,15 @@ def _cause(
     maker = f.graph.nodes[defined_at[flow.value]].primitive
     if kind in ("all-reduce", "reduce-scatter"):
         target = f.decisions[flow.target]
-        what = "gradient" if target.phase == "update" or _only_updates(f, flow) else f"{maker} result"
+        what = "gradient" if target.phase == "update" or _only_updates(f, flow, readers) else f"{maker} result"
         return f"sum the {what}"
     return f"{'gather' if kind == 'all-gather' else 'move'} the {maker} result"
 
 
-def _only_updates(f: Formulation, flow: Flow) -> bool:
+def _only_updates(f: Formulation, flow: Flow, readers: Mapping[int, Sequence[int]]) -> bool:
     """Whether a shared copy is read by the update alone."""
-    readers = [other.target for other in f.flows if other.source == flow.target] if flow.uses == () else []
-    return bool(readers) and all(f.decisions[r].phase == "update" for r in readers)
+    of_copy = readers.get(flow.target, ()) if flow.uses == () else ()
+    return bool(of_copy) and all(f.decisions[r].phase == "update" for r in of_copy)
 
 
 # -- reasons ---------------------------------------------------------------------------------

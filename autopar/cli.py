@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ examples:
   autopar plan train.py:make --mesh 2x4 --hardware h100-sxm -o gpt.plan.json
   autopar plan my_package.train:make --devices 8 --memory-budget 40GB -o gpt.plan.json
   autopar plan train.py:make --devices 8 --pin 'state/params/*/kernel=P(None, "model")'
+  autopar plan small.py:make large.py:make --compare v100-sxm-16,a100-sxm-40,h100-sxm
   autopar explain gpt.plan.json
   autopar explain train.py:make --devices 8 --json
   autopar explain --collectives --mesh 2x8 --hardware h100-sxm --plot all-reduce.png
@@ -85,8 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     shared: dict[str, Any] = {"epilog": _EXAMPLES, "formatter_class": raw, "parents": [_planning_options()]}
     about = "plan a step, print a summary, and save the plan"
     plan = commands.add_parser("plan", help=about, description=about, **shared)
-    plan.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
+    about = "file.py:function or package.module:function; several with --compare"
+    plan.add_argument("target", nargs="+", metavar="TARGET", help=about)
     plan.add_argument("-o", "--output", metavar="FILE", help="where the plan goes, e.g. gpt.plan.json")
+    about = "instead of a plan: on which of these hardware profiles a step fits, on one device and on how many at the"
+    about += " least, of at most --devices (default: 1024)"
+    plan.add_argument("--compare", metavar="NAME,NAME...", help=about)
     plan.set_defaults(run=_run_plan)
     about = "say what a plan does and why: of a saved plan, or of a target planned for this"
     explain = commands.add_parser("explain", help=about, description=about, **shared)
@@ -129,9 +135,15 @@ def _planning_options() -> argparse.ArgumentParser:
     group.add_argument("--hardware", metavar="NAME", help="hardware profile, e.g. h100-sxm (default: what is here)")
     about = "per device: 40GB, 512MiB or bytes (default: what the device has)"
     group.add_argument("--memory-budget", type=_size, metavar="SIZE", help=about)
+    about = "do not compute forward values again in the backward pass, even where nothing fits otherwise"
+    group.add_argument("--no-rematerialize", action="store_true", help=about)
     about = "fix a sharding; PATH may be a glob; may be repeated"
     group.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=about)
-    group.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver, per mesh")
+    about = 'split the batch over time into N parts, whose gradients are summed; "auto": as is fastest and fits'
+    group.add_argument("--num-microbatches", type=_microbatches, metavar="N", help=about)
+    about = "allow it of a step whose batch feeds back (batch normalisation): each part has its own statistics"
+    group.add_argument("--per-microbatch-statistics", action="store_true", default=None, help=about)
+    group.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver, per problem")
     options.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
     return options
 
@@ -139,6 +151,14 @@ def _planning_options() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of devices: write 1 or more")
+    return int(text)
+
+
+def _microbatches(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of microbatches: write 1 or more, or auto")
     return int(text)
 
 
@@ -210,19 +230,60 @@ def _is_entry(entry: Any) -> bool:
 # The commands.
 
 
-def _run_plan(options: argparse.Namespace) -> None:
+def _run_plan(options: argparse.Namespace) -> int | None:
+    if options.compare is not None:
+        return _run_compare(options)
+    if len(options.target) > 1:
+        named = ", ".join(options.target)
+        raise TargetError(
+            f"{named}: `autopar plan` plans one target; give one, or compare them with --compare NAME,..."
+        )
+    (options.target,) = options.target
     _check_output(options)
     plan = _plan_target(options)
     if options.output is not None:
         plan.save(options.output)
     if options.json:
         _print_json(plan)
-        return
+        return None
     _show(lambda console: render_summary(plan, console))
     if options.output is None:
         print("\nThe plan was not saved: add -o FILE.")
     else:
         print(f"\nSaved to {options.output}; `autopar explain {options.output}` says why.")
+    return None
+
+
+def _run_compare(options: argparse.Namespace) -> int:
+    useless = [name for name in ("mesh", "hardware", "memory_budget", "pin", "output") if getattr(options, name)]
+    if useless:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in useless)
+        raise TargetError(
+            f"--compare {options.compare} plans for many meshes, each on the memory of its hardware, and saves none:"
+            f" drop {flags}, or drop --compare"
+        )
+    from autopar.compare_hardware import MAX_DEVICES, compare, profiles_of
+    from autopar.explain_comparison import comparison_json, render_comparison
+
+    profiles = profiles_of(options.compare.split(","))
+    _use_cpu_only()
+    more = _how_to_plan(options)
+    if more.get("num_microbatches") == "auto":
+        del more["num_microbatches"]  # as few as fit
+    targets = {target: partial(load_target, target) for target in options.target}
+    with _progress() as report:
+        told = compare(targets, profiles, max_devices=options.devices or MAX_DEVICES, progress=report, **more)
+    if options.json:
+        print(json.dumps(comparison_json(told), indent=2, allow_nan=False))
+    else:
+        _show(lambda console: render_comparison(told, console))
+    for one in told.compared:
+        if one.error:
+            print(f"autopar: {one.target}: {one.error}", file=sys.stderr)
+    if told.interrupted:
+        print("autopar: interrupted; above is what was found until then", file=sys.stderr)
+        return 130
+    return 2 if told.failed else 0
 
 
 def _check_output(options: argparse.Namespace) -> None:
@@ -250,7 +311,9 @@ def _run_explain(options: argparse.Namespace) -> None:
 def _run_collectives(options: argparse.Namespace) -> None:
     from autopar.explain_collectives import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
-    useless = [name for name in ("target", "memory_budget", "pin", "time_limit") if getattr(options, name)]
+    of_programs = ("target", "memory_budget", "no_rematerialize", "pin")
+    of_programs = (*of_programs, "num_microbatches", "per_microbatch_statistics", "time_limit")
+    useless = [name for name in of_programs if getattr(options, name)]
     if useless:
         flags = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in useless)
         raise TargetError(f"--collectives is about a mesh and a hardware, not about a program: drop {flags}")
@@ -336,8 +399,9 @@ def _load_saved(options: argparse.Namespace) -> Plan:
 
 def _refuse_planning(options: argparse.Namespace, saved: str, else_do: str, allowed: Sequence[str] = ()) -> None:
     """A saved plan takes no options of planning."""
-    names = ("devices", "mesh", "hardware", "memory_budget", "pin", "time_limit")
-    given = [name for name in names if getattr(options, name) not in (None, []) and name not in allowed]
+    names = ("devices", "mesh", "hardware", "memory_budget", "no_rematerialize", "pin")
+    names = (*names, "num_microbatches", "per_microbatch_statistics", "time_limit")
+    given = [name for name in names if getattr(options, name) not in (None, [], False) and name not in allowed]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise TargetError(f"{saved!r} is a saved plan, already decided: drop {flags}, {else_do}")
@@ -372,14 +436,23 @@ def _planning(options: argparse.Namespace) -> dict[str, Any]:
     if options.hardware and (options.devices or options.mesh):
         _use_cpu_only()
     pins = dict(parse_pin(text) for text in options.pin)
-    more = {} if options.time_limit is None else {"time_limit_s": options.time_limit}
-    return more | {
+    return _how_to_plan(options) | {
         "mesh": options.mesh,
         "num_devices": options.devices,
         "hardware": options.hardware,
         "memory_budget_bytes": options.memory_budget,
         "pin": pins or None,
     }
+
+
+def _how_to_plan(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that hold on any mesh and hardware."""
+    more: dict[str, Any] = {} if options.time_limit is None else {"time_limit_s": options.time_limit}
+    if options.num_microbatches is not None:
+        more["num_microbatches"] = options.num_microbatches
+    if options.per_microbatch_statistics:
+        more["per_microbatch_statistics"] = True
+    return more | ({"rematerialize": False} if options.no_rematerialize else {})
 
 
 def _use_cpu_only() -> None:

@@ -159,3 +159,24 @@ def peak_of_temporaries(program: DeviceProgram, ops: Sequence[Op] | None = None)
         live += change[at]
         peak = max(peak, live)
     return peak
+
+
+def buffers_at_peak(program: DeviceProgram) -> tuple[int, tuple[Buffer, ...]]:
+    """The operation at which most is live besides arguments and outputs, and what is, the largest first."""
+    spans: dict[int, tuple[int, int]] = {}
+    for at, op in enumerate(program.ops):
+        for buffer in (*op.reads, *op.writes):
+            spans[buffer] = (spans.get(buffer, (at, at))[0], at)
+    held = {b: span for b, span in spans.items() if not (program.buffers[b].argument or program.buffers[b].output)}
+    change: dict[int, float] = defaultdict(float)
+    for buffer, (first, last) in held.items():
+        change[first] += program.buffers[buffer].num_bytes
+        change[last + 1] -= program.buffers[buffer].num_bytes
+    peak = live = 0.0
+    instant = 0
+    for at in sorted(change):
+        live += change[at]
+        if live > peak:
+            peak, instant = live, at
+    there = [program.buffers[b] for b, (first, last) in held.items() if first <= instant <= last]
+    return instant, tuple(sorted(there, key=lambda buffer: -buffer.num_bytes))

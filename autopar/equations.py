@@ -103,24 +103,24 @@ class Region:
 
 
 @dataclass(slots=True)
-class _Nest:
-    """A region before dead equations are dropped: not yet a place in the list."""
+class Nest:
+    """A region as a whole, without a place in the list: so equations can be dropped from it, and added."""
 
     kind: RegionKind
     source: Any
     enter: list[Equation]
-    sections: list[list[Equation | _Nest]]
+    sections: list[list[Equation | Nest]]
     exit: list[Equation]
 
 
-_Item = Equation | _Nest
+Item = Equation | Nest
 
 
 class Flattener:
     """Collects equations while nested calls are inlined; the one mutable object of this module."""
 
     def __init__(self) -> None:
-        self.items: list[_Item] = []
+        self.items: list[Item] = []
         self.avals: list[Any] = []
         self.repeats: list[float] = []
         self.constants: dict[int, Any] = {}
@@ -181,7 +181,7 @@ class Flattener:
         trips = float(source.params["length"])
         kinds: list[Piece] = _so_many("enter_const", num_consts) + _so_many("enter_carry", num_carry)
         kinds += _so_many("enter_slice", len(operands) - len(kinds))
-        nest = _Nest("scan", source, [], [], [])
+        nest = Nest("scan", source, [], [], [])
         body = source.params["jaxpr"]
         inner = self._enter(
             nest, zip(kinds, operands, jax_compat.open_jaxpr(body)[0].invars, strict=True), stack, trips
@@ -199,7 +199,7 @@ class Flattener:
         invars = [*test.invars[:num_test], *body.invars]
         kinds: list[Piece] = _so_many("enter_const", num_test + num_body)
         kinds += _so_many("enter_carry", len(operands) - len(kinds))
-        nest = _Nest("while", source, [], [], [])
+        nest = Nest("while", source, [], [], [])
         inner = self._enter(nest, zip(kinds, operands, invars, strict=True), stack, UNKNOWN_TRIPS)
         carry = inner[num_test + num_body :]
         go_on = self._section(nest, params["cond_jaxpr"], [*inner[:num_test], *carry], stack, UNKNOWN_TRIPS)
@@ -211,7 +211,7 @@ class Flattener:
         """Every branch is planned, and priced as if it ran."""
         branches = source.params["branches"]
         invars = jax_compat.open_jaxpr(branches[0])[0].invars
-        nest = _Nest("cond", source, [], [], [])
+        nest = Nest("cond", source, [], [], [])
         nest.enter.append(self._made(source, (operands[0],), (), stack, "index"))
         kinds: list[Piece] = _so_many("enter_branch", len(invars))
         inner = self._enter(nest, zip(kinds, operands[1:], invars, strict=True), stack, 1.0)
@@ -224,7 +224,7 @@ class Flattener:
         values = [operand for operand in operands if isinstance(operand, int)]
         passed = {value: self.new_value(self.avals[value]) for value in values}
         pieces = [self._made(source, (value,), (passed[value],), stack, "barrier") for value in passed]
-        self.items.append(_Nest("barrier", source, pieces, [], []))
+        self.items.append(Nest("barrier", source, pieces, [], []))
         return [passed[operand] if isinstance(operand, int) else operand for operand in operands]
 
     def remat(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
@@ -237,7 +237,7 @@ class Flattener:
         return self._call(source.params["jaxpr"], inner, stack)
 
     def _enter(
-        self, nest: _Nest, pieces: Iterable[tuple[Piece, Any, Any]], stack: Any, trips: float
+        self, nest: Nest, pieces: Iterable[tuple[Piece, Any, Any]], stack: Any, trips: float
     ) -> list[int | LiteralOperand]:
         """Pieces that go in. A scalar of the program that no trip changes needs none."""
         inner: list[int | LiteralOperand] = []
@@ -254,7 +254,7 @@ class Flattener:
         return inner
 
     def _section(
-        self, nest: _Nest, jaxpr: Any, operands: Sequence[Any], stack: Any, trips: float
+        self, nest: Nest, jaxpr: Any, operands: Sequence[Any], stack: Any, trips: float
     ) -> list[int | LiteralOperand]:
         outside, self.items = self.items, []
         with _Repeated(self, trips):
@@ -264,7 +264,7 @@ class Flattener:
         return outs
 
     def _exit(
-        self, nest: _Nest, kinds: Sequence[Piece], operands: Sequence[tuple[Any, ...]], stack: Any, trips: float
+        self, nest: Nest, kinds: Sequence[Piece], operands: Sequence[tuple[Any, ...]], stack: Any, trips: float
     ) -> Sequence[int]:
         """Pieces that come out; the outer equation's results, in order."""
         outvars = iter(nest.source.outvars)
@@ -286,11 +286,8 @@ class Flattener:
     ) -> tuple[tuple[Equation, ...], tuple[Region, ...], set[int]]:
         """Equations and regions without what nothing reads, and all values read. An effect always stays."""
         live = {v for v in outputs if isinstance(v, int)}
-        kept = _without_dead(self.items, live)
-        equations: list[Equation] = []
-        regions: list[Region] = []
-        _lay(kept, equations, regions)
-        return tuple(equations), tuple(regions), live
+        equations, regions = laid(without_dead(self.items, live))
+        return equations, regions, live
 
 
 _REGIONS: dict[str, Callable[..., Sequence[Any]]] = {
@@ -332,9 +329,9 @@ def _refuse_ordered_effects(source: Any) -> None:
 # -- dead equations --------------------------------------------------------------------------
 
 
-def _without_dead(items: Sequence[_Item], live: set[int]) -> list[_Item]:
+def without_dead(items: Sequence[Item], live: set[int]) -> list[Item]:
     """What is read, or has an effect; `live` grows by all that these read."""
-    kept: list[_Item] = []
+    kept: list[Item] = []
     for item in reversed(items):
         if isinstance(item, Equation):
             if item.effects or any(r in live for r in item.results):
@@ -346,12 +343,12 @@ def _without_dead(items: Sequence[_Item], live: set[int]) -> list[_Item]:
     return kept
 
 
-def _living(nest: _Nest, live: set[int]) -> _Nest | None:
+def _living(nest: Nest, live: set[int]) -> Nest | None:
     """A region without the pieces that nothing reads: neither after it, nor in a later trip of it."""
     if nest.kind == "barrier":
         enter = [piece for piece in nest.enter if piece.results[0] in live]
         live.update(v for piece in enter for v in _read(piece))
-        return _Nest(nest.kind, nest.source, enter, [], []) if enter else None
+        return Nest(nest.kind, nest.source, enter, [], []) if enter else None
     if not nest.source.effects and not any(r in live for piece in nest.exit for r in piece.results):
         return None
     carries = [piece for piece in nest.enter if piece.piece == "enter_carry"]
@@ -369,15 +366,15 @@ def _living(nest: _Nest, live: set[int]) -> _Nest | None:
             or (id(piece) in state_of and state_of[id(piece)].results[0] in live)
         ]
         live.update(v for piece in exits for v in _read(piece))
-        sections = [_without_dead(section, live) for section in reversed(nest.sections)][::-1]
+        sections = [without_dead(section, live) for section in reversed(nest.sections)][::-1]
     kept = {id(piece) for piece in exits}
     needed = {id(enter) for out, enter in state_of.items() if out in kept}
     enter = [p for p in nest.enter if id(p) in needed or not p.results or p.results[0] in live]
     live.update(v for piece in enter for v in _read(piece))
-    return _Nest(nest.kind, nest.source, enter, sections, exits)
+    return Nest(nest.kind, nest.source, enter, sections, exits)
 
 
-def _carried_out(nest: _Nest) -> Iterator[int]:
+def _carried_out(nest: Nest) -> Iterator[int]:
     return (id(piece) for piece in nest.exit if piece.piece == "exit_carry")
 
 
@@ -385,7 +382,37 @@ def _read(equation: Equation) -> Iterator[int]:
     return (v for v in equation.operands if isinstance(v, int))
 
 
-def _lay(items: Sequence[_Item], equations: list[Equation], regions: list[Region]) -> None:
+def laid(items: Sequence[Item]) -> tuple[tuple[Equation, ...], tuple[Region, ...]]:
+    """Items as one list, and where the regions among them stand."""
+    equations: list[Equation] = []
+    regions: list[Region] = []
+    _lay(items, equations, regions)
+    return tuple(equations), tuple(regions)
+
+
+def items_of(equations: Sequence[Equation], regions: Sequence[Region]) -> list[Item]:
+    """The inverse of `laid`."""
+    starts = {region.enter[0]: region for region in regions}
+
+    def between(start: int, stop: int) -> list[Item]:
+        items: list[Item] = []
+        n = start
+        while n < stop:
+            region = starts.get(n)
+            if region is None:
+                items.append(equations[n])
+                n += 1
+                continue
+            enter, leave = list(equations[slice(*region.enter)]), list(equations[slice(*region.exit)])
+            sections = [between(*span) for span in region.sections]
+            items.append(Nest(region.kind, region.source, enter, sections, leave))
+            n = region.exit[1]
+        return items
+
+    return between(0, len(equations))
+
+
+def _lay(items: Sequence[Item], equations: list[Equation], regions: list[Region]) -> None:
     """Write items one after another, and where the regions among them stand."""
     for item in items:
         if isinstance(item, Equation):

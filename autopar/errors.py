@@ -25,6 +25,10 @@ class BudgetError(AutoparError):
     """No plan fits the memory budget."""
 
 
+class MicrobatchError(AutoparError):
+    """A step whose batch cannot be split over time as asked for."""
+
+
 class TimeLimitError(AutoparError):
     """The solver found no plan within its time limit."""
 

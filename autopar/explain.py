@@ -27,6 +27,7 @@ from autopar.explain_rows import (
     Span,
     StateRow,
     TensorRow,
+    collapse,
     largest_first,
     merge_collectives,
     merge_state,
@@ -43,6 +44,8 @@ TEXT_WIDTH = 100
 PATH_WIDTH = 30
 #: Rows shown of a table that can grow without end; the JSON has all.
 MAX_ROWS = 16
+#: Modules named of those that run again; the JSON has all.
+MAX_NAMED = 4
 #: Headings underlined with dashes, nothing else, in ASCII: safe to pipe anywhere.
 _BOX = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
@@ -119,9 +122,14 @@ def explain_json(plan: Plan) -> dict[str, Any]:
         "memory_budget_bytes": plan.memory_budget_bytes,
         "prediction": {**asdict(plan.prediction), "peak_bytes": plan.prediction.peak_bytes},
         "outcome": asdict(plan.outcome),
+        "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
         **{name: [asdict(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
+        "recomputed": [
+            {"path": one.path, "num_nodes": len(one.again.nodes), "saved_bytes": one.saved_bytes, "time_s": one.time_s}
+            for one in plan.recomputed
+        ],
         "notes": plan.notes,
         "pins": plan.pins,
         "versions": plan.versions,
@@ -152,7 +160,8 @@ def _print(told: Explanation, console: Console) -> None:
 def _head(plan: Plan) -> list[RenderableType]:
     outcome = plan.outcome
     if outcome.gap <= 1e-6:
-        sure = "proven optimal: in the solver's model none is faster"
+        alike = " that computes the same again" if plan.recomputed else ""
+        sure = f"proven optimal: in the solver's model none{alike} is faster"
     elif math.isfinite(outcome.gap):
         sure = f"within {100 * outcome.gap:.2g} % of the best there can be; {outcome.status}"
     else:
@@ -161,6 +170,8 @@ def _head(plan: Plan) -> list[RenderableType]:
     facts = [
         ("Strategy", plan.words),
         ("Certainty", f"{sure} ({size}, solved in {human_seconds(outcome.solve_time_s)})"),
+        *_microbatches(plan),
+        *(("Recomputed", text) for text in _recomputed(plan)),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
     ]
     devices = "device" if plan.mesh.num_devices == 1 else "devices"
@@ -171,6 +182,43 @@ def _head(plan: Plan) -> list[RenderableType]:
     for name, text in facts:
         table.add_row(Text(name), Text(text))
     return [Text(f"Plan of `{plan.program.name}` for {where}", "bold"), Text(), _inset(table), Text()]
+
+
+def _microbatches(plan: Plan) -> list[tuple[str, str]]:
+    """What is split over time, what that takes, and what it saves."""
+    told = plan.microbatches
+    if told is None:
+        return []
+    each = told.num_examples // told.count
+    text = (
+        f"{told.count} of {each} examples, one after another; {told.num_accumulated} sums, gradients above all,"
+        f" accumulated from one to the next in {human_bytes(told.accumulated_bytes)} on each device"
+    )
+    if told.own_statistics:
+        text += "; each has its own batch statistics, so this is not quite the step as written"
+    for other in told.tried:
+        if not math.isfinite(other.step_time_s):
+            text += f". With {other.count}, nothing fits"
+            continue
+        saved = other.peak_bytes - plan.prediction.peak_bytes
+        slower = plan.prediction.step_time_s / other.step_time_s - 1
+        again = ", which computes values again" if other.recomputes else ""
+        text += f". Beside {other.count}{again}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
+        text += f" at the peak, {100 * slower:+.1f} % step time"
+    return [("Microbatches", text)]
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    """What is computed again in the backward pass, what that saves and what it takes."""
+    if not plan.recomputed:
+        return []
+    saved, seconds = (sum(getattr(one, name) for one in plan.recomputed) for name in ("saved_bytes", "time_s"))
+    named = [pattern for pattern, _ in collapse([one.path for one in plan.recomputed if one.path])]
+    where = ", ".join(f"`{name}`" for name in named[:MAX_NAMED]) or "the step"
+    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    share = _share(seconds, plan.prediction.step_time_s)
+    price = f"saves {human_bytes(saved)} per device for {human_seconds(seconds)} ({share} of the step)"
+    return [f"{price}: parts of {where}{more} run again in the backward pass"]
 
 
 def _totals(plan: Plan) -> list[RenderableType]:

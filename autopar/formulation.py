@@ -99,8 +99,9 @@ class Formulation:
     value_made: dict[int, tuple[int, Shardings]] = field(repr=False)  # value -> its maker
 
     def moves(self, value: int, made: TensorSharding, wanted: TensorSharding) -> tuple[Move, ...]:
-        """What resharding a value takes."""
+        """What resharding a value takes. A sum wanted unreduced stays pending as far as it is."""
         info = self.graph.values[value]
+        made, wanted = made.without(wanted.unreduced), wanted.resolved()
         return resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh)
 
     def collectives(self, flow: Flow, choices: Sequence[int]) -> tuple[Move, ...]:
@@ -209,7 +210,8 @@ class _Builder:
             if self.graph.values[define.value].size > SMALL_SIZE or define.pending:
                 self.made[define.value] = (node, self.laid.shardings(strategies, define.dims, define.pending))
         for read in group.reads:
-            self.readers[read.value].append((node, self.laid.shardings(strategies, read.dims), read.uses))
+            wanted = self.laid.shardings(strategies, read.dims, read.pending)
+            self.readers[read.value].append((node, wanted, read.uses))
 
     def _add_inputs(self) -> None:
         for position, value in enumerate(self.graph.inputs):
@@ -387,7 +389,16 @@ class _Builder:
         key = (info.shape, info.itemsize, info.repeat, id(flow.made), id(flow.wanted), flow.combinable, shared)
         if key not in self.matrices:
             (made, rows), (wanted, columns) = self.laid.distinct(flow.made), self.laid.distinct(flow.wanted)
-            seconds = self.resharding.matrix(made, wanted, info.shape, info.itemsize, combinable=flow.combinable)
+            seconds = np.empty((len(made), len(wanted)))
+            for kept in {w.unreduced for w in wanted}:
+                columns_kept = [i for i, w in enumerate(wanted) if w.unreduced == kept]
+                seconds[:, columns_kept] = self.resharding.matrix(
+                    tuple(m.without(kept) for m in made),
+                    tuple(wanted[i].resolved() for i in columns_kept),
+                    info.shape,
+                    info.itemsize,
+                    combinable=flow.combinable,
+                )
             matrix = info.repeat * seconds[rows[:, None], columns]
             if shared:
                 same = np.array([[m == w for w in wanted] for m in made])[rows[:, None], columns]

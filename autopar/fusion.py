@@ -170,8 +170,10 @@ class _Fusion:
         self._fuse_diamonds()
         self.price = _Price(program.instructions, profile)
         self.times: dict[int, float] = {}
-        self.savings: dict[tuple[int, int], tuple[int, int, float | None]] = {}
-        self.changes = [0] * len(program.instructions)  # of each kernel
+        #: Of each producer, what computing it inside a reader saves, and the readers that it may not be fused into; as
+        #: long as neither kernel changes. A value with many readers is priced anew with each of them.
+        self.savings: dict[int, dict[int, float]] = defaultdict(dict)
+        self.barred: dict[int, set[int]] = defaultdict(set)
         self.version = [0] * len(program.instructions)
         self.heap: list[tuple[float, int, int]] = []
 
@@ -334,28 +336,23 @@ class _Fusion:
     def _priority(self, i: int) -> float | None:
         """Seconds saved by fusing a producer into all its readers; None where it may not be."""
         readers = self.users[i]
-        if not readers or i in self.outputs:
+        if not readers or i in self.outputs or self.barred[i]:
             return None
-        saved = _LAUNCH_S + self._own_time(i)
-        for j in readers:
-            of_reader = self._saving(i, j)
-            if of_reader is None:
+        known = self.savings[i]
+        for j in readers.difference(known) if len(known) < len(readers) else ():
+            saving = self._saving(i, j)
+            if saving is None:
+                self.barred[i].add(j)
                 return None
-            saved += of_reader
-        return saved
+            known[j] = saving
+        return _LAUNCH_S + self._own_time(i) + sum(known.values())
 
     def _saving(self, i: int, j: int) -> float | None:
-        """Seconds less that reader j takes with i computed inside it; None where it may not be. Found again only if
-        one of the two has changed: a value with many readers is priced anew with each of them."""
-        known = self.savings.get((i, j))
-        if known is not None and known[0] == self.changes[i] and known[1] == self.changes[j]:
-            return known[2]
-        saving = None
-        if self._may_fuse(i, j):
-            flops, operands = self._merged(i, j)
-            saving = self._own_time(j) - self._time(j, flops, operands, self.instructions[j].num_bytes)
-        self.savings[i, j] = (self.changes[i], self.changes[j], saving)
-        return saving
+        """Seconds less that reader j takes with i computed inside it; None where it may not be."""
+        if not self._may_fuse(i, j):
+            return None
+        flops, operands = self._merged(i, j)
+        return self._own_time(j) - self._time(j, flops, operands, self.instructions[j].num_bytes)
 
     def _may_fuse(self, i: int, j: int) -> bool:
         producer, consumer = self.instructions[i], self.instructions[j]
@@ -392,18 +389,27 @@ class _Fusion:
             consumer.tiled |= producer.tiled
             consumer.members += producer.members
             self.times.pop(j, None)
-            self.changes[j] += 1
             changed |= set(consumer.operands)
             for operand in producer.operands:
                 self.users[operand].add(j)
+            for operand in consumer.operands:
+                self._forget(operand, j)
+            self.savings.pop(j, None)
+            self.barred.pop(j, None)
         for operand in producer.operands:
             self.users[operand].discard(i)
+            self._forget(operand, i)
         self.users[i] = set()
         del self.kernels[i]
         for operand in changed:
             self._push(operand)
         for j in readers:
             self._push(j)
+
+    def _forget(self, i: int, j: int) -> None:
+        """Reader j of i is no longer what it was."""
+        self.savings[i].pop(j, None)
+        self.barred[i].discard(j)
 
 
 class _Siblings:
@@ -515,9 +521,13 @@ class _Siblings:
             self.home[root] = a
         both = 1 << a | 1 << b
         self.above[a] = (self.above[a] | self.above.pop(b)) & ~both
-        for i, bits in self.above.items():
-            if bits & both:
-                self.above[i] = bits | self.above[a] | both
+        bits, last = self.above[a] | both, [a]
+        while last:  # down from the two, as far as anything is new: what waits for a kernel has all that it waits for
+            for root in self.kernels[last.pop()].roots:
+                for reader in {self.home[user] for user in self.users[root]}:
+                    if bits & ~self.above[reader]:
+                        self.above[reader] |= bits
+                        last.append(reader)
 
     def _ordered(self) -> list[Fused]:
         """Each kernel as early as the first of its results stood, but after all it reads."""

@@ -153,6 +153,11 @@ def _prod(sizes: Sequence[int]) -> int:
     return out
 
 
+def stacked(aval: Any, length: int) -> Any:
+    """The type of so many values of a type, along a new first dim."""
+    return _core.ShapedArray((length, *aval.shape), aval.dtype, weak_type=aval.weak_type)
+
+
 def name_stack_of(equation: Any) -> Any:
     """The equation's name stack, an object that adds to another and reads as `jvp(Model)/layer`."""
     return equation.source_info.name_stack
@@ -188,6 +193,23 @@ def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> Sequence[Any
         operands = [*functions, *operands]
     results = equation.primitive.bind(*operands, **parameters)
     return results if equation.primitive.multiple_results else [results]
+
+
+def drawn_bits(equation: Any) -> Any | None:
+    """How the random bits of one key are drawn, as a closed jaxpr of the key: for each place of the result, from its
+    position. None where it is not from one key."""
+    key, shape, width = equation.invars[0].aval, equation.params["shape"], equation.params["bit_width"]
+    if key.shape:
+        return None
+    draw = key.dtype._impl.random_bits
+    return jax.make_jaxpr(lambda one: draw(jax.random.key_data(one), width, shape))(shape_struct(key))
+
+
+def scan_of(length: int) -> Any:
+    """The equation of a `lax.scan` of so many trips that does nothing."""
+    counts = jax.ShapeDtypeStruct((length,), "int32")
+    closed = jax.make_jaxpr(lambda xs: jax.lax.scan(lambda carry, x: (carry, x), (), xs))(counts)
+    return open_jaxpr(closed)[0].eqns[0]
 
 
 def staged(function: Callable[..., Any], avals: Sequence[Any]) -> Any:

@@ -166,7 +166,7 @@ class _Lowering:
         self.program = LocalProgram()
         self.at: dict[int, int] = {}  # value -> instruction
         self.local: dict[int, TensorSharding] = {}  # value -> how it is made
-        self.moved: dict[tuple[int, TensorSharding], int] = {}
+        self.moved: dict[tuple[int, TensorSharding, tuple[str, ...]], int] = {}
         self.laid_out: dict[int, int] = {}
         self.kept: dict[int, int] = {}  # node of a loop's piece -> what is in memory as long as the loop runs
         self.known: dict[tuple[object, ...], int] = {}  # what was computed already, XLA computes once
@@ -260,7 +260,7 @@ class _Lowering:
     def _move(self, value: int, start: int, made: TensorSharding, wanted: TensorSharding) -> int:
         info = self.graph.values[value]
         for move in self.f.moves(value, made, wanted):
-            key = (value, move.result)
+            key = (value, move.result, wanted.unreduced)
             if key not in self.moved:
                 elements = move.result.local_size(info.shape, self.f.mesh)
                 source = self.program.instructions[start]

@@ -6,18 +6,22 @@ every value that is in memory.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import cycles
 from autopar.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
 from autopar.formulation import Formulation
 from autopar.fusion import Fused, fuse, num_blocks
+from autopar.graph.ir import Graph
 from autopar.lowering import EXPANDED, Instruction, LocalProgram, local_program
 
 #: What fits the cache nearest to the cores, and what fits the device's, as XLA's estimator takes them.
 _SMALL_BYTES, _CACHED_BYTES = 132 * 2048, 50 * 2**20
+_READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
 #: XLA's estimator knows of these that they write into their operand; a scatter it charges for the whole.
 _UPDATES = frozenset(["dynamic_update_slice"])
 #: Loops whose results' elements are not those of their operands at the same position.
@@ -45,7 +49,48 @@ def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProf
     """
     local = local_program(f, choices)
     loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
-    return _Builder(local, fuse(local, profile), profile, loops).build()
+    made = _Builder(local, fuse(local, profile), profile, loops).build()
+    return replace(made, ops=_together(made.ops, f.graph))
+
+
+def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
+    """The operations with the pieces of a barrier as one, wherever they stand: nothing behind it runs before all that is
+    in front."""
+    barrier: dict[int, int] = {}  # by piece, the first of its barrier
+    at = sorted((op.node, n) for n, op in enumerate(ops) if _is_barrier(op, graph))
+    for (last, before), (node, n) in zip([(-2, -1), *at], at, strict=False):
+        barrier[n] = barrier[before] if node - last <= 1 else n
+    if not barrier:
+        return tuple(ops)
+    pieces: dict[int, list[int]] = defaultdict(list)
+    for n in range(len(ops)):
+        pieces[barrier.get(n, n)].append(n)
+    written: dict[int, int] = {}
+    needs: dict[int, list[int]] = defaultdict(list)
+    for n, op in enumerate(ops):
+        needs[barrier.get(n, n)] += [written[b] for b in (*op.reads, *op.writes) if b in written]
+        written |= dict.fromkeys(op.writes, barrier.get(n, n))
+    out: list[Op] = []
+    met: set[int] = set()
+
+    def add(unit: int) -> None:
+        if unit in met:
+            return
+        met.add(unit)
+        for needed in needs[unit]:
+            add(needed)
+        parts = [ops[n] for n in pieces[unit]]
+        reads, writes = (dict.fromkeys(b for op in parts for b in all_of(op)) for all_of in (_READS, _WRITES))
+        out.append(parts[0] if len(parts) == 1 else replace(parts[-1], reads=tuple(reads), writes=tuple(writes)))
+
+    for n in range(len(ops)):
+        if n == pieces[barrier.get(n, n)][-1]:
+            add(barrier.get(n, n))
+    return tuple(out)
+
+
+def _is_barrier(op: Op, graph: Graph) -> bool:
+    return op.kind == "border" and graph.nodes[op.node].primitive == "barrier"
 
 
 class _Builder:

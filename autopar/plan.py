@@ -143,7 +143,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How sure the solver is: `gap` is (cost - lower bound) / cost."""
+    """How sure the solver is: `gap` is (cost - lower bound) / cost. `memory_bound`: without its memory budget the plan
+    would be another."""
 
     cost_s: float
     lower_bound_s: float
@@ -152,6 +153,7 @@ class Outcome:
     num_nodes: int
     num_strategies: int
     solve_time_s: float
+    memory_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +258,72 @@ class ManualRegion:
     reduction: Literal["sum", "max", "min", "prod", "and", "or"] = "sum"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A number of microbatches that was planned; seconds and bytes are `inf` where nothing fitted. `recomputes`: it
+    computed values again to fit."""
+
+    count: int
+    step_time_s: float
+    peak_bytes: float
+    recomputes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatches:
+    """The batch split over time.
+
+    Args:
+        count: how many parts, run one after another.
+        num_examples: in the whole batch.
+        accumulated_bytes, num_accumulated: what is summed from part to part, on one device; and how many tensors.
+        own_statistics: where the batch fed back, each part takes its own, which the step as written does not.
+        tried: other numbers that were planned.
+    """
+
+    count: int
+    num_examples: int
+    accumulated_bytes: float
+    num_accumulated: int
+    own_statistics: bool = False
+    tried: tuple[Tried, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """Nodes of the program that run again in the backward pass.
+
+    Args:
+        nodes: their positions, in order; all of one loop's body, or of the step itself.
+        before: the node before which they run: a later one of the same body, or one of the body of a later loop that
+            runs as often.
+        renewed: values that are in memory by then, but are read anew: sent again where they are split.
+        prompt: whether all gradients made by then are finished first, and summed over devices, which holds least; else
+            those made since the last nodes that ran again have until the next to be summed.
+    """
+
+    nodes: tuple[int, ...]
+    before: int
+    renewed: tuple[int, ...] = ()
+    prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """What is computed again at one place of the backward pass, because it would not fit in memory until then.
+
+    Args:
+        path: module path of what is computed again.
+        saved_bytes: on one device, what is not held from the forward to the backward pass.
+        time_s: seconds that it adds to a step, collectives included.
+    """
+
+    again: Again
+    path: str
+    saved_bytes: float
+    time_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files."""
@@ -276,6 +344,8 @@ class Plan:
     outcome: Outcome
     rejected: tuple[RejectedMesh, ...] = ()
     regions: tuple[ManualRegion, ...] = ()
+    microbatches: Microbatches | None = None
+    recomputed: tuple[Recomputation, ...] = ()
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -384,11 +454,11 @@ class Plan:
                 temporary.unlink(missing_ok=True)
 
 
-def split_dims(plan: Plan) -> frozenset[tuple[int, int]]:
+def split_dims(constraints: Sequence[Constraint]) -> frozenset[tuple[int, int]]:
     """Values of the planned program and their dims that constraints split."""
     return frozenset(
         (constraint.value, d)
-        for constraint in plan.constraints
+        for constraint in constraints
         for sharding in constraint.shardings
         for d, axes in enumerate(sharding.dims)
         if axes

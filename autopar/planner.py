@@ -13,20 +13,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-from autopar.assemble import Assembled, assemble
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
-from autopar.device_program import stored_values
-from autopar.errors import BudgetError, MeshError, TimeLimitError
+from autopar.errors import MeshError, MicrobatchError
 from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
 from autopar.mesh import MeshShape, factorisations, parse_mesh
+from autopar.microbatch.places import num_examples
+from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program, program_of
@@ -36,20 +36,17 @@ from autopar.rules.registered import called, needs_local, template
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule
 from autopar.sharding import TensorSharding
-from autopar.solve.ilp import Ilp, minimum_memory
-from autopar.solve.problem import Solution, Solver, Status
-from autopar.units import human_bytes
+from autopar.solve.ilp import Ilp
+from autopar.solve.problem import Solution, Solver
 from autopar.version import __version__
+from autopar.within_budget import BUDGET_MARGIN, Made, NothingFitsError, Planning, within_budget
 from autopar.words import strategy_words
 
 Progress = Callable[[str, float], None]
 
-#: The part of a memory budget that a plan leaves free: for what XLA's fusion holds beyond the plan's
-#: estimate, and for the allocator, whose memory is never all in one piece.
-BUDGET_MARGIN = 0.05
-
-#: How often the solver's measure of memory is set right by a whole plan's.
-_MOST_TIGHTENINGS = 4
+#: How close to the optimum a plan under a budget is proven: of its many problems, the last tenth of a percent would take
+#: most of the time.
+_LIMITED_GAP = 5e-3
 
 
 def plan(
@@ -62,6 +59,9 @@ def plan(
     pin: Mapping[str, Any] | None = None,
     carry: Sequence[str] | None = None,
     donate: Sequence[str] | None = None,
+    num_microbatches: int | Literal["auto"] = 1,
+    per_microbatch_statistics: bool = False,
+    rematerialize: bool = True,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
@@ -80,8 +80,15 @@ def plan(
         pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
         carry: names of arguments that come back updated; by default found by structure.
         donate: names of arguments whose buffers the step may reuse; by default the carried ones.
-        solver: by default `Ilp(time_limit_s)`.
-        time_limit_s: seconds for the solver, per mesh.
+        num_microbatches: split the batch over time into so many parts, whose gradients are summed: the same numbers
+            for less memory. `"auto"`: of the numbers that fit the budget the one whose step is fastest, with forward
+            values computed again where that is needed.
+        per_microbatch_statistics: allow that of a step whose batch feeds back, as batch normalisation does, in which
+            each microbatch then has its own statistics.
+        rematerialize: whether forward values may be computed again in the backward pass, where a step would not
+            fit otherwise.
+        solver: by default `Ilp(time_limit_s)`, which proves the optimum; where memory is short, within half a percent.
+        time_limit_s: seconds for the solver, per problem: one for each mesh, and several where memory is short.
         progress: called with a stage's name and the fraction done.
 
     Raises:
@@ -96,6 +103,9 @@ def plan(
         hardware=hardware,
         memory_budget_bytes=memory_budget_bytes,
         pin=pin,
+        num_microbatches=num_microbatches,
+        per_microbatch_statistics=per_microbatch_statistics,
+        rematerialize=rematerialize,
         solver=solver,
         time_limit_s=time_limit_s,
         progress=progress,
@@ -105,33 +115,66 @@ def plan(
 def plan_program(
     program: Program,
     *,
+    num_microbatches: int | Literal["auto"] = 1,
+    per_microbatch_statistics: bool = False,
+    **options: Any,
+) -> Plan:
+    """`plan`, for a program already traced."""
+
+    def planned(count: int) -> Plan:
+        return plan_in_microbatches(program, count, own_statistics=per_microbatch_statistics, **options)
+
+    if num_microbatches == "auto":
+        return fastest_that_fits(planned, lambda: num_examples(program.as_traced.graph))
+    if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
+        raise MicrobatchError(f'`num_microbatches` is {num_microbatches!r}: give 1 or more, or "auto"')
+    try:
+        return planned(num_microbatches)
+    except NothingFitsError as short:
+        raise short.told(split_over_time=num_microbatches == 1) from None
+
+
+def plan_in_microbatches(program: Program, count: int, *, own_statistics: bool = False, **options: Any) -> Plan:
+    """`plan_program` for one number of microbatches, by who plans again where nothing fits.
+
+    Raises:
+        NothingFitsError: nothing does; the ways out are not priced yet, which takes planning of its own.
+    """
+    return _plan_program(program.as_traced.in_microbatches(count, own_statistics=own_statistics), **options)
+
+
+def _plan_program(
+    program: Program,
+    *,
     mesh: str | MeshShape | jax.sharding.Mesh | None = None,
     num_devices: int | None = None,
     hardware: str | HardwareProfile | None = None,
     memory_budget_bytes: float | None = None,
     pin: Mapping[str, Any] | None = None,
+    rematerialize: bool = True,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
-    """`plan`, for a program already traced."""
     report = progress or (lambda stage, fraction: None)
     profile = _profile(hardware)
     meshes = meshes_with_pinned_axes(meshes_of_program(_meshes(mesh, num_devices), program.graph), pin or {})
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
+    limited = solver or Ilp(time_limit_s=time_limit_s, relative_gap=_LIMITED_GAP)
     distinct, twins = _distinct(meshes, profile, symmetric=not pin and not _names_axes(program.graph))
     one = resolve_pins(pin or {}, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms]
     plans: list[Plan] = []
-    failures: list[tuple[MeshShape, BudgetError]] = []
+    failures: list[tuple[MeshShape, NothingFitsError]] = []
     for i, shape in enumerate(distinct):
         report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
         try:
             pins = resolve_pins(pin or {}, program.graph, shape)
-            plans.append(_plan_in_a_form(shape, forms, profile, budget * (1 - BUDGET_MARGIN), pins, solve_with))
-        except BudgetError as error:
-            failures.append((shape, error))
+            keep_to = budget * (1 - BUDGET_MARGIN)
+            plans.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, limited, rematerialize))
+        except NothingFitsError as short:
+            failures.append((shape, short))
     report("done", 1.0)
     if not plans:
         raise failures[0][1]
@@ -162,75 +205,112 @@ def _group(graph: Graph, pins: Mapping[int, TensorSharding]) -> _Grouped:
 
 
 def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]], *given: Any) -> Plan:
-    """A plan of the step that sees dims as two where it splits these; else one of the step as it was written, which
-    can be split in ways that the other cannot."""
-    *seeing_two, (whole, grouped) = forms
-    for form, groups in seeing_two:
-        try:
-            made = _plan_on(shape, form, groups, *given)
-        except BudgetError:
-            continue
-        if sees_two(form.trace, split_dims(made)):
-            return made
-    return _plan_on(shape, whole, grouped, *given)
+    """A plan of the step that sees dims as two where it splits these before memory is looked at; else one of the step
+    as it was written, which can be split in ways that the other cannot."""
+    *seeing_two, whole = forms
+    for form in seeing_two:
+        free = _Free.of(shape, *form, *given)
+        if sees_two(form[0].trace, split_dims(free.made.parts.constraints)):
+            try:
+                return free.kept_to_budget()
+            except NothingFitsError:
+                continue
+    return _Free.of(shape, *whole, *given).kept_to_budget()
 
 
-def _plan_on(
-    mesh: MeshShape,
-    program: Program,
-    grouped: _Grouped,
-    profile: HardwareProfile,
-    budget: float,
-    pins: dict[int, TensorSharding],
-    solver: Solver,
-) -> Plan:
-    graph, groups = program.graph, grouped.groups
-    started = time.perf_counter()
-    formulation = formulate(graph, groups, mesh, profile, pins=pins, memory_budget_bytes=None)
-    solution = solver.solve(formulation.problem)
-    if len(solution.choices) != len(formulation.decisions):
-        raise TimeLimitError(f"planning for mesh {mesh} ended with: {solution.status.value}")
-    parts = assemble(formulation, solution.choices, pins)
-    if parts.prediction.peak_bytes > budget:  # only now is memory worth its constraints
-        formulation, solution, parts = _within(budget, formulation, solution.choices, parts, pins, solver)
-    return Plan(
-        program=program.signature,
-        mesh=mesh,
-        hardware=profile.name,
-        memory_budget_bytes=budget,
-        words=strategy_words(formulation, solution.choices, parts.inputs),
-        inputs=parts.inputs,
-        outputs=parts.outputs,
-        carried=graph.carried,
-        donated=program.donated,
-        constraints=parts.constraints,
-        decisions=parts.decisions,
-        collectives=parts.collectives,
-        regions=parts.regions,
-        prediction=parts.prediction,
-        outcome=_outcome(solution, formulation, time.perf_counter() - started),
-        notes=_notes(graph, mesh, grouped.unknown, parts.inputs),
-        versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
-        in_tree=program.trace.in_tree,
-        out_tree=program.trace.out_tree,
-    )
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """What is planned on one mesh before memory is looked at, and what it is to keep to."""
+
+    mesh: MeshShape
+    program: Program
+    unknown: Counter[str]
+    made: Made
+    planning: Planning
+    budget: float
+    rematerialize: bool
+    started: float
+
+    @classmethod
+    def of(
+        cls,
+        mesh: MeshShape,
+        program: Program,
+        grouped: _Grouped,
+        profile: HardwareProfile,
+        budget: float,
+        pins: dict[int, TensorSharding],
+        solver: Solver,
+        limited: Solver,
+        rematerialize: bool,
+    ) -> _Free:
+        """Plan without a budget.
+
+        Raises:
+            TimeLimitError: the solver found no plan.
+        """
+        started = time.perf_counter()
+        planning = Planning(pins, solver, limited, lambda graph: _group(graph, pins).groups)
+        f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None)
+        made = planning.made(program, f, solver.solve(f.problem))
+        return cls(mesh, program, grouped.unknown, made, planning, budget, rematerialize, started)
+
+    def kept_to_budget(self) -> Plan:
+        """The plan, made anew where it takes too much memory.
+
+        Raises:
+            NothingFitsError: nothing fits.
+        """
+        made, mesh, program = self.made, self.mesh, self.program
+        memory_bound = made.peak_bytes > self.budget
+        if memory_bound:  # only now is memory worth its constraints
+            made = within_budget(self.budget, made, self.planning, rematerialize=self.rematerialize)
+        parts, solution, graph = made.parts, made.solution, made.formulation.graph
+        return Plan(
+            program=program.signature,
+            mesh=mesh,
+            hardware=made.formulation.profile.name,
+            memory_budget_bytes=self.budget,
+            words=strategy_words(made.formulation, solution.choices, parts.inputs),
+            inputs=parts.inputs,
+            outputs=parts.outputs,
+            carried=graph.carried,
+            donated=program.donated,
+            constraints=parts.constraints,
+            decisions=parts.decisions,
+            collectives=parts.collectives,
+            regions=parts.regions,
+            microbatches=microbatches_of(made.program, mesh, parts.constraints),
+            recomputed=made.recomputed,
+            prediction=parts.prediction,
+            outcome=_outcome(solution, made.formulation, time.perf_counter() - self.started, memory_bound),
+            notes=(*_notes(graph, mesh, self.unknown, parts.inputs), *microbatch_notes(program, mesh)),
+            versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
+            in_tree=program.trace.in_tree,
+            out_tree=program.trace.out_tree,
+        )
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
     """A rule per node, and the primitives that have none, or none that can be used."""
     unknown: Counter[str] = Counter()
     rules: list[Rule] = []
+    known: dict[tuple[object, ...], tuple[Rule, str]] = {}  # a program is layer after layer of the same
     for node in graph.nodes:
         view = NodeView.of(node, graph)
-        rule = rule_for(view)
-        if rule is None or needs_local(view):
-            unknown[called(view)] += not node.effect
-        rule = rule or unknown_rule(view)
+        key = (view.primitive, view.operand_shapes, view.result_shapes, repr(view.params))
+        if key not in known:
+            rule = rule_for(view)
+            lacking = called(view) if rule is None or needs_local(view) else ""
+            known[key] = (rule or unknown_rule(view), lacking)
+        rule, lacking = known[key]
         rules.append(rule)
+        if lacking:
+            unknown[lacking] += not node.effect
     return tuple(rules), unknown
 
 
-def _outcome(solution: Solution, formulation: Formulation, seconds: float) -> Outcome:
+def _outcome(solution: Solution, formulation: Formulation, seconds: float, memory_bound: bool) -> Outcome:
     return Outcome(
         cost_s=solution.cost,
         lower_bound_s=solution.lower_bound,
@@ -239,90 +319,7 @@ def _outcome(solution: Solution, formulation: Formulation, seconds: float) -> Ou
         num_nodes=len(formulation.decisions),
         num_strategies=sum(d.num_strategies for d in formulation.decisions),
         solve_time_s=seconds,
-    )
-
-
-def _within(
-    budget: float,
-    free: Formulation,
-    choices: Sequence[int],
-    parts: Assembled,
-    pins: dict[int, TensorSharding],
-    solver: Solver,
-) -> tuple[Formulation, Solution, Assembled]:
-    """A plan whose predicted peak keeps to a budget.
-
-    The problem counts the values that the free plan has in memory; what XLA would really keep is known only of a
-    whole plan. So the problem's limit is the budget by the ratio of the two, set again where a plan is still over.
-
-    Args:
-        choices, parts: of the plan without a budget.
-    """
-    stored = stored_values(parts.device)
-
-    def formulation(mesh: MeshShape) -> Formulation:
-        return formulate(
-            free.graph, free.groups, mesh, free.profile, pins=pins, memory_budget_bytes=budget, stored=stored
-        )
-
-    f = formulation(free.mesh)
-    ratio = f.problem.peak_memory(_with_shared_copies(free, f, choices)) / parts.prediction.peak_bytes
-    limit = budget * ratio
-    least_met, status = parts.prediction.peak_bytes, Status.NOT_FOUND
-    for _ in range(_MOST_TIGHTENINGS):
-        limited = replace(f, problem=replace(f.problem, memory_limit=limit))
-        solution = solver.solve(limited.problem)
-        status = solution.status
-        if len(solution.choices) != len(f.decisions):
-            break
-        parts = assemble(limited, solution.choices, pins)
-        if parts.prediction.peak_bytes <= budget:
-            return limited, solution, parts
-        least_met = min(least_met, parts.prediction.peak_bytes)
-        limit *= 0.995 * budget / parts.prediction.peak_bytes
-    if status is Status.NOT_FOUND:
-        raise TimeLimitError(f"planning for mesh {free.mesh} within its memory budget ended without a plan")
-
-    least = minimum_memory(f.problem)
-    if least.choices:  # XLA may store more of that plan than the problem counts
-        least_met = min(least_met, assemble(f, least.choices, pins).prediction.peak_bytes)
-
-    def estimate(mesh: MeshShape) -> float:
-        return minimum_memory(formulation(mesh).problem).peak_bytes / ratio
-
-    raise _over_budget(free.mesh, budget, least_met, estimate)
-
-
-def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
-    """Choices of the problem without a budget as those of the one with: its copies say too whether they are their
-    maker's own buffer, and those come first."""
-    made = {flow.target: flow.made[choices[flow.source]] for flow in free.flows if not flow.uses}
-    mapped = list(choices)
-    for node, decision in enumerate(free.decisions):
-        if decision.kind == "copy" and decision.shardings[choices[node]] != made.get(node):
-            mapped[node] += decision.num_strategies
-    assert all(c < d.num_strategies for c, d in zip(mapped, limited.decisions, strict=True))
-    return tuple(mapped)
-
-
-def _over_budget(mesh: MeshShape, budget: float, needed: float, least: Callable[[MeshShape], float]) -> BudgetError:
-    """How short it is, and what would fit.
-
-    Args:
-        needed: the least of the plans made for this mesh. least: about what a mesh needs at the least.
-    """
-    ways = [f"give `memory_budget_bytes={1.001 * needed / (1 - BUDGET_MARGIN):.4g}` or more"]
-    for times in (2, 4, 8):
-        larger = MeshShape(mesh.axis_names, (mesh.axis_sizes[0] * times, *mesh.axis_sizes[1:]))
-        if least(larger) <= budget:
-            ways.append(f"use {larger.num_devices} devices (mesh {larger})")
-            break
-    short = f"{human_bytes(needed - budget)} short" if needed > 1.001 * budget else "just short"
-    return BudgetError(
-        f"no plan on mesh {mesh} fits the memory budget of {human_bytes(budget / (1 - BUDGET_MARGIN))} per device, of"
-        f" which {100 * BUDGET_MARGIN:g} % stay free: the least that any"
-        f" sharding tried reaches is {human_bytes(needed)}, {short}. Ways out: {'; '.join(ways)};"
-        f" a smaller batch or model."
+        memory_bound=memory_bound,
     )
 
 
@@ -429,7 +426,7 @@ def _distinct(
 def _rejected(
     best: Plan,
     plans: Sequence[Plan],
-    failures: Sequence[tuple[MeshShape, BudgetError]],
+    failures: Sequence[tuple[MeshShape, NothingFitsError]],
     twins: Mapping[MeshShape, MeshShape],
 ) -> tuple[RejectedMesh, ...]:
     out = [
@@ -446,10 +443,8 @@ def _rejected(
             words = f"the same as {twin} with the axes' names exchanged"
             out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=words))
     out += [
-        RejectedMesh(
-            mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=str(error).split(". Ways out")[0]
-        )
-        for mesh, error in failures
+        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=str(short))
+        for mesh, short in failures
     ]
     return tuple(out)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,7 +20,9 @@ from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
 from autopar.graph.ir import Graph
 from autopar.jax_compat import shape_struct
-from autopar.plan import Plan, ProgramSignature
+from autopar.microbatch.rewrite import split_batch
+from autopar.plan import Again, Plan, ProgramSignature
+from autopar.rematerialise.rewrite import recompute
 from autopar.trace import Trace, argument_names, check_leaves, trace
 
 
@@ -29,7 +31,12 @@ class Program:
     """A traced step as the planner and the executor need it.
 
     Args:
+        signature: of the step as the user wrote it, whatever is computed again.
         whole: where the trace sees dims as two, the same step with those dims as they were written.
+        num_microbatches, own_statistics: how its batch is split over time.
+        unsplit: where it is, the step as it was. split: where it is not, the steps in which it is, so far.
+        recomputed: what the trace computes again.
+        before: where it does, the same step without that.
     """
 
     trace: Trace
@@ -38,16 +45,65 @@ class Program:
     donated: tuple[int, ...]
     signature: ProgramSignature
     whole: Program | None = None
+    num_microbatches: int = 1
+    own_statistics: bool = False
+    unsplit: Program | None = field(default=None, compare=False, repr=False)
+    split: dict[tuple[int, bool], Program] = field(default_factory=dict, compare=False, repr=False)
+    recomputed: tuple[Again, ...] = ()
+    before: Program | None = None
 
     @property
     def forms(self) -> tuple[Program, ...]:
         """The forms that this step has; as it was written comes last."""
         return (self,) if self.whole is None else (self, self.whole)
 
+    @property
+    def as_traced(self) -> Program:
+        """This step before its batch was split over time, and before anything in it was computed again."""
+        first = self.before or self
+        return first.unsplit or first
+
     def of(self, plan: Plan) -> Program:
-        """This step in the form that a plan is of."""
-        whole = self.whole
-        return whole if whole is not None and plan.program.fingerprint == whole.signature.fingerprint else self
+        """This step in the form that a plan is of: its batch split over time and values computed again as it says."""
+        agains, told = tuple(one.again for one in plan.recomputed), plan.microbatches
+        if (self.signature.fingerprint, self.recomputed) == (plan.program.fingerprint, agains):
+            return self
+        first = self.as_traced
+        if told is not None:
+            first = first.in_microbatches(told.count, own_statistics=told.own_statistics)
+        same = (form for form in first.forms if form.signature.fingerprint == plan.program.fingerprint)
+        form = next(same, None)
+        if form is None:  # of another program, which is for the caller to refuse
+            return first
+        return replace(recomputing(form, agains), before=first) if agains else form
+
+    def in_microbatches(self, count: int, *, own_statistics: bool = False) -> Program:
+        """This step, as traced, with its batch split over time into `count` parts.
+
+        Raises:
+            MicrobatchError: where it cannot be.
+        """
+        traced, key = self.as_traced, (count, own_statistics)
+        if count == 1:
+            return traced
+        if key not in traced.split:
+            whole = traced.whole or traced
+            trace = split_batch(whole.trace, whole.graph, count, own_statistics=own_statistics)
+            program = _program(trace, whole.graph.carried, traced.carried_arguments, traced.donated)
+            about = {"num_microbatches": count, "own_statistics": own_statistics, "unsplit": traced}
+            within = None if program.whole is None else replace(program.whole, **about)
+            traced.split[key] = replace(program, whole=within, **about)
+        return traced.split[key]
+
+
+def recomputing(program: Program, agains: Sequence[Again]) -> Program:
+    """A step that computes some of its values again in the backward pass."""
+    if not agains:
+        return program
+    rewritten = recompute(program.trace, agains)
+    graph = graph_of(rewritten, program.graph.carried)
+    check(graph)
+    return replace(program, trace=rewritten, graph=graph, whole=None, recomputed=tuple(agains), before=program)
 
 
 def program_of(
@@ -60,17 +116,24 @@ def program_of(
     names = argument_names(step, len(args))
     result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
     carried = carried_arguments(args, result, names, carry)
-    graph = graph_of(traced, carried_leaves(args, carried))
-    check(graph)
     given = [names[i] for i in carried] if donate is None else donate
     donated = donated_leaves(args, names, given)
-    program = Program(traced, graph, tuple(carried), donated, _signature(traced, graph))
+    return _program(traced, carried_leaves(args, carried), tuple(carried), donated)
+
+
+def _program(
+    traced: Trace, leaves: tuple[tuple[int, int], ...], carried: tuple[int, ...], donated: tuple[int, ...]
+) -> Program:
+    """A trace, and the same with dims that are cut into equal parts seen as two."""
+    graph = graph_of(traced, leaves)
+    check(graph)
+    program = Program(traced, graph, carried, donated, _signature(traced, graph))
     factored = factor_dims(traced, graph)
     if factored is traced:
         return program
-    graph = graph_of(factored, graph.carried)
+    graph = graph_of(factored, leaves)
     check(graph)
-    return Program(factored, graph, tuple(carried), donated, _signature(factored, graph), whole=program)
+    return Program(factored, graph, carried, donated, _signature(factored, graph), whole=program)
 
 
 def _abstract_outputs(traced: Trace) -> list[Any]:

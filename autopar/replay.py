@@ -60,7 +60,7 @@ class Replay:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
         self.manual = {region.node: region for region in plan.regions}
         self.region_at = {region.enter[0]: region for region in trace.regions}
-        self.as_written = as_written(trace, split_dims(plan))
+        self.as_written = as_written(trace, split_dims(plan.constraints))
         self.remaining = _last_reads(trace)
 
     def run(self, *args: Any) -> Any:

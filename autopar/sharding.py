@@ -35,6 +35,12 @@ class TensorSharding:
         """The same split, with every pending reduction taken."""
         return TensorSharding(self.dims) if self.unreduced else self
 
+    def without(self, pending: tuple[str, ...]) -> TensorSharding:
+        """The same split, with no reduction pending along these axes."""
+        if not any(axis in pending for axis in self.unreduced):
+            return self
+        return TensorSharding(self.dims, tuple(axis for axis in self.unreduced if axis not in pending))
+
     def local_shape(self, global_shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
         """Shape on one device; a dim that does not divide is padded up, as XLA does."""
         return tuple(-(-size // mesh.sizes(axes)) for size, axes in zip(global_shape, self.dims, strict=True))

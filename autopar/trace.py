@@ -44,6 +44,7 @@ class Trace:
     Args:
         regions: the loops and branches among the equations.
         repeats: of each value, how often a step makes it.
+        microbatches: where the batch is split over time, the source of the region that is the loop over its parts.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Trace:
     in_tree: Any  # of the positional arguments, a tuple
     out_tree: Any
     rewritten: tuple[Rewritten, ...] = ()
+    microbatches: Any = None
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> Trace:

@@ -25,8 +25,8 @@ from autopar.compare import (
 from autopar.compiler import CompiledStep
 from autopar.explain import plain_text, short_source
 from autopar.plan import Plan
-from autopar.planner import BUDGET_MARGIN
 from autopar.units import human_bytes, human_seconds
+from autopar.within_budget import BUDGET_MARGIN
 
 #: Rows shown of collectives that nobody predicted; the JSON has all.
 MAX_ROWS = 16

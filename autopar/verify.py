@@ -26,9 +26,10 @@ from autopar.errors import BudgetError, TimeLimitError
 from autopar.jax_compat import kept_inputs, module_bytes, raw_struct
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.plan import Plan
-from autopar.planner import BUDGET_MARGIN, Program, plan_program
+from autopar.planner import Program, plan_program
 from autopar.units import human_bytes
 from autopar.verification import Attempt, Verification
+from autopar.within_budget import BUDGET_MARGIN
 
 #: How often a plan whose compiled program takes more than the memory budget is made anew.
 MOST_REPLANS = 2

@@ -73,6 +73,29 @@ def llama_1b_target(batch: int = 16, seq: int = 2048) -> Target:
     return language.llama(config, batch, seq, BF16).target
 
 
+def llama_8b_config(seq: int, layers: int = 32) -> LlamaConfig:
+    """The sizes of LLaMA 3 8B: 8.0 billion parameters."""
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=seq,
+    )
+
+
+def llama_8b_target(batch: int = 64, seq: int = 2048, layers: int = 32) -> Target:
+    """Hugging Face's LLaMA of 8 billion parameters: 32 unrolled layers, bf16 compute, AdamW."""
+    return language.llama(llama_8b_config(seq, layers), batch, seq, BF16).target
+
+
+def llama_8b_scanned_target(batch: int = 64, seq: int = 2048, layers: int = 32) -> Target:
+    """The same in a scan over its layers, each computed again in the backward pass."""
+    return language.llama_scanned(llama_8b_config(seq, layers), batch, seq, BF16).target
+
+
 def resnet50_target(batch: int = 512, size: int = 224) -> Target:
     """Hugging Face's ResNet-50 on ImageNet's shapes: bf16 compute, running statistics, SGD with momentum."""
     tx = optax.sgd(0.1, momentum=0.9, nesterov=True)

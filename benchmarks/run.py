@@ -51,12 +51,44 @@ class Benchmark:
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
+    "large_steps": Benchmark(
+        (
+            "scanned, 8x8",
+            "scanned, 4x4x4",
+            "unrolled, half the tokens, 8x8",
+            "unrolled, 8x8",
+            "unrolled, half the tokens, 4x4x4",
+        ),
+        "--xla_gpu_autotune_level=0",
+        sources=("absent_gpus.py", "zoo/language.py", "zoo/training.py"),
+    ),
+    "memory_sweep": Benchmark(
+        ("gpt2_six_layers", "gpt2_medium", "llama_1b"),
+        "",
+        sources=(
+            "compile_cache.py",
+            "baselines/pinned.py",
+            "baselines/checkpointed.py",
+            "zoo/language.py",
+            "zoo/training.py",
+        ),
+    ),
+    "memory_wall": Benchmark(
+        ("bert_large", "gpt2_xl", "turing_nlg", "gpt3"),
+        "",
+        sources=("zoo/stacked.py", "zoo/mixed_precision.py", "zoo/training.py"),
+    ),
     "planning_time": Benchmark(("gpt2_small",), "--xla_gpu_autotune_level=0"),
     "proof": Benchmark(
         ("gpt2_small", "llama_1b", "bert_base", "resnet50", "demo_gpt", "vit_base", "bart_base"),
         "",
         sources=("compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py"),
         summary="benchmarks.proof_summary",
+    ),
+    "solvers": Benchmark(
+        ("G", "A", "M", "S", "example", "gpt2_small", "gpt2_small_tight"),
+        "",
+        sources=("iopddl.py", "baselines/mcmc.py"),
     ),
     "step_time": Benchmark(("demo_gpt",), VIRTUAL_DEVICES),
     "zoo": Benchmark(

@@ -107,6 +107,7 @@ def check_shown(shown: str, printed: str, *, numbers: bool) -> None:
 
 
 def _plain(text: str, numbers: bool) -> str:
+    text = re.sub(r"/\S*/(?=\w+\.py:\d)", "", text)  # the folder it is run in
     text = re.sub(r"solved\s+in\s+[\d.]+\s+\w+\)", "solved)", text)
     if not numbers:
         text = re.sub(r"#+", "", text)

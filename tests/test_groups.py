@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import numpy as np
 import programs
 import pytest
 
@@ -10,9 +14,11 @@ from autopar.graph.check import check
 from autopar.graph.ir import Graph
 from autopar.mesh import parse_mesh
 from autopar.planner import program_of, rules_of
-from autopar.rules.factors import Factor
+from autopar.rules.factors import Factor, Rule
 from autopar.rules.groups import SMALL_SIZE, Group, form_groups
+from autopar.rules.registry import NodeView
 from autopar.rules.strategies import enumerate_strategies
+from autopar.rules.table import rule_for, unknown_rule
 
 
 def grouped(program: programs.Program) -> tuple[Graph, tuple[Group, ...]]:
@@ -49,6 +55,44 @@ def test_factors_have_the_sizes_of_the_dims_they_name(name: str) -> None:
                 read = {windows[n, i, d] for n, i in uses if (n, i, d) in windows}
                 assert not dim or all((w.size, w.count) == (size, product) for w in read)
                 assert not dim or read or product == size
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_equal_nodes_share_the_rule_that_each_would_have(name: str) -> None:
+    graph, _ = grouped(programs.PROGRAMS[name]())
+    rules, _ = rules_of(graph)
+    shared: dict[str, Rule] = {}
+    for node, rule in zip(graph.nodes, rules, strict=True):
+        view = NodeView.of(node, graph)
+        assert rule == (rule_for(view) or unknown_rule(view))
+        assert shared.setdefault(repr(view), rule) is rule
+
+
+def test_every_use_of_a_primitive_without_a_rule_is_counted() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return x
+
+    graph = program_of(step, (jax.ShapeDtypeStruct((64, 8), "float32"),), carry=[], donate=[]).graph
+    assert rules_of(graph)[1] == {"pure_callback": 3}
+
+
+def test_state_lives_in_a_group_only_where_one_output_and_no_other_renews_it() -> None:
+    def inside(step: Callable[..., Any]) -> set[str]:
+        arrays = [jax.ShapeDtypeStruct((256, 8), "float32")] * 2
+        graph = program_of(step, arrays, carry=["m"], donate=[]).graph
+        groups = form_groups(graph, rules_of(graph)[0], frozenset(range(len(graph.inputs))))
+        return {graph.input_paths[graph.inputs.index(v)] for g in groups for v, _ in g.inputs}
+
+    assert inside(lambda m, x: 0.9 * m + x) == {"m"}
+
+    def twice(m: jax.Array, x: jax.Array) -> Any:
+        after = 0.9 * m + x
+        return after, after
+
+    assert inside(twice) == set()
+    assert inside(lambda m, x: (0.9 * m + x, m)) == set()
 
 
 def test_optimizer_state_lives_with_its_update_and_parameters_do_not() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import programs
 import pytest
 from jax.sharding import PartitionSpec
@@ -16,7 +18,7 @@ import autopar
 from autopar.cost.hardware import load
 from autopar.device_program import Buffer, DeviceProgram, Op, peak_of_temporaries
 from autopar.formulation import Formulation, formulate
-from autopar.fusion import Fused, fuse
+from autopar.fusion import Fused, _Fusion, _Siblings, fuse
 from autopar.lowering import Instruction, InstructionKind, LocalProgram
 from autopar.mesh import parse_mesh
 from autopar.on_device import device_program
@@ -133,6 +135,64 @@ def test_few_columns_are_summed_by_few_blocks_and_so_from_memory() -> None:
     total = hand._add("loop", "add", dict.fromkeys(wide, 1.0), float(few), flops=6.0 * few)
     summed = hand.total(total, rows=False, num_rows=few // 64)
     assert hand.roots(summed) == [[total], [summed]]
+
+
+def random_program(seed: int) -> tuple[LocalProgram, list[int]]:
+    """Loops and reductions that read any of what came before, some of it often; and what leaves the program."""
+    random, hand = np.random.default_rng(seed), Hand()
+    large, small = [hand.argument(), hand.argument()], [hand.argument(float(ROWS))]
+    for _ in range(random.integers(10, 60)):
+        if random.random() < 0.2:
+            small.append(hand.total(int(random.choice(large)), rows=bool(random.random() < 0.5)))
+        else:
+            read = random.choice([*large, *small], size=random.integers(1, 4), replace=False).tolist()
+            name = str(random.choice(["add", "mul", "tanh", "convert_element_type"]))
+            large.append(hand.loop(name, *read, flops=float(random.choice([1.0, 30.0]))))
+    hand.local.outputs = [large[-1], *random.choice(large[2:] or large, size=2).tolist()]
+    return hand.local, [at for at in hand.local.outputs if at is not None]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_a_fusion_saves_is_known_as_if_it_were_priced_anew(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    local, _ = random_program(seed)
+    priced, seen = _Fusion._priority, 0
+
+    def checked(fusion: _Fusion, i: int) -> float | None:
+        nonlocal seen
+        seen += 1
+        remembered = priced(fusion, i)
+        with monkeypatch.context() as fresh:
+            for name, empty in {"savings": defaultdict(dict), "barred": defaultdict(set), "times": {}}.items():
+                fresh.setattr(fusion, name, empty)
+            anew = priced(fusion, i)
+        assert (remembered is None) == (anew is None)
+        assert remembered is None or remembered == pytest.approx(anew, rel=1e-9, abs=1e-15)
+        return remembered
+
+    monkeypatch.setattr(_Fusion, "_priority", checked)
+    fuse(local, H100)
+    assert seen
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    local, _ = random_program(seed)
+    joined = _Siblings._join
+
+    def checked(siblings: _Siblings, a: int, b: int) -> None:
+        joined(siblings, a, b)
+        home = siblings.home
+        direct = {i: {home[o] for o in k.operands if o in home} - {i} for i, k in siblings.kernels.items()}
+        for i, bits in siblings.above.items():
+            waits_for, new = set[int](), direct[i]
+            while new:
+                waits_for |= new
+                new = {k for j in new for k in direct[j]} - waits_for
+            known = {home[j] for j in range(bits.bit_length()) if bits >> j & 1}
+            assert known - {i} == waits_for  # of itself it may know what was joined to it
+
+    monkeypatch.setattr(_Siblings, "_join", checked)
+    fuse(local, H100)
 
 
 # -- lowering ----------------------------------------------------------------------------------

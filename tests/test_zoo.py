@@ -16,11 +16,14 @@ from same_steps import Trained, assert_same, splits, train
 
 from autopar.planner import program_of
 from benchmarks.run import BENCHMARKS
-from benchmarks.zoo import summary
+from benchmarks.zoo import language, summary
 from benchmarks.zoo.proof import fallbacks
 from benchmarks.zoo.real import REAL
 from benchmarks.zoo.small import SMALL
 from benchmarks.zoo.training import Training
+
+# isort: split
+from transformers import LlamaConfig
 
 MESHES: dict[str, dict[str, Any]] = {
     "own": {"num_devices": 8},
@@ -44,6 +47,37 @@ def test_a_real_model_trains_by_a_plan_as_without(name: str, mesh: str) -> None:
     sharded = train(training, **MESHES[mesh])
     assert splits(sharded.plan)
     assert_same(sharded, plain)
+
+
+def test_scanned_layers_are_those_that_the_library_unrolls() -> None:
+    """One step with the same weights, stacked and not."""
+    config = LlamaConfig(
+        vocab_size=67,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
+    unrolled, scanned = language.llama(config, 4, 12), language.llama_scanned(config, 4, 12)
+    before, batch = jax.jit(unrolled.create_state)(jax.random.key(0)), unrolled.make_batch(0)
+
+    def stacked(params: Any) -> Any:
+        model = params["model"]
+        layers = jax.tree.map(lambda *each: jnp.stack(each), *(model["layers"][str(n)] for n in range(3)))
+        names = {name: model[name] for name in ("embed_tokens", "norm")}
+        return names | {"layers": {"layer": layers}, "lm_head": params["lm_head"]}
+
+    shapes = jax.eval_shape(scanned.create_state, jax.random.key(0))
+    assert jax.tree.structure(shapes.params) == jax.tree.structure(stacked(before.params))
+    params = stacked(before.params)
+    state = shapes.replace(step=before.step, params=params, opt_state=shapes.tx.init(params))
+    after, loss = jax.jit(unrolled.step)(before, batch)
+    after_scan, loss_scan = jax.jit(scanned.step)(state, batch)
+    np.testing.assert_allclose(loss, loss_scan, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(stacked(after.params)), jax.tree.leaves(after_scan.params), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 # -- the table of real ones --------------------------------------------------------------------

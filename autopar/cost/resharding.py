@@ -156,8 +156,9 @@ class _Path:
         for d, axes in enumerate(self.dims):
             stay = [axis for axis in self.target.dims[d] if axis in axes]
             wanted = [*stay, *(axis for axis in axes if axis not in stay)]
-            disordered += self.moved(axes, wanted)
-            self.dims[d] = wanted
+            if wanted != axes:
+                disordered += self.moved(axes, wanted)
+                self.dims[d] = wanted
         self.add("collective-permute", disordered)
 
     def moved(self, before: list[str], after: list[str]) -> list[str]:

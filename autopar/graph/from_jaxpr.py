@@ -14,6 +14,7 @@ from autopar import jax_compat
 from autopar.equations import Equation, Region
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Loop, Node, Value
 from autopar.graph.params import plain_params
+from autopar.graph.sums import Sums
 from autopar.manual_program import constraint_params, shard_map_params
 from autopar.trace import Trace
 
@@ -32,7 +33,7 @@ def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
         output_paths=trace.output_paths,
         constants=tuple(v for v, _ in trace.constants),
         carried=carried,
-        loops=tuple(_loop(region, trace.equations) for region in trace.regions if region.kind in ("scan", "while")),
+        loops=_loops(trace),
     )
 
 
@@ -42,13 +43,20 @@ def _value(aval: Any, repeat: float) -> Value:
     return Value(tuple(int(size) for size in aval.shape), str(aval.dtype), jax_compat.itemsize(aval), repeat)
 
 
-def _loop(region: Region, equations: Sequence[Equation]) -> Loop:
+def _loops(trace: Trace) -> tuple[Loop, ...]:
+    regions = [region for region in trace.regions if region.kind in ("scan", "while")]
+    sums = Sums(trace.equations if regions else ())
+    return tuple(_loop(region, trace.equations, sums) for region in regions)
+
+
+def _loop(region: Region, equations: Sequence[Equation], sums: Sums) -> Loop:
     def pieces(span: tuple[int, int], piece: str) -> list[int]:
         return [n for n in range(*span) if equations[n].piece == piece]
 
-    carries = zip(pieces(region.enter, "enter_carry"), pieces(region.exit, "exit_carry"), strict=True)
+    carries = tuple(zip(pieces(region.enter, "enter_carry"), pieces(region.exit, "exit_carry"), strict=True))
     trips = float(region.source.params.get("length", UNKNOWN_TRIPS))
-    return Loop(region.enter[0], region.exit[0], trips, tuple(carries), tuple(pieces(region.exit, "exit_stack")))
+    stacks = tuple(pieces(region.exit, "exit_stack"))
+    return Loop(region.enter[0], region.exit[0], trips, carries, stacks, sums.of(region, carries))
 
 
 def _node(equation: Equation) -> Node:

@@ -72,6 +72,7 @@ class Loop:
         trips: how many it makes.
         carries: of each value carried from trip to trip: the node it goes in by, and the one it comes out by.
         stacks: the nodes by which what all trips make comes out.
+        sums: of the carries, those that start as zeros and that each trip adds to.
     """
 
     start: int
@@ -79,6 +80,7 @@ class Loop:
     trips: float
     carries: tuple[tuple[int, int], ...]
     stacks: tuple[int, ...]
+    sums: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ and whether they want it split alike is what ZeRO is about.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,11 +33,13 @@ SMALL_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A value read by a group: its dims in the group's factors, and by which (node, operand)s."""
+    """A value read by a group: its dims in the group's factors, and by which (node, operand)s. Split along a `pending`
+    factor it may be left unreduced."""
 
     value: int
     dims: DimFactors
     uses: tuple[tuple[int, int], ...]
+    pending: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ def form_groups(graph: Graph, rules: Sequence[Rule], absorbable: frozenset[int] 
     joiner.join_producers()
     joiner.join_siblings()
     joiner.join_sandwiched()
-    return tuple(_build(graph, rules, joiner, nodes, absorbable) for nodes in joiner.members())
+    renewals = _renewals(graph, absorbable)
+    return tuple(_build(graph, rules, joiner, nodes, renewals) for nodes in joiner.members())
 
 
 class _Joiner:
@@ -159,6 +162,18 @@ class _Joiner:
             for i, value in enumerate(node.operands):
                 if value is not None and graph.values[value].size > SMALL_SIZE:
                     self.readers[value].append((n, i))
+        self.ends = {self._end(leave) for loop in graph.loops for _, leave in loop.sums}
+
+    def _end(self, leave: int) -> int:
+        """Where a sum over a loop's trips comes out: what reads it may be split otherwise than what adds to it. Where
+        it is cast to fewer bytes, that comes before it is sent."""
+        (value,), values = self.graph.nodes[leave].results, self.graph.values
+        if len(self.readers[value]) == 1:
+            reader = self.readers[value][0][0]
+            node = self.graph.nodes[reader]
+            if node.primitive == "convert_element_type" and values[node.results[0]].itemsize < values[value].itemsize:
+                return reader
+        return leave
 
     def factor(self, element: int) -> int:
         while self.factor_parent[element] != element:
@@ -174,7 +189,8 @@ class _Joiner:
 
     def dims(self, node: int, dims: DimFactors) -> tuple[tuple[int, ...], ...]:
         """A tensor's dims as factor classes."""
-        return tuple(tuple(self.factor(self.offset[node] + f) for f in dim) for dim in dims)
+        first, factor = self.offset[node], self.factor
+        return tuple([tuple([factor(first + f) for f in dim]) for dim in dims])
 
     def operand(self, node: int, index: int) -> tuple[tuple[int, ...], ...]:
         return self.dims(node, self.rules[node].operands[index])
@@ -217,7 +233,7 @@ class _Joiner:
             if value not in self.defined:
                 continue
             maker, index = self.defined[value]
-            if not self.joinable[maker]:
+            if not self.joinable[maker] or maker in self.ends:
                 continue
             for reader, operand in uses:
                 made, read = self.result(maker, index), self.operand(reader, operand)
@@ -283,19 +299,24 @@ class _Joiner:
 
 
 def _build(
-    graph: Graph, rules: Sequence[Rule], joiner: _Joiner, nodes: Sequence[int], absorbable: frozenset[int]
+    graph: Graph, rules: Sequence[Rule], joiner: _Joiner, nodes: Sequence[int], renewals: Mapping[int, int]
 ) -> Group:
     classes: dict[int, int] = {}
     factors: list[Factor] = []
+    own_of: dict[int, tuple[int, ...]] = {}  # node -> its factors in the group's
     for n in nodes:
+        first, own = joiner.offset[n], []
         for i, factor in enumerate(rules[n].factors):
-            root = joiner.factor(joiner.offset[n] + i)
+            root = joiner.factor(first + i)
             if root not in classes:
                 classes[root] = len(factors)
                 factors.append(factor)
+            own.append(classes[root])
+        own_of[n] = tuple(own)
 
     def local(node: int, dims: DimFactors) -> DimFactors:
-        return tuple(tuple(classes[f] for f in dim) for dim in joiner.dims(node, dims))
+        own = own_of[node]
+        return tuple([tuple([own[f] for f in dim]) for dim in dims])
 
     reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]] = defaultdict(list)
     defines: list[Define] = []
@@ -305,7 +326,7 @@ def _build(
         for i, value in enumerate(node.operands):
             if value is not None and graph.values[value].size > SMALL_SIZE:
                 reads[value, local(n, rule.operands[i])].append((n, i))
-        own = tuple(classes[joiner.factor(joiner.offset[n] + i)] for i in range(len(rule.factors)))
+        own = own_of[n]
         pending = tuple(f for f, factor in zip(own, rule.factors, strict=True) if factor.reduction)
         kinds: list[Reduction] = [factor.reduction for factor in rule.factors if factor.reduction]
         for value, dims in zip(node.results, rule.results, strict=True):
@@ -327,23 +348,76 @@ def _build(
     reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
     compound += [dim for define in defines for dim in define.dims if len(dim) > 1]
-    equal = {
-        classes[joiner.factor(joiner.offset[n] + i)] for n in nodes for i, f in enumerate(rules[n].factors) if f.even
-    }
+    equal = {f for n in nodes for f, factor in zip(own_of[n], rules[n].factors, strict=True) if factor.even}
+    terms = _sums_of_terms(graph, nodes, reads, joiner)
+    pending = (len(factors),)
+    if terms is not None:
+        factors.append(Factor(TERMS))
+        zeros = {v for n in nodes if graph.nodes[n].primitive == "broadcast_in_dim" for v in graph.nodes[n].results}
+        defines = [d if d.value in zeros else replace(d, pending=pending) for d in defines]
     group = Group(
         nodes=tuple(nodes),
         factors=tuple(factors),
-        reads=tuple(Read(value, dims, tuple(uses)) for (value, dims), uses in reads.items()),
+        reads=tuple(
+            Read(value, dims, tuple(uses), pending if terms and value in terms else ())
+            for (value, dims), uses in reads.items()
+        ),
         defines=tuple(defines),
         works=tuple(works),
         even=frozenset(f for dim in compound for f in dim) | equal,
         fixed=frozenset(f for dim in compound for f in dim[1:]),
-        pinned=tuple(
-            (classes[joiner.factor(joiner.offset[n] + f)], axes) for n in nodes for f, axes in rules[n].pinned
-        ),
+        pinned=tuple((own_of[n][f], axes) for n in nodes for f, axes in rules[n].pinned),
         region=_region(nodes[0], rules[nodes[0]], local),
     )
-    return _absorb(graph, group, joiner, absorbable)
+    return _absorb(group, joiner, renewals)
+
+
+#: As many terms as there may be devices: a sum over a loop's trips may stay pending along any axes.
+TERMS = 720720 * 64
+#: Applied to the terms of a sum, they give the terms of what they make of it; those that take one value, and those
+#: that take several.
+_OF_ONE = frozenset(["convert_element_type", "reshape", "transpose", "squeeze", "neg", "copy", "exit_carry"])
+_OF_MORE = frozenset(["add", "add_any", "sub"])
+
+
+def _sums_of_terms(
+    graph: Graph,
+    nodes: Sequence[int],
+    reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]],
+    joiner: _Joiner,
+) -> set[int] | None:
+    """Where a group does nothing but add up terms over a loop's trips: the values that are such terms. It may add up
+    those of each device by itself, and leave the sum over the devices to who reads what the loop leaves. What a loop
+    within the loop leaves is no such term: XLA moves a sum out of one loop alone."""
+    members = set(nodes)
+    sums = {pair for loop in graph.loops for pair in loop.sums if members.issuperset(pair)}
+    enters, ends = {enter for enter, _ in sums}, {leave for _, leave in sums}
+    if not sums:
+        return None
+    for n in nodes:
+        node = graph.nodes[n]
+        sizes = {graph.values[v].size if v is not None else 0 for v in (*node.operands, *node.results)}
+        whole = len(sizes) == 1 and min(sizes) > SMALL_SIZE
+        adds = node.primitive in _OF_MORE and whole
+        passes = node.primitive in _OF_ONE and whole and (node.primitive != "exit_carry" or n in ends)
+        begins = n in enters or (node.primitive == "broadcast_in_dim" and node.operands == (None,))
+        if not (adds or passes or begins):
+            return None
+    return {
+        value
+        for (value, _), uses in reads.items()
+        if not any(n in enters for n, _ in uses) and not _of_a_loop(graph, joiner, value)
+    }
+
+
+def _of_a_loop(graph: Graph, joiner: _Joiner, value: int | None) -> bool:
+    """Whether a value is what a loop leaves, or a cast of it."""
+    if value is None or value not in joiner.defined:
+        return False
+    node = graph.nodes[joiner.defined[value][0]]
+    if node.primitive == "convert_element_type":
+        return _of_a_loop(graph, joiner, node.operands[0])
+    return node.primitive in ("exit_carry", "exit_stack")
 
 
 def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors]) -> Region | None:
@@ -363,24 +437,27 @@ def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors
     )
 
 
-def _absorb(graph: Graph, group: Group, joiner: _Joiner, absorbable: frozenset[int]) -> Group:
+def _renewals(graph: Graph, absorbable: frozenset[int]) -> dict[int, int]:
+    """Of carried state that may live inside a group, each input with the output that renews it and is nothing else."""
+    times = Counter(graph.outputs)
+    renewals: dict[int, int] = {}
+    for position, out in graph.carried:
+        value, after = graph.inputs[position], graph.outputs[out]
+        if position in absorbable and after is not None and times[after] == 1 and value not in times:
+            renewals[value] = after
+    return renewals
+
+
+def _absorb(group: Group, joiner: _Joiner, renewals: Mapping[int, int]) -> Group:
     """Take in carried state that only this group reads and renews, split as the group is."""
     defined = {d.value: d.dims for d in group.defines}
-    position_of = {v: i for i, v in enumerate(graph.inputs)}
-    renewed = dict(graph.carried)
     members = set(group.nodes)
     inputs: list[tuple[int, DimFactors]] = []
     for read in group.reads:
-        position = position_of.get(read.value)
-        if position is None or position not in absorbable or position not in renewed:
+        if read.value not in renewals or defined.get(renewals[read.value]) != read.dims:
             continue
-        after = graph.outputs[renewed[position]]
-        readers = {node for node, _ in joiner.readers[read.value]}
-        if after is None or defined.get(after) != read.dims or not readers <= members:
-            continue
-        if graph.outputs.count(after) != 1 or read.value in graph.outputs:
-            continue
-        inputs.append((read.value, read.dims))
+        if all(node in members for node, _ in joiner.readers[read.value]):
+            inputs.append((read.value, read.dims))
     even = group.even | {f for _, dims in inputs for dim in dims for f in dim}
     taken = {value for value, _ in inputs}
     reads = tuple(r for r in group.reads if r.value not in taken)

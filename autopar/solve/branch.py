@@ -21,6 +21,7 @@ from autopar.solve.programme import Columns
 Report = Callable[[float, float], None]
 _OBJECTIVE = 1e4  # what the objective is scaled to: far above HiGHS's tolerances of 1e-7, far below 1/eps
 _ROWS_A_ROUND = 4
+_FEW_ROWS = 24  # so many are all there from the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,10 @@ class _MemoryRows:
         self._limit = problem.memory_limit
         self._instants: Instants | None = instants_of(problem) if problem.memory_limit is not None else None
         self._present: set[int] = set()
-        if self._instants is not None and len(self._instants.times):
+        if self._instants is not None and 0 < len(self._instants.times) <= _FEW_ROWS:
+            for position in range(len(self._instants.times)):
+                self._add(position)
+        elif self._instants is not None and len(self._instants.times):
             # Without any row the first solution holds far too much; where most is held on average, most will be.
             typical = self._instants.loads_of([float(np.mean(u.amounts)) for u in self._instants.usages])
             self._add(int(typical.argmax()))

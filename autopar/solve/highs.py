@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from ortools.math_opt.core.python import solver as mathopt
 Report = Callable[[float, float], None]
 _WORKER = Path(__file__).with_name("highs_worker.py")
 _GRACE_S = 5.0  # by which HiGHS may overrun its limit before it is killed
+_LISTEN_S = 0.05  # between two looks whether the user interrupted
 _LONGEST_S = 1e7  # in place of no limit
 _SMALL, _MOMENT_S = 2_000, 0.2  # non-zeros, and the time that a programme with fewer gets in this process
 
@@ -99,11 +100,25 @@ def solve_mip(
     Returns:
         On Ctrl-C the best so far, with `End.INTERRUPTED`.
     """
-    model, hints = _model(programme), _hints(hint)
+    log = _Log(report)
+    try:
+        return _solve(programme, time_limit_s, _hints(hint), relative_gap, log)
+    except KeyboardInterrupt:  # before HiGHS began or after it ended
+        return MipOutcome(End.INTERRUPTED, None, log.bound)
+
+
+def _solve(
+    programme: Programme,
+    time_limit_s: float,
+    hints: model_parameters_pb2.ModelSolveParametersProto,
+    relative_gap: float,
+    log: _Log,
+) -> MipOutcome:
+    model, num_columns = _model(programme), len(programme.objective)
     if len(programme.coefficients) < _SMALL:
         # Not finished, it starts afresh below: the outcome does not depend on how far it came.
         result = _call(model, _parameters(min(_MOMENT_S, time_limit_s), relative_gap), hints)
-        outcome = _outcome(result, len(programme.objective))
+        outcome = _outcome(result, num_columns)
         if outcome.end is not End.STOPPED or time_limit_s <= _MOMENT_S:
             return outcome
     with tempfile.TemporaryDirectory(prefix="autopar-") as name:
@@ -113,15 +128,15 @@ def solve_mip(
         parameters.highs.string_options["mip_improving_solution_file"] = str(folder / "solutions")
         for part, message in (("model", model), ("parameters", parameters), ("hints", hints)):
             (folder / part).write_bytes(message.SerializeToString())
-        log = _Log(report)
         interrupted = _run_worker(folder, log, min(time_limit_s, _LONGEST_S) + _GRACE_S)
         if log.error is not None:
             raise log.error
-        if (folder / "result").exists():
+        stopped = End.INTERRUPTED if interrupted else End.STOPPED
+        if (folder / "result").exists():  # perhaps written while it was about to be killed
             result = result_pb2.SolveResultProto.FromString((folder / "result").read_bytes())
-            return _outcome(result, len(programme.objective))
-        values = _last_solution(folder / "solutions", len(programme.objective))
-        return MipOutcome(End.INTERRUPTED if interrupted else End.STOPPED, values, log.bound)
+            outcome = _outcome(result, num_columns)
+            return replace(outcome, end=stopped) if outcome.end is End.STOPPED else outcome
+        return MipOutcome(stopped, _last_solution(folder / "solutions", num_columns), log.bound)
 
 
 def solve_lp(programme: Programme) -> tuple[np.ndarray, np.ndarray] | None:
@@ -166,6 +181,8 @@ def _call(
     thread = threading.Thread(target=run, name="autopar-highs")
     thread.start()
     try:
+        while not task.done():  # in turns, for an interrupt that is no signal does not end a wait
+            thread.join(_LISTEN_S)
         return task.result()
     finally:
         thread.join()

@@ -34,7 +34,9 @@ def main(folder: Path) -> None:
         None,
         None,
     )
-    (folder / "result").write_bytes(result.SerializeToString())
+    part = folder / "result.part"  # a result is there as a whole, or it is not
+    part.write_bytes(result.SerializeToString())
+    part.rename(folder / "result")
 
 
 if __name__ == "__main__":

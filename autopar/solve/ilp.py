@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solve.budget import Budget
 from autopar.solve.memory import minimum_memory as minimum_memory
 from autopar.solve.problem import Problem, Solution, Status
-from autopar.solve.search import Search
+from autopar.solve.search import PROVEN, Search
 
 Progress = Callable[[float, float], None]
 
@@ -35,24 +36,42 @@ class Ilp:
         time_limit_s: seconds; then the best assignment so far is returned. Ctrl-C does the same.
         progress: called now and then with the best cost and the lower bound, in seconds; perhaps from
             another thread.
+        seed: of the random numbers that the search of large problems uses.
+        step_limit: of that search, in rounds of message passing and in hundreds of moves of each thread. Where time
+            does not run out first, the same seed gives the same answer.
+        relative_gap: cost and bound as close as that end the search; by default only proof does. What annealing and
+            HiGHS would still find costs them most of their time.
     """
 
     time_limit_s: float = 60.0
     progress: Progress | None = None
+    seed: int = 0
+    step_limit: int | None = None
+    relative_gap: float = PROVEN
 
     def solve(self, problem: Problem) -> Solution:
         """The cheapest assignment.
 
         Returns:
-            Its status says what is proven; with `INFEASIBLE` or `NOT_FOUND` there are no choices.
+            Its status says what is proven, or what stopped it; with `INFEASIBLE` or `NOT_FOUND` there are no choices.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C before any assignment was found.
         """
-        search = Search(problem, time.monotonic() + self.time_limit_s, self.progress)
+        budget = Budget(time.monotonic() + self.time_limit_s, self.step_limit)
+        search = Search(problem, budget, self.progress, seed=self.seed, relative_gap=self.relative_gap)
         search.run()
         if not search.choices:
             status = Status.INFEASIBLE if search.bound == np.inf else Status.NOT_FOUND
             return Solution((), np.inf, search.bound, status)
-        status = Status.OPTIMAL if search.proven else Status.FEASIBLE
-        return Solution(search.choices, search.cost, min(search.bound, search.cost), status)
+        return Solution(search.choices, search.cost, min(search.bound, search.cost), _status(search, budget))
+
+
+def _status(search: Search, budget: Budget) -> Status:
+    if search.proven:
+        return Status.OPTIMAL
+    if search.close:
+        return Status.CLOSE
+    if search.interrupted:
+        return Status.INTERRUPTED
+    return Status.STEPPED if budget.stepped and not budget.overdue else Status.FEASIBLE

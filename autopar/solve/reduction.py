@@ -19,7 +19,7 @@ once (`shared.py`).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -55,11 +55,13 @@ class Reduced:
         problem: node 0 is the ground; the others are `kept`.
         kept: original number of each node but the ground.
         labels: original strategies of each kept node, in order.
+        counts: how often each rule did something, by its name.
     """
 
     problem: Problem
     kept: tuple[int, ...]
     labels: tuple[np.ndarray, ...]
+    counts: dict[str, int]
     _num_nodes: int = field(repr=False)
     _decided: tuple[_Decided, ...] = field(repr=False)
 
@@ -89,6 +91,7 @@ class Network:
         self.alive = [True] * len(self.costs)
         self.dirty = deque(range(len(self.costs)))
         self._queued = [True] * len(self.costs)
+        self.counts: Counter[str] = Counter()
         self.shared = SharedTables()
         for e in problem.edges:
             self.connect(e.source, e.target, self.shared.of(e.costs))
@@ -167,7 +170,7 @@ class Network:
         self.alive[node] = False
 
 
-Rule = Callable[[Network, int], bool]
+Rule = Callable[[Network, int], bool]  # a function: its name is what `Reduced.counts` says
 
 
 def delete_forbidden(net: Network, node: int) -> bool:
@@ -321,6 +324,7 @@ def _fixpoint(net: Network, rules: Sequence[Rule]) -> None:
     while (node := net.next_dirty()) is not None:
         for rule in rules:
             if rule(net, node):
+                net.counts[rule.__name__] += 1
                 net.touch(node)
                 break
 
@@ -336,4 +340,6 @@ def _reduced(net: Network, problem: Problem) -> Reduced:
     costs = (np.array([net.ground_cost]), *(net.costs[n] for n in kept))
     limit = problem.memory_limit if net.limited else None
     smaller = Problem(costs, tuple(edges), tuple(usages), limit)
-    return Reduced(smaller, kept, tuple(net.labels[n] for n in kept), len(net.costs), tuple(net.decided))
+    return Reduced(
+        smaller, kept, tuple(net.labels[n] for n in kept), dict(net.counts), len(net.costs), tuple(net.decided)
+    )

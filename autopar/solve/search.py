@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solve.branch import Branched, branch
+from autopar.solve.budget import Budget
 from autopar.solve.dual import Dual, dear_memory, price_memory
 from autopar.solve.elimination import Elimination, plan_elimination, plan_exact
 from autopar.solve.highs import End
@@ -25,6 +26,7 @@ from autopar.solve.instants import instants_of
 from autopar.solve.memory import minimum_memory
 from autopar.solve.problem import Edge, Problem, Usage
 from autopar.solve.reduction import Reduced, reduce
+from autopar.solve.thinning import thin
 
 Progress = Callable[[float, float], None]
 PROVEN = 1e-6  # relative gap that counts as optimal
@@ -38,6 +40,8 @@ _SHRUNK = 0.8  # of the entries, for another round
 _FIT_SHARE = 0.3  # of the time left, for finding out whether anything fits
 _COMBINE_SHARE = 0.3  # of the time left, for the incumbent
 _SMALL_GAP, _SMALL_GAP_SHARE = 1e-4, 0.05  # closing a relative gap as small is worth that share of the time left
+_MIP_SIZE = 200_000  # entries of edges up to which HiGHS is the first to try a memory limit
+_MIP_SHARE = 0.6  # of the time left, for that
 _LIKELY_SHARES = (0.5, 0.25, 0.12, 0.06, 0.03)  # of the strategies, for a part that elimination can take
 
 
@@ -64,6 +68,11 @@ class Part:
         reduced = reduce(_restricted(self.problem, keep))
         return None if reduced is None else Part(reduced, tuple(keep), self)
 
+    def thinned(self, problem: Problem) -> Part | None:
+        """This part with its problem replaced by an equal one, and reduced again."""
+        reduced = reduce(problem)
+        return None if reduced is None else Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs), self)
+
     def size(self) -> int:
         """Entries of all edges."""
         return sum(e.costs.size for e in self.problem.edges)
@@ -76,21 +85,41 @@ class Search:
         choices: the cheapest assignment that fits; empty until one is found.
         cost: its cost, in seconds.
         bound: no assignment that fits is cheaper; `inf` if none fits.
+        interrupted: whether Ctrl-C ended the search.
     """
 
-    def __init__(self, problem: Problem, deadline: float, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget,
+        progress: Progress | None = None,
+        *,
+        seed: int = 0,
+        relative_gap: float = PROVEN,
+    ) -> None:
         self.choices: tuple[int, ...] = ()
         self.cost, self.bound = np.inf, -np.inf
-        self._problem, self._deadline, self._progress = problem, deadline, progress
+        self._problem, self._budget, self._progress, self._seed = problem, budget, progress, seed
+        self._relative_gap = max(relative_gap, PROVEN)
+        self._mip_gap = 0.1 * PROVEN if self._relative_gap == PROVEN else 0.9 * self._relative_gap
+        self._deadline = budget.deadline
         self._outside = np.inf  # what assignments outside the present part cost at least
         self._rounding = 0.0  # of the cost's sum
-        self._interrupted = False
+        self.interrupted = False
         self._rounds = 0
 
     @property
     def proven(self) -> bool:
         """Whether the assignment is the optimum."""
-        return bool(self.choices) and self.cost - self.bound <= PROVEN * abs(self.cost) + self._rounding
+        return self._within(PROVEN)
+
+    @property
+    def close(self) -> bool:
+        """Whether the assignment is as close to the bound as was asked."""
+        return self._within(self._relative_gap)
+
+    def _within(self, relative_gap: float) -> bool:
+        return bool(self.choices) and self.cost - self.bound <= relative_gap * abs(self.cost) + self._rounding
 
     def run(self) -> None:
         """Search until the optimum is proven, the deadline passes or the user interrupts.
@@ -103,14 +132,14 @@ class Search:
             while part is not None and self._open():
                 part = self._round(part)
         except KeyboardInterrupt:
-            self._interrupted = True
-        if self._interrupted and not self.choices:
+            self.interrupted = True
+        if self.interrupted and not self.choices:
             raise KeyboardInterrupt
         self._tell()
 
     def _open(self) -> bool:
         """Whether there is anything left to do, and time for it."""
-        settled = self.proven or self.bound == np.inf or self._interrupted
+        settled = self.close or self.bound == np.inf or self.interrupted
         return not settled and time.monotonic() < self._deadline
 
     def _tell(self) -> None:
@@ -144,6 +173,17 @@ class Search:
         """Bound a part and search it: the part of it that may hold something cheaper, None if that is settled."""
         problem = part.problem
         elimination = plan_exact(problem, max_entries=_LARGEST_TABLE, max_work=_EXACT_WORK)
+        if elimination is None and problem.memory_limit is not None:
+            if part.size() > _MIP_SIZE:
+                return self._search_large(part)
+            now = time.monotonic()
+            self._bound_part(
+                self._branch(
+                    part, now + _MIP_SHARE * (self._deadline - now), relative_gap=self._mip_gap, report=self._follow
+                ).bound
+            )
+            if not self._open():
+                return None
         if elimination is None:  # larger tables bound better, but it is seldom worth their time at first
             elimination = plan_elimination(problem, max_entries=_FIRST_TABLE << 2 * self._rounds, max_work=_MOST_WORK)
         self._rounds += 1
@@ -168,7 +208,7 @@ class Search:
 
     def _without_dear(self, part: Part, marginals: Sequence[np.ndarray]) -> Part | None:
         """The part without strategies that no assignment cheaper than the incumbent takes."""
-        self._outside = min(self._outside, self.cost - 0.5 * PROVEN * abs(self.cost))
+        self._outside = min(self._outside, self.cost - 0.5 * self._relative_gap * abs(self.cost))
         left = self._nonempty(part.within([np.flatnonzero(m < self._outside) for m in marginals]))
         if left is None or _SMALL < left.size() < _SHRUNK * part.size():
             return left
@@ -186,11 +226,14 @@ class Search:
                     self._meet(part, choices)
                 self._bound_part(bound)
                 return
+        if part.size() > _MIP_SIZE:
+            self._search_large(part)
+            return
         now, deadline = time.monotonic(), self._deadline
         if self.cost - self.bound <= _SMALL_GAP * abs(self.cost):
             deadline = now + _SMALL_GAP_SHARE * (deadline - now)
         report = self._follow if self._outside == np.inf else None  # else its bound is not of the whole
-        self._bound_part(self._branch(part, deadline, relative_gap=0.1 * PROVEN, report=report).bound)
+        self._bound_part(self._branch(part, deadline, relative_gap=self._mip_gap, report=report).bound)
 
     def _follow(self, cost: float, bound: float) -> None:
         if self._progress is not None:
@@ -198,10 +241,35 @@ class Search:
 
     def _branch(self, part: Part, deadline: float, *, relative_gap: float, report: Progress | None = None) -> Branched:
         result = branch(part.problem, deadline=deadline, relative_gap=relative_gap, report=report)
-        self._interrupted |= result.end is End.INTERRUPTED
+        self.interrupted |= result.end is End.INTERRUPTED
         if result.choices:
             self._meet(part, result.choices)
         return result
+
+    def _search_large(self, part: Part) -> None:
+        """Search a part by passing messages and annealing."""
+        # Numba is imported only now: most problems do not need it, and it takes most of a second.
+        from autopar.solve.large import LargeSearch  # noqa: PLC0415
+
+        least = self.cost
+
+        def tell(cost: float) -> None:  # each thread tells of its own best
+            nonlocal least
+            if cost < least:
+                least = cost
+                self._follow(cost, self.bound)
+
+        search = LargeSearch(
+            part.problem,
+            self._budget,
+            seed=self._seed,
+            found=lambda choices: self._meet(part, choices),
+            bounded=self._bound_part,
+            open=self._open,
+            told=tell,
+            relative_gap=self._mip_gap,
+        )
+        search.run(lambda: self._fitting_least(part) if part.problem.memory_limit is not None else ())
 
     def _solve_likely(self, part: Part, marginals: Sequence[np.ndarray], bound: float) -> None:
         """Look for an incumbent among the strategies with the least bounds: as many as elimination can take."""
@@ -244,6 +312,13 @@ class Search:
             self._meet(part, choices)
             if problem.fits(choices) and np.isfinite(problem.evaluate(choices)):
                 return [choices]
+        least = self._fitting_least(part)
+        return [least] if least else []
+
+    def _fitting_least(self, part: Part) -> tuple[int, ...]:
+        """An assignment of a part that fits because it needs the least memory; empty if none was found."""
+        problem, limit = part.problem, part.problem.memory_limit
+        assert limit is not None
         for relative_gap in (5e-3, 1e-6):
             share = _FIT_SHARE * (self._deadline - time.monotonic())
             least = minimum_memory(problem, time_limit_s=share, relative_gap=relative_gap)
@@ -252,8 +327,8 @@ class Search:
                 break
             if least.choices and problem.fits(least.choices):
                 self._meet(part, least.choices)
-                return [least.choices]
-        return []
+                return least.choices
+        return ()
 
 
 def _whole(problem: Problem) -> Part | None:
@@ -261,7 +336,15 @@ def _whole(problem: Problem) -> Part | None:
     if problem.memory_limit is not None and problem.memory_limit < 0.0:
         return None
     reduced = reduce(problem)
-    return None if reduced is None else Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs))
+    if reduced is None:
+        return None
+    part = Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs))
+    while part is not None and (thinned := thin(part.problem)) is not part.problem:
+        smaller = part.thinned(thinned)
+        if smaller is None or smaller.size() >= part.size():
+            return smaller
+        part = smaller
+    return part
 
 
 def _restricted(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:

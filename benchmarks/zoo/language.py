@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from transformers import (
     BartConfig,
     BertConfig,
@@ -23,6 +24,7 @@ from transformers import (
     GPTJConfig,
     LlamaConfig,
 )
+from transformers.models.llama.modeling_flax_llama import FlaxLlamaDecoderLayer, FlaxLlamaRMSNorm
 
 from benchmarks.zoo.training import F32, Batch, Field, Training, cross_entropy, next_token_loss, training
 
@@ -40,6 +42,54 @@ def gptj(config: GPTJConfig, batch: int, seq: int, dtype: Any = F32) -> Training
 def llama(config: LlamaConfig, batch: int, seq: int, dtype: Any = F32) -> Training:
     """RMS norms, gated feed-forward, rotary positions; no dropout."""
     return causal(FlaxLlamaForCausalLM(config, _do_init=False, dtype=dtype), batch, seq, drops_out=False)
+
+
+def llama_scanned(config: LlamaConfig, batch: int, seq: int, dtype: Any = F32) -> Training:
+    """The same with its layers stacked: `nn.scan` runs Hugging Face's layer once for each, recomputed backward."""
+    module = _ScannedLlama(config, dtype)
+
+    def init(rng: jax.Array) -> Any:
+        return module.init(rng, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss_of(params: Any, batch: Batch, rng: jax.Array) -> jax.Array:
+        logits: Any = module.apply({"params": params}, batch["tokens"])
+        return next_token_loss(logits, batch["tokens"])
+
+    return training(init, loss_of, {"tokens": Field((batch, seq), below=config.vocab_size)})
+
+
+class _ScannedLlama(nn.Module):
+    """Hugging Face's LLaMA but for the loop over its layers."""
+
+    config: LlamaConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config, positions = self.config, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        mask = jnp.ones_like(tokens)
+        hidden = nn.Embed(config.vocab_size, config.hidden_size, dtype=self.dtype, name="embed_tokens")(tokens)
+        same_for_all: Any = nn.broadcast
+        layers = nn.scan(
+            nn.remat(_ScannedLayer, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=same_for_all,
+            length=config.num_hidden_layers,
+        )(config, self.dtype, name="layers")
+        hidden, _ = layers(hidden, (mask, positions))
+        hidden = FlaxLlamaRMSNorm(config, dtype=self.dtype, name="norm")(hidden)
+        return nn.Dense(config.vocab_size, use_bias=False, dtype=self.dtype, name="lm_head")(hidden)
+
+
+class _ScannedLayer(nn.Module):
+    config: LlamaConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, hidden: jax.Array, places: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        layer = FlaxLlamaDecoderLayer(self.config, dtype=self.dtype, name="layer")
+        return layer(hidden, *places)[0], None
 
 
 def causal(model: Any, batch: int, seq: int, drops_out: bool = True) -> Training:

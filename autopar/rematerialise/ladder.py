@@ -1,0 +1,167 @@
+"""Ways to compute more and more again, from nothing to all that saves memory.
+
+In: a program's trace and graph, a plan's assignment and its device's program. Out: rungs, each of which holds less from
+the forward to the backward pass than the one before, and takes longer. They follow from a price of memory that rises:
+at each price, every segment of every site keeps what is worth its bytes. From one price to the next the segments go
+over one after the other, the first of the forward pass first: what they hold is held longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.device_program import DeviceProgram
+from autopar.formulation import Formulation
+from autopar.graph.ir import Graph
+from autopar.plan import Again, Recomputation
+from autopar.rematerialise.cut import States, Step, cheapest
+from autopar.rematerialise.numbers import Numbers, numbers_of
+from autopar.rematerialise.segments import Segment, segments_of
+from autopar.rematerialise.sites import Site, sites_of
+from autopar.rules.groups import SMALL_SIZE
+from autopar.trace import Trace
+
+#: Prices of memory, in seconds a byte: from a tenth of the time it takes to write a byte and to read it again, by factors
+#: of two, to a thousand times that.
+_PRICES = tuple(0.1 * 2**n for n in range(14))
+#: Rungs from one price to the next.
+_PARTS = 4
+
+
+def ladder(
+    trace: Trace, f: Formulation, choices: Sequence[int], device: DeviceProgram
+) -> list[tuple[Recomputation, ...]]:
+    """The rungs, from the first that computes anything again; empty where there is no backward pass."""
+    bodies: list[list[Recomputation | None]] = []
+    sites = sites_of(trace)
+    for site in sites:
+        numbers = numbers_of(f, choices, device, sites[0].start)
+        for segment in segments_of(f.graph, site, numbers):
+            levels = _levels(f, site, segment, numbers)
+            if any(levels):
+                bodies.append(levels)
+    rungs: list[tuple[Recomputation, ...]] = [()]
+    for level in range(len(_PRICES)):
+        changing = [i for i, levels in enumerate(bodies) if levels[level] != (levels[level - 1] if level else None)]
+        for part in range(1, _PARTS + 1):
+            over = set(changing[: -(-len(changing) * part // _PARTS)])
+            at = [
+                levels[level] if i in over or i not in changing else (levels[level - 1] if level else None)
+                for i, levels in enumerate(bodies)
+            ]
+            rung = tuple(one for one in at if one is not None)
+            if rung != rungs[-1]:
+                rungs.append(rung)
+    return rungs[1:]
+
+
+def _levels(f: Formulation, site: Site, segment: Segment, numbers: Numbers) -> list[Recomputation | None]:
+    """What a segment computes again at each price."""
+    graph = f.graph
+    steps, needed = _steps(graph, site, segment, numbers)
+    if not needed:
+        return [None] * len(_PRICES)
+    per_byte = 2 / f.profile.hbm_bytes_per_s
+    found: list[Recomputation | None] = []
+    for price in _PRICES:
+        states = cheapest(steps, needed, price * per_byte)
+        found.append(_recomputation(graph, site, steps, states, numbers))
+    return found
+
+
+def _steps(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> tuple[dict[int, Step], list[int]]:
+    """Equations of a segment, and what it is given and could keep; by position, and by -1 - value."""
+    makers = {v: n for n in segment.nodes for v in graph.nodes[n].results}
+    steps: dict[int, Step] = {}
+    for value in site.fixed if site.is_loop else ():
+        makers[value] = -1 - value
+        steps[-1 - value] = Step(site.trips * numbers.num_bytes[value], float("inf"), ())
+    for value in () if site.is_loop else _gathered(graph, site, segment, numbers):
+        makers[value] = -1 - value
+        steps[-1 - value] = Step(numbers.held[value], site.repeat * numbers.seconds[value], ())
+    for n in segment.nodes:
+        node = graph.nodes[n]
+        seconds = sum(numbers.seconds.get(v, 0.0) for v in node.results)
+        reads = {makers[v] for v in node.operands if v is not None and v in makers}
+        steps[n] = Step(
+            _kept_bytes(graph, site, node.results, numbers),
+            float("inf") if n in segment.fixed else site.repeat * site.trips * seconds,
+            tuple(sorted(reads)),
+        )
+    needed = dict.fromkeys(makers[v] for v in site.read if v in makers)
+    return steps, list(needed)
+
+
+def _gathered(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> list[int]:
+    """Inputs that this segment alone reads otherwise split than they are stored, and the backward pass after it."""
+    inputs, own = set(graph.inputs), set(segment.nodes)
+    read = {v for n in segment.nodes for v in graph.nodes[n].operands if v in inputs and numbers.held.get(v)}
+    elsewhere = {
+        v for n, node in enumerate(graph.nodes[: site.start]) if n not in own for v in node.operands if v is not None
+    }
+    return sorted(v for v in read - elsewhere if v is not None and v in site.read and v in numbers.seconds)
+
+
+def _kept_bytes(graph: Graph, site: Site, results: Sequence[int], numbers: Numbers) -> float:
+    """What it takes to keep an equation's results. Those that stay inside kernels are computed again by kernels of the
+    backward pass as it is, and nothing makes XLA keep them."""
+    if site.is_loop:
+        return site.trips * sum(numbers.num_bytes[v] for v in results)
+    large = [v for v in results if graph.values[v].size > SMALL_SIZE]
+    kept = [numbers.held.get(v) or numbers.num_bytes[v] for v in large if v in numbers.stored]
+    return float("inf") if large and not kept else sum(kept)
+
+
+def _recomputation(
+    graph: Graph, site: Site, steps: dict[int, Step], states: States, numbers: Numbers
+) -> Recomputation | None:
+    """What is run again: where a kernel of the backward pass computes a value from others that are kept, it does so
+    anyway; but what is run again must be given what is kept, and nothing that is inside a kernel alone."""
+    again: set[int] = set()
+    for n in sorted(states.again):
+        stored = site.is_loop or n < 0 or any(v in numbers.stored for v in graph.nodes[n].results)
+        if stored or any(read in again for read in steps[n].reads):
+            again.add(n)
+    for n in sorted(states.again, reverse=True):
+        if n in again:
+            again |= states.again.intersection(steps[n].reads)
+    nodes = tuple(sorted(n for n in again if n >= 0))
+    renewed = tuple(sorted(-1 - n for n in again if n < 0))
+    made = {v for n in nodes for v in graph.nodes[n].results} | set(renewed)
+    read = [site.read[v] for v in made if v in site.read]
+    if not read:
+        return None
+    held = _held(graph, site, made, numbers)
+    extra = sum(
+        steps[n].num_bytes
+        for n in states.kept
+        if (values := {-1 - n} if n < 0 else set(graph.nodes[n].results)) and not _is_held(site, values, numbers)
+    )
+    largest = max(nodes or (0,), key=lambda n: sum(numbers.held.get(v, 0.0) for v in graph.nodes[n].results))
+    return Recomputation(
+        again=Again(nodes=nodes, before=min(read), renewed=renewed),
+        path=_common([graph.nodes[n].path for n in nodes]) or graph.nodes[largest].path,
+        saved_bytes=held - extra,
+        time_s=sum(steps[n].seconds for n in again),
+    )
+
+
+def _held(graph: Graph, site: Site, made: set[int], numbers: Numbers) -> float:
+    if site.is_loop:
+        return site.trips * sum(numbers.num_bytes[v] for v in made if v in site.read)
+    return sum(numbers.held.get(v, 0.0) for v in made)
+
+
+def _is_held(site: Site, values: set[int], numbers: Numbers) -> bool:
+    return any(v in site.read if site.is_loop else v in numbers.held for v in values)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The module that all are in."""
+    parts = [path.split("/") for path in paths if path]
+    common = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return "/".join(common)

@@ -1,0 +1,66 @@
+"""Dynamic programming along the order of the nodes, for comparison: exact where the graph is a chain.
+
+In: a `Problem`. Node by node, each strategy keeps the cheapest way to get there from the strategies of the node
+before. An edge from further back is priced by what that way chose. So it was done before integer programmes: OptCNN
+(Jia et al., "Exploring hidden dimensions in parallelizing convolutional neural networks", 2018) and Tofu (Wang et al.,
+"Supporting very large models using automatic dataflow graph partitioning", 2019) make graphs into chains first. Memory
+is not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solve.problem import Problem, Solution, Status
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicProgram:
+    """A `Solver` that proves nothing."""
+
+    def solve(self, problem: Problem) -> Solution:
+        """The assignment it finds; none where that is forbidden or holds too much."""
+        num_nodes = len(problem.node_costs)
+        if not all(len(costs) for costs in problem.node_costs):
+            return Solution((), math.inf, -math.inf, Status.NOT_FOUND)
+        back, until = _edges_back(problem), list(range(num_nodes))
+        for node, edges in enumerate(back):
+            for other, _ in edges:
+                until[other] = max(until[other], node)
+        ways: dict[int, np.ndarray] = {}  # of the nodes that later ones ask for: their strategy on each way
+        steps: list[np.ndarray] = []
+        costs = np.zeros(1)
+        for node, own in enumerate(problem.node_costs):
+            total = np.repeat(costs[:, None], len(own), axis=1)
+            for other, matrix in back[node]:
+                total += matrix[ways[other]]
+            picks = total.argmin(axis=0)
+            costs = total[picks, np.arange(len(own))] + own
+            steps.append(picks)
+            ways = {n: chosen[picks] for n, chosen in ways.items() if until[n] > node}
+            if until[node] > node:
+                ways[node] = np.arange(len(own))
+        choices = [0] * num_nodes
+        at = int(costs.argmin()) if num_nodes else 0
+        for node in reversed(range(num_nodes)):
+            choices[node] = at
+            at = int(steps[node][at])
+        found = tuple(choices)
+        cost = problem.evaluate(found)
+        if not math.isfinite(cost) or not problem.fits(found):
+            return Solution((), math.inf, -math.inf, Status.NOT_FOUND)
+        return Solution(found, cost, -math.inf, Status.UNPROVEN)
+
+
+def _edges_back(problem: Problem) -> list[list[tuple[int, np.ndarray]]]:
+    """Of each node, the edges to lower nodes, with the other node's strategies as rows."""
+    back: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.node_costs]
+    for edge in problem.edges:
+        if edge.source < edge.target:
+            back[edge.target].append((edge.source, edge.costs))
+        else:
+            back[edge.source].append((edge.target, edge.costs.T))
+    return back

@@ -1,0 +1,404 @@
+"""Plans that keep to a memory budget: by splitting otherwise, and by computing forward values again.
+
+In: a program, its plan without a budget, the budget. Out: the fastest plan found that fits, perhaps of the program with
+some of its values computed again; where none does, what is missing and the ways out, priced. The two are weighed in the
+plan's own prediction: the rungs of a ladder compute more and more again (`rematerialise.ladder`), and on each the solver
+splits as the budget left by it allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.assemble import Assembled, assemble
+from autopar.device_program import Buffer, buffers_at_peak, stored_values
+from autopar.errors import BudgetError, MicrobatchError, TimeLimitError
+from autopar.formulation import Formulation, formulate
+from autopar.graph.ir import Graph
+from autopar.mesh import MeshShape
+from autopar.plan import Recomputation
+from autopar.program import Program, recomputing
+from autopar.rematerialise.ladder import ladder
+from autopar.rules.groups import Group
+from autopar.sharding import TensorSharding
+from autopar.solve.ilp import minimum_memory
+from autopar.solve.problem import Solution, Solver, Status
+from autopar.units import human_bytes
+
+#: The part of a memory budget that a plan leaves free: for what XLA's fusion holds beyond the plan's
+#: estimate, and for the allocator, whose memory is never all in one piece.
+BUDGET_MARGIN = 0.05
+
+#: How often the solver's measure of memory is set right by a whole plan's.
+_MOST_TIGHTENINGS = 4
+#: Rungs that are tried with gradients summed later, one in so many.
+_MOST_LESS_PROMPT, _LESS_PROMPT_STRIDE = 3, 2
+#: More microbatches are no way out once the last that were added saved less than this part of the peak.
+_LEAST_SAVED = 0.02
+#: Tensors that an error names of those in memory at the peak.
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan's parts, and the program that they are of.
+
+    Args:
+        recomputed: what the program computes again, of the program that it was made of.
+    """
+
+    program: Program
+    formulation: Formulation
+    solution: Solution
+    parts: Assembled
+    recomputed: tuple[Recomputation, ...] = ()
+
+    @property
+    def step_time_s(self) -> float:
+        return self.parts.prediction.step_time_s
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.parts.prediction.peak_bytes
+
+
+class _TooLargeError(Exception):
+    """No plan of a program fits.
+
+    Args:
+        least: the plan that needs least of those made. estimate: about what another mesh needs at the least.
+    """
+
+    def __init__(self, least: Made, estimate: Callable[[MeshShape], float]) -> None:
+        super().__init__()
+        self.least, self.estimate = least, estimate
+
+
+class NothingFitsError(Exception):
+    """No plan on a mesh fits. As text: what is missing, and what is in memory at the peak.
+
+    Ways out take planning to price, so they are asked for only by who tells the user.
+
+    Args:
+        ways: given whether splitting the batch over time is one, the ways out in words.
+        least_bytes: what the plan needs that needs least of those tried, per device.
+    """
+
+    def __init__(self, text: str, ways: Callable[[bool], list[str]], least_bytes: float) -> None:
+        super().__init__(text)
+        self.ways, self.least_bytes = ways, least_bytes
+
+    def told(self, *, split_over_time: bool) -> BudgetError:
+        """The user's error."""
+        ways = "; ".join([*self.ways(split_over_time), "a smaller batch or model"])
+        return BudgetError(f"{self}. Ways out: {ways}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """What all plans on one mesh share.
+
+    Args:
+        limited: solver of problems with a limit of memory.
+        groups_of: the groups of a graph.
+    """
+
+    pins: dict[int, TensorSharding]
+    solver: Solver
+    limited: Solver
+    groups_of: Callable[[Graph], tuple[Group, ...]]
+
+    def free(self, program: Program, like: Formulation, recomputed: tuple[Recomputation, ...]) -> Made:
+        """The plan of a program without a budget.
+
+        Raises:
+            TimeLimitError: the solver found none.
+        """
+        graph = program.graph
+        groups = like.groups if graph is like.graph else self.groups_of(graph)
+        f = formulate(graph, groups, like.mesh, like.profile, pins=self.pins, memory_budget_bytes=None)
+        return self.made(program, f, self.solver.solve(f.problem), recomputed)
+
+    def made(
+        self, program: Program, f: Formulation, solution: Solution, recomputed: tuple[Recomputation, ...] = ()
+    ) -> Made:
+        """The plan of a solution.
+
+        Raises:
+            TimeLimitError: it has no choices.
+        """
+        if len(solution.choices) != len(f.decisions):
+            raise TimeLimitError(f"planning for mesh {f.mesh} ended with: {solution.status.value}")
+        return Made(program, f, solution, assemble(f, solution.choices, self.pins), recomputed)
+
+
+def within_budget(budget: float, free: Made, planning: Planning, *, rematerialize: bool) -> Made:
+    """The fastest plan found that keeps to a budget.
+
+    Args:
+        free: the plan without one, which does not. rematerialize: whether values may be computed again.
+
+    Raises:
+        NothingFitsError: none does.
+        TimeLimitError: the solver found none in its time.
+    """
+    found: list[Made] = []
+    late: TimeLimitError | None = None
+    least, estimate = free, None
+    try:
+        found.append(_split_otherwise(budget, free, planning))
+    except _TooLargeError as short:
+        least, estimate = short.least, short.estimate
+    except TimeLimitError as error:
+        late = error
+    if rematerialize:
+        try:
+            again, least = _computed_again(budget, free, planning, least)
+            found += [] if again is None else [again]
+        except TimeLimitError as error:
+            late = error
+    if found:
+        return min(found, key=lambda made: made.step_time_s)
+    if late is not None or estimate is None:
+        raise late or TimeLimitError(f"planning for mesh {free.formulation.mesh} ended without a plan")
+    priced = estimate
+
+    def ways(split_over_time: bool) -> list[str]:
+        return _ways_out(
+            budget, free, least, priced, planning, rematerialize=rematerialize, split_over_time=split_over_time
+        )
+
+    raise NothingFitsError(_missing(budget, least), ways, least.peak_bytes)
+
+
+# -- splitting otherwise -----------------------------------------------------------------------
+
+
+def _split_otherwise(budget: float, free: Made, planning: Planning, *, at_least: bool = True) -> Made:
+    """A plan of the same program whose predicted peak keeps to a budget.
+
+    The problem counts the values that the free plan has in memory; what XLA would really keep is known only of a
+    whole plan. So the problem's limit is the budget by the ratio of the two, set again where a plan is still over.
+
+    Args:
+        at_least: where nothing is found, look for what needs least.
+
+    Raises:
+        _TooLargeError: there is none.
+    """
+    stored = stored_values(free.parts.device)
+    before, choices, parts = free.formulation, free.solution.choices, free.parts
+
+    def formulation(mesh: MeshShape) -> Formulation:
+        graph, groups, profile = before.graph, before.groups, before.profile
+        return formulate(graph, groups, mesh, profile, pins=planning.pins, memory_budget_bytes=budget, stored=stored)
+
+    f = formulation(before.mesh)
+    ratio = f.problem.peak_memory(_with_shared_copies(before, f, choices)) / parts.prediction.peak_bytes
+    limit = budget * ratio
+    least, status = free, Status.NOT_FOUND
+    for _ in range(_MOST_TIGHTENINGS):
+        limited = replace(f, problem=replace(f.problem, memory_limit=limit))
+        solution = planning.limited.solve(limited.problem)
+        status = solution.status
+        if len(solution.choices) != len(f.decisions):
+            break
+        made = planning.made(free.program, limited, solution, free.recomputed)
+        if made.peak_bytes <= budget:
+            return made
+        least = min(least, made, key=lambda one: one.peak_bytes)
+        limit *= 0.995 * budget / made.peak_bytes
+    if status is Status.NOT_FOUND:
+        raise TimeLimitError(f"planning for mesh {before.mesh} within its memory budget ended without a plan")
+
+    smallest = minimum_memory(f.problem) if at_least else None
+    if smallest is not None and smallest.choices:  # XLA may store more of that plan than the problem counts
+        solution = Solution(smallest.choices, f.problem.evaluate(smallest.choices), 0.0, Status.FEASIBLE)
+        made = planning.made(free.program, f, solution, free.recomputed)
+        if made.peak_bytes <= budget:
+            return made
+        least = min(least, made, key=lambda one: one.peak_bytes)
+
+    def estimate(mesh: MeshShape) -> float:
+        return minimum_memory(formulation(mesh).problem).peak_bytes / ratio
+
+    raise _TooLargeError(least, estimate)
+
+
+def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
+    """Choices of the problem without a budget as those of the one with: its copies say too whether they are their
+    maker's own buffer, and those come first."""
+    made = {flow.target: flow.made[choices[flow.source]] for flow in free.flows if not flow.uses}
+    mapped = list(choices)
+    for node, decision in enumerate(free.decisions):
+        if decision.kind == "copy" and decision.shardings[choices[node]] != made.get(node):
+            mapped[node] += decision.num_strategies
+    assert all(c < d.num_strategies for c, d in zip(mapped, limited.decisions, strict=True))
+    return tuple(mapped)
+
+
+# -- computing again ---------------------------------------------------------------------------
+
+
+def _computed_again(budget: float, free: Made, planning: Planning, least: Made) -> tuple[Made | None, Made]:
+    """The fastest plan found that computes values again and fits; and of those made, the one that needs least.
+
+    Up the ladder a plan needs less and takes longer. The first rung on which even the plan without a limit fits is
+    searched from where the ladder's own figures have it; below it, a plan that is split for less memory may be faster.
+    """
+    rungs = ladder(free.program.trace, free.formulation, free.solution.choices, free.parts.device)
+    known: dict[int, Made] = {}
+    fitting: list[Made] = []
+
+    def unlimited(rung: int) -> Made:
+        if rung not in known:
+            program = recomputing(free.program, [one.again for one in rungs[rung]])
+            known[rung] = planning.free(program, free.formulation, rungs[rung])
+        return known[rung]
+
+    def limited(rung: int) -> Made | None:
+        nonlocal least
+        try:
+            made = unlimited(rung)
+            return (
+                made
+                if made.peak_bytes <= budget
+                else _split_otherwise(budget, made, planning, at_least=low == len(rungs))
+            )
+        except _TooLargeError as short:
+            least = min(least, short.least, key=lambda one: one.peak_bytes)
+        except TimeLimitError:
+            return None
+        return None
+
+    saved = [sum(one.saved_bytes for one in rung) for rung in rungs]
+    low, high, stride = 0, len(rungs), 1
+    probe = next((i for i, size in enumerate(saved) if free.peak_bytes - size <= budget), high - 1)
+    while low < high:  # those below `low` do not fit, `high` does
+        if unlimited(probe).peak_bytes <= budget:
+            high = probe
+        else:
+            low = probe + 1
+        bracketed = low > 0 and high < len(rungs)
+        probe = (low + high) // 2 if bracketed else max(low, high - stride) if low == 0 else min(high, low + stride) - 1
+        stride *= 2
+    if low < len(rungs):
+        fitting.append(unlimited(low))
+        fitting += _less_prompt(budget, free, planning, rungs[low:])
+    if low > 0:
+        half = limited(low // 2)
+        between = half or limited(3 * low // 4) or limited(low - 1)
+        further = limited(low // 4) if half and low >= 4 else None
+        fitting += [made for made in (between, further) if made is not None]
+    best = min(fitting, key=lambda made: made.step_time_s, default=None)
+    return best, least
+
+
+def _less_prompt(
+    budget: float, free: Made, planning: Planning, rungs: Sequence[tuple[Recomputation, ...]]
+) -> Iterator[Made]:
+    """The first of some rungs that fits even where gradients have time to be summed: faster, and holds more."""
+    for rung in rungs[: _MOST_LESS_PROMPT * _LESS_PROMPT_STRIDE : _LESS_PROMPT_STRIDE]:
+        later = tuple(replace(one, again=replace(one.again, prompt=False)) for one in rung)
+        made = planning.free(recomputing(free.program, [one.again for one in later]), free.formulation, later)
+        if made.peak_bytes <= budget:
+            yield made
+            return
+
+
+# -- nothing fits --------------------------------------------------------------------------------
+
+
+def _ways_out(
+    budget: float,
+    free: Made,
+    least: Made,
+    estimate: Callable[[MeshShape], float],
+    planning: Planning,
+    *,
+    rematerialize: bool,
+    split_over_time: bool,
+) -> list[str]:
+    """What would fit, with what it costs where that is known; each a few words. Another kind of way out is another
+    line here."""
+    mesh, ways = free.formulation.mesh, []
+    if not rematerialize:
+        made, _ = _computed_again(budget, free, planning, least)
+        if made is not None:
+            ways.append(f"let forward values be computed again (`rematerialize=True`; {_slower(made, free)})")
+    if split_over_time and (made := _split_over_time(budget, free, planning)) is not None:
+        count = made.program.num_microbatches
+        ways.append(f'split the batch over time (`num_microbatches={count}`, or `"auto"`; {_slower(made, free)})')
+    ways.append(f"give `memory_budget_bytes={1.001 * least.peak_bytes / (1 - BUDGET_MARGIN):.4g}` or more")
+    for times in (2, 4, 8):
+        larger = MeshShape(mesh.axis_names, (mesh.axis_sizes[0] * times, *mesh.axis_sizes[1:]))
+        if estimate(larger) <= budget:
+            ways.append(f"use {larger.num_devices} devices (mesh {larger})")
+            break
+    return ways
+
+
+def _slower(made: Made, free: Made) -> str:
+    return f"{100 * (made.step_time_s / free.step_time_s - 1):+.0f} %"
+
+
+def _split_over_time(budget: float, free: Made, planning: Planning) -> Made | None:
+    """The plan with the fewest microbatches, of 2, 4, 8, ..., that fits without computing anything again."""
+    count, before = 2, free.peak_bytes
+    while True:
+        try:
+            split = free.program.in_microbatches(count)  # ends where the batch has not so many parts
+            made = planning.free(split.forms[-1], free.formulation, ())
+        except (MicrobatchError, TimeLimitError):
+            return None
+        if made.peak_bytes <= budget:
+            return made
+        if made.peak_bytes > (1 - _LEAST_SAVED) * before:
+            return None
+        try:
+            return _split_otherwise(budget, made, planning, at_least=False)
+        except (_TooLargeError, TimeLimitError):
+            count, before = 2 * count, made.peak_bytes
+
+
+def _missing(budget: float, least: Made) -> str:
+    needed = least.peak_bytes
+    short = f"{human_bytes(needed - budget)} short" if needed > 1.001 * budget else "just short"
+    tried = "sharding tried" if not least.recomputed else "sharding tried reaches, computing forward values again,"
+    return (
+        f"no plan on mesh {least.formulation.mesh} fits the memory budget of"
+        f" {human_bytes(budget / (1 - BUDGET_MARGIN))} per device, of which {100 * BUDGET_MARGIN:g} % stay free: the"
+        f" least that any {tried}{'' if least.recomputed else ' reaches'} is {human_bytes(needed)},"
+        f" {_at_the_peak(least)}, {short}"
+    )
+
+
+def _at_the_peak(made: Made) -> str:
+    """When a plan needs most, and what is in memory then."""
+    told, graph = made.parts.prediction, made.formulation.graph
+    instant, buffers = buffers_at_peak(made.parts.device)
+    held = [
+        ("parameters", told.parameter_bytes),
+        ("optimizer state", told.optimizer_bytes),
+        ("data", told.data_bytes + told.output_bytes),
+        *_by_maker(buffers, graph),
+    ]
+    named = sorted(held, key=lambda one: -one[1])[: _MOST_NAMED + 1]
+    parts = ", ".join(f"{human_bytes(size)} of {name}" for name, size in named if size > 0.01 * told.peak_bytes)
+    if not made.parts.device.ops:
+        return f"with {parts}"
+    node = graph.nodes[made.parts.device.ops[instant].node]
+    where = f"`{node.path}`" if node.path else f"a {node.primitive}"
+    source = f" ({node.source})" if node.source else ""
+    return f"in the {node.phase} pass at {where}{source}, with {parts}"
+
+
+def _by_maker(buffers: Sequence[Buffer], graph: Graph) -> list[tuple[str, float]]:
+    makers = {v: node for node in graph.nodes for v in node.results}
+    sizes: dict[str, float] = {}
+    for buffer in buffers:
+        node = makers.get(buffer.value)
+        name = f"`{node.primitive}` results" if node else "gathered inputs"
+        sizes[name] = sizes.get(name, 0.0) + buffer.num_bytes
+    return list(sizes.items())

@@ -1,0 +1,122 @@
+"""Planning the train step of an 8-billion-parameter LLaMA for 64 H100s, against XLA's GPU compile of the step so planned.
+
+Hugging Face's LLaMA with the sizes of LLaMA 3 8B: 32 layers, 64 x 2,048 tokens, bf16 compute, f32 parameters, AdamW. Its
+layers are unrolled, as the library has them, or in a scan, each recomputed in the backward pass. The mesh is given; the
+memory budget is the profile's own, 60 GB of 80. The fastest plan of the unrolled step does not keep to it, so that step is
+solved again under a memory limit, where the solver may stop at a gap of 0.5 %; `half the tokens` is the same step with
+64 x 1,024 tokens, whose fastest plan does.
+
+Both run here, in one process without a GPU. Seconds are of the wall clock; `cpu_s` are the processes', which other load on
+the machine does not stretch as much. Planning includes tracing, and is divided into its stages; the compile is XLA's alone,
+for GPUs that are not there, with autotuning off. `gap` is that of the plan kept.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import autopar
+from autopar import planner, within_budget
+from autopar.cost import hardware
+from autopar.plan import Plan
+from autopar.solve.ilp import Ilp
+from autopar.solve.search import PROVEN
+from benchmarks.absent_gpus import absent_mesh
+from benchmarks.models import llama_8b_scanned_target, llama_8b_target
+from benchmarks.zoo.training import Target
+
+Row = dict[str, str | float | bool]
+
+HARDWARE = "h100-sxm"
+#: The step, its mesh, and at which gap the solver may stop.
+PROGRAMS: dict[str, tuple[Callable[[], Target], str, float]] = {
+    "scanned, 8x8": (llama_8b_scanned_target, "8x8", PROVEN),
+    "scanned, 4x4x4": (llama_8b_scanned_target, "4x4x4", PROVEN),
+    "unrolled, half the tokens, 8x8": (lambda: llama_8b_target(seq=1024), "8x8", PROVEN),
+    "unrolled, 8x8": (llama_8b_target, "8x8", 5e-3),
+    "unrolled, half the tokens, 4x4x4": (lambda: llama_8b_target(seq=1024), "4x4x4", PROVEN),
+}
+#: Of each stage of planning, the functions that it is; by the module that calls them.
+_STAGES = {
+    "trace": ((planner, "program_of"),),
+    "groups": ((planner, "_group"),),
+    "formulate": ((planner, "formulate"), (within_budget, "formulate")),
+    "solve": ((Ilp, "solve"), (within_budget, "minimum_memory")),
+    "assemble": ((within_budget, "assemble"),),
+}
+
+
+def measure(program: str) -> list[Row]:
+    """One row: seconds to plan and to compile."""
+    build, mesh, relative_gap = PROGRAMS[program]
+    step, args = build()
+    start, began = time.perf_counter(), _cpu_s()
+    with _stages() as stages:
+        plan = autopar.plan(step, *args, mesh=mesh, hardware=HARDWARE, solver=Ilp(relative_gap=relative_gap))
+    plan_s, plan_cpu_s = time.perf_counter() - start, _cpu_s() - began
+    compile_s, compile_cpu_s = _compile(plan, build)
+    return [
+        {
+            "plan_s": plan_s,
+            "xla_compile_s": compile_s,
+            "plan_over_compile": plan_s / compile_s,
+            "plan_cpu_s": plan_cpu_s,
+            "xla_compile_cpu_s": compile_cpu_s,
+            **{f"{name}_cpu_s": stages[name] for name in _STAGES},
+            "plans": round(stages["plans"]),
+            "nodes": plan.outcome.num_nodes,
+            "strategies": plan.outcome.num_strategies,
+            "status": plan.outcome.status,
+            "gap": plan.outcome.gap,
+            "predicted_step_s": plan.prediction.step_time_s,
+            "predicted_peak_bytes": plan.prediction.peak_bytes,
+            "recomputed": len(plan.recomputed),
+            "words": plan.words,
+        }
+    ]
+
+
+@contextmanager
+def _stages() -> Iterator[dict[str, float]]:
+    """CPU seconds of each stage while this lasts, and how many whole plans were laid out."""
+    spent: dict[str, float] = defaultdict(float)
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            began = _cpu_s()
+            spent["plans"] += name == "assemble"
+            try:
+                return function(*args, **options)
+            finally:
+                spent[name] += _cpu_s() - began
+
+        return run
+
+    with ExitStack() as patched:
+        for name, functions in _STAGES.items():
+            for owner, attribute in functions:
+                patched.enter_context(mock.patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
+        yield spent
+
+
+def _compile(plan: Plan, build: Callable[[], Target]) -> tuple[float, float]:
+    """Seconds, and CPU seconds, that XLA takes to compile the planned step for GPUs that are not there."""
+    step, args = build()
+    profile = hardware.load(HARDWARE)
+    mesh = absent_mesh(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), profile)
+    lowered = autopar.parallelize(step, plan=plan).lower(*args, mesh=mesh)
+    start, began = time.perf_counter(), _cpu_s()
+    lowered.compile()
+    return time.perf_counter() - start, _cpu_s() - began
+
+
+def _cpu_s() -> float:
+    """Of this process, and of those that it started and that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system

@@ -1,0 +1,367 @@
+"""Which hardware a step fits on: the least number is the least, every reason holds, and what was found is kept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from autopar import least_devices
+from autopar.cli import main
+from autopar.compare_hardware import Compared, Comparison, compare, profiles_of
+from autopar.cost.hardware import HardwareProfile, load
+from autopar.errors import HardwareError
+from autopar.explain import plain_text
+from autopar.explain_comparison import comparison_json, render_comparison
+from autopar.least_devices import Fit, fits, meshes_of, numbers_of_devices, state_of
+from autopar.plan import Plan
+from autopar.planner import plan_in_microbatches
+from autopar.program import Program, program_of
+from autopar.solve.ilp import Ilp
+from autopar.solve.problem import Problem, Solution, Status
+from autopar.within_budget import BUDGET_MARGIN, NothingFitsError
+
+WIDTH = 512
+H100 = Path(__file__).parents[1] / "cost_models" / "hardware" / "h100-sxm.toml"
+
+#: The same step, with few examples or many, as a target of the command line.
+TARGET = """\
+from test_compare_hardware import step_and_args
+
+def few():
+    return step_and_args(64)
+
+def broken():
+    raise RuntimeError("no such model")
+"""
+
+
+def step_and_args(examples: int, *, layers: int = 3) -> tuple[Any, Any]:
+    """Mixed precision: f16 parameters; their f32 copy and moments, which the update alone reads."""
+    tx = optax.adam(1e-3)
+
+    def loss_of(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    def train_step(state: Any, batch: Any) -> Any:
+        params, master, moments = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, moments = tx.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), moments, master)
+        master = optax.apply_updates(master, updates)
+        return (jax.tree.map(lambda m: m.astype(jnp.float16), master), master, moments), loss
+
+    train_step.__qualname__ = "train_step"  # reports name it so
+    master = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * layers
+    half = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float16)] * layers
+    batch = {"x": jax.ShapeDtypeStruct((examples, WIDTH), jnp.float16)}
+    return train_step, ((half, master, jax.eval_shape(tx.init, master)), batch)
+
+
+def program(examples: int = 64) -> Program:
+    step, args = step_and_args(examples)
+    return program_of(step, args, carry=None, donate=None)
+
+
+def profile(mb: float, name: str = "tiny", *, host: int = 4) -> HardwareProfile:
+    """An H100 of so many megabytes for a plan to fill."""
+    size = int(mb * 1e6 / (1 - BUDGET_MARGIN))
+    return replace(load("h100-sxm"), name=name, hbm_bytes=size, usable_fraction=1.0, devices_per_host=host)
+
+
+def least(told: Program, hardware: HardwareProfile, **options: Any) -> Fit:
+    (fit,) = fits(told, [hardware], **options)
+    return fit
+
+
+def refuses(mesh: str, hardware: HardwareProfile, count: int) -> bool:
+    """Whether no plan on a mesh fits, as the planner says it without a comparison."""
+    try:
+        plan_in_microbatches(program(), count, mesh=mesh, hardware=hardware)
+    except NothingFitsError:
+        return True
+    return False
+
+
+# Training state.
+
+
+def test_state_is_read_off_the_arguments() -> None:
+    size = 3 * WIDTH * WIDTH
+    state = state_of(program())
+    assert state.num_parameters == size
+    assert state.parameter_bytes == 2 * size
+    assert state.gradient_bytes == 2 * size
+    assert state.optimizer_bytes == 12 * size + 4  # and Adam's count
+    assert state.total_bytes == 16 * size + 4
+
+
+def test_state_in_full_precision() -> None:
+    """A step that keeps less than mixed precision does is not said to keep as much: here, only its parameters."""
+
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
+        return w - 0.1 * grad, loss
+
+    args = (jax.ShapeDtypeStruct((WIDTH, 8), jnp.float32), jax.ShapeDtypeStruct((4, WIDTH), jnp.float32))
+    state = state_of(program_of(step, args, carry=None, donate=None))
+    assert (state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes) == (4 * WIDTH * 8, 4 * WIDTH * 8, 0)
+
+
+# The least number.
+
+
+def test_fits_on_one() -> None:
+    fit = least(program(), profile(200))
+    assert fit.on_one
+    assert fit.num_devices == 1
+    assert fit.refused == ()
+    assert fit.plan is not None
+    assert fit.plan.prediction.peak_bytes <= fit.budget_bytes
+
+
+@pytest.mark.parametrize("mb", [11.5, 5])
+def test_least_number_is_the_least(mb: float) -> None:
+    hardware = profile(mb)
+    fit = least(program(), hardware, max_devices=16)
+    assert fit.plan is not None
+    assert fit.plan.prediction.peak_bytes <= fit.budget_bytes
+    numbers = numbers_of_devices(hardware, 16)
+    assert fit.num_devices in numbers[1:]
+    assert tuple(one.num_devices for one in fit.refused) == numbers[: numbers.index(fit.num_devices)]
+    for one in fit.refused:
+        assert one.least_bytes > fit.budget_bytes
+    for mesh in meshes_of(fit.refused[-1].num_devices, hardware):
+        assert refuses(str(mesh), hardware, 1)
+        assert refuses(str(mesh), hardware, 64 // mesh.axis_sizes[0])
+
+
+def test_state_too_large_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = watch(monkeypatch)
+    told = program()
+    fit = least(told, profile(5), max_devices=8)
+    kept = state_of(told).kept_bytes
+    for one in fit.refused:
+        if kept / one.num_devices > fit.budget_bytes:
+            assert not one.planned
+            assert one.least_bytes == kept / one.num_devices
+    assert [one.num_devices for one in fit.refused if not one.planned][:2] == [1, 2]
+    assert min(num for num, _ in planned) >= kept / fit.budget_bytes
+
+
+def test_none_of_the_most() -> None:
+    fit = least(program(), profile(1), max_devices=4)
+    assert fit.plan is None
+    assert fit.num_devices is None
+    assert not fit.on_one
+    assert [one.num_devices for one in fit.refused] == [1, 2, 4]
+
+
+def test_fewest_microbatches_that_fit() -> None:
+    """Activations of many examples: on one device they fit a part of the batch at a time, or computed again."""
+    told, hardware = program(65536), profile(90)
+    fit = least(told, hardware, max_devices=1, rematerialize=False)
+    assert fit.plan is not None
+    assert fit.plan.microbatches is not None
+    count = fit.plan.microbatches.count
+    assert count > 1
+    halved = least(told, hardware, max_devices=1, rematerialize=False, num_microbatches=count // 2)
+    assert halved.plan is None
+    same = least(told, hardware, max_devices=1, rematerialize=False, num_microbatches=count)
+    assert same.plan is not None
+    assert same.plan.prediction == fit.plan.prediction
+
+
+def test_smaller_memory_starts_where_larger_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several profiles together come to what each does alone, and plan no number anew that failed with more memory."""
+    profiles = [profile(mb, f"tiny-{mb}") for mb in (4, 12.5, 6)]
+    alone = [least(program(), one, max_devices=8).num_devices for one in profiles]
+    planned = watch(monkeypatch)
+    step_args = step_and_args(64)
+    told = compare({"few": lambda: step_args}, profiles, max_devices=8)
+    (one,) = told.compared
+    assert [fit.profile.name for fit in one.fits] == [one.name for one in profiles]
+    assert [fit.num_devices for fit in one.fits] == alone
+    by_memory = sorted(one.fits, key=lambda fit: -fit.budget_bytes)
+    numbers = [fit.num_devices for fit in by_memory]
+    assert numbers == sorted(number for number in numbers if number is not None)
+    for before, after in itertools.pairwise(by_memory):
+        again = {number for number, name in planned if name == after.profile.name}
+        assert before.num_devices is not None
+        assert min(again) >= before.num_devices
+
+
+def test_numbers_are_whole_hosts() -> None:
+    six = profile(100, host=6)
+    assert numbers_of_devices(six, 50) == (1, 2, 4, 6, 12, 24, 48)
+    assert numbers_of_devices(six, 3) == (1, 2)
+    assert numbers_of_devices(profile(100, host=1), 5) == (1, 2, 4)
+    assert [str(mesh) for mesh in meshes_of(12, six)] == ["2x6", "12"]
+    assert [str(mesh) for mesh in meshes_of(4, six)] == ["4"]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Numbers of devices and hardware of all that is planned from here on."""
+    planned: list[tuple[int, str]] = []
+    plan = least_devices.plan_in_microbatches
+
+    def watched(told: Program, count: int, **options: Any) -> Plan:
+        planned.append((options["mesh"].num_devices, options["hardware"].name))
+        return plan(told, count, **options)
+
+    monkeypatch.setattr(least_devices, "plan_in_microbatches", watched)
+    return planned
+
+
+# Interrupted.
+
+
+def interrupt_on(monkeypatch: pytest.MonkeyPatch, hardware: str) -> None:
+    plan = least_devices.plan_in_microbatches
+
+    def interrupted(told: Program, count: int, **options: Any) -> Plan:
+        if options["hardware"].name == hardware:
+            raise KeyboardInterrupt
+        return plan(told, count, **options)
+
+    monkeypatch.setattr(least_devices, "plan_in_microbatches", interrupted)
+
+
+def test_interrupted_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_on(monkeypatch, "small")
+    step_args = step_and_args(64)
+    targets = {"first": lambda: step_args, "second": lambda: step_args}
+    told = compare(targets, [profile(20, "small"), profile(200, "large")])
+    assert told.interrupted
+    (one,) = told.compared
+    assert one.target == "first"
+    assert [(fit.profile.name, fit.num_devices) for fit in one.fits] == [("large", 1)]
+    assert "large" in plain_text(lambda console: render_comparison(told, console))
+
+
+def test_a_solver_that_was_interrupted_ends_the_comparison() -> None:
+    """It returns the best so far, with which a plan could be made: but the user wants to stop."""
+
+    class Interrupted:
+        def solve(self, problem: Problem) -> Solution:
+            return replace(Ilp().solve(problem), status=Status.INTERRUPTED)
+
+    step_args = step_and_args(64)
+    told = compare({"few": lambda: step_args}, [profile(200)], solver=Interrupted())
+    assert told.interrupted
+    assert told.compared[0].fits == ()
+
+
+def test_a_solver_without_a_plan_is_no_proof() -> None:
+    """Where time ran out the number is not said to be too small for good: its reason is told."""
+
+    class Late:
+        def solve(self, problem: Problem) -> Solution:
+            return Solution((), float("inf"), 0.0, Status.NOT_FOUND)
+
+    fit = least(program(), profile(200), max_devices=2, solver=Late())
+    assert fit.plan is None
+    assert all("no assignment found within the time limit" in one.without_plan for one in fit.refused)
+    told = Comparison(compared=(Compared(target="few", state=state_of(program()), fits=(fit,)),), max_devices=2)
+    assert json.loads(json.dumps(comparison_json(told), allow_nan=False))["targets"][0]["hardware"][0]["plan"] is None
+
+
+# The command line.
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with a target, and two profiles that it does and does not fit one device of."""
+    (tmp_path / "train.py").write_text(TARGET)
+    for name, size in (("small", 12e6), ("large", 200e6)):
+        text = H100.read_text().replace('name = "h100-sxm"', f'name = "{name}"', 1)
+        text = re.sub(r"^hbm_bytes = .*$", f"hbm_bytes = {int(size)}", text, flags=re.MULTILINE)
+        (tmp_path / f"{name}.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    yield tmp_path
+
+
+def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "train.py:few", "--compare", "small.toml,large.toml", "--devices", "8"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("train.py:few: `train_step`, 786,432 parameters; training state 12.6 MB: parameters 1.57 MB,")
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip().startswith(("small", "large"))}
+    assert rows["large"][3:6] == ["yes", "1", "1"]
+    assert rows["small"][3] == "no"
+    assert "for parameters and optimizer" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "train.py:few", "--compare", "small.toml,large.toml", "--devices", "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["format"], told["interrupted"], told["max_devices"]) == ("autopar-comparison", False, 8)
+    (target,) = told["targets"]
+    assert target["error"] is None
+    assert target["training_state"]["total_bytes"] == 16 * 786_432 + 4
+    small, large = target["hardware"]
+    assert (small["name"], small["fits_on_one"]) == ("small", False)
+    assert small["plan"]["prediction"]["peak_bytes"] <= small["budget_bytes"]
+    assert small["refused"][0]["num_devices"] == 1
+    assert (large["fits_on_one"], large["least_num_devices"], large["refused"]) == (True, 1, [])
+    assert large["plan"]["mesh"] == {"data": 1}
+
+
+def test_one_target_that_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "train.py:broken", "train.py:few", "--compare", "large.toml"]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("train.py:few: `train_step`")
+    assert err.startswith("autopar: train.py:broken: `broken` failed at ")
+    assert "no such model" in err
+
+
+def test_batch_that_cannot_be_split_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "train.py:few", "--compare", "large.toml", "--num-microbatches", "7"]) == 2
+    out, err = capsys.readouterr()
+    assert "7" in err
+    assert "training state 12.6 MB" in out
+
+
+def test_interrupted_command(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupt_on(monkeypatch, "small")
+    assert main(["plan", "train.py:few", "--compare", "small.toml,large.toml"]) == 130
+    out, err = capsys.readouterr()
+    assert "large" in out
+    assert err == "autopar: interrupted; above is what was found until then\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--compare", "h101"], "unknown hardware 'h101'"),
+        (["--compare", " ,"], "there is no hardware to compare: name profiles, with commas between, of a100-sxm-40,"),
+        (["--compare", "h200", "--hardware", "h200"], "drop --hardware, or drop --compare"),
+        (["--compare", "h200", "-o", "p.json", "--mesh", "2x4"], "drop --mesh, --output, or drop --compare"),
+        (["--compare", "h200", "--memory-budget", "1GB", "--pin", "x=P()"], "drop --memory-budget, --pin, or drop"),
+        (["second.py:make"], "train.py:few, second.py:make: `autopar plan` plans one target; give one, or compare"),
+    ],
+)
+def test_mistakes(folder: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "train.py:few", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+
+
+def test_profiles_once_each() -> None:
+    assert [one.name for one in profiles_of(["h200", " v100-sxm-16", "h200"])] == ["h200", "v100-sxm-16"]
+    with pytest.raises(HardwareError, match="Did you mean 'v100-sxm-16' or 'v100-sxm-32'"):
+        profiles_of(["v100"])

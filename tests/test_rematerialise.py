@@ -1,0 +1,328 @@
+"""Forward values computed again: the same numbers, in less memory."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import errors, execute
+from autopar.explain import explain_json
+from autopar.formulation import formulate
+from autopar.graph.check import check
+from autopar.on_device import device_program
+from autopar.plan import Again, Plan
+from autopar.planner import plan_program, rules_of
+from autopar.program import Program, program_of, recomputing
+from autopar.rematerialise.cut import Step, cheapest
+from autopar.rematerialise.ladder import ladder
+from autopar.rematerialise.sites import sites_of
+from autopar.rules.groups import form_groups
+from autopar.solve.ilp import Ilp
+
+HARDWARE = "h100-sxm"
+#: Activations are many times the parameters.
+BATCH, WIDTH = 2048, 64
+#: One device: no sharding saves any memory, and what does is computed again.
+MESH = "1"
+
+
+def deep(
+    num_layers: int = 4, batch: int = BATCH, width: int = WIDTH, *, scanned: bool = False, checkpointed: bool = False
+) -> tuple[Any, Any, Any]:
+    """A deep residual net with dropout: the step, a state, a batch."""
+
+    def layer(x: jax.Array, given: Any) -> jax.Array:
+        weights, key = given
+        y = x - x.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5)
+        y = jax.nn.gelu(y @ weights["up"])
+        y = jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y / 0.9, 0.0)
+        return x + jnp.tanh(y @ weights["down"])
+
+    if checkpointed:
+        layer = jax.checkpoint(layer)
+
+    def loss_of(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        x, keys = batch["x"] @ params["in"], jax.random.split(key, num_layers)
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, given: (layer(x, given), None), x, (params["layers"], keys))
+        else:
+            for i in range(num_layers):
+                x = layer(x, (jax.tree.map(lambda a, i=i: a[i], params["layers"]), keys[i]))
+        return ((x @ params["out"] - batch["y"]) ** 2).mean()
+
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, moments, key = state
+        key, now = jax.random.split(key)
+        loss, grads = jax.value_and_grad(loss_of)(params, batch, now)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments, key), loss
+
+    def array(seed: int, *shape: int) -> Any:
+        return jnp.asarray(np.random.default_rng(seed).normal(size=shape, scale=shape[-2] ** -0.5), jnp.float32)
+
+    layers = {"up": array(0, num_layers, width, 4 * width), "down": array(1, num_layers, 4 * width, width)}
+    params = {"in": array(2, 16, width), "layers": layers, "out": array(3, width, 8)}
+    state = (params, tx.init(params), jax.random.key(7))
+    return step, state, {"x": array(4, batch, 16), "y": array(5, batch, 8)}
+
+
+@functools.cache
+def traced(scanned: bool) -> tuple[Program, Any, Any]:
+    step, state, batch = deep(scanned=scanned)
+    return program_of(step, (state, batch), carry=None, donate=[]), (state, batch), jax.jit(step)(state, batch)
+
+
+@functools.cache
+def free_plan(scanned: bool) -> Plan:
+    return plan_program(traced(scanned)[0], mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15)
+
+
+@functools.cache
+def planned_within(scanned: bool, part: float) -> Plan:
+    budget = part * free_plan(scanned).prediction.peak_bytes / 0.95
+    return plan_program(traced(scanned)[0], mesh=MESH, hardware=HARDWARE, memory_budget_bytes=budget)
+
+
+def rungs_of(program: Program) -> list[tuple[Any, ...]]:
+    from autopar.cost.hardware import load
+    from autopar.mesh import parse_mesh
+
+    graph, profile = program.graph, load(HARDWARE)
+    groups = form_groups(graph, rules_of(graph)[0], frozenset())
+    f = formulate(graph, groups, parse_mesh(MESH), profile, pins={}, memory_budget_bytes=None)
+    choices = Ilp().solve(f.problem).choices
+    return ladder(program.trace, f, choices, device_program(f, choices, profile))
+
+
+def same(result: Any, expected: Any) -> None:
+    def numbers(tree: Any) -> list[np.ndarray]:
+        keys = jnp.issubdtype
+        return [
+            np.asarray(jax.random.key_data(leaf) if keys(leaf.dtype, jax.dtypes.prng_key) else leaf)
+            for leaf in jax.tree.leaves(tree)
+        ]
+
+    for got, wanted in zip(numbers(result), numbers(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+# -- the rewritten step --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_every_rung_computes_the_same(scanned: bool) -> None:
+    """Loss, updated parameters and dropout's key; also what stands for one rung in ten is run."""
+    program, args, expected = traced(scanned)
+    rungs = rungs_of(program)
+    assert len(rungs) >= 3
+    plan = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15)
+    for rung in rungs[:: max(1, len(rungs) // 4)]:
+        rewritten = recomputing(program, [one.again for one in rung])
+        check(rewritten.graph)
+        bare = replace(plan, constraints=(), regions=(), recomputed=rung)
+        run = execute.jit_plan(bare, program.of(bare).trace, execute.make_mesh(plan.mesh, jax.devices()[:1]))
+        same(run(*args), expected)
+        num_barriers = sum(region.kind == "barrier" for region in rewritten.trace.regions)
+        assert 1 <= num_barriers <= len(rung)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_what_is_computed_again_is_not_held(scanned: bool) -> None:
+    """Nothing big of a layer but what the layer is given passes from the forward to the backward pass."""
+    program, _, _ = traced(scanned)
+    site = sites_of(program.trace)[-1]
+    size = 4 * BATCH * 4 * WIDTH
+    given = set(program.graph.inputs)
+    held = {v for v in site.read if program.graph.values[v].num_bytes >= size} - given
+    again = recomputing(program, [one.again for one in rungs_of(program)[-1]])
+    left = {v for v in sites_of(again.trace)[-1].read if again.graph.values[v].num_bytes >= size} - given
+    assert held and not left
+
+
+def test_a_value_that_a_rung_reads_is_there() -> None:
+    """The rewriting refuses nothing silently: an operand of what runs again is made before it, in each rung."""
+    for scanned in (False, True):
+        program, _, _ = traced(scanned)
+        for rung in rungs_of(program):
+            graph = recomputing(program, [one.again for one in rung]).graph
+            known = {*graph.inputs, *graph.constants}
+            for node in graph.nodes:
+                assert all(v is None or v in known for v in node.operands)
+                known.update(node.results)
+
+
+def test_a_checkpoint_of_the_users_is_kept() -> None:
+    step, state, batch = deep(checkpointed=True)
+    program = program_of(step, (state, batch), carry=None, donate=[])
+    own = sum(region.kind == "barrier" for region in program.trace.regions)
+    rung = rungs_of(program)[0]
+    again = recomputing(program, [one.again for one in rung])
+    assert own == 4
+    assert sum(region.kind == "barrier" for region in again.trace.regions) > own
+
+
+# -- the choice -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_cut_is_the_best_of_all_choices(seed: int) -> None:
+    """Keep, compute again, or neither: all 3^n choices of small random segments."""
+    rng = random.Random(seed)
+    count = rng.randint(2, 6)
+    steps = {}
+    for key in range(count):
+        reads = tuple(sorted(rng.sample(range(key), min(key, rng.randint(0, 2)))))
+        seconds = math.inf if rng.random() < 0.2 else float(rng.randint(0, 9))
+        steps[key] = Step(float(rng.randint(0, 9)), seconds, reads)
+    needed = [key for key in steps if rng.random() < 0.5] or [count - 1]
+
+    def price(again: set[int], kept: set[int]) -> float:
+        there = again | kept
+        if not set(needed) <= there or any(not set(steps[key].reads) <= there for key in again):
+            return math.inf
+        return sum(steps[key].seconds for key in again) + sum(0.7 * steps[key].num_bytes for key in kept)
+
+    best = min(
+        price({k for k in steps if states[k] == "again"}, {k for k in steps if states[k] == "kept"})
+        for states in itertools.product(("again", "kept", "neither"), repeat=count)
+    )
+    found = cheapest(steps, needed, 0.7)
+    assert price(set(found.again), set(found.kept)) == pytest.approx(best, abs=1e-6)
+
+
+# -- within a budget ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_smaller_budgets_take_longer_and_are_kept(scanned: bool) -> None:
+    free = free_plan(scanned)
+    assert free.recomputed == ()
+    times = [0.0]
+    for part in (0.8, 0.6):
+        plan = planned_within(scanned, part)
+        assert plan.prediction.peak_bytes <= part * free.prediction.peak_bytes * (1 + 1e-9)
+        assert plan.recomputed and sum(one.saved_bytes for one in plan.recomputed) > 0
+        times.append(plan.prediction.step_time_s)
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_the_planned_step_computes_the_same(scanned: bool, tmp_path: Any) -> None:
+    """From a plan file too."""
+    program, args, expected = traced(scanned)
+    plan = planned_within(scanned, 0.6)
+    plan.save(tmp_path / "plan.json")
+    saved = autopar.load_plan(tmp_path / "plan.json")
+    assert saved.recomputed == plan.recomputed
+    mesh = execute.make_mesh(plan.mesh, jax.devices()[:1])
+    of_plan = replace(saved, in_tree=program.trace.in_tree, out_tree=program.trace.out_tree)
+    same(execute.jit_plan(of_plan, program.of(of_plan).trace, mesh)(*args), expected)
+
+
+def test_computed_again_and_split_it_computes_the_same() -> None:
+    """On eight devices, some of it computed again, whatever is split."""
+    program, args, expected = traced(False)
+    rung = rungs_of(program)[-1]
+    rewritten = recomputing(program, [one.again for one in rung])
+    plan = plan_program(replace(rewritten, before=None), mesh="2x4", hardware=HARDWARE, memory_budget_bytes=1e15)
+    run = execute.jit_plan(plan, rewritten.trace, execute.make_mesh(plan.mesh))
+    same(run(*args), expected)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_in_microbatches_it_computes_the_same(scanned: bool) -> None:
+    """Each microbatch has a backward pass of its own, and what is accumulated over them may still stay pending."""
+    program, args, expected = traced(scanned)
+    split = program.in_microbatches(2)
+    rung = rungs_of(split)[-1]
+    over = next(region for region in split.trace.regions if region.source is split.trace.microbatches)
+    assert all(n in range(*over.sections[0]) for one in rung for n in (*one.again.nodes, one.again.before))
+    rewritten = recomputing(split, [one.again for one in rung])
+    check(rewritten.graph)
+    sums = [sum(len(loop.sums) for loop in one.graph.loops) for one in (split, rewritten)]
+    assert sums[0] == sums[1] > 0
+    bare = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15, num_microbatches=2)
+    plan = replace(bare, constraints=(), regions=(), recomputed=rung)
+    assert program.of(plan).recomputed == rewritten.recomputed
+    mesh = execute.make_mesh(plan.mesh, jax.devices()[:1])
+    same(execute.jit_plan(plan, program.of(plan).trace, mesh)(*args), expected)
+
+
+def test_microbatches_and_recomputation_are_weighed() -> None:
+    """A budget that neither keeps to by itself as fast."""
+    budget = 0.35 * free_plan(False).prediction.peak_bytes / 0.95
+    given: dict[str, Any] = {"mesh": MESH, "hardware": HARDWARE, "memory_budget_bytes": budget}
+    best = plan_program(traced(False)[0], num_microbatches="auto", **given)
+    split = plan_program(traced(False)[0], num_microbatches="auto", rematerialize=False, **given)
+    assert not split.recomputed and split.microbatches is not None
+    assert best.prediction.peak_bytes <= budget
+    assert best.prediction.step_time_s <= split.prediction.step_time_s
+    tried = () if best.microbatches is None else best.microbatches.tried
+    assert all(one.step_time_s >= best.prediction.step_time_s for one in tried)
+
+
+def test_the_program_of_a_plan_is_the_one_it_was_made_of() -> None:
+    program, _, _ = traced(False)
+    plan = planned_within(False, 0.6)
+    of_plan = program.of(plan)
+    assert of_plan.recomputed == tuple(one.again for one in plan.recomputed)
+    assert of_plan.of(plan) is of_plan
+    assert of_plan.of(free_plan(False)).recomputed == ()
+    assert max(c.value for c in plan.constraints) < len(of_plan.trace.avals)
+
+
+def test_it_is_told() -> None:
+    plan = planned_within(False, 0.6)
+    text = str(autopar.explain(plan))
+    assert "run again in the backward pass" in " ".join(text.split())
+    assert len(explain_json(plan)["recomputed"]) == len(plan.recomputed)
+
+
+def test_forbidden_it_is_a_way_out_with_its_price() -> None:
+    budget = 0.6 * free_plan(False).prediction.peak_bytes / 0.95
+    with pytest.raises(
+        errors.BudgetError, match=r"Ways out: let forward values be computed again .*; \+\d+ %"
+    ) as error:
+        plan_program(traced(False)[0], mesh=MESH, hardware=HARDWARE, memory_budget_bytes=budget, rematerialize=False)
+    assert "in the " in str(error.value) and "results" in str(error.value)
+
+
+def test_impossible_even_so() -> None:
+    budget = 0.05 * free_plan(False).prediction.peak_bytes
+    with pytest.raises(
+        errors.BudgetError, match=r"no plan on mesh 1 fits.*short\. Ways out: give `memory_budget_bytes="
+    ):
+        plan_program(traced(False)[0], mesh=MESH, hardware=HARDWARE, memory_budget_bytes=budget)
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize("scanned", [False, True])
+def test_xla_keeps_to_the_budget(scanned: bool) -> None:
+    step, state, batch = deep(num_layers=6, batch=8192, width=256, scanned=scanned)
+    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch))
+    free = autopar.plan(step, *args, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15)
+    budget = 0.6 * free.prediction.peak_bytes / 0.95
+    told = autopar.verify(step, *args, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=budget)
+    assert told.plan.recomputed
+    assert told.compiled.peak_bytes <= budget
+    assert len(told.attempts) == 1
+
+
+def test_an_again_of_nothing_changes_nothing() -> None:
+    program, _, _ = traced(False)
+    assert recomputing(program, []) is program
+    assert Again(nodes=(), before=0).renewed == ()
