@@ -102,8 +102,8 @@ def _problem(program: str) -> Problem:
 def _train_step(*, tight: bool) -> Problem:
     """The largest of the problems that a plan on 8 H100s solves; perhaps with less memory than its optimum has."""
     # Solving a file's problem is timed from a cold start, and has no use for Flax.
-    import autopar  # noqa: PLC0415
-    from benchmarks.models import gpt2_small_target  # noqa: PLC0415
+    import autopar
+    from benchmarks.models import gpt2_small_target
 
     met: list[Problem] = []
 
