@@ -17,9 +17,11 @@ import pytest
 
 import autopar
 from autopar import errors, execute
+from autopar.cost.hardware import load
 from autopar.explain import explain_json
-from autopar.formulation import formulate
+from autopar.formulation import Formulation, formulate
 from autopar.graph.check import check
+from autopar.mesh import parse_mesh
 from autopar.on_device import device_program
 from autopar.plan import Again, Plan
 from autopar.planner import plan_program, rules_of
@@ -97,15 +99,17 @@ def planned_within(scanned: bool, part: float) -> Plan:
     return plan_program(traced(scanned)[0], mesh=MESH, hardware=HARDWARE, memory_budget_bytes=budget)
 
 
-def rungs_of(program: Program) -> list[tuple[Any, ...]]:
-    from autopar.cost.hardware import load
-    from autopar.mesh import parse_mesh
-
-    graph, profile = program.graph, load(HARDWARE)
+def solved(program: Program) -> tuple[Formulation, tuple[int, ...]]:
+    """Its problem without a budget, and the optimum."""
+    graph = program.graph
     groups = form_groups(graph, rules_of(graph)[0], frozenset())
-    f = formulate(graph, groups, parse_mesh(MESH), profile, pins={}, memory_budget_bytes=None)
-    choices = Ilp().solve(f.problem).choices
-    return ladder(program.trace, f, choices, device_program(f, choices, profile))
+    f = formulate(graph, groups, parse_mesh(MESH), load(HARDWARE), pins={}, memory_budget_bytes=None)
+    return f, Ilp().solve(f.problem).choices
+
+
+def rungs_of(program: Program) -> list[tuple[Any, ...]]:
+    f, choices = solved(program)
+    return ladder(program.trace, f, choices, device_program(f, choices, f.profile))
 
 
 def same(result: Any, expected: Any) -> None:
@@ -123,14 +127,16 @@ def same(result: Any, expected: Any) -> None:
 # -- the rewritten step --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("scanned", [False, True])
-def test_every_rung_computes_the_same(scanned: bool) -> None:
-    """Loss, updated parameters and dropout's key; also what stands for one rung in ten is run."""
+def test_every_rung_computes_the_same(scanned: bool, prompt: bool) -> None:
+    """Loss, updated parameters and dropout's key, whenever gradients are summed; a few of the rungs are run."""
     program, args, expected = traced(scanned)
     rungs = rungs_of(program)
     assert len(rungs) >= 3
     plan = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15)
     for rung in rungs[:: max(1, len(rungs) // 4)]:
+        rung = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in rung)
         rewritten = recomputing(program, [one.again for one in rung])
         check(rewritten.graph)
         bare = replace(plan, constraints=(), regions=(), recomputed=rung)
@@ -138,6 +144,16 @@ def test_every_rung_computes_the_same(scanned: bool) -> None:
         same(run(*args), expected)
         num_barriers = sum(region.kind == "barrier" for region in rewritten.trace.regions)
         assert 1 <= num_barriers <= len(rung)
+
+
+def test_a_barrier_is_one_operation() -> None:
+    """Nothing behind it runs before all that is in front, wherever its pieces stood."""
+    program, _, _ = traced(False)
+    again = recomputing(program, [one.again for one in rungs_of(program)[-1]])
+    f, choices = solved(again)
+    ops = device_program(f, choices, f.profile).ops
+    barriers = [op for op in ops if again.graph.nodes[op.node].primitive == "barrier"]
+    assert len(barriers) == sum(region.kind == "barrier" for region in again.trace.regions) > 1
 
 
 @pytest.mark.parametrize("scanned", [False, True])
