@@ -26,7 +26,8 @@ Found = Callable[[tuple[int, ...]], None]
 Bounded = Callable[[float], None]
 Told = Callable[[float], None]
 _PRICING_SHARE = 0.2  # of the budget, at most
-_PRICING_ROUNDS = 600
+_PATIENCE = 200  # rounds of pricing without a better bound or assignment that end it
+_BETTER = 1e-5  # relative
 _STAGES = ((0.5, 1.0), (0.8, 0.2), (1.0, 0.04))  # each ends at a share of the rest, and starts so many times as hot
 _HOT, _COLD = 1e-2, 1e-3  # temperature, by the mean cost of a node; and by the hot one
 _LARGEST = 300  # nodes
@@ -90,11 +91,14 @@ class LargeSearch:
         multipliers = Multipliers(self.p)
         share = _PRICING_SHARE * (1 - self._budget.spent()) + self._budget.spent()
         try:
-            for _ in range(_PRICING_ROUNDS):
-                if self._budget.spent() >= share or self._is_close(multipliers.bound):
-                    break
+            bound, cost, in_vain = -np.inf, np.inf, 0
+            while in_vain < _PATIENCE and self._budget.spent() < share and not self._is_close(multipliers.bound):
                 multipliers.step(self._meet)
                 self._budget.step()
+                in_vain += 1
+                least = _BETTER * abs(multipliers.bound)
+                if multipliers.bound - bound > least or cost - self.cost > least:
+                    bound, cost, in_vain = multipliers.bound, self.cost, 0
             if self._budget.spent() < 1.0 and not self._is_close(multipliers.bound) and self._open():
                 multipliers.around(self._meet)
                 multipliers.lower()
