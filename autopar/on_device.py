@@ -58,8 +58,11 @@ def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
     in front."""
     barrier: dict[int, int] = {}  # by piece, the first of its barrier
     at = sorted((op.node, n) for n, op in enumerate(ops) if _is_barrier(op, graph))
-    for (last, before), (node, n) in zip([(-2, -1), *at], at, strict=False):
-        barrier[n] = barrier[before] if node - last <= 1 else n
+    for (last, before), (node, n) in zip([(-1, -1), *at], at, strict=False):
+        # Pieces without an operation, of what nothing reads, may stand between others.
+        between = graph.nodes[last + 1 : node] if last >= 0 else ()
+        same = last >= 0 and all(one.primitive == "barrier" for one in between)
+        barrier[n] = barrier[before] if same else n
     if not barrier:
         return tuple(ops)
     pieces: dict[int, list[int]] = defaultdict(list)

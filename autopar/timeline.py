@@ -106,9 +106,10 @@ def _scheduled(
         issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
         nodes = _Nodes.of(tasks, mesh, profile, issue)
         order = _schedule(nodes)
-        timeline, ops = _timed(nodes, order), [tasks[nodes.tasks[i]] for i in order]
+        timeline, ops = _timed(nodes, order), [tasks[nodes.tasks[i]].op for i in order]
     else:
-        timeline, ops = _one_after_another(tasks, mesh, profile), list(tasks)
+        ops = [task.op for task in tasks]
+        timeline = _one_after_another(ops, mesh, profile)
     expanded: list[Op] = []
     for op in ops:
         if op.kind == "loop":
@@ -144,8 +145,21 @@ def _as_one(body: Sequence[Op], node: int) -> Op:
 # -- merging ---------------------------------------------------------------------------------
 
 
-def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> tuple[Op, ...]:
-    """The operations with combinable collectives of a kind merged, as XLA's combiners merge them.
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An operation, and the positions of the tasks that it comes after.
+
+    They are kept apart from the buffers, for a buffer that is written in place has several writers: which of them is
+    read is known only in the program's own order.
+    """
+
+    op: Op
+    waits_for: tuple[int, ...]
+
+
+def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> tuple[Task, ...]:
+    """The operations with combinable collectives of a kind merged, as XLA's combiners merge them; each after what it
+    waits for, otherwise as they stood.
 
     In the order in which a walk from the outputs meets them, collectives of one kind over the same axes
     (and of one dtype, where they add) join until their results would exceed the profile's threshold, or one
@@ -156,8 +170,8 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
     waiting = [i for i in order if program.ops[i].combinable and program.ops[i].kind == "collective"]
     bit = {i: 1 << n for n, i in enumerate(waiting)}
     keys = {i: _merge_key(program.ops[i]) for i in waiting}
-    group_of: dict[int, int] = {}
-    members: dict[int, list[int]] = {}
+    together: dict[int, list[int]] = {}  # by its last member
+    last_of: dict[int, int] = {}
     waiting_above = _CollectivesAbove(waits_for, bit)
     above = waiting_above.bits
     while waiting:
@@ -178,23 +192,67 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
         taken = set(joined)
         waiting = [i for i in waiting if i not in taken]
         if len(joined) > 1:
-            members[lead] = joined
-            group_of |= dict.fromkeys(joined, lead)
+            last = max(joined)
+            together[last] = sorted(joined)
+            last_of |= dict.fromkeys(joined, last)
             waiting_above.merge(joined)
-    last = {max(joined): lead for lead, joined in members.items()}
-    merged: list[Op] = []
-    packed = len(program.buffers)
-    for i, op in enumerate(program.ops):
-        if i in last:
-            together = [program.ops[j] for j in sorted(members[last[i]])]
-            if op.collective == "all-reduce" and profile.platform == "gpu":
-                merged += _packed(together, packed)
-                packed += 2
+    return _in_order(program, waits_for, together, last_of, packs=profile.platform == "gpu")
+
+
+def _in_order(
+    program: DeviceProgram,
+    waits_for: Sequence[Sequence[int]],
+    together: Mapping[int, list[int]],
+    last_of: Mapping[int, int],
+    *,
+    packs: bool,
+) -> tuple[Task, ...]:
+    """Tasks, each after those it waits for.
+
+    Args:
+        together: members of merged collectives, by the last. last_of: the reverse. packs: whether merged all-reduces
+            copy what they add to one buffer.
+    """
+    units = [i for i in range(len(program.ops)) if last_of.get(i, i) == i]
+    needs = {
+        unit: list(dict.fromkeys(last_of.get(j, j) for i in together.get(unit, (unit,)) for j in waits_for[i]))
+        for unit in units
+    }
+    tasks: list[Task] = []
+    made_by: dict[int, int] = {}  # by operation, the task that has its results
+
+    def emit(unit: int) -> None:
+        members = together.get(unit, [unit])
+        after = tuple(dict.fromkeys(made_by[j] for i in members for j in waits_for[i] if j in made_by))
+        ops = [program.ops[i] for i in members]
+        if len(ops) > 1 and packs and ops[0].collective == "all-reduce":
+            into, whole, *out = _packed(ops, len(program.buffers) + 2 * unit)
+            first = len(tasks)
+            tasks.append(Task(into, after))
+            tasks.append(Task(whole, (first,)))
+            for i, op in zip(members, out, strict=True):
+                made_by[i] = len(tasks)
+                tasks.append(Task(op, (first + 1,)))
+            return
+        made_by.update(dict.fromkeys(members, len(tasks)))
+        tasks.append(Task(_joined(ops) if len(ops) > 1 else ops[0], after))
+
+    seen: set[int] = set()
+    for root in units:
+        if root in seen:
+            continue
+        seen.add(root)
+        stack = [(root, iter(needs[root]))]
+        while stack:
+            unit, rest = stack[-1]
+            following = next((j for j in rest if j not in seen), None)
+            if following is None:
+                emit(unit)
+                stack.pop()
             else:
-                merged.append(_joined(together))
-        elif i not in group_of:
-            merged.append(op)
-    return _in_order(merged)
+                seen.add(following)
+                stack.append((following, iter(needs[following])))
+    return tuple(tasks)
 
 
 def _merge_key(op: Op) -> tuple[str, tuple[str, ...], str]:
@@ -314,40 +372,6 @@ def _predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:
     return waits_for
 
 
-def _in_order(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The operations, each after what it reads; otherwise as they stood."""
-    writers: dict[int, list[int]] = defaultdict(list)
-    for i, op in enumerate(ops):
-        for buffer in op.writes:
-            writers[buffer].append(i)
-
-    def waits_for(i: int) -> list[int]:
-        found = []
-        for buffer in ops[i].reads:
-            by = [j for j in writers[buffer] if j != i]
-            if by:  # what is written in place has several writers: the last one before
-                found.append(max((j for j in by if j < i), default=by[0]))
-        return found
-
-    order: list[Op] = []
-    seen: set[int] = set()
-    for root in range(len(ops)):
-        if root in seen:
-            continue
-        seen.add(root)
-        stack = [(root, iter(waits_for(root)))]
-        while stack:
-            i, rest = stack[-1]
-            following = next((j for j in rest if j not in seen), None)
-            if following is None:
-                order.append(ops[i])
-                stack.pop()
-            else:
-                seen.add(following)
-                stack.append((following, iter(waits_for(following))))
-    return tuple(order)
-
-
 # -- scheduling ------------------------------------------------------------------------------
 
 
@@ -370,13 +394,14 @@ class _Nodes:
     has_views: bool = False
 
     @classmethod
-    def of(cls, ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile, issue_s: float) -> _Nodes:
+    def of(cls, tasks: Sequence[Task], mesh: MeshShape, profile: HardwareProfile, issue_s: float) -> _Nodes:
         nodes = cls([], [], [], [], [], [], [], [], [])
-        last_node: dict[int, int] = {}
-        nodes.has_views = any(op.kind == "view" for op in ops)
-        for task, op in enumerate(ops):
+        ends: list[int] = []  # by task, its last node
+        nodes.has_views = any(task.op.kind == "view" for task in tasks)
+        for position, task in enumerate(tasks):
+            op = task.op
             seconds = op_seconds(op, mesh, profile)
-            waits_for = sorted({last_node[b] for b in op.reads if b in last_node})
+            waits_for = sorted(ends[before] for before in task.waits_for)
             if op.kind != "collective":
                 nodes._add("", seconds, 0.0, "", waits_for, view=op.kind == "view")
             elif seconds > 0:
@@ -386,9 +411,8 @@ class _Nodes:
                 nodes._add(op.collective, issue_s, seconds, resource, [len(nodes.kinds) - 1], end=True)
             else:
                 nodes._add("", 0.0, 0.0, "", waits_for, view=True)
-            nodes.tasks += [task] * (len(nodes.kinds) - len(nodes.tasks))
-            for buffer in op.writes:
-                last_node[buffer] = len(nodes.kinds) - 1
+            nodes.tasks += [position] * (len(nodes.kinds) - len(nodes.tasks))
+            ends.append(len(nodes.kinds) - 1)
         return nodes
 
     def _add(

@@ -8,7 +8,7 @@ splits as the budget left by it allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.assemble import Assembled, assemble
@@ -17,7 +17,7 @@ from autopar.errors import BudgetError, MicrobatchError, TimeLimitError
 from autopar.formulation import Formulation, formulate
 from autopar.graph.ir import Graph
 from autopar.mesh import MeshShape
-from autopar.plan import Recomputation
+from autopar.plan import Prediction, Recomputation
 from autopar.program import Program, recomputing
 from autopar.rematerialise.ladder import ladder
 from autopar.rules.groups import Group
@@ -32,8 +32,10 @@ BUDGET_MARGIN = 0.05
 
 #: How often the solver's measure of memory is set right by a whole plan's.
 _MOST_TIGHTENINGS = 4
-#: Rungs that are tried with gradients summed later, one in so many.
-_MOST_LESS_PROMPT, _LESS_PROMPT_STRIDE = 3, 2
+#: Rungs above the first that fits that are tried too.
+_FURTHER = (1, 2, 4, 8, 16)
+#: Of a collective that is run again, the part that nothing hides is so much at the least.
+_LEAST_EXPOSED = 0.1
 #: More microbatches are no way out once the last that were added saved less than this part of the peak.
 _LEAST_SAVED = 0.02
 #: Tensors that an error names of those in memory at the peak.
@@ -244,67 +246,99 @@ def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequen
 def _computed_again(budget: float, free: Made, planning: Planning, least: Made) -> tuple[Made | None, Made]:
     """The fastest plan found that computes values again and fits; and of those made, the one that needs least.
 
-    Up the ladder a plan needs less and takes longer. The first rung on which even the plan without a limit fits is
-    searched from where the ladder's own figures have it; below it, a plan that is split for less memory may be faster.
+    Up the ladder a plan needs less and takes longer. The first rung on which any plan fits is searched from where the
+    ladder's own figures have it. There memory is short and split for dearly, so some above it are tried too.
     """
-    rungs = ladder(free.program.trace, free.formulation, free.solution.choices, free.parts.device)
-    known: dict[int, Made] = {}
-    fitting: list[Made] = []
-
-    def unlimited(rung: int) -> Made:
-        if rung not in known:
-            program = recomputing(free.program, [one.again for one in rungs[rung]])
-            known[rung] = planning.free(program, free.formulation, rungs[rung])
-        return known[rung]
-
-    def limited(rung: int) -> Made | None:
-        nonlocal least
-        try:
-            made = unlimited(rung)
-            return (
-                made
-                if made.peak_bytes <= budget
-                else _split_otherwise(budget, made, planning, at_least=low == len(rungs))
-            )
-        except _TooLargeError as short:
-            least = min(least, short.least, key=lambda one: one.peak_bytes)
-        except TimeLimitError:
-            return None
-        return None
-
-    saved = [sum(one.saved_bytes for one in rung) for rung in rungs]
-    low, high, stride = 0, len(rungs), 1
-    probe = next((i for i, size in enumerate(saved) if free.peak_bytes - size <= budget), high - 1)
-    while low < high:  # those below `low` do not fit, `high` does
-        if unlimited(probe).peak_bytes <= budget:
-            high = probe
-        else:
-            low = probe + 1
-        bracketed = low > 0 and high < len(rungs)
-        probe = (low + high) // 2 if bracketed else max(low, high - stride) if low == 0 else min(high, low + stride) - 1
-        stride *= 2
-    if low < len(rungs):
-        fitting.append(unlimited(low))
-        fitting += _less_prompt(budget, free, planning, rungs[low:])
-    if low > 0:
-        half = limited(low // 2)
-        between = half or limited(3 * low // 4) or limited(low - 1)
-        further = limited(low // 4) if half and low >= 4 else None
-        fitting += [made for made in (between, further) if made is not None]
-    best = min(fitting, key=lambda made: made.step_time_s, default=None)
-    return best, least
+    rungs = ladder(
+        free.program.trace, free.formulation, free.solution.choices, free.parts.device, _exposed(free.parts.prediction)
+    )
+    climb = _Climb(budget, free, planning, rungs, least)
+    first = climb.first_that_fits()
+    if first == len(rungs):
+        return None, climb.least
+    fitting = [climb.on(first), *(climb.on(rung, prompt=True) for rung in (first - 1, first) if rung >= 0)]
+    best = min((made for made in fitting if made is not None), key=lambda made: made.step_time_s)
+    for further in _FURTHER:
+        rung = first + further
+        if rung >= len(rungs) or free.step_time_s + sum(one.time_s for one in rungs[rung]) >= best.step_time_s:
+            break
+        made = climb.on(rung)
+        if made is not None and made.step_time_s < best.step_time_s:
+            best = made
+    return best, climb.least
 
 
-def _less_prompt(
-    budget: float, free: Made, planning: Planning, rungs: Sequence[tuple[Recomputation, ...]]
-) -> Iterator[Made]:
-    """The first of some rungs that fits even where gradients have time to be summed: faster, and holds more."""
-    for rung in rungs[: _MOST_LESS_PROMPT * _LESS_PROMPT_STRIDE : _LESS_PROMPT_STRIDE]:
-        later = tuple(replace(one, again=replace(one.again, prompt=False)) for one in rung)
-        made = planning.free(recomputing(free.program, [one.again for one in later]), free.formulation, later)
-        if made.peak_bytes <= budget:
-            yield made
-            return
+def _exposed(told: Prediction) -> dict[str, float]:
+    """By kind of collective, the part that nothing will hide of what is sent again: as much as in this plan, but not
+    less than a tenth, for it has but a part of the backward pass to run beside."""
+    return {
+        kind: min(1.0, max(_LEAST_EXPOSED, told.exposed_s.get(kind, 0.0) / seconds))
+        for kind, seconds in told.collective_s.items()
+        if seconds > 0
+    }
+
+
+class _Climb:
+    """The plans on the rungs of one ladder, made when they are asked for.
+
+    Attributes:
+        least: of all plans made, the one that needs least.
+    """
+
+    def __init__(
+        self,
+        budget: float,
+        free: Made,
+        planning: Planning,
+        rungs: Sequence[tuple[Recomputation, ...]],
+        least: Made,
+    ) -> None:
+        self.budget, self.free, self.planning, self.rungs, self.least = budget, free, planning, rungs, least
+        self._made: dict[tuple[int, bool], Made | None] = {}
+
+    def on(self, rung: int, *, prompt: bool = False) -> Made | None:
+        """A plan that fits, if there is one; without a limit of memory where that fits.
+
+        Args:
+            prompt: gradients are summed at once: that holds less, but nothing hides the sums.
+        """
+        key = rung, prompt
+        if key not in self._made:
+            again = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in self.rungs[rung])
+            program = recomputing(self.free.program, [one.again for one in again])
+            self._made[key] = None
+            try:
+                made = self.planning.free(program, self.free.formulation, again)
+                if made.peak_bytes > self.budget:
+                    last = rung == len(self.rungs) - 1
+                    made = _split_otherwise(self.budget, made, self.planning, at_least=last)
+                self._made[key] = made
+            except _TooLargeError as short:
+                self.least = min(self.least, short.least, key=lambda one: one.peak_bytes)
+            except TimeLimitError:
+                pass
+        return self._made[key]
+
+    def first_that_fits(self) -> int:
+        """The lowest rung on which a plan fits that has time to sum gradients; the number of rungs where none does."""
+        low, high, stride = 0, len(self.rungs), 1
+        saved = [sum(one.saved_bytes for one in rung) for rung in self.rungs]
+        probe = next((i for i, size in enumerate(saved) if self.free.peak_bytes - size <= self.budget), high - 1)
+        while low < high:  # those below `low` do not fit, `high` does
+            if self._fits(probe):
+                high = probe
+            else:
+                low = probe + 1
+            bracketed = low > 0 and high < len(self.rungs)
+            below, above = max(low, high - stride), min(high, low + stride) - 1
+            probe = (low + high) // 2 if bracketed else below if low == 0 else above
+            stride *= 2
+        return low
+
+    def _fits(self, rung: int) -> bool:
+        """Whether a plan fits; on the last rung, where it is that or nothing, one that sums gradients at once too."""
+        last = rung == len(self.rungs) - 1
+        return self.on(rung) is not None or (last and self.on(rung, prompt=True) is not None)
 
 
 # -- nothing fits --------------------------------------------------------------------------------

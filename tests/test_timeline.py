@@ -141,7 +141,7 @@ def test_small_collectives_are_merged() -> None:
     outputs = [program.kernel(end) for end in ends]
     program.output(*outputs)
     assert program.timeline().num_collectives == {"reduce-scatter": 1}
-    merged = [op for op in merge_collectives(program.program, MESH, H100) if op.kind == "collective"]
+    merged = [task.op for task in merge_collectives(program.program, MESH, H100) if task.op.kind == "collective"]
     assert len(merged[0].writes) == 6
     assert merged[0].payload_bytes == 6 * MIB
 

@@ -8,7 +8,7 @@ over one after the other, the first of the forward pass first: what they hold is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.device_program import DeviceProgram
 from autopar.formulation import Formulation
@@ -29,13 +29,21 @@ _PARTS = 4
 
 
 def ladder(
-    trace: Trace, f: Formulation, choices: Sequence[int], device: DeviceProgram
+    trace: Trace,
+    f: Formulation,
+    choices: Sequence[int],
+    device: DeviceProgram,
+    exposed: Mapping[str, float] | None = None,
 ) -> list[tuple[Recomputation, ...]]:
-    """The rungs, from the first that computes anything again; empty where there is no backward pass."""
+    """The rungs, from the first that computes anything again; empty where there is no backward pass.
+
+    Args:
+        exposed: by kind of collective, the part of what is sent again that nothing will hide; by default all of it.
+    """
     bodies: list[list[Recomputation | None]] = []
     sites = sites_of(trace)
     for site in sites:
-        numbers = numbers_of(f, choices, device, sites[0].start)
+        numbers = numbers_of(f, choices, device, sites[0].start, exposed or {})
         for segment in segments_of(f.graph, site, numbers):
             levels = _levels(f, site, segment, numbers)
             if any(levels):

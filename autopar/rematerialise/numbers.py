@@ -6,7 +6,7 @@ In: the formulation, an assignment, its device's program. Out: `Numbers`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.kernels import op_seconds
@@ -22,7 +22,8 @@ class Numbers:
         num_bytes: its size, as it is made.
         held: of that, and of what it is resharded to, the bytes that the backward pass reads.
         stored: values that are in memory at all, as they are made or resharded; others stay inside kernels.
-        seconds: of the kernels and collectives that make it; a value inside a kernel takes none of its own.
+        seconds: of the kernels that make it, and of the collectives what nothing hides; a value inside a kernel takes
+            none of its own.
     """
 
     num_bytes: dict[int, float]
@@ -31,11 +32,14 @@ class Numbers:
     seconds: dict[int, float]
 
 
-def numbers_of(f: Formulation, choices: Sequence[int], device: DeviceProgram, start: int) -> Numbers:
+def numbers_of(
+    f: Formulation, choices: Sequence[int], device: DeviceProgram, start: int, exposed: Mapping[str, float]
+) -> Numbers:
     """Read the numbers off the program of a plan.
 
     Args:
         start: the node at which the backward pass starts.
+        exposed: by kind of collective, the part that nothing hides; all of it where a kind is not there.
     """
     profile = replace(f.profile, xla_estimator=None)
     held: dict[int, float] = defaultdict(float)
@@ -55,7 +59,8 @@ def numbers_of(f: Formulation, choices: Sequence[int], device: DeviceProgram, st
                 held[buffer.value] += buffer.num_bytes
         if op.kind != "border":
             for value in {device.buffers[b].value for b in own}:  # each of them takes the whole kernel
-                seconds[value] += op_seconds(op, f.mesh, profile)
+                part = exposed.get(op.collective, 1.0) if op.kind == "collective" else 1.0
+                seconds[value] += part * op_seconds(op, f.mesh, profile)
     return Numbers(_sizes(f, choices), dict(held), frozenset(stored), dict(seconds))
 
 
