@@ -32,8 +32,8 @@ BUDGET_MARGIN = 0.05
 
 #: How often the solver's measure of memory is set right by a whole plan's.
 _MOST_TIGHTENINGS = 4
-#: Rungs above the first that fits that are tried too.
-_FURTHER = (1, 2, 4, 8, 16)
+#: Rungs that are tried besides the first that fits, from there: below it those that hold less may fit.
+_AROUND = (-1, 1, 2, 4, 6, 9, 14, 22)
 #: Of a collective that is run again, the part that nothing hides is so much at the least.
 _LEAST_EXPOSED = 0.1
 #: More microbatches are no way out once the last that were added saved less than this part of the peak.
@@ -255,16 +255,18 @@ def _computed_again(budget: float, free: Made, planning: Planning, least: Made) 
     climb = _Climb(budget, free, planning, rungs, least)
     first = climb.first_that_fits()
     if first == len(rungs):
+        if climb.late is not None:
+            raise climb.late
         return None, climb.least
-    fitting = [climb.on(first), *(climb.on(rung, prompt=True) for rung in (first - 1, first) if rung >= 0)]
-    best = min((made for made in fitting if made is not None), key=lambda made: made.step_time_s)
-    for further in _FURTHER:
-        rung = first + further
+    best = climb.fastest(first)
+    assert best is not None
+    for rung in (first + further for further in _AROUND):
+        if rung < 0:
+            continue
         if rung >= len(rungs) or free.step_time_s + sum(one.time_s for one in rungs[rung]) >= best.step_time_s:
             break
-        made = climb.on(rung)
-        if made is not None and made.step_time_s < best.step_time_s:
-            best = made
+        made = climb.fastest(rung)
+        best = made if made is not None and made.step_time_s < best.step_time_s else best
     return best, climb.least
 
 
@@ -283,6 +285,7 @@ class _Climb:
 
     Attributes:
         least: of all plans made, the one that needs least.
+        late: of a plan for which the solver had too little time.
     """
 
     def __init__(
@@ -294,6 +297,7 @@ class _Climb:
         least: Made,
     ) -> None:
         self.budget, self.free, self.planning, self.rungs, self.least = budget, free, planning, rungs, least
+        self.late: TimeLimitError | None = None
         self._made: dict[tuple[int, bool], Made | None] = {}
 
     def on(self, rung: int, *, prompt: bool = False) -> Made | None:
@@ -315,9 +319,14 @@ class _Climb:
                 self._made[key] = made
             except _TooLargeError as short:
                 self.least = min(self.least, short.least, key=lambda one: one.peak_bytes)
-            except TimeLimitError:
-                pass
+            except TimeLimitError as error:
+                self.late = error
         return self._made[key]
+
+    def fastest(self, rung: int) -> Made | None:
+        """Of the plans on a rung that fit, if any does."""
+        made = [self.on(rung, prompt=prompt) for prompt in (False, True)]
+        return min((one for one in made if one is not None), key=lambda one: one.step_time_s, default=None)
 
     def first_that_fits(self) -> int:
         """The lowest rung on which a plan fits that has time to sum gradients; the number of rungs where none does."""

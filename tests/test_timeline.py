@@ -208,6 +208,33 @@ def test_a_merged_gather_waits_for_its_last_operand() -> None:
     assert exposed(True) > exposed(False)
 
 
+def test_what_is_written_in_place_is_read_as_it_was() -> None:
+    """A barrier writes the buffers that it reads. What reads one behind it still waits for it, and what reads one
+    before it does not, when what they read besides is merged and so moves to where the last of it stands."""
+    program = Written()
+    start, late = program.argument(), program.argument()
+    held = program.kernel(start)
+    first = program.collective("all-gather", program.kernel(start), MIB, combinable=True)
+    program.ops.append(Op("fusion", len(program.ops), (held, first), (program._buffer(),), 0.0, 0.0))
+    before = program.ops[-1]
+    program.ops.append(Op("border", len(program.ops), (held, late), (held, late), 0.0, 0.0))
+    barrier = program.ops[-1]
+    program.ops.append(Op("fusion", len(program.ops), (held,), (program._buffer(),), 0.0, 0.0))
+    behind = program.ops[-1]
+    second = program.collective("all-gather", program.kernel(start), MIB, combinable=True)
+    program.output(before.writes[0], behind.writes[0], program.kernel(second))
+    tasks = merge_collectives(program.program, MESH, H100)
+    assert sum(task.op.kind == "collective" for task in tasks) == 1
+
+    def comes_after(op: Op) -> list[Op]:
+        (task,) = [task for task in tasks if task.op is op]
+        return [tasks[at].op for at in task.waits_for]
+
+    assert barrier in comes_after(behind)
+    assert barrier not in comes_after(before)
+    assert all(at < n for n, task in enumerate(tasks) for at in task.waits_for)
+
+
 def test_other_devices_are_timed_too() -> None:
     program = Written()
     program.collective("all-reduce", program.kernel(program.argument()), MIB)

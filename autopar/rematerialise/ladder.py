@@ -35,17 +35,38 @@ def ladder(
     device: DeviceProgram,
     exposed: Mapping[str, float] | None = None,
 ) -> list[tuple[Recomputation, ...]]:
-    """The rungs, from the first that computes anything again; empty where there is no backward pass.
+    """The rungs, by the memory they save, from the first that computes anything again; empty where there is no backward
+    pass. How much of what is sent again is hidden shows only when the step is scheduled: so they are those that follow
+    if as much of it is as told, and those if nothing is.
 
     Args:
         exposed: by kind of collective, the part of what is sent again that nothing will hide; by default all of it.
     """
+    exposed = exposed or {}
+    found = {*_climbed(trace, f, choices, device, exposed, exposed), *_climbed(trace, f, choices, device, {}, exposed)}
+    return sorted(found, key=lambda rung: (sum(one.saved_bytes for one in rung), sum(one.time_s for one in rung)))
+
+
+def _climbed(
+    trace: Trace,
+    f: Formulation,
+    choices: Sequence[int],
+    device: DeviceProgram,
+    priced: Mapping[str, float],
+    exposed: Mapping[str, float],
+) -> list[tuple[Recomputation, ...]]:
+    """The rungs that follow from one price of what is sent again.
+
+    Args:
+        priced: by kind of collective, the part of its time that is weighed. exposed: the part that is told.
+    """
     bodies: list[list[Recomputation | None]] = []
     sites = sites_of(trace)
     for site in sites:
-        numbers = numbers_of(f, choices, device, sites[0].start, exposed or {})
-        for segment in segments_of(f.graph, site, numbers):
-            levels = _levels(f, site, segment, numbers)
+        weighed = numbers_of(f, choices, device, sites[0].start, priced)
+        told = numbers_of(f, choices, device, sites[0].start, exposed)
+        for segment in segments_of(f.graph, site, weighed):
+            levels = _levels(f, site, segment, weighed, told)
             if any(levels):
                 bodies.append(levels)
     rungs: list[tuple[Recomputation, ...]] = [()]
@@ -63,17 +84,24 @@ def ladder(
     return rungs[1:]
 
 
-def _levels(f: Formulation, site: Site, segment: Segment, numbers: Numbers) -> list[Recomputation | None]:
-    """What a segment computes again at each price."""
+def _levels(
+    f: Formulation, site: Site, segment: Segment, numbers: Numbers, told: Numbers
+) -> list[Recomputation | None]:
+    """What a segment computes again at each price.
+
+    Args:
+        numbers: what is weighed. told: the same with the seconds that are told.
+    """
     graph = f.graph
     steps, needed = _steps(graph, site, segment, numbers)
+    as_told, _ = _steps(graph, site, segment, told)
     if not needed:
         return [None] * len(_PRICES)
     per_byte = 2 / f.profile.hbm_bytes_per_s
     found: list[Recomputation | None] = []
     for price in _PRICES:
         states = cheapest(steps, needed, price * per_byte)
-        found.append(_recomputation(graph, site, steps, states, numbers))
+        found.append(_recomputation(graph, site, as_told, states, numbers))
     return found
 
 
