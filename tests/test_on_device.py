@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from autopar.formulation import Formulation, formulate
 from autopar.fusion import Fused, _Fusion, _Siblings, fuse
 from autopar.lowering import Instruction, InstructionKind, LocalProgram
 from autopar.mesh import parse_mesh
-from autopar.on_device import device_program
+from autopar.on_device import _together, device_program
 from autopar.pins import resolve_pins
 from autopar.planner import _group, program_of
 from autopar.solve.ilp import Ilp
@@ -321,6 +322,15 @@ def test_the_peak_counts_what_is_live_together() -> None:
 
 
 # -- work --------------------------------------------------------------------------------------
+
+
+def test_a_barrier_is_one_operation_whatever_is_run_of_it() -> None:
+    """What nothing reads is not run, and may stand between two pieces that are. Another barrier is another."""
+    primitives = ("barrier", "barrier", "barrier", "tanh", "barrier")
+    graph: Any = SimpleNamespace(nodes=[SimpleNamespace(primitive=one) for one in primitives])
+    ops = [Op("border" if one == "barrier" else "fusion", n, (n,), (n,), 0.0, 0.0) for n, one in enumerate(primitives)]
+    together = _together([op for op in ops if op.node != 1], graph)
+    assert [op.reads for op in together] == [(0, 2), (3,), (4,)]
 
 
 def test_two_results_at_different_positions_read_twice() -> None:

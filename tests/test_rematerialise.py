@@ -156,20 +156,6 @@ def test_a_barrier_is_one_operation() -> None:
     assert len(barriers) == sum(region.kind == "barrier" for region in again.trace.regions) > 1
 
 
-def test_a_barrier_is_one_operation_whatever_stands_between_its_pieces() -> None:
-    """Nothing is run for a piece that is a constant to XLA; those on its either side are one barrier."""
-
-    def step(x: jax.Array, y: jax.Array) -> jax.Array:
-        x, scale, y = jax.lax.optimization_barrier((x @ x, jax.lax.sqrt(2.0), y @ y))
-        return jnp.sin(x / scale) @ jnp.cos(y)
-
-    program = program_of(step, (jnp.ones((256, 256)), jnp.ones((256, 256))), carry=None, donate=[])
-    f, choices = solved(program)
-    ops = device_program(f, choices, f.profile).ops
-    (barrier,) = [op for op in ops if program.graph.nodes[op.node].primitive == "barrier"]
-    assert len(barrier.reads) >= 2
-
-
 @pytest.mark.parametrize("scanned", [False, True])
 def test_what_is_computed_again_is_not_held(scanned: bool) -> None:
     """Nothing big of a layer but what the layer is given passes from the forward to the backward pass."""
