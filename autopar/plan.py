@@ -298,6 +298,8 @@ class Again:
         before: the node before which they run: a later one of the same body, or one of the body of a later loop that
             runs as often.
         renewed: values that are in memory by then, but are read anew: sent again where they are split.
+        kept: values that are made of those of the nodes, and held: what makes them must have run before the forward
+            pass goes on, for what it reads is dropped.
         prompt: whether all gradients made by then are finished first, and summed over devices, which holds least; else
             those made since the last nodes that ran again have until the next to be summed.
     """
@@ -305,6 +307,7 @@ class Again:
     nodes: tuple[int, ...]
     before: int
     renewed: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
     prompt: bool = True
 
 

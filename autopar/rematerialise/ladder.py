@@ -167,6 +167,7 @@ def _recomputation(
     read = [site.read[v] for v in made if v in site.read]
     if not read:
         return None
+    kept = _kept_of(graph, site, steps, states, again, numbers)
     held = _held(graph, site, made, numbers)
     extra = sum(
         steps[n].num_bytes
@@ -175,11 +176,31 @@ def _recomputation(
     )
     largest = max(nodes or (0,), key=lambda n: sum(numbers.held.get(v, 0.0) for v in graph.nodes[n].results))
     return Recomputation(
-        again=Again(nodes=nodes, before=min(read), renewed=renewed),
+        again=Again(nodes=nodes, before=min([*read, *(site.read[v] for v in kept)]), renewed=renewed, kept=kept),
         path=_common([graph.nodes[n].path for n in nodes]) or graph.nodes[largest].path,
         saved_bytes=held - extra,
         time_s=sum(steps[n].seconds for n in again),
     )
+
+
+def _kept_of(
+    graph: Graph, site: Site, steps: dict[int, Step], states: States, again: set[int], numbers: Numbers
+) -> tuple[int, ...]:
+    """What is kept that is made of what is computed again, as a softmax's sums are of its scores. XLA may put it off to
+    where it is read, in the backward pass, and hold the first scores till then."""
+    if site.is_loop:
+        return ()
+    of_those = {v for n in again if n >= 0 for v in graph.nodes[n].results}
+    kept: list[int] = []
+    for n in sorted(n for n in steps if n >= 0 and n not in again):
+        node = graph.nodes[n]
+        if of_those.isdisjoint(v for v in node.operands if v is not None):
+            continue
+        if n in states.kept:
+            kept += [v for v in node.results if v in site.read and v in numbers.stored]
+        else:
+            of_those.update(node.results)
+    return tuple(kept)
 
 
 def _held(graph: Graph, site: Site, made: set[int], numbers: Numbers) -> float:

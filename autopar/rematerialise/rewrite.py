@@ -72,6 +72,12 @@ class _Rewriting:
             if isinstance(atom, int):
                 self.last_read[atom] = len(trace.equations)
         self.accumulated = _accumulated(trace)
+        #: By the position of the equation behind which they are all made, values to hold from there on.
+        self.holding: dict[int, list[int]] = {}
+        makers = {v: n for n, equation in enumerate(trace.equations) for v in equation.results}
+        for one in agains:
+            if one.kept:
+                self.holding.setdefault(max(makers[v] for v in one.kept), []).extend(one.kept)
         self.was: dict[int, int] = {}  # id of a new equation -> position of the one it stands for
         self.keep: list[Equation] = []  # so that no id is given twice
 
@@ -107,9 +113,26 @@ class _Rewriting:
                 new = self._reading(item, body)
                 out.append(new)
                 self._note(new, body)
+                out += self._held(self.holding.get(self.position[id(item)], ()), new, body)
             else:
                 out.append(self._nest(item, body))
         return out
+
+    def _held(self, values: Sequence[int], like: Equation, body: _Body) -> list[Item]:
+        """A barrier of values that must all be made before any of them is read from here on."""
+        now = {value: body.renamed.get(value, value) for value in dict.fromkeys(values)}
+        pieces = {at: self._piece(at, like) for at in now.values() if _can_be_barred(self.avals[at])}
+        for at, piece in pieces.items():
+            _rename(body.renamed, at, piece.results[0])
+            self._note(piece, body)
+        return [Nest("barrier", like.source, list(pieces.values()), [], [])] if pieces else []
+
+    def _piece(self, value: int, like: Equation) -> Equation:
+        """One value's part of a barrier, named as another equation."""
+        new = self._new(value)
+        return replace(
+            like, source=like.source, operands=(value,), results=(new,), repeat=self.repeats[new], piece="barrier"
+        )
 
     def _nest(self, nest: Nest, body: _Body) -> Nest:
         enter = [self._reading(piece, body) for piece in nest.enter]
@@ -169,7 +192,7 @@ class _Rewriting:
         sources = [self.trace.equations[n] for n in again.nodes]
         own = {value for equation in sources for value in equation.results}
         read = dict.fromkeys(v for equation in sources for v in _values(equation) if v not in own)
-        read |= dict.fromkeys(again.renewed)
+        read |= dict.fromkeys((*again.renewed, *again.kept))
         outside = dict.fromkeys(body.renamed.get(here.get(v, v), here.get(v, v)) for v in read)
         like = next(_equations(following))
         made = [*body.older, *body.fresh] if again.prompt else body.older
@@ -179,14 +202,9 @@ class _Rewriting:
             waiting.append(gradient)
         made_from = {v: self._as_made(v, body) for v in waiting}
         gradients = dict.fromkeys(source for source, _ in made_from.values())
-        barred = {v: self._new(v) for v in (outside | gradients) if _can_be_barred(self.avals[v])}
-        pieces = [
-            replace(
-                like, source=like.source, operands=(value,), results=(new,), repeat=self.repeats[new], piece="barrier"
-            )
-            for value, new in barred.items()
-        ]
-        renewed = {body.renamed.get(here.get(v, v), here.get(v, v)) for v in again.renewed}
+        pieces = [self._piece(v, like) for v in (outside | gradients) if _can_be_barred(self.avals[v])]
+        barred = {piece.operands[0]: piece.results[0] for piece in pieces if isinstance(piece.operands[0], int)}
+        renewed = {body.renamed.get(here.get(v, v), here.get(v, v)) for v in (*again.renewed, *again.kept)}
         known = {v: body.renamed.get(here.get(v, v), here.get(v, v)) for v in read}
         known = {v: barred.get(at, at) for v, at in known.items()}
         out: list[Item] = [Nest("barrier", like.source, pieces, [], [])] if pieces else []
