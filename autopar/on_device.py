@@ -56,13 +56,12 @@ def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProf
 def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
     """The operations with the pieces of a barrier as one, wherever they stand: nothing behind it runs before all that is
     in front."""
+    of_node = {node: n for n, (start, stop) in enumerate(graph.barriers) for node in range(start, stop)}
+    first: dict[int, int] = {}
     barrier: dict[int, int] = {}  # by piece, the first of its barrier
-    at = sorted((op.node, n) for n, op in enumerate(ops) if _is_barrier(op, graph))
-    for (last, before), (node, n) in zip([(-1, -1), *at], at, strict=False):
-        # Pieces without an operation, of what nothing reads, may stand between others.
-        between = graph.nodes[last + 1 : node] if last >= 0 else ()
-        same = last >= 0 and all(one.primitive == "barrier" for one in between)
-        barrier[n] = barrier[before] if same else n
+    for n, op in enumerate(ops):
+        if op.kind == "border" and op.node in of_node:
+            barrier[n] = first.setdefault(of_node[op.node], n)
     if not barrier:
         return tuple(ops)
     pieces: dict[int, list[int]] = defaultdict(list)
@@ -90,10 +89,6 @@ def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
         if n == pieces[barrier.get(n, n)][-1]:
             add(barrier.get(n, n))
     return tuple(out)
-
-
-def _is_barrier(op: Op, graph: Graph) -> bool:
-    return op.kind == "border" and graph.nodes[op.node].primitive == "barrier"
 
 
 class _Builder:

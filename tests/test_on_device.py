@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,9 +16,10 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.cost.hardware import load
-from autopar.device_program import Buffer, DeviceProgram, Op, peak_of_temporaries
+from autopar.device_program import Buffer, DeviceProgram, Op, OpKind, peak_of_temporaries
 from autopar.formulation import Formulation, formulate
 from autopar.fusion import Fused, _Fusion, _Siblings, fuse
+from autopar.graph.ir import Graph
 from autopar.lowering import Instruction, InstructionKind, LocalProgram
 from autopar.mesh import parse_mesh
 from autopar.on_device import _together, device_program
@@ -325,12 +325,12 @@ def test_the_peak_counts_what_is_live_together() -> None:
 
 
 def test_a_barrier_is_one_operation_whatever_is_run_of_it() -> None:
-    """What nothing reads is not run, and may stand between two pieces that are. Another barrier is another."""
-    primitives = ("barrier", "barrier", "barrier", "tanh", "barrier")
-    graph: Any = SimpleNamespace(nodes=[SimpleNamespace(primitive=one) for one in primitives])
-    ops = [Op("border" if one == "barrier" else "fusion", n, (n,), (n,), 0.0, 0.0) for n, one in enumerate(primitives)]
+    """What nothing reads is not run, and may stand between two pieces that are. The next barrier is another."""
+    graph = Graph((), (), (), (), (), (), barriers=((0, 3), (3, 4), (5, 6)))
+    kinds: tuple[OpKind, ...] = ("border", "border", "border", "border", "fusion", "border")
+    ops = [Op(kind, n, (n,), (n,), 0.0, 0.0) for n, kind in enumerate(kinds)]
     together = _together([op for op in ops if op.node != 1], graph)
-    assert [op.reads for op in together] == [(0, 2), (3,), (4,)]
+    assert [op.reads for op in together] == [(0, 2), (3,), (4,), (5,)]
 
 
 def test_two_results_at_different_positions_read_twice() -> None:

@@ -34,6 +34,7 @@ def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
         constants=tuple(v for v, _ in trace.constants),
         carried=carried,
         loops=_loops(trace),
+        barriers=tuple(region.enter for region in trace.regions if region.kind == "barrier"),
     )
 
 

@@ -87,7 +87,7 @@ class Loop:
 class Graph:
     """A whole step. `inputs`, `constants` and `outputs` hold value indices; an output that is a
     literal is None. `carried` pairs (input position, output position) that hold the same state. Of `loops`, the
-    inner ones come first."""
+    inner ones come first. The nodes from one number to before another are the pieces of one of `barriers`."""
 
     values: tuple[Value, ...]
     nodes: tuple[Node, ...]
@@ -98,3 +98,4 @@ class Graph:
     constants: tuple[int, ...] = ()
     carried: tuple[tuple[int, int], ...] = ()
     loops: tuple[Loop, ...] = ()
+    barriers: tuple[tuple[int, int], ...] = ()

@@ -57,9 +57,6 @@ class _Rewriting:
         self.avals, self.repeats = list(trace.avals), list(trace.repeats)
         self.items = items_of(trace.equations, trace.regions)
         self.position = {id(equation): n for n, equation in enumerate(trace.equations)}
-        self.agains: dict[int, list[Again]] = {}
-        for one in agains:
-            self.agains.setdefault(one.before, []).append(one)
         #: Of a loop, by its place: pieces to add where it is entered and left.
         self.entering: dict[int, list[Equation]] = {}
         self.leaving: dict[int, list[Equation]] = {}
@@ -74,10 +71,13 @@ class _Rewriting:
         self.accumulated = _accumulated(trace)
         #: By the position of the equation behind which they are all made, values to hold from there on.
         self.holding: dict[int, list[int]] = {}
+        self.agains: dict[int, list[Again]] = {}
         makers = {v: n for n, equation in enumerate(trace.equations) for v in equation.results}
         for one in agains:
-            if one.kept:
-                self.holding.setdefault(max(makers[v] for v in one.kept), []).extend(one.kept)
+            kept = tuple(v for v in one.kept if v not in self.accumulated)
+            self.agains.setdefault(one.before, []).append(replace(one, kept=kept))
+            if len(kept) > 1:  # one alone waits for no other
+                self.holding.setdefault(max(makers[v] for v in kept), []).extend(kept)
         self.was: dict[int, int] = {}  # id of a new equation -> position of the one it stands for
         self.keep: list[Equation] = []  # so that no id is given twice
 
