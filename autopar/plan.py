@@ -300,6 +300,7 @@ class Again:
         renewed: values that are in memory by then, but are read anew: sent again where they are split.
         kept: values that are made of those of the nodes, and held: what makes them must have run before the forward
             pass goes on, for what it reads is dropped.
+        onward: where one value alone is kept, one that the forward pass goes on with, and that waits for it.
         prompt: whether all gradients made by then are finished first, and summed over devices, which holds least; else
             those made since the last nodes that ran again have until the next to be summed.
     """
@@ -308,6 +309,7 @@ class Again:
     before: int
     renewed: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    onward: int | None = None
     prompt: bool = True
 
 

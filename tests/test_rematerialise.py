@@ -23,7 +23,7 @@ from autopar.formulation import Formulation, formulate
 from autopar.graph.check import check
 from autopar.mesh import parse_mesh
 from autopar.on_device import device_program
-from autopar.plan import Again, Plan
+from autopar.plan import Again, Plan, Recomputation
 from autopar.planner import plan_program, rules_of
 from autopar.program import Program, program_of, recomputing
 from autopar.rematerialise.cut import Step, cheapest
@@ -112,6 +112,13 @@ def rungs_of(program: Program) -> list[tuple[Any, ...]]:
     return ladder(program.trace, f, choices, device_program(f, choices, f.profile))
 
 
+def run_of(program: Program, rung: tuple[Any, ...]) -> Any:
+    """The step on one device, with what a rung computes again."""
+    plan = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15)
+    bare = replace(plan, constraints=(), regions=(), recomputed=rung)
+    return execute.jit_plan(bare, program.of(bare).trace, execute.make_mesh(plan.mesh, jax.devices()[:1]))
+
+
 def same(result: Any, expected: Any) -> None:
     def numbers(tree: Any) -> list[np.ndarray]:
         keys = jnp.issubdtype
@@ -134,14 +141,11 @@ def test_every_rung_computes_the_same(scanned: bool, prompt: bool) -> None:
     program, args, expected = traced(scanned)
     rungs = rungs_of(program)
     assert len(rungs) >= 3
-    plan = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15)
     for rung in rungs[:: max(1, len(rungs) // 4)]:
         rung = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in rung)
         rewritten = recomputing(program, [one.again for one in rung])
         check(rewritten.graph)
-        bare = replace(plan, constraints=(), regions=(), recomputed=rung)
-        run = execute.jit_plan(bare, program.of(bare).trace, execute.make_mesh(plan.mesh, jax.devices()[:1]))
-        same(run(*args), expected)
+        same(run_of(program, rung)(*args), expected)
         num_barriers = sum(region.kind == "barrier" for region in rewritten.trace.regions)
         assert 1 <= num_barriers <= len(rung) + sum(bool(one.again.kept) for one in rung)
 
@@ -154,6 +158,36 @@ def test_a_barrier_is_one_operation() -> None:
     ops = device_program(f, choices, f.profile).ops
     barriers = [op for op in ops if again.graph.nodes[op.node].primitive == "barrier"]
     assert len(barriers) == sum(region.kind == "barrier" for region in again.trace.regions) > 1
+
+
+def test_what_is_kept_of_what_runs_again_is_made_before_the_forward_pass_goes_on() -> None:
+    """Else XLA would hold all that a softmax's sum is made of until the backward pass reads the sum."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss_of(w: jax.Array) -> jax.Array:
+            grown = jnp.exp((x @ w) @ x.T)
+            return (((grown / grown.sum(-1, keepdims=True)) @ x) ** 2).mean()
+
+        loss, gradient = jax.value_and_grad(loss_of)(w)
+        return w - 0.1 * gradient, loss
+
+    args = (0.1 * jnp.ones((8, 8)), jnp.linspace(-1, 1, 512).reshape(64, 8))
+    program = program_of(step, args, carry=None, donate=[])
+    names = [equation.primitive for equation in program.trace.equations]
+    grown = names.index("exp")
+    kept, onward = (program.trace.equations[n].results[0] for n in (names.index("div") - 1, names.index("div") + 2))
+    before = sites_of(program.trace)[0].read[kept]
+    again = Again(nodes=(grown - 1, grown), before=before, kept=(kept,), onward=onward)
+    trace = recomputing(program, [again]).trace
+    barriers = [region for region in trace.regions if region.kind == "barrier"]
+    held = [{piece.operands[0] for piece in trace.equations[slice(*region.enter)]} for region in barriers]
+    assert held[0] == {kept, onward}
+    alone = recomputing(program, [replace(again, onward=None)]).trace
+    assert sum(region.kind == "barrier" for region in alone.regions) == len(barriers) - 1
+    same(
+        run_of(program, (Recomputation(again=again, path="", saved_bytes=0.0, time_s=0.0),))(*args),
+        jax.jit(step)(*args),
+    )
 
 
 @pytest.mark.parametrize("scanned", [False, True])

@@ -175,8 +175,10 @@ def _recomputation(
         if (values := {-1 - n} if n < 0 else set(graph.nodes[n].results)) and not _is_held(site, values, numbers)
     )
     largest = max(nodes or (0,), key=lambda n: sum(numbers.held.get(v, 0.0) for v in graph.nodes[n].results))
+    onward = _onward(graph, site, made, kept[0], numbers) if len(kept) == 1 else None
+    before = min([*read, *(site.read[v] for v in kept)])
     return Recomputation(
-        again=Again(nodes=nodes, before=min([*read, *(site.read[v] for v in kept)]), renewed=renewed, kept=kept),
+        again=Again(nodes=nodes, before=before, renewed=renewed, kept=kept, onward=onward),
         path=_common([graph.nodes[n].path for n in nodes]) or graph.nodes[largest].path,
         saved_bytes=held - extra,
         time_s=sum(steps[n].seconds for n in again),
@@ -201,6 +203,20 @@ def _kept_of(
         else:
             of_those.update(node.results)
     return tuple(kept)
+
+
+def _onward(graph: Graph, site: Site, made: set[int], kept: int, numbers: Numbers) -> int | None:
+    """The first value in memory that is made, like one that is kept, of what is computed again."""
+    of_those, is_later = set(made), False
+    for node in graph.nodes[: site.start]:
+        is_later |= kept in node.results
+        if kept in node.results or of_those.isdisjoint(v for v in node.operands if v is not None):
+            continue
+        of_those.update(node.results)
+        found = next((v for v in node.results if v in numbers.stored and v not in made), None)
+        if is_later and found is not None:
+            return found
+    return None
 
 
 def _held(graph: Graph, site: Site, made: set[int], numbers: Numbers) -> float:

@@ -76,8 +76,9 @@ class _Rewriting:
         for one in agains:
             kept = tuple(v for v in one.kept if v not in self.accumulated)
             self.agains.setdefault(one.before, []).append(replace(one, kept=kept))
-            if len(kept) > 1:  # one alone waits for no other
-                self.holding.setdefault(max(makers[v] for v in kept), []).extend(kept)
+            held = kept if one.onward is None else (*kept, one.onward)
+            if kept and len(held) > 1:  # one alone waits for no other
+                self.holding.setdefault(max(makers[v] for v in held), []).extend(held)
         self.was: dict[int, int] = {}  # id of a new equation -> position of the one it stands for
         self.keep: list[Equation] = []  # so that no id is given twice
 
