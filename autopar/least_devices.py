@@ -233,39 +233,39 @@ class _Search:
         best: Plan | None = None
         refused: list[Refused] = []
         for mesh in meshes:
-            outcome = self._on_mesh(mesh) if best is None else self._split(mesh, _count(best))
+            outcome = self._fewest(mesh) if best is None else _count(best)
+            if isinstance(outcome, int):
+                outcome = self._split(mesh, outcome)
             if isinstance(outcome, Refused):
                 refused.append(outcome)
             elif best is None or outcome.prediction.step_time_s < best.prediction.step_time_s:
                 best = outcome
         return best or _least(refused)
 
-    def _on_mesh(self, mesh: MeshShape) -> Plan | Refused:
-        """The plan with the fewest microbatches: where neither one nor the most fits, none does."""
+    def _fewest(self, mesh: MeshShape) -> int | Refused:
+        """The fewest microbatches with which anything fits: where neither one nor the most do, none does."""
         if self.num_microbatches is not None:
-            return self._split(mesh, self.num_microbatches)
-        refused, high = self._split(mesh, 1), self._most_microbatches(mesh).bit_length() - 1
-        if isinstance(refused, Plan) or high == 0:
-            return refused
-        fitting = self._split(mesh, 2**high)
-        if isinstance(fitting, Refused):
-            return _least([refused, fitting])
+            return self.num_microbatches
+        refused, high = self._split(mesh, 1, any_that_fits=True), self._most_microbatches(mesh).bit_length() - 1
+        if isinstance(refused, Plan):
+            return 1
+        most = self._split(mesh, 2**high, any_that_fits=True) if high > 0 else refused
+        if isinstance(most, Refused):
+            return _least([refused, most])
         low = 0
         while high - low > 1:  # 2**low does not fit, 2**high does
-            middle = self._split(mesh, 2 ** ((low + high) // 2))
-            if isinstance(middle, Plan):
-                fitting, high = middle, (low + high) // 2
-            else:
-                low = (low + high) // 2
-        return fitting
+            middle = (low + high) // 2
+            fits = isinstance(self._split(mesh, 2**middle, any_that_fits=True), Plan)
+            low, high = (low, middle) if fits else (middle, high)
+        return 2**high
 
-    def _split(self, mesh: MeshShape, count: int) -> Plan | Refused:
-        """The plan with exactly so many microbatches."""
+    def _split(self, mesh: MeshShape, count: int, *, any_that_fits: bool = False) -> Plan | Refused:
+        """The fastest plan with exactly so many microbatches, or any that fits."""
         parts = f", {count} microbatches" if count > 1 else ""
         self.report(f"{mesh.num_devices} devices, mesh {mesh}{parts}")
         blank = Refused(num_devices=mesh.num_devices, least_bytes=math.inf, planned=True)
         try:
-            return plan_in_microbatches(self.program, count, mesh=mesh, **self.options)
+            return plan_in_microbatches(self.program, count, mesh=mesh, any_that_fits=any_that_fits, **self.options)
         except NothingFitsError as short:
             return replace(blank, least_bytes=short.least_bytes)
         except TimeLimitError as error:

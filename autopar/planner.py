@@ -137,6 +137,9 @@ def plan_program(
 def plan_in_microbatches(program: Program, count: int, *, own_statistics: bool = False, **options: Any) -> Plan:
     """`plan_program` for one number of microbatches, by who plans again where nothing fits.
 
+    Args:
+        options: of `plan_program`, and `any_that_fits`: where memory is short, the first plan found that fits will do.
+
     Raises:
         NothingFitsError: nothing does; the ways out are not priced yet, which takes planning of its own.
     """
@@ -152,6 +155,7 @@ def _plan_program(
     memory_budget_bytes: float | None = None,
     pin: Mapping[str, Any] | None = None,
     rematerialize: bool = True,
+    any_that_fits: bool = False,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
@@ -165,6 +169,7 @@ def _plan_program(
     distinct, twins = _distinct(meshes, profile, symmetric=not pin and not _names_axes(program.graph))
     one = resolve_pins(pin or {}, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms]
+    search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits}
     plans: list[Plan] = []
     failures: list[tuple[MeshShape, NothingFitsError]] = []
     for i, shape in enumerate(distinct):
@@ -172,7 +177,7 @@ def _plan_program(
         try:
             pins = resolve_pins(pin or {}, program.graph, shape)
             keep_to = budget * (1 - BUDGET_MARGIN)
-            plans.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, limited, rematerialize))
+            plans.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, limited, search))
         except NothingFitsError as short:
             failures.append((shape, short))
     report("done", 1.0)
@@ -228,7 +233,7 @@ class _Free:
     made: Made
     planning: Planning
     budget: float
-    rematerialize: bool
+    search: Mapping[str, bool]
     started: float
 
     @classmethod
@@ -242,9 +247,12 @@ class _Free:
         pins: dict[int, TensorSharding],
         solver: Solver,
         limited: Solver,
-        rematerialize: bool,
+        search: Mapping[str, bool],
     ) -> _Free:
         """Plan without a budget.
+
+        Args:
+            search: how `within_budget` is to search.
 
         Raises:
             TimeLimitError: the solver found no plan.
@@ -253,7 +261,7 @@ class _Free:
         planning = Planning(pins, solver, limited, lambda graph: _group(graph, pins).groups)
         f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None)
         made = planning.made(program, f, solver.solve(f.problem))
-        return cls(mesh, program, grouped.unknown, made, planning, budget, rematerialize, started)
+        return cls(mesh, program, grouped.unknown, made, planning, budget, search, started)
 
     def kept_to_budget(self) -> Plan:
         """The plan, made anew where it takes too much memory.
@@ -264,7 +272,7 @@ class _Free:
         made, mesh, program = self.made, self.mesh, self.program
         memory_bound = made.peak_bytes > self.budget
         if memory_bound:  # only now is memory worth its constraints
-            made = within_budget(self.budget, made, self.planning, rematerialize=self.rematerialize)
+            made = within_budget(self.budget, made, self.planning, **self.search)
         parts, solution, graph = made.parts, made.solution, made.formulation.graph
         return Plan(
             program=program.signature,

@@ -135,11 +135,14 @@ class Planning:
         return Made(program, f, solution, assemble(f, solution.choices, self.pins), recomputed)
 
 
-def within_budget(budget: float, free: Made, planning: Planning, *, rematerialize: bool) -> Made:
+def within_budget(
+    budget: float, free: Made, planning: Planning, *, rematerialize: bool, any_that_fits: bool = False
+) -> Made:
     """The fastest plan found that keeps to a budget.
 
     Args:
         free: the plan without one, which does not. rematerialize: whether values may be computed again.
+        any_that_fits: the first plan found will do: one that splits otherwise, or computes most again.
 
     Raises:
         NothingFitsError: none does.
@@ -154,9 +157,9 @@ def within_budget(budget: float, free: Made, planning: Planning, *, rematerializ
         least, estimate = short.least, short.estimate
     except TimeLimitError as error:
         late = error
-    if rematerialize:
+    if rematerialize and not (any_that_fits and found):
         try:
-            again, least = _computed_again(budget, free, planning, least)
+            again, least = _computed_again(budget, free, planning, least, any_that_fits=any_that_fits)
             found += [] if again is None else [again]
         except TimeLimitError as error:
             late = error
@@ -243,7 +246,9 @@ def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequen
 # -- computing again ---------------------------------------------------------------------------
 
 
-def _computed_again(budget: float, free: Made, planning: Planning, least: Made) -> tuple[Made | None, Made]:
+def _computed_again(
+    budget: float, free: Made, planning: Planning, least: Made, *, any_that_fits: bool = False
+) -> tuple[Made | None, Made]:
     """The fastest plan found that computes values again and fits; and of those made, the one that needs least.
 
     Up the ladder a plan needs less and takes longer. The first rung on which any plan fits is searched from where the
@@ -252,12 +257,16 @@ def _computed_again(budget: float, free: Made, planning: Planning, least: Made) 
     rungs = ladder(
         free.program.trace, free.formulation, free.solution.choices, free.parts.device, _exposed(free.parts.prediction)
     )
+    if any_that_fits:
+        rungs = rungs[-1:]
     climb = _Climb(budget, free, planning, rungs, least)
     first = climb.first_that_fits()
     if first == len(rungs):
         if climb.late is not None:
             raise climb.late
         return None, climb.least
+    if any_that_fits:
+        return climb.on(0) or climb.on(0, prompt=True), climb.least
     best = climb.fastest(first)
     assert best is not None
     for rung in (first + further for further in _AROUND):
