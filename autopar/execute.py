@@ -72,7 +72,7 @@ def donated_arguments(plan: Plan, trace: Trace) -> tuple[int, ...]:
 
 
 def lower(jitted: Any, args: Sequence[Any], mesh: Mesh) -> jax.stages.Lowered:
-    """Lower for the platform of a mesh's devices, which need not exist in this process."""
+    """Lower, given the planned arguments (`Trace.arguments`), for the platform of a mesh's devices, which need not exist in this process."""
     platform = mesh.devices.flat[0].platform
     return lower_for("cuda" if platform == "gpu" else platform, jitted, args)
 
