@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -91,18 +92,21 @@ class ParallelStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. The first call with new shapes traces, plans and compiles."""
+        failed: Exception | None = None
         if self._fast is not None and not kwargs:
             try:
                 return self._fast(*args)
-            except Exception:
-                with opened(self.called, args, kwargs) as call:
-                    if call.key == self._fast_key:
-                        raise
+            except Exception as error:  # other shapes; arrays that lie elsewhere; or the step's own
+                failed = error
         with opened(self.called, args, kwargs) as call:
+            known = call.key == self._fast_key
             prepared = self._prepare(call)
+            trees = execute.placed(prepared.plan, self._mesh(prepared.plan), call.trees)
+            if failed is not None and known and all(map(operator.is_, jax.tree.leaves(trees), jax.tree.leaves(args))):
+                raise failed
             if call.is_plain and prepared.results.is_plain:
                 self._fast, self._fast_key = prepared.jitted, call.key
-            return call.finish(prepared.results, prepared.jitted(*call.trees))
+            return call.finish(prepared.results, prepared.jitted(*trees))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is compiled."""

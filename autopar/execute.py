@@ -6,6 +6,7 @@ donates what the plan says.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,27 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
         out_shardings=out_shardings,
         donate_argnums=donated_arguments(plan, trace),
     )
+
+
+def placed(plan: Plan, mesh: Mesh, trees: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments as a jitted plan takes them, which `jax.jit` does not see to itself: an array that lies otherwise than
+    planned is moved, as a state that another plan has laid out; one that is donated and stands at another place too is
+    copied, as an average that begins as the parameters."""
+    leaves, structure = jax.tree.flatten(tuple(trees))
+    count = Counter(id(leaf) for leaf in leaves if isinstance(leaf, jax.Array))
+    donated = set(plan.donated)
+    for position, (leaf, tensor) in enumerate(zip(leaves, plan.inputs, strict=True)):
+        if not isinstance(leaf, jax.Array):
+            continue
+        shared = count[id(leaf)] > 1
+        if leaf.committed:
+            (planned,) = named_shardings([tensor.sharding], mesh)
+            if not leaf.sharding.is_equivalent_to(planned, leaf.ndim):
+                leaves[position] = jax.device_put(leaf, planned, donate=position in donated and not shared)
+                continue
+        if shared and position in donated:
+            leaves[position] = jax.numpy.copy(leaf)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def donated_arguments(plan: Plan, trace: Trace) -> tuple[int, ...]:

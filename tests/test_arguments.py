@@ -54,9 +54,10 @@ def test_leaves_that_are_no_arrays_are_part_of_the_trace_and_come_back() -> None
         "FIRST",
     )
     state, loss, _ = sharded(state, 1.0)
-    np.testing.assert_allclose(float(loss), float(expected[1]), rtol=1e-6)
+    np.testing.assert_allclose(float(loss), float(expected[1]), rtol=1e-5)
+    x = np.asarray(state["x"])
     other, _, _ = sharded(state | {"kind": Kind.TRIPLE}, 1.0)
-    np.testing.assert_allclose(other["x"], 3 * np.sin(state["x"]), rtol=1e-6)
+    np.testing.assert_allclose(other["x"], 3 * np.sin(x), rtol=1e-5)
 
 
 def test_static_leaves_leave_the_state_carried() -> None:
@@ -167,7 +168,7 @@ def test_keyword_arguments_of_every_kind() -> None:
 def test_arguments_that_are_not_taken() -> None:
     step = autopar.parallelize(**OPTIONS)(lambda state, batch: state)
     with pytest.raises(errors.StepSignatureError, match=r"takes \(state, batch\), but .* unexpected keyword .*'bathc'"):
-        step(ones(), bathc=ones())
+        step(ones(), ones(), bathc=ones())
     with pytest.raises(errors.StepSignatureError, match=r"missing a required argument: 'batch'"):
         step(ones())
 
@@ -188,12 +189,11 @@ def test_numbers_bools_keys_none_and_dataclasses() -> None:
         state = {"w": state["w"] + x, "key": jax.random.split(key)[0], "n": state["n"] + count, "nothing": None}
         return state, {"mean": x.mean(), "sums": (x.sum(0), x.sum(1))}, Batch(x, tag=batch.tag)
 
-    key = jax.random.key(3)
-    state = {"w": ones(), "key": key, "n": 0, "nothing": None}
     mask = np.arange(SHAPE[0])[:, None] % 2 == 0
     sharded = autopar.parallelize(**OPTIONS)(step)
     for batch in (Batch(ones(), tag="a"), Batch(ones(), mask)):
-        args = (state, batch, key, np.float32(0.5), True, np.int8(2))
+        state = {"w": ones(), "key": jax.random.key(3), "n": 0, "nothing": None}
+        args = (state, batch, jax.random.key(4), np.float32(0.5), True, np.int8(2))
         expected, found = step(*args), sharded(*args)
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         assert found[2].tag == batch.tag
@@ -218,11 +218,31 @@ def test_the_same_array_in_two_places_of_the_state() -> None:
         return {"params": params, "average": 0.9 * state["average"] + 0.1 * params}, params.mean()
 
     weights = jnp.ones(SHAPE)
-    state = {"params": weights, "average": weights}
-    for _ in range(3):
+    for _ in range(3):  # first as the user made it, then as a plan has laid it out
+        state, _ = step({"params": weights, "average": weights}, ones())
         state, mean = step(state, ones())
-    np.testing.assert_allclose(float(mean), 0.7, rtol=1e-5)
-    np.testing.assert_allclose(float(state["average"].mean()), 0.944, rtol=1e-3)
+        np.testing.assert_allclose(float(mean), float(weights.mean()) - 0.2, rtol=1e-4)
+        weights = state["params"]
+
+
+def test_a_state_that_another_plan_has_laid_out() -> None:
+    """As the last batch of an epoch, which is smaller: the state is moved from one layout to the other, and back."""
+    pins = iter([jax.P("data"), jax.P(None, "data")])
+    step = autopar.parallelize(**OPTIONS)(lambda w, x: (w + x.sum(), w.mean()))
+    step._options["pin"] = {"w": next(pins)}
+    w, _ = step(ones(), np.ones((32, 64), np.float32))
+    step._options["pin"] = {"w": next(pins)}
+    for rows in (16, 32, 16, 16, 32):
+        before = float(w.mean())
+        w, mean = step(w, np.ones((rows, 64), np.float32))
+        assert float(mean) == before
+        assert w.sharding.spec == (jax.P("data") if rows == 32 else jax.P(None, "data"))
+
+
+def test_an_array_that_lies_on_one_device() -> None:
+    step = autopar.parallelize(**OPTIONS, pin={"x": jax.P("data")})(lambda x: x.sum())
+    for _ in range(2):
+        assert float(step(jax.device_put(ones(), jax.devices()[3]))) == 4096
 
 
 def test_a_method_and_a_partial_are_steps() -> None:
