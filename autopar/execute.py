@@ -61,23 +61,26 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def placed(plan: Plan, mesh: Mesh, trees: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments as a jitted plan takes them, which `jax.jit` does not see to itself: an array that lies otherwise than
-    planned is moved, as a state that another plan has laid out; one that is donated and stands at another place too is
-    copied, as an average that begins as the parameters."""
+    """Arguments as a jitted plan takes them.
+
+    An array that lies otherwise than planned is moved, as a state that another plan has laid out. State that nothing has
+    laid out yet is laid out: `jax.jit` would compile once for it, and once more for what comes back. An array that is
+    donated and stands at another place too is copied, as an average that begins as the parameters.
+    """
     leaves, structure = jax.tree.flatten(tuple(trees))
-    count = Counter(id(leaf) for leaf in leaves if isinstance(leaf, jax.Array))
-    donated = set(plan.donated)
-    for position, (leaf, tensor) in enumerate(zip(leaves, plan.inputs, strict=True)):
-        if not isinstance(leaf, jax.Array):
-            continue
+    count = Counter(id(leaf) for leaf in leaves)
+    carried, donated = {position for position, _ in plan.carried}, set(plan.donated)
+    planned = named_shardings([tensor.sharding for tensor in plan.inputs], mesh)
+    for position, (leaf, sharding) in enumerate(zip(leaves, planned, strict=True)):
         shared = count[id(leaf)] > 1
-        if leaf.committed:
-            (planned,) = named_shardings([tensor.sharding], mesh)
-            if not leaf.sharding.is_equivalent_to(planned, leaf.ndim):
-                leaves[position] = jax.device_put(leaf, planned, donate=position in donated and not shared)
-                continue
-        if shared and position in donated:
-            leaves[position] = jax.numpy.copy(leaf)
+        lies = isinstance(leaf, jax.Array) and leaf.committed
+        if lies and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            if shared and position in donated:
+                leaves[position] = jax.numpy.copy(leaf)
+        elif lies and position in donated and not shared:
+            leaves[position] = jax.device_put(leaf, sharding, donate=True)
+        elif lies or position in carried:
+            leaves[position] = jax.device_put(leaf, sharding, may_alias=False)
     return jax.tree.unflatten(structure, leaves)
 
 
