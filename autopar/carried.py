@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autopar.errors import StepSignatureError
-from autopar.jax_compat import shape_and_dtype
+from autopar.front_ends.pytrees import shape_and_dtype
 
 _DEPTH = 3  # how far into the output a returned state is looked for: (state, loss), {"state": …}, …
 

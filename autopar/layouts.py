@@ -144,4 +144,3 @@ def _some(paths: Any) -> str:
 
 def _are(paths: Any) -> str:
     return "is" if len(list(paths)) == 1 else "are"
-

@@ -112,7 +112,9 @@ def _refuse_parameters(make: Callable[..., Any], target: str) -> None:
 
 
 def _checked(made: Any, where: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    want = "it must return (step, args) or (step, args, kwargs): a function, the tuple of its arguments, keyword arguments"
+    want = (
+        "it must return (step, args) or (step, args, kwargs): a function, the tuple of its arguments, keyword arguments"
+    )
     if type(made) not in (tuple, list) or len(made) not in (2, 3):
         size = f" of {len(made)}" if isinstance(made, tuple | list) else ""
         raise TargetError(f"{where} returned a {type(made).__name__}{size}; {want}")

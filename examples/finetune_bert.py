@@ -24,7 +24,12 @@ import autopar
 
 BATCH, SEQ, LAYERS = 16, 32, 2
 CONFIG = BertConfig(
-    vocab_size=512, hidden_size=128, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=512, num_labels=2
+    vocab_size=512,
+    hidden_size=128,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    intermediate_size=512,
+    num_labels=2,
 )
 MODEL = FlaxBertForSequenceClassification(CONFIG, input_shape=(1, SEQ), _do_init=False)
 

@@ -81,4 +81,6 @@ if __name__ == "__main__":
     print(step.plan(model, optimizer, sample_batch(0)).words)
     for number in range(10):
         print(f"step {number}   loss {step(model, optimizer, sample_batch(number)):.3f}")
-    print("kernel of the first block:", jnp.shape(model.blocks[0].up.kernel), model.blocks[0].up.kernel[...].sharding.spec)
+    print(
+        "kernel of the first block:", jnp.shape(model.blocks[0].up.kernel), model.blocks[0].up.kernel[...].sharding.spec
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import flax.linen as nn
@@ -112,9 +113,7 @@ def linen_batch_stats() -> Case:
     def create() -> tuple[Any, ...]:
         made = model.init(jax.random.key(0), jnp.zeros((1, WIDTH)), train=False)
         return (
-            StatisticsState.create(
-                apply_fn=model.apply, params=made["params"], batch_stats=made["batch_stats"], tx=tx
-            ),
+            StatisticsState.create(apply_fn=model.apply, params=made["params"], batch_stats=made["batch_stats"], tx=tx),
         )
 
     def step(state: StatisticsState, batch: Any) -> Any:
@@ -154,7 +153,7 @@ class NnxClassifier(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         widths = [WIDTH] + [2 * WIDTH] * LAYERS
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in zip(widths, widths[1:], strict=False)])
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(widths)])
         self.norm = nnx.BatchNorm(2 * WIDTH, momentum=0.9, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.head = nnx.Linear(2 * WIDTH, CLASSES, rngs=rngs)
@@ -168,8 +167,11 @@ class NnxClassifier(nnx.Module):
 def nnx_values(state: Any) -> Any:
     """What the objects of a state hold, random keys as numbers."""
     held = nnx.to_pure_dict(nnx.state(list(state)))
-    typed = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if typed(leaf) else leaf, held)
+
+    def plain(leaf: Any) -> Any:
+        return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+    return jax.tree.map(plain, held)
 
 
 def in_place(state: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
@@ -297,7 +299,7 @@ def create_params() -> dict[str, Any]:
     widths = [WIDTH] + [2 * WIDTH] * (LAYERS - 1) + [CLASSES]
     return {
         f"layer_{i}": {"kernel": jax.random.normal(next(keys), (a, b)) / np.sqrt(a), "bias": jnp.zeros(b)}
-        for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False))
+        for i, (a, b) in enumerate(pairwise(widths))
     }
 
 
@@ -344,7 +346,10 @@ def _kernels(params: Any) -> Any:
 
 
 def _labels(params: Any) -> Any:
-    return {name: jax.tree.map(lambda _, n=name: "frozen" if n == "layer_0" else "trained", layer) for name, layer in params.items()}
+    return {
+        name: jax.tree.map(lambda _, n=name: "frozen" if n == "layer_0" else "trained", layer)
+        for name, layer in params.items()
+    }
 
 
 def _lora() -> Case:
@@ -410,7 +415,10 @@ def _scaled() -> Case:
         grad_fn = scale.value_and_grad(lambda p: cross_entropy(predict(p, batch["x"]), batch))
         scale, finite, loss, grads = grad_fn(params)
         updates, changed = tx.update(grads, opt_state, params)
-        keep = lambda new, old: jnp.where(finite, new, old)
+
+        def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(finite, new, old)
+
         params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
         return params, jax.tree.map(keep, changed, opt_state), scale, loss
 

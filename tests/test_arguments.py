@@ -61,7 +61,9 @@ def test_leaves_that_are_no_arrays_are_part_of_the_trace_and_come_back() -> None
 
 
 def test_static_leaves_leave_the_state_carried() -> None:
-    step = lambda state, x: ({**state, "w": state["w"] + x.sum()}, x.mean())
+    def step(state: Any, x: Any) -> Any:
+        return {**state, "w": state["w"] + x.sum()}, x.mean()
+
     state = {"w": ones(), "f": jnp.sin}
     plan = autopar.plan(step, state, ones(), **OPTIONS)
     assert [plan.inputs[i].path for i, _ in plan.carried] == ["state/w"]
@@ -85,7 +87,9 @@ def test_an_array_of_another_library() -> None:
     class Tensor:
         dtype, shape = "torch.float32", SHAPE
 
-    with pytest.raises(errors.StepSignatureError, match=r"`x` is a .*Tensor of torch\.float32, which JAX does not take"):
+    with pytest.raises(
+        errors.StepSignatureError, match=r"`x` is a .*Tensor of torch\.float32, which JAX does not take"
+    ):
         autopar.parallelize(**OPTIONS)(lambda x: x.sum())(Tensor())
 
 
@@ -112,7 +116,9 @@ def test_static_arguments_by_name_however_they_are_given() -> None:
 
 
 def test_plan_and_verify_take_them_too() -> None:
-    step = lambda x, *, train: (x @ x).sum() if train else x.sum()
+    def step(x: Any, *, train: bool) -> jax.Array:
+        return (x @ x).sum() if train else x.sum()
+
     plan = autopar.plan(step, ones(), kwargs={"train": True}, static_argnames="train", **OPTIONS)
     assert plan.program.primitives["dot_general"] == 1
     assert plan.for_step(partial(step, train=True), ones()).in_tree is not None

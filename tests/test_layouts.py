@@ -157,7 +157,10 @@ def test_metadata_that_cannot_be() -> None:
             return nn.Dense(90, kernel_init=init)(x)
 
     params = Odd().init(jax.random.key(0), jnp.zeros((1, 64)))
-    step = lambda params, x: Odd().apply(params, x).sum()
+
+    def step(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.asarray(Odd().apply(params, x)))
+
     x = np.ones((32, 64), np.float32)
     with pytest.raises(errors.PinError, match=r"params/params/Dense_0/kernel.*does not divide.*metadata=\"ignore\""):
         autopar.plan(step, params, x, mesh="2x4", **HARDWARE)
@@ -212,11 +215,11 @@ def test_arguments_may_be_named_otherwise(mlp: programs.Program) -> None:
 def test_mistakes_with_like(mlp: programs.Program) -> None:
     train = autopar.parallelize(mesh="2x4", **HARDWARE)(mlp.step)
     evaluate = autopar.parallelize(lambda state, batch: batch["x"].sum(), like=train)
-    with pytest.raises(errors.PlanMismatchError, match="has no plan yet: call that first, or its `init` or `plan`"):
+    with pytest.raises(errors.PlanMismatchError, match=r"has no plan yet: call that first, or its `init` or `plan`"):
         evaluate(*mlp.args())
     plan = train.plan(*mlp.abstract_args())
     x = np.ones((64, 64), np.float32)
-    with pytest.raises(errors.PlanMismatchError, match="no argument of .* is part of the state"):
+    with pytest.raises(errors.PlanMismatchError, match=r"no argument of .* is part of the state"):
         autopar.plan(lambda x: x.sum(), x, like=plan)
     for other in ({"mesh": "8"}, {"num_devices": 4}):
         with pytest.raises(errors.PlanMismatchError, match=r"planned for mesh 2x4 .*asked for"):

@@ -120,7 +120,7 @@ def test_new_objects_and_attributes_come_out() -> None:
 
 
 def test_an_evaluation_neither_changes_nor_gives_away_the_model() -> None:
-    model, opt, metric = create()
+    model = create()[0]
     evaluate = autopar.parallelize(**OPTIONS)(lambda model, batch: cross_entropy(model(batch["x"]), batch))
     model.eval()
     kernel = model.layers[0].kernel[...]

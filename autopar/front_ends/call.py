@@ -29,11 +29,11 @@ from autopar.front_ends.pytrees import (
     is_number,
     objects_in,
     put_together,
+    shape_and_dtype,
     take_apart,
     values_of_objects,
 )
 from autopar.front_ends.step import Step
-from autopar.jax_compat import shape_and_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def objects_in(tree: Any) -> list[Any]:
 
 
 def take_apart(
-    tree: Any, root: str, values: Iterator[Mapping[str, Any]] = iter(()), *, is_key: bool = True
+    tree: Any, root: str, values: Iterator[Mapping[str, Any]] | None = None, *, is_key: bool = True
 ) -> tuple[Any, Kept]:
     """A tree's arrays, and what is kept of it.
 
@@ -93,7 +93,7 @@ def take_apart(
     Raises:
         StepSignatureError: a leaf that is neither array nor hashable.
     """
-    return _apart(tree, root, values, is_key, numbers_are_static=False, nested=False)
+    return _apart(tree, root, values or iter(()), is_key, numbers_are_static=False, nested=False)
 
 
 def _apart(
@@ -124,7 +124,7 @@ def _apart(
     return (tree if kept.is_plain else structure.unflatten(parts)), kept
 
 
-def put_together(kept: Kept, tree: Any, objects: Iterator[Any] = iter(())) -> Any:
+def put_together(kept: Kept, tree: Any, objects: Iterator[Any] | None = None) -> Any:
     """The inverse of `take_apart`, given the objects in the order of their places."""
     if kept.is_plain:
         return tree
@@ -145,16 +145,21 @@ def at_objects(kept: Kept, values: Iterator[Mapping[str, Any]]) -> Any:
     return kept.structure.unflatten([dict(next(values)) if isinstance(e, ObjectAt) else None for e in kept.leaves])
 
 
-def _together(entry: Mark | Static | Kept | ObjectAt, part: Any, objects: Iterator[Any]) -> Any:
+def _together(entry: Mark | Static | Kept | ObjectAt, part: Any, objects: Iterator[Any] | None) -> Any:
     if isinstance(entry, Static):
         return entry.value
     if isinstance(entry, Kept):
         return put_together(entry, part, objects)
-    return next(objects) if isinstance(entry, ObjectAt) else part
+    return next(objects or iter(())) if isinstance(entry, ObjectAt) else part
 
 
 def _has_own_rules(value: Any) -> bool:
     return is_object(value) or is_pure_state(value) or has_own_numbers(value)
+
+
+def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of an array, a `ShapeDtypeStruct` or a Python number."""
+    return jax.numpy.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
 
 
 def is_number(leaf: Any) -> bool:
