@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -62,6 +63,10 @@ def parallelize(
     if step is None:
         return lambda decorated: ParallelStep(decorated, plan, options)
     return ParallelStep(step, plan, options)
+
+
+#: After how many plans for the same shapes a user is told of it.
+_MANY = 4
 
 
 class ParallelStep:
@@ -198,11 +203,23 @@ class ParallelStep:
         if known is not None:
             self._latest = known.plan
             return known.plan, known.program, known.results
+        self._warn_of_many(call)
         program = program_of_call(call, carry=self._options.get("carry"), donate=self._options.get("donate"))
         assert call.results is not None, "it has been traced"
         plan, program = self._plan_program(program)
         self._latest = plan
         return plan, program, call.results
+
+    def _warn_of_many(self, call: Call) -> None:
+        """Say it once, where plan after plan is made for other values of what is no array."""
+        alike = [key for key in self._known if call.differs_in(key) is not None]
+        if len(alike) == _MANY:
+            warnings.warn(
+                f"`{self.called.name}` is planned for the {_MANY + 1}th time with the same shapes, because"
+                f" {call.differs_in(alike[-1])} is not what it was: what is no array is part of what a plan is made for."
+                " Leave it out of the arguments if the step does not need it, or make it an array",
+                stacklevel=4,
+            )
 
     def _plan_program(self, program: Program) -> tuple[Plan, Program]:
         if self._fixed is None:

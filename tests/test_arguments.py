@@ -93,6 +93,16 @@ def test_an_array_of_another_library() -> None:
         autopar.parallelize(**OPTIONS)(lambda x: x.sum())(Tensor())
 
 
+def test_a_text_that_is_another_one_each_time_is_told() -> None:
+    step = autopar.parallelize(**OPTIONS)(lambda x, batch: (x + len(batch["text"])).sum())
+    x = np.ones((2, 2), np.float32)
+    for n in range(4):
+        step(x, {"text": "a" * n})
+    with pytest.warns(UserWarning, match=r"planned for the 5th time with the same shapes, because `batch` is not what"):
+        step(x, {"text": "aaaa"})
+    assert float(step(x, {"text": "aaaaa"})) == 24
+
+
 def test_dtypes_and_classes_are_static() -> None:
     step = autopar.parallelize(**OPTIONS)(lambda batch: batch["x"].astype(batch["dtype"]).sum())
     assert step({"x": ones(), "dtype": jnp.bfloat16}).dtype == jnp.bfloat16

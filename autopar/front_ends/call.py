@@ -92,6 +92,15 @@ class Call:
         shapes = tuple(shape_and_dtype(leaf) for tree in self.trees for leaf in jax.tree.leaves(tree))
         return self.names, self.kept, tuple(self.static.items()), self.objects.graph, shapes
 
+    def differs_in(self, key: Any) -> str | None:
+        """Where another call's key has other values of what is no array, and the same of all else: whose they are."""
+        names, kept, static, _, shapes = key
+        if (names, shapes) != (self.names, self.key[-1]) or key == self.key:
+            return None
+        changed = [f"`{n}`" for n, one, other in zip(names, self.kept, kept, strict=True) if one != other]
+        changed += [f"`{name}`" for name, value in self.static.items() if (name, value) not in static]
+        return ", ".join(changed) or "an attribute of a module"
+
     @property
     def input_paths(self) -> tuple[str, ...]:
         """Of each array, `state/params/Dense_0/kernel`."""
