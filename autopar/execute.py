@@ -72,13 +72,11 @@ def placed(plan: Plan, mesh: Mesh, trees: Sequence[Any]) -> tuple[Any, ...]:
     carried, donated = {position for position, _ in plan.carried}, set(plan.donated)
     planned = named_shardings([tensor.sharding for tensor in plan.inputs], mesh)
     for position, (leaf, sharding) in enumerate(zip(leaves, planned, strict=True)):
-        shared = count[id(leaf)] > 1
         lies = isinstance(leaf, jax.Array) and leaf.committed
+        if position in donated and isinstance(leaf, jax.Array) and count[id(leaf)] > 1:
+            leaf = jax.numpy.copy(leaf)
         if lies and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            if shared and position in donated:
-                leaves[position] = jax.numpy.copy(leaf)
-        elif lies and position in donated and not shared:
-            leaves[position] = jax.device_put(leaf, sharding, donate=True)
+            leaves[position] = leaf
         elif lies or position in carried:
             leaves[position] = jax.device_put(leaf, sharding, may_alias=False)
     return jax.tree.unflatten(structure, leaves)
