@@ -20,7 +20,7 @@ import autopar
 from autopar import errors
 from autopar.front_ends.annotations import Annotation, specs_of
 
-HARDWARE = {"hardware": "cpu-host"}
+HARDWARE: dict[str, Any] = {"hardware": "cpu-host"}
 
 
 class Logical(nn.Module):
@@ -221,6 +221,7 @@ def test_mistakes_with_like(mlp: programs.Program) -> None:
     x = np.ones((64, 64), np.float32)
     with pytest.raises(errors.PlanMismatchError, match=r"no argument of .* is part of the state"):
         autopar.plan(lambda x: x.sum(), x, like=plan)
-    for other in ({"mesh": "8"}, {"num_devices": 4}):
+    others: tuple[dict[str, Any], ...] = ({"mesh": "8"}, {"num_devices": 4})
+    for other in others:
         with pytest.raises(errors.PlanMismatchError, match=r"planned for mesh 2x4 .*asked for"):
             autopar.plan(lambda state: 0, mlp.abstract_args()[0], like=plan, **other)

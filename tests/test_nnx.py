@@ -48,8 +48,9 @@ def test_paths_are_readable_and_state_is_carried() -> None:
 def test_a_state_is_built_sharded_and_trains() -> None:
     step = autopar.parallelize(**OPTIONS, pin={"model/layers/*/kernel": jax.P("data")})(nnx_step)
     batch = make_batch(0)
-    model, opt, metric = step.init(create, batch=batch)
-    assert isinstance(model, NnxClassifier)
+    built: Any = step.init(create, batch=batch)
+    model, opt, metric = built
+    assert type(model) is NnxClassifier
     assert model.layers[0].kernel[...].sharding.spec == jax.P("data")
     plain = create()
     expected = nnx.jit(nnx_step)(*plain, batch)
@@ -104,13 +105,14 @@ def test_what_is_one_object_stays_one() -> None:
 
 def test_new_objects_and_attributes_come_out() -> None:
     @autopar.parallelize(**OPTIONS)
-    def step(model: nnx.Linear, x: Any) -> Any:
+    def step(model: Any, x: Any) -> Any:
         y = model(x)
         model.calls = getattr(model, "calls", 0) + 1
         model.last = nnx.Intermediate(y.mean(0))
         return nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0)), y.sum()
 
-    model, x = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), make_batch(0)["x"]
+    model: Any = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    x = make_batch(0)["x"]
     norm, _ = step(model, x)
     assert isinstance(norm, nnx.BatchNorm) and norm.mean[...].shape == (WIDTH,)
     assert model.calls == 1
@@ -200,7 +202,7 @@ def test_an_attribute_that_cannot_be_hashed() -> None:
     class Settings:
         __hash__ = None  # type: ignore[assignment]
 
-    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    model: Any = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     model.settings = nnx.static(Settings())
     with pytest.raises(errors.StepSignatureError, match=r"an attribute of the modules given \(Linear\)"):
         autopar.parallelize(**OPTIONS)(lambda model, x: model(x).sum())(model, np.ones((BATCH, WIDTH), np.float32))
