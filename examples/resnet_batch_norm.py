@@ -43,7 +43,7 @@ MODEL = ResNet()
 
 def create_state(key: jax.Array) -> TrainState:
     made = MODEL.init(key, jnp.zeros((1, IMAGE, IMAGE, 3)), train=False)
-    tx = optax.sgd(optax.cosine_decay_schedule(0.1, 100), momentum=0.9, nesterov=True)
+    tx = optax.sgd(optax.cosine_decay_schedule(0.03, 100), momentum=0.9, nesterov=True)
     return TrainState.create(apply_fn=MODEL.apply, params=made["params"], batch_stats=made["batch_stats"], tx=tx)
 
 
