@@ -5,30 +5,36 @@ In: argument and result trees of shapes. Out: pairs of leaf positions (input, ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from autopar.errors import StepSignatureError
-from autopar.jax_compat import shape_and_dtype
+from autopar.front_ends.pytrees import shape_and_dtype
 
 _DEPTH = 3  # how far into the output a returned state is looked for: (state, loss), {"state": …}, …
 
 
 def carried_arguments(
-    args: Sequence[Any], result: Any, names: Sequence[str], carry: Sequence[str] | None
+    args: Sequence[Any],
+    result: Any,
+    names: Sequence[str],
+    carry: Sequence[str] | None,
+    in_place: Collection[str] = (),
 ) -> dict[int, int]:
     """Map each carried argument's position to the output leaf position where its tree starts.
 
     Args:
         carry: names of the arguments to carry; None finds them: an argument is carried if a
             subtree of the output has its structure, shapes and dtypes, each subtree used once.
+        in_place: names of arguments that are changed in place: they are left out.
 
     Raises:
         StepSignatureError: a name is no argument, or its tree does not come back.
     """
-    wanted = list(range(len(args))) if carry is None else [_position(name, names) for name in carry]
+    every = [position for position, name in enumerate(names) if name not in in_place]
+    wanted = every if carry is None else [_position(name, names) for name in carry]
     taken: set[int] = set()
     found: dict[int, int] = {}
     for position in wanted:

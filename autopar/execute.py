@@ -6,6 +6,7 @@ donates what the plan says.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,28 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
     )
 
 
+def placed(plan: Plan, mesh: Mesh, trees: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments as a jitted plan takes them.
+
+    An array that lies otherwise than planned is moved, as a state that another plan has laid out. State that nothing has
+    laid out yet is laid out: `jax.jit` would compile once for it, and once more for what comes back. An array that is
+    donated and stands at another place too is copied, as an average that begins as the parameters.
+    """
+    leaves, structure = jax.tree.flatten(tuple(trees))
+    count = Counter(id(leaf) for leaf in leaves)
+    carried, donated = {position for position, _ in plan.carried}, set(plan.donated)
+    planned = named_shardings([tensor.sharding for tensor in plan.inputs], mesh)
+    for position, (leaf, sharding) in enumerate(zip(leaves, planned, strict=True)):
+        lies = isinstance(leaf, jax.Array) and leaf.committed
+        if position in donated and isinstance(leaf, jax.Array) and count[id(leaf)] > 1:
+            leaf = jax.numpy.copy(leaf)
+        if lies and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            leaves[position] = leaf
+        elif lies or position in carried:
+            leaves[position] = jax.device_put(leaf, sharding, may_alias=False)
+    return jax.tree.unflatten(structure, leaves)
+
+
 def donated_arguments(plan: Plan, trace: Trace) -> tuple[int, ...]:
     """Positions of the arguments all of whose leaves are donated."""
     donated = set(plan.donated)
@@ -72,7 +95,7 @@ def donated_arguments(plan: Plan, trace: Trace) -> tuple[int, ...]:
 
 
 def lower(jitted: Any, args: Sequence[Any], mesh: Mesh) -> jax.stages.Lowered:
-    """Lower for the platform of a mesh's devices, which need not exist in this process."""
+    """Lower, given the planned arguments (`Trace.arguments`), for the platform of a mesh's devices, which need not exist in this process."""
     platform = mesh.devices.flat[0].platform
     return lower_for("cuda" if platform == "gpu" else platform, jitted, args)
 

@@ -127,15 +127,11 @@ def as_function(closed: Any) -> Callable[..., Sequence[Any]]:
     return lambda *args: _core.eval_jaxpr(jaxpr, constants, *args)
 
 
-def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of an array, a `ShapeDtypeStruct` or a Python scalar."""
-    return jax.numpy.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
-
-
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The same without the data, and without a place. Python scalars stay weakly typed."""
+    """An array or a Python scalar without the data, and without a place. Python scalars stay weakly typed."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
     weak = getattr(leaf, "weak_type", isinstance(leaf, bool | int | float | complex))
-    return jax.ShapeDtypeStruct(*shape_and_dtype(leaf), weak_type=weak)
+    return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype, weak_type=weak)
 
 
 def itemsize(aval: Any) -> float:

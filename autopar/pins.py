@@ -66,10 +66,11 @@ def resolve_pins(pin: Mapping[str, Any], graph: Graph, mesh: MeshShape) -> dict[
         PinError: a pin matches no input, or names a sharding the input cannot have.
     """
     resolved: dict[int, TensorSharding] = {}
+    exact: dict[str, list[int]] = {}
+    for position, path in enumerate(graph.input_paths):
+        exact.setdefault(path, []).append(position)
     for pattern, spec in pin.items():
-        matched = [
-            i for i, path in enumerate(graph.input_paths) if path == pattern or fnmatch.fnmatchcase(path, pattern)
-        ]
+        matched = exact.get(pattern) or [i for p, at in exact.items() if fnmatch.fnmatchcase(p, pattern) for i in at]
         if not matched:
             close = difflib.get_close_matches(pattern, graph.input_paths, n=3, cutoff=0.3)
             raise PinError(

@@ -395,8 +395,12 @@ class Plan:
         """
         import jax
 
-        args, out = jax.eval_shape(lambda *arrays: (arrays, step(*arrays)), *args)
-        for kind, tensors, tree in (("inputs", self.inputs, args), ("outputs", self.outputs, out)):
+        from autopar.front_ends.call import opened
+        from autopar.front_ends.step import Step
+
+        with opened(Step.of(step), args, {}) as call:
+            trees, out = jax.eval_shape(lambda *arrays: (arrays, call.function(*arrays)), *call.trees)
+        for kind, tensors, tree in (("inputs", self.inputs, trees), ("outputs", self.outputs, out)):
             here = [_type_text(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
             if len(here) != len(tensors):
                 raise PlanMismatchError(self._mismatch(f"{len(tensors)} {kind} in the plan, {len(here)} here"))
@@ -404,7 +408,7 @@ class Plan:
                 if _type_text(tensor.shape, tensor.dtype) != text:
                     planned = _type_text(tensor.shape, tensor.dtype)
                     raise PlanMismatchError(self._mismatch(f"`{tensor.path}`: {planned} in the plan, {text} here"))
-        return replace(self, in_tree=jax.tree.structure(args), out_tree=jax.tree.structure(out))
+        return replace(self, in_tree=jax.tree.structure(trees), out_tree=jax.tree.structure(out))
 
     def _mismatch(self, difference: str) -> str:
         return f"the plan was made for another program: {difference}. Plan this one anew."

@@ -20,10 +20,12 @@ import jax
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
-from autopar.errors import MeshError, MicrobatchError
+from autopar.errors import BudgetError, MeshError, MicrobatchError, PinError
 from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
+from autopar.front_ends.annotations import Rules
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
+from autopar.layouts import Metadata, Told, check_mesh_like, options_like, told_by_metadata, told_by_plan
 from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
@@ -48,6 +50,9 @@ Progress = Callable[[str, float], None]
 #: most of the time.
 _LIMITED_GAP = 5e-3
 
+#: How much slower a plan may be predicted for holding to metadata that are a hint.
+_HINT_TOLERANCE = 0.05
+
 
 def plan(
     step: Callable[..., Any],
@@ -57,8 +62,13 @@ def plan(
     hardware: str | HardwareProfile | None = None,
     memory_budget_bytes: float | None = None,
     pin: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     carry: Sequence[str] | None = None,
     donate: Sequence[str] | None = None,
+    metadata: Metadata = "pin",
+    logical_axis_rules: Rules | None = None,
+    like: Plan | None = None,
     num_microbatches: int | Literal["auto"] = 1,
     per_microbatch_statistics: bool = False,
     rematerialize: bool = True,
@@ -69,7 +79,8 @@ def plan(
     """Choose how to split every tensor of a step.
 
     Args:
-        step: a function of pytrees of arrays, e.g. `(state, batch) -> (state, loss)`.
+        step: a function of pytrees of arrays, e.g. `(state, batch) -> (state, loss)`, or of objects that it changes in
+            place, as Flax NNX modules. What else is among the leaves (texts, functions, settings) is static.
         args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
         mesh: `"2x4"`, `"data=2,model=4"`, a `MeshShape` or a `jax.sharding.Mesh`.
         num_devices: with this alone, every mesh of at most two axes is planned and the cheapest kept.
@@ -78,8 +89,15 @@ def plan(
             visible devices.
         memory_budget_bytes: per device; by default what the hardware profile says is usable.
         pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
+        kwargs: the step's keyword arguments.
+        static_argnames: names of arguments that are no arrays but part of what is traced, as of `jax.jit`.
         carry: names of arguments that come back updated; by default found by structure.
         donate: names of arguments whose buffers the step may reuse; by default the carried ones.
+        metadata: what is done with metadata on the arguments that say how to split them (`nn.Partitioned`, logical axis
+            names, NNX `out_sharding`): `"pin"` holds to them; `"hint"` plans with and without, and holds to them unless
+            a plan without is predicted faster by more than 5 %; `"ignore"` does not read them.
+        logical_axis_rules: from logical names in them to mesh axes; by default the active `nn.logical_axis_rules`.
+        like: a plan of another step, on whose mesh this one is planned, and whose layout the state takes that both have.
         num_microbatches: split the batch over time into so many parts, whose gradients are summed: the same numbers
             for less memory. `"auto"`: of the numbers that fit the budget the one whose step is fastest, with forward
             values computed again where that is needed.
@@ -97,7 +115,10 @@ def plan(
     if progress is not None:
         progress("trace", 0.0)
     return plan_program(
-        program_of(step, args, carry=carry, donate=donate),
+        program_of(step, args, carry=carry, donate=donate, kwargs=kwargs, static_argnames=static_argnames),
+        metadata=metadata,
+        logical_axis_rules=logical_axis_rules,
+        like=like,
         mesh=mesh,
         num_devices=num_devices,
         hardware=hardware,
@@ -115,12 +136,55 @@ def plan(
 def plan_program(
     program: Program,
     *,
+    metadata: Metadata = "pin",
+    logical_axis_rules: Rules | None = None,
+    like: Plan | None = None,
+    **options: Any,
+) -> Plan:
+    """`plan`, for a program already traced."""
+    if like is not None:
+        options = options_like(like, options)
+    meshes = _meshes(options.get("mesh"), options.get("num_devices"))
+    shared = Told()
+    if like is not None:
+        check_mesh_like(like, meshes[0])
+        shared = told_by_plan(like, program)
+    told = told_by_metadata(program, metadata, logical_axis_rules, meshes)
+
+    def planned(own: Told) -> Plan:
+        plan = _plan_in_parts(program, told={**own.pins, **shared.pins}, **options)
+        return replace(plan, notes=(*plan.notes, *own.notes, *shared.notes))
+
+    if metadata == "hint" and told.pins:
+        return _plan_with_hint(lambda: planned(told), lambda: planned(replace(told, pins={})))
+    try:
+        return planned(told)
+    except PinError as error:
+        if not any(repr(path) in str(error) for path in told.pins):
+            raise
+        raise PinError(f'{error}. It stands on the argument as metadata: `metadata="ignore"` plans without') from None
+
+
+def _plan_with_hint(hinted: Callable[[], Plan], free: Callable[[], Plan]) -> Plan:
+    """The plan that holds to the metadata, unless that cannot be or one without is faster by more than a little."""
+    other = free()
+    try:
+        plan = hinted()
+    except (PinError, BudgetError) as error:
+        return replace(other, notes=(*other.notes, f"metadata of the arguments were not held to: {error}"))
+    slower = plan.prediction.step_time_s / other.prediction.step_time_s - 1
+    if slower <= _HINT_TOLERANCE:
+        return replace(plan, notes=(*plan.notes, f"held to the metadata of the arguments, at {slower:+.1%} step time"))
+    return replace(other, notes=(*other.notes, f"holding to the metadata of the arguments would cost {slower:+.1%}"))
+
+
+def _plan_in_parts(
+    program: Program,
+    *,
     num_microbatches: int | Literal["auto"] = 1,
     per_microbatch_statistics: bool = False,
     **options: Any,
 ) -> Plan:
-    """`plan`, for a program already traced."""
-
     def planned(count: int) -> Plan:
         return plan_in_microbatches(program, count, own_statistics=per_microbatch_statistics, **options)
 
@@ -154,20 +218,22 @@ def _plan_program(
     hardware: str | HardwareProfile | None = None,
     memory_budget_bytes: float | None = None,
     pin: Mapping[str, Any] | None = None,
+    told: Mapping[str, Any] | None = None,
     rematerialize: bool = True,
     any_that_fits: bool = False,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
+    layouts = {**(told or {}), **(pin or {})}
     report = progress or (lambda stage, fraction: None)
     profile = _profile(hardware)
-    meshes = meshes_with_pinned_axes(meshes_of_program(_meshes(mesh, num_devices), program.graph), pin or {})
+    meshes = meshes_with_pinned_axes(meshes_of_program(_meshes(mesh, num_devices), program.graph), layouts)
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
     limited = solver or Ilp(time_limit_s=time_limit_s, relative_gap=_LIMITED_GAP)
-    distinct, twins = _distinct(meshes, profile, symmetric=not pin and not _names_axes(program.graph))
-    one = resolve_pins(pin or {}, program.graph, distinct[0])
+    distinct, twins = _distinct(meshes, profile, symmetric=not layouts and not _names_axes(program.graph))
+    one = resolve_pins(layouts, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms]
     search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits}
     plans: list[Plan] = []
@@ -175,7 +241,7 @@ def _plan_program(
     for i, shape in enumerate(distinct):
         report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
         try:
-            pins = resolve_pins(pin or {}, program.graph, shape)
+            pins = resolve_pins(layouts, program.graph, shape)
             keep_to = budget * (1 - BUDGET_MARGIN)
             plans.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, limited, search))
         except NothingFitsError as short:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,9 @@ import jax
 
 from autopar.carried import carried_arguments, carried_leaves, donated_leaves
 from autopar.factoring.rewrite import factor_dims
+from autopar.front_ends.annotations import Annotation
+from autopar.front_ends.call import Call, opened
+from autopar.front_ends.step import Step
 from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
 from autopar.graph.ir import Graph
@@ -23,7 +26,7 @@ from autopar.jax_compat import shape_struct
 from autopar.microbatch.rewrite import split_batch
 from autopar.plan import Again, Plan, ProgramSignature
 from autopar.rematerialise.rewrite import recompute
-from autopar.trace import Trace, argument_names, check_leaves, trace
+from autopar.trace import Trace, trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Program:
         unsplit: where it is, the step as it was. split: where it is not, the steps in which it is, so far.
         recomputed: what the trace computes again.
         before: where it does, the same step without that.
+        annotations: of the step as traced, by path, how its arguments' own metadata say to split them.
     """
 
     trace: Trace
@@ -51,6 +55,7 @@ class Program:
     split: dict[tuple[int, bool], Program] = field(default_factory=dict, compare=False, repr=False)
     recomputed: tuple[Again, ...] = ()
     before: Program | None = None
+    annotations: Mapping[str, Annotation] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def forms(self) -> tuple[Program, ...]:
@@ -107,18 +112,35 @@ def recomputing(program: Program, agains: Sequence[Again]) -> Program:
 
 
 def program_of(
-    step: Callable[..., Any], args: Sequence[Any], *, carry: Sequence[str] | None, donate: Sequence[str] | None
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    carry: Sequence[str] | None,
+    donate: Sequence[str] | None,
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
 ) -> Program:
     """Trace a step and say what is carried and what is donated."""
-    check_leaves(step, args)
-    args = jax.tree.map(shape_struct, tuple(args))  # where an array lies now must not enter the trace
-    traced = trace(step, args)
-    names = argument_names(step, len(args))
-    result = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
-    carried = carried_arguments(args, result, names, carry)
-    given = [names[i] for i in carried] if donate is None else donate
-    donated = donated_leaves(args, names, given)
-    return _program(traced, carried_leaves(args, carried), tuple(carried), donated)
+    with opened(Step.of(step, static_argnames), args, kwargs or {}) as call:
+        return program_of_call(call, carry=carry, donate=donate)
+
+
+def program_of_call(call: Call, *, carry: Sequence[str] | None, donate: Sequence[str] | None) -> Program:
+    """Trace a call of a step and say what is carried and what is donated.
+
+    What objects hold is carried where the step changes it; of other arguments, what comes back in the result.
+    """
+    args = jax.tree.map(shape_struct, call.trees)  # where an array lies now must not enter the trace
+    traced = trace(call.function, args, step=call.step, names=call.names, hint=call.hint())
+    outputs = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
+    traced = replace(traced, output_paths=call.output_paths(outputs))
+    asked = None if carry is None else [name for name in carry if name not in call.changed]
+    carried = carried_arguments(args, call.result_of(outputs), call.names, asked, call.changed)
+    given = [*call.renewed, *(call.names[i] for i in carried)] if donate is None else donate
+    leaves = sorted((*call.updated_from(outputs), *carried_leaves(args, carried)))
+    positions = sorted((*carried, *map(call.names.index, call.changed)))
+    program = _program(traced, tuple(leaves), tuple(positions), donated_leaves(args, call.names, given))
+    return replace(program, annotations=call.annotations())
 
 
 def _program(

@@ -18,12 +18,14 @@ from types import ModuleType
 from typing import Any
 
 from autopar.errors import TargetError
+from autopar.front_ends.step import Step
 
 
 def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Import a target's module, call its function, and return its step and arguments.
 
-    A step made by `parallelize` is unwrapped: the command line's options hold.
+    A step made by `parallelize` is unwrapped: the command line's options hold. Keyword arguments, and which arguments
+    are static, are part of the step that is returned.
 
     Raises:
         TargetError: naming what is wrong, and the file and line of it where there is one.
@@ -110,15 +112,18 @@ def _refuse_parameters(make: Callable[..., Any], target: str) -> None:
 
 
 def _checked(made: Any, where: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    want = "it must return (step, args): a function and the tuple of its arguments"
-    if type(made) not in (tuple, list) or len(made) != 2:
+    want = (
+        "it must return (step, args) or (step, args, kwargs): a function, the tuple of its arguments, keyword arguments"
+    )
+    if type(made) not in (tuple, list) or len(made) not in (2, 3):
         size = f" of {len(made)}" if isinstance(made, tuple | list) else ""
         raise TargetError(f"{where} returned a {type(made).__name__}{size}; {want}")
-    step, args = made
+    step, args, kwargs = made if len(made) == 3 else (*made, {})
     if not callable(step):
         raise TargetError(f"{where} returned a {type(step).__name__} as its step, which cannot be called; {want}")
     if type(args) not in (tuple, list):
         raise TargetError(f"{where} returned its args as a {type(args).__name__}; {want}, e.g. (step, (state, batch))")
-    if callable(getattr(step, "plan", None)):  # made by `parallelize`
-        step = getattr(step, "__wrapped__", step)
-    return step, tuple(args)
+    if not isinstance(kwargs, dict):
+        raise TargetError(f"{where} returned its kwargs as a {type(kwargs).__name__}; {want}")
+    called = Step.of(step, kwargs=kwargs)
+    return (called if called.kwargs or called.static_argnames else called.function), tuple(args)

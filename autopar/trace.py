@@ -16,7 +16,9 @@ import jax
 
 from autopar import jax_compat
 from autopar.equations import Equation, Flattener, LiteralOperand, Region
-from autopar.errors import StepSignatureError, TraceError
+from autopar.errors import AutoparError, TraceError
+from autopar.front_ends.paths import leaf_paths
+from autopar.front_ends.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +64,39 @@ class Trace:
     rewritten: tuple[Rewritten, ...] = ()
     microbatches: Any = None
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the positional arguments."""
+        return jax.tree.unflatten(self.in_tree, [jax_compat.shape_struct(self.avals[value]) for value in self.inputs])
 
-def trace(function: Callable[..., Any], args: Sequence[Any]) -> Trace:
+
+def trace(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    step: Step | None = None,
+    names: Sequence[str] | None = None,
+    hint: str = "",
+) -> Trace:
     """Trace a function of positional arguments.
+
+    Args:
+        step: the user's function, where the traced one stands for it.
+        names: of the arguments; by default the step's.
+        hint: more for the user, where JAX cannot trace it.
 
     Raises:
         TraceError: where JAX cannot trace it; JAX's own message follows ours.
         EffectError: where it has an ordered side effect, which JAX runs on one device only.
     """
-    name = getattr(function, "__qualname__", None) or type(function).__name__
+    step = Step.of(function) if step is None else step
+    names = step.bind(args, {}).names if names is None else names
     try:
         traced = jax_compat.trace(function, args)
+    except AutoparError:
+        raise
     except (TypeError, ValueError, jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-        raise TraceError(_trace_help(function, name, error)) from error
+        raise TraceError(_trace_help(step, hint, error)) from error
     flat = Flattener()
     jaxpr, constants = jax_compat.open_jaxpr(traced.jaxpr)
     env: dict[Any, int | LiteralOperand] = {}
@@ -86,7 +108,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Trace:
     equations, regions, live = flat.finished(outputs)
     known = dict(zip(constant_ids, constants, strict=True)) | flat.constants
     return Trace(
-        name=name,
+        name=step.name,
         equations=equations,
         regions=regions,
         avals=tuple(flat.avals),
@@ -94,66 +116,20 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Trace:
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         constants=tuple((value, constant) for value, constant in known.items() if value in live),
-        input_paths=_input_paths(function, args),
-        output_paths=_paths(traced.out_info, "out"),
+        input_paths=tuple(path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, name)),
+        output_paths=leaf_paths(traced.out_info, "out"),
         in_tree=jax.tree.structure(tuple(args)),
         out_tree=jax.tree.structure(traced.out_info),
     )
 
 
-def _input_paths(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...]:
-    names = argument_names(function, len(args))
-    return tuple(path for name, arg in zip(names, args, strict=True) for path in _paths(arg, name))
-
-
-def check_leaves(function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Refuse an argument that holds anything but arrays and numbers.
-
-    Raises:
-        StepSignatureError: naming its path and type.
-    """
-    for name, arg in zip(argument_names(function, len(args)), args, strict=True):
-        for path, leaf in zip(_paths(arg, name), jax.tree.leaves(arg), strict=True):
-            if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
-                raise StepSignatureError(
-                    f"`{path}` is a {type(leaf).__name__}, but a step takes arrays, numbers and pytrees of them. Close"
-                    " over it in the step, or leave it out of the pytree"
-                )
-
-
-def argument_names(function: Callable[..., Any], count: int) -> list[str]:
-    """Names of the first `count` positional parameters; `arg3` where there is none."""
+def _trace_help(step: Step, hint: str, error: Exception) -> str:
     try:
-        parameters = [
-            p.name
-            for p in inspect.signature(function).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        parameters = []
-    return [parameters[i] if i < len(parameters) else f"arg{i}" for i in range(count)]
-
-
-def _paths(tree: Any, root: str) -> tuple[str, ...]:
-    """`root/params/Dense_0/kernel` for each leaf."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return tuple("/".join([root, *(_key_text(key) for key in path)]) for path, _ in leaves)
-
-
-def _key_text(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key).strip(".[]'\"")
-
-
-def _trace_help(function: Callable[..., Any], name: str, error: Exception) -> str:
-    try:
-        where = f" ({inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]})"
+        where = f" ({inspect.getsourcefile(step.function)}:{inspect.getsourcelines(step.function)[1]})"
     except (TypeError, OSError):
         where = ""
     return (
-        f"JAX could not trace `{name}`{where}, so there is nothing to plan. The function must run under `jax.jit`: no"
-        " Python branches on array values, no side results, arguments that are arrays or pytrees of arrays."
+        f"JAX could not trace `{step.name}`{where}, so there is nothing to plan. The function must run under `jax.jit`: no"
+        f" Python branches on array values, no side results.{hint}"
         f" JAX said:\n\n{type(error).__name__}: {error}"
     )

@@ -23,6 +23,7 @@ from autopar.compare import match_collectives, memory_figures, step_time_figure
 from autopar.compiler import Arguments, CompiledStep, Compiler
 from autopar.cost.hardware import HardwareProfile, detect, load
 from autopar.errors import BudgetError, TimeLimitError
+from autopar.front_ends.step import Step
 from autopar.jax_compat import kept_inputs, module_bytes, raw_struct
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.plan import Plan
@@ -46,6 +47,7 @@ class _Made:
 def verify(
     step: Callable[..., Any],
     *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     hosts: int | None = None,
     run: bool = False,
@@ -61,6 +63,7 @@ def verify(
         step: a function as for `autopar.plan`, or a step made by `autopar.parallelize`, whose plan and
             options hold unless others are given.
         args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
+        kwargs: the step's keyword arguments.
         plan: the plan to hold against XLA's program; by default one is made.
         hosts: over how many hosts the devices are spread; by default as few as the profile needs.
         run: run the step too, on GPUs that are here, and measure it.
@@ -84,11 +87,10 @@ def verify(
         if whole is not None and (hosts is None or whole.is_fixed):
             parallel = whole
         else:
-            function = step.__wrapped__ if isinstance(step, ParallelStep) else step  # type: ignore[attr-defined]
             if hosts is not None and plan is None:
                 options |= {"hardware": _spread(options, hosts)}
-            parallel = parallelize(function, plan=plan, **options)
-        told = _Verifier(parallel, args, hosts, run, options, compiler).verify()
+            parallel = parallelize(Step.of(step), plan=plan, **options)
+        told = _Verifier(parallel, args, kwargs or {}, hosts, run, options, compiler).verify()
     return replace(told, overhead_s=time.perf_counter() - started - told.overhead_s)
 
 
@@ -99,12 +101,13 @@ class _Verifier:
         self,
         parallel: ParallelStep,
         args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         hosts: int | None,
         run: bool,
         options: Mapping[str, Any],
         compiler: Compiler,
     ) -> None:
-        self.parallel, self.args, self.hosts, self.run = parallel, args, hosts, run
+        self.parallel, self.args, self.kwargs, self.hosts, self.run = parallel, args, kwargs, hosts, run
         self.options, self.compiler = options, compiler
         self.report: Callable[[str, float], None] = options.get("progress") or (lambda stage, fraction: None)
         self.elsewhere_s = 0.0  # planning, and XLA's own work
@@ -113,7 +116,7 @@ class _Verifier:
     def verify(self) -> Verification:
         """All but the overhead, in whose place stands what is no overhead."""
         before = time.perf_counter()
-        plan, program = self.parallel.planned(*self.args)
+        plan, program = self.parallel.planned(*self.args, **self.kwargs)
         self.elsewhere_s += time.perf_counter() - before
         profile = _profile(self.options.get("hardware"), plan)
         budget = profile.usable_bytes if plan.memory_budget_bytes is None else plan.memory_budget_bytes
@@ -152,8 +155,9 @@ class _Verifier:
         topology_text(plan.mesh.num_devices, num_hosts)  # refused before lowering, as is
         target_text(profile)  # a profile without a GPU
         self.report("lower", 1.0)
-        jitted = execute.jit_plan(plan, program.of(plan).trace, execute.abstract_mesh(plan.mesh))
-        lowered = execute.lower_for("cuda", jitted, self.args)
+        trace = program.of(plan).trace
+        jitted = execute.jit_plan(plan, trace, execute.abstract_mesh(plan.mesh))
+        lowered = execute.lower_for("cuda", jitted, trace.arguments)
         arguments = [_arguments(plan, program, kept_inputs(lowered))] if self.run else []
         self.report("XLA compiles", 1.0)
         compiled = self.compiler.compile(module_bytes(lowered), profile, plan.mesh.num_devices, num_hosts, *arguments)
@@ -163,7 +167,7 @@ class _Verifier:
     def _replan(self, made: _Made, program: Program, limit: float) -> Plan | None:
         """A plan of less memory; None where there is none."""
         before = time.perf_counter()
-        planning: dict[str, Any] = {k: v for k, v in self.options.items() if k not in ("carry", "donate")}
+        planning = self.parallel.planning_options()
         planning["memory_budget_bytes"] = limit
         try:
             plan = plan_program(program, **planning)

@@ -328,12 +328,6 @@ def test_an_unknown_option() -> None:
         autopar.parallelize(mehs="8")
 
 
-def test_an_argument_that_is_no_array(mlp: programs.Program) -> None:
-    step = autopar.parallelize(mesh="8", hardware="cpu-host")(mlp.step)
-    with pytest.raises(errors.StepSignatureError, match="`batch/x` is a str, but a step takes arrays"):
-        step(mlp.args()[0], {"x": "text", "y": 1})
-
-
 def test_init_without_the_batch(mlp: programs.Program) -> None:
     step = autopar.parallelize(mesh="8", hardware="cpu-host")(mlp.step)
     with pytest.raises(errors.StepSignatureError, match=r"It takes state, batch.*init\(create_state, rng, batch=…\)"):

@@ -368,7 +368,7 @@ def test_damaged_plan(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
             "({here}/t.py:1) must take nothing and return (step, args), but calling it",
         ),
         ("t.py:make", "def make(): pass", "`make` ({here}/t.py:1) returned a NoneType; it must return (step, args)"),
-        ("t.py:make", "def make(): return 1, 2, 3", "returned a tuple of 3; it must return (step, args)"),
+        ("t.py:make", "def make(): return 1, 2, 3, 4", "returned a tuple of 4; it must return (step, args)"),
         ("t.py:make", "def make(): return 1, ()", "returned a int as its step, which cannot be called"),
         ("t.py:make", "def make(): return print, {}", "returned its args as a dict; it must return (step, args)"),
     ],

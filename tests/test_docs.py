@@ -128,6 +128,12 @@ def test_the_rule_in_the_guide_prints_what_it_shows(tmp_path: Path) -> None:
     assert run([sys.executable, "rule.py"], tmp_path) == shown
 
 
+def test_the_blocks_of_the_front_ends_are_one_program(tmp_path: Path) -> None:
+    program = "\n".join(block.text for block in blocks(DOCS / "front-ends.md") if block.language == "python")
+    (tmp_path / "front_ends.py").write_text(program, encoding="utf-8")
+    run([sys.executable, "front_ends.py"], tmp_path)
+
+
 # -- completeness ----------------------------------------------------------------------------
 
 

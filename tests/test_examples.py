@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +24,31 @@ def run(*arguments: str) -> str:
 
 def test_quickstart_trains_and_explains() -> None:
     assert "Predicted step time" in run("examples/quickstart.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("nnx_vision_transformer", "kernel of the first block: (128, 512)"),
+        ("equinox_mlp", "still a module: MLP gelu"),
+        ("mixture_of_experts", "balance"),
+        ("resnet_batch_norm", "accuracy"),
+        ("finetune_bert", "loss"),
+    ],
+)
+def test_an_example_trains(name: str, shown: str) -> None:
+    """It prints the plan in words, and a loss that falls."""
+    printed = run(f"examples/{name}.py")
+    losses = [float(number) for number in re.findall(r"(?:loss|error) ([\d.]+)", printed)]
+    assert shown in printed
+    assert len(losses) > 1 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["nnx_vision_transformer", "mixture_of_experts"])
+def test_an_example_can_be_planned_for_absent_gpus(name: str) -> None:
+    options = ("--mesh", "8", "--hardware", "h100-sxm")
+    assert "8 h100-sxm devices" in run("-m", "autopar", "plan", f"examples/{name}.py:target", *options)
 
 
 def test_the_demo_can_be_planned_for_absent_gpus() -> None:

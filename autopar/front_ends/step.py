@@ -1,0 +1,141 @@
+"""A user's function, and how it is called: the names of its arguments, and which of them are static.
+
+In: a function, `static_argnames`, a call's arguments. Out: `Arguments`, in one order however they were given.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import StepSignatureError
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A call's arguments by name, the positional ones first.
+
+    Args:
+        num_positional: how many are given by position.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    num_positional: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A function to plan.
+
+    Args:
+        static_argnames: arguments that are part of what is traced, not arrays: `train`, a configuration.
+        kwargs: keyword arguments that it is called with, unless others are given.
+    """
+
+    function: Callable[..., Any]
+    static_argnames: tuple[str, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        step: Callable[..., Any],
+        static_argnames: str | Iterable[str] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Step:
+        """A function as a step; a step as it is, with more static arguments.
+
+        Raises:
+            StepSignatureError: a static argument that the function does not take.
+        """
+        if callable(getattr(step, "plan", None)):  # made by `parallelize`
+            step = getattr(step, "called", None) or getattr(step, "__wrapped__", step)
+        known = step if isinstance(step, Step) else cls(step)
+        given = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames or ())
+        static = tuple(dict.fromkeys((*known.static_argnames, *given)))
+        out = cls(known.function, static, {**known.kwargs, **(kwargs or {})})
+        out._check_static()
+        return out
+
+    @property
+    def __name__(self) -> str:  # as a function has one
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function itself."""
+        return self.function(*args, **{**self.kwargs, **kwargs})
+
+    @property
+    def name(self) -> str:
+        """What it is called in reports."""
+        return getattr(self.function, "__qualname__", None) or type(self.function).__name__
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature | None:
+        """None of a function that does not tell."""
+        try:
+            return inspect.signature(self.function)
+        except (TypeError, ValueError):
+            return None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its arguments, as they are shown to the user."""
+        if self.signature is None:
+            return ()
+        return tuple(name for name, p in self.signature.parameters.items() if p.kind not in _VARIADIC)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Names of the arguments that have no default."""
+        if self.signature is None:
+            return ()
+        return tuple(n for n in self.parameters if self.signature.parameters[n].default is inspect.Parameter.empty)
+
+    def takes(self, name: str) -> bool:
+        """Whether it has an argument of this name, or takes any."""
+        variadic = self.signature is None or any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
+        return variadic or name in self.parameters
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """A call's arguments by name. Defaults that are not given stay the function's own.
+
+        Raises:
+            StepSignatureError: the function cannot be called so.
+        """
+        args, kwargs = tuple(args), {**self.kwargs, **kwargs}
+        if self.signature is not None:
+            try:
+                bound = self.signature.bind(*args, **kwargs)
+            except TypeError as error:
+                takes = ", ".join(map(str, self.signature.parameters.values()))
+                raise StepSignatureError(f"`{self.name}` takes ({takes}), but was called otherwise: {error}") from None
+            args, kwargs = bound.args, bound.kwargs
+        names = (*self._positional(len(args)), *kwargs)
+        return Arguments(names, (*args, *kwargs.values()), len(args))
+
+    def by_name(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of arguments by name: some may be taken by position alone."""
+        parameters = self.signature.parameters if self.signature is not None else {}
+        first = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and n in arguments]
+        return tuple(arguments[n] for n in first), {n: v for n, v in arguments.items() if n not in first}
+
+    def _positional(self, count: int) -> list[str]:
+        """Names of the first positional arguments; `arg3` where there is none."""
+        parameters = self.signature.parameters.values() if self.signature is not None else ()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
+
+    def _check_static(self) -> None:
+        unknown = [name for name in self.static_argnames if not self.takes(name)]
+        if unknown:
+            raise StepSignatureError(
+                f"`static_argnames` names {unknown[0]!r}, but `{self.name}` takes {', '.join(self.parameters)}"
+            )
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
