@@ -9,15 +9,17 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, overload
 
 import jax
 from jax.sharding import Mesh
 
-from autopar import execute, planner
+from autopar import execute, plan_cache, planner
+from autopar.compiled_cache import compiled_kept_in
 from autopar.errors import PlanMismatchError, StepSignatureError
-from autopar.jax_compat import shape_and_dtype
+from autopar.jax_compat import shape_and_dtype, shape_struct
 from autopar.plan import Plan, load_plan
 from autopar.planner import Program, program_of
 from autopar.trace import check_leaves
@@ -44,7 +46,8 @@ def parallelize(
             `(state, batch) -> (state, loss)`. It is not changed.
         plan: a saved plan (a path, or a `Plan`) to run instead of planning; refused for another program.
         options: those of `autopar.plan`: mesh, num_devices, hardware, memory_budget_bytes, pin, carry,
-            donate, solver, time_limit_s, progress.
+            donate, solver, time_limit_s, progress, cache. Here `cache` is on unless it is said otherwise: the plan and
+            the compiled program are kept on disk, and a second start finds both.
 
     Raises:
         TypeError: an option that `autopar.plan` does not have.
@@ -82,6 +85,11 @@ class ParallelStep:
         """Whether it runs by a given plan, and makes none."""
         return self._fixed is not None
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those it has run by or laid a state out by, one for each shape of its arguments; the last one used comes last."""
+        return tuple(plan for plan, *_ in self._known.values())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. The first call with new shapes traces, plans and compiles."""
         if kwargs:
@@ -92,9 +100,10 @@ class ParallelStep:
             except Exception:
                 if _signature(self._step, args) == self._fast_signature:
                     raise
-        self._fast = self._prepare(args)[2]
+        plan, _, self._fast = self._prepare(args)
         self._fast_signature = _signature(self._step, args)
-        return self._fast(*args)
+        with self._compiled_kept(plan):
+            return self._fast(*args)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is compiled."""
@@ -115,28 +124,34 @@ class ParallelStep:
         Raises:
             StepSignatureError: where it is not clear which argument of the step the state is.
         """
-        parameters = inspect.signature(self._step).parameters
-        names = list(parameters)
-        missing = [n for n in names if n not in step_args and parameters[n].default is inspect.Parameter.empty]
-        if set(step_args) - set(names) or len(missing) != 1:
-            raise StepSignatureError(
-                f"`init` needs every argument of `{self._name}` but the state, by name. It takes {', '.join(names)};"
-                f" given: {', '.join(step_args) or 'none'}. Call `.init(create_state, rng,"
-                f" {', '.join(f'{n}=…' for n in names[1:])})`"
-            )
-        shapes, structure = jax.tree.flatten(jax.eval_shape(create_state, *create_args))
-        state = jax.tree.unflatten(structure, shapes)
-        args = self._positional((), {missing[0]: state, **step_args})
-        position = [n for n in names if n == missing[0] or n in step_args].index(missing[0])
-        plan = self._prepare(args)[0]
-        shardings = jax.tree.leaves(plan.in_shardings(self._mesh(plan))[position])
+        structure, _, shardings = self._planned_state("init", create_state, create_args, step_args)
 
         def leaves_of(*inner: Any) -> list[Any]:
             # Flat, so that a state that holds freshly made functions (an optax transformation built
             # inside `create_state`) keeps the structure that was planned.
             return jax.tree.leaves(create_state(*inner))
 
-        return jax.tree.unflatten(structure, jax.jit(leaves_of, out_shardings=shardings)(*create_args))
+        with self._compiled_kept(self.plans[-1]):
+            return jax.tree.unflatten(structure, jax.jit(leaves_of, out_shardings=shardings)(*create_args))
+
+    def abstract_state(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
+        """The carried state as `jax.ShapeDtypeStruct`s with the shardings of the plan; nothing is run.
+
+        That is what orbax restores into, as `ocp.args.StandardRestore(abstract_state)`.
+
+        Args:
+            create_state: as for `init`, or the state itself, as arrays or `jax.ShapeDtypeStruct`s.
+            create_args, step_args: as for `init`.
+
+        Raises:
+            StepSignatureError: where it is not clear which argument of the step the state is.
+        """
+        structure, shapes, shardings = self._planned_state("abstract_state", create_state, create_args, step_args)
+        laid = [
+            jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type, sharding=sharding)
+            for one, sharding in zip(shapes, shardings, strict=True)
+        ]
+        return jax.tree.unflatten(structure, laid)
 
     def lower(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step as `jax.stages.Lowered`.
@@ -152,11 +167,41 @@ class ParallelStep:
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _planned_state(
+        self, caller: str, create_state: Any, create_args: Sequence[Any], step_args: Mapping[str, Any]
+    ) -> tuple[Any, list[jax.ShapeDtypeStruct], list[Any]]:
+        """Structure, shapes and planned shardings of the arguments that are not among `step_args`: of one its tree, of
+        several the tuple of theirs."""
+        parameters = inspect.signature(self._step).parameters
+        names = list(parameters)
+        missing = [n for n in names if n not in step_args and parameters[n].default is inspect.Parameter.empty]
+        if set(step_args) - set(names) or not missing:
+            raise StepSignatureError(
+                f"`{caller}` needs every argument of `{self._name}` but the state, by name. It takes {', '.join(names)};"
+                f" given: {', '.join(step_args) or 'none'}. Call `.{caller}(create_state, rng,"
+                f" {', '.join(f'{n}=…' for n in names[1:])})`"
+            )
+        is_function = callable(create_state) and jax.tree_util.all_leaves([create_state])
+        state = jax.eval_shape(create_state, *create_args) if is_function else jax.tree.map(shape_struct, create_state)
+        parts = state if len(missing) > 1 else (state,)
+        if type(parts) is not tuple or len(parts) != len(missing):
+            raise StepSignatureError(
+                f"`{caller}` needs every argument of `{self._name}` but the state, by name. {', '.join(missing)} are not"
+                " given: if all of them are state, let the first argument return a tuple of them, in this order; else"
+                f" give the others, as in `.{caller}(create_state, rng, {missing[-1]}=…)`"
+            )
+        args = self._positional((), dict(zip(missing, parts, strict=True)) | step_args)
+        plan = self._prepare(args)[0]
+        trees = dict(zip([n for n in names if n in missing or n in step_args], plan.in_shardings(self._mesh(plan)), strict=True))
+        shapes, structure = jax.tree.flatten(state)
+        return structure, shapes, [sharding for name in missing for sharding in jax.tree.leaves(trees[name])]
+
     def _prepare(self, args: Sequence[Any]) -> tuple[Plan, Program, Any]:
         signature = _signature(self._step, args)
         if signature not in self._known:
             plan, program = self._plan(args)
             self._known[signature] = (plan, program, execute.jit_plan(plan, program.trace, self._mesh(plan)))
+        self._known[signature] = self._known.pop(signature)  # the last one used comes last
         return self._known[signature]
 
     def _plan(self, args: Sequence[Any]) -> tuple[Plan, Program]:
@@ -179,7 +224,12 @@ class ParallelStep:
         return dataclasses.replace(self._fixed, **trees), program
 
     def _planning_options(self) -> dict[str, Any]:
-        return {name: value for name, value in self._options.items() if name not in ("carry", "donate")}
+        given = {name: value for name, value in self._options.items() if name not in ("carry", "donate")}
+        return {"cache": True} | given
+
+    def _compiled_kept(self, plan: Plan) -> AbstractContextManager[None]:
+        folder = plan_cache.folder_of(self._options.get("cache", True))
+        return compiled_kept_in(folder and folder / "compiled" / plan.program.fingerprint)
 
     def _mesh(self, plan: Plan) -> Mesh:
         given = self._options.get("mesh")

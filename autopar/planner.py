@@ -8,6 +8,8 @@ Nothing is compiled and no device is touched, unless neither mesh nor device cou
 
 from __future__ import annotations
 
+import inspect
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import Any, Literal
 
 import jax
 
+from autopar import plan_cache
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
@@ -65,6 +68,7 @@ def plan(
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
+    cache: bool | str | os.PathLike[str] = False,
 ) -> Plan:
     """Choose how to split every tensor of a step.
 
@@ -90,6 +94,8 @@ def plan(
         solver: by default `Ilp(time_limit_s)`, which proves the optimum; where memory is short, within half a percent.
         time_limit_s: seconds for the solver, per problem: one for each mesh, and several where memory is short.
         progress: called with a stage's name and the fraction done.
+        cache: a folder in which plans are kept, so that the same step asked for in the same way is not planned twice;
+            True is the user's own cache folder. `parallelize` and the command line keep them there by default.
 
     Raises:
         AutoparError: one of its subclasses, naming what to change.
@@ -109,18 +115,35 @@ def plan(
         solver=solver,
         time_limit_s=time_limit_s,
         progress=progress,
+        cache=cache,
     )
 
 
 def plan_program(
+    program: Program, *, cache: bool | str | os.PathLike[str] | None = False, **options: Any
+) -> Plan:
+    """`plan`, for a program already traced."""
+    folder = plan_cache.folder_of(cache)
+    if folder is None:
+        return _plan_anew(program, **options)
+    known = ("mesh", "num_devices", "hardware", "progress")  # these are read for what they mean
+    given = [p for f in (_plan_program, _plan_anew) for p in inspect.signature(f).parameters.values()]
+    usual = {parameter.name: parameter.default for parameter in given}  # said or not, the same is asked for
+    asked = {
+        name: value for name, value in options.items() if name not in known and value != usual.get(name, options)
+    }
+    asked["meshes"] = _meshes(options.get("mesh"), options.get("num_devices"))
+    asked["hardware"] = _profile(options.get("hardware"))
+    return plan_cache.kept(program, asked, folder, lambda: _plan_anew(program, **options))
+
+
+def _plan_anew(
     program: Program,
     *,
     num_microbatches: int | Literal["auto"] = 1,
     per_microbatch_statistics: bool = False,
     **options: Any,
 ) -> Plan:
-    """`plan`, for a program already traced."""
-
     def planned(count: int) -> Plan:
         return plan_in_microbatches(program, count, own_statistics=per_microbatch_statistics, **options)
 
