@@ -192,7 +192,9 @@ class ParallelStep:
             )
         args = self._positional((), dict(zip(missing, parts, strict=True)) | step_args)
         plan = self._prepare(args)[0]
-        trees = dict(zip([n for n in names if n in missing or n in step_args], plan.in_shardings(self._mesh(plan)), strict=True))
+        trees = dict(
+            zip([n for n in names if n in missing or n in step_args], plan.in_shardings(self._mesh(plan)), strict=True)
+        )
         shapes, structure = jax.tree.flatten(state)
         return structure, shapes, [sharding for name in missing for sharding in jax.tree.leaves(trees[name])]
 

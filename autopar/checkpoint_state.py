@@ -117,9 +117,7 @@ def restored(read: dict[str, Any], state: Any) -> list[Any]:
     odd = [structs[n] for n in places]
     if places:  # in one program, which also runs where several processes hold parts of one array
         given = [values[n] for n in places]
-        for n, value in zip(
-            places, jax.jit(retyped, out_shardings=[one.sharding for one in odd])(given), strict=True
-        ):
+        for n, value in zip(places, jax.jit(retyped, out_shardings=[one.sharding for one in odd])(given), strict=True):
             values[n] = value
     return values
 

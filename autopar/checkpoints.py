@@ -311,9 +311,7 @@ class Checkpoints:
     def _damaged(self, number: int, why: str) -> CheckpointError:
         others = [str(step) for step in self.steps if step != number]
         way = f"restore another with `at=` ({', '.join(others)})" if others else "there is no other"
-        return CheckpointError(
-            f"checkpoint {number} in {self.directory!r} is damaged: {why}. Remove its folder; {way}"
-        )
+        return CheckpointError(f"checkpoint {number} in {self.directory!r} is damaged: {why}. Remove its folder; {way}")
 
 
 def _store() -> Any:

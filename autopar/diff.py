@@ -170,7 +170,7 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     return PlanDiff(
         before=before,
         after=after,
-        state=tuple(sorted(state, key=lambda change: -change.total_fetched_bytes)),
+        state=tuple(sorted(state, key=lambda change: (-change.total_fetched_bytes, -change.local_bytes))),
         data=tuple(data),
         activations=activations,
         num_state=num_state,
@@ -264,4 +264,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-

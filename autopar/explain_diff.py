@@ -7,6 +7,7 @@ that differ only in a layer number are one row.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Rows shown of tensors and of activations; the JSON has all.
 MAX_ROWS = 24
+#: A path longer than this is broken after a slash.
+PATH_WIDTH = 30
 
 
 # Every text is a `Text`: a user's paths are never read as markup.
@@ -88,12 +91,13 @@ def _state_section(told: PlanDiff) -> list[RenderableType]:
     if not told.state:
         return []
     numbers = ["held", "lacking", "lacking in all"]
-    table = _table("tensor", "first -> second", *numbers, right=numbers)
     rows = _merged(told.state)
+    root = _common_root([path for path, _ in rows])
+    table = _table(f"tensor, under {root}" if root else "tensor", "first -> second", *numbers, right=numbers)
     for path, alike in rows[:MAX_ROWS]:
-        first, count = alike[0], len(alike)
+        first = alike[0]
         table.add_row(
-            Text(f"{path}{f'  x{count}' if count > 1 else ''}"),
+            _name(path[len(root) :], len(alike)),
             Text(_from_to(first.before, first.after), "cyan"),
             human_bytes(sum(one.local_bytes for one in alike)),
             human_bytes(sum(one.fetched_bytes for one in alike)),
@@ -115,7 +119,7 @@ def _data_section(told: PlanDiff) -> list[RenderableType]:
         return []
     table = _table("argument", "first -> second", right=[])
     for path, alike in _merged(told.data):
-        table.add_row(Text(path), Text(_from_to(alike[0].before, alike[0].after), "cyan"))
+        table.add_row(_name(path, len(alike)), Text(_from_to(alike[0].before, alike[0].after), "cyan"))
     return [Text("Data and other arguments, fed anew at each step", "bold"), Text(), _inset(table), Text()]
 
 
@@ -126,10 +130,9 @@ def _activation_section(told: PlanDiff) -> list[RenderableType]:
     table = _table("made by", "first -> second", "where", right=[])
     rows = _merged(told.activations)
     for path, alike in rows[:MAX_ROWS]:
-        first, count = alike[0], len(alike)
-        name = f"{path or 'the step'}{f'  x{count}' if count > 1 else ''}"
+        first = alike[0]
         where = f"{first.phase} {first.primitive}\n{short_source(first.source)}".strip()
-        table.add_row(Text(name), Text(_from_to(first.before, first.after), "cyan"), Text(where, "dim"))
+        table.add_row(_name(path or "the step", len(alike)), Text(_from_to(first.before, first.after), "cyan"), Text(where, "dim"))
     rest = [_inset(Text(_rest(len(rows)), "dim"))] if len(rows) > MAX_ROWS else []
     return [Text(title, "bold"), Text(), _inset(table), *rest, Text()]
 
@@ -153,6 +156,20 @@ def _merged(changes: Sequence[Any]) -> list[tuple[str, list[Any]]]:
         for family in families.values()
         for path, positions in collapse([change.path for change in family])
     ]
+
+
+def _common_root(paths: Sequence[str]) -> str:
+    """The first folder, where all paths share it: the step's argument."""
+    roots = {path.split("/", 1)[0] for path in paths if "/" in path}
+    return f"{roots.pop()}/" if len(roots) == 1 and all("/" in path for path in paths) else ""
+
+
+def _name(path: str, count: int) -> Text:
+    """A path, broken after slashes if long."""
+    times = f"  x{count}" if count > 1 else ""
+    if len(path) > PATH_WIDTH:
+        path = "\n  ".join(line.replace("/ ", "/") for line in textwrap.wrap(path.replace("/", "/ "), PATH_WIDTH))
+    return Text(path + times)
 
 
 def _from_to(before: TensorSharding, after: TensorSharding) -> str:

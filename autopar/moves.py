@@ -24,7 +24,7 @@ class Move:
     Args:
         held: what each holds afterwards.
         fetched: what of that it did not hold before.
-        same: whether every device holds just what it held, and no device is gone or new.
+        same: whether every device holds just what it held before.
     """
 
     held: tuple[int, ...]
@@ -53,7 +53,7 @@ def move(
     fetched = held.copy()
     fetched[:both] -= kept
     held_before = np.prod(np.maximum(stops - starts, 0), axis=1, dtype=np.int64)
-    same = mesh_before.num_devices == mesh_after.num_devices and not fetched.any() and bool((held == held_before).all())
+    same = not fetched.any() and bool((held == held_before[: len(held)]).all())  # a new device has fetched
     return Move(tuple(held.tolist()), tuple(fetched.tolist()), same)
 
 

@@ -68,7 +68,9 @@ def kept(program: Program, asked: Mapping[str, Any], folder: Path, make: Callabl
     try:
         key = key_of(program, asked)
     except UnkeyedError as what:
-        _log.info("the plan of `%s` is not kept: %s, which a cache cannot tell from another", program.signature.name, what)
+        _log.info(
+            "the plan of `%s` is not kept: %s, which a cache cannot tell from another", program.signature.name, what
+        )
         return make()
     path = folder / "plans" / f"{key.name}.plan"
     found = _read(path, program)
@@ -109,14 +111,12 @@ def _read(path: Path, program: Program) -> Plan | None:
 
 
 def _say_damaged(path: Path, program: Program, error: Exception) -> None:
-    _log.warning(
-        "the plan kept for `%s` is damaged (%s: %s): it is made anew", program.signature.name, path, error
-    )
+    _log.warning("the plan kept for `%s` is damaged (%s: %s): it is made anew", program.signature.name, path, error)
 
 
 def _say_if_stale(path: Path, key: PlanKey, name: str) -> None:
     """Say which version has moved on where plans of the same were made by others."""
-    others = sorted(path.parent.glob(f"{key.whatever_made_it}*.plan"), key=_last_used)
+    others = sorted({*path.parent.glob(f"{key.whatever_made_it}*.plan")} - {path}, key=_last_used)
     if not others:
         return
     try:

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from autopar.graph.ir import Graph
 from autopar.program import Program
 from autopar.rules.registered import registered_texts
@@ -85,7 +87,9 @@ def _lines(graph: Graph) -> Iterator[str]:
 def _described(name: str, value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
-    if isinstance(value, tuple | list):  # a `PartitionSpec` too, which is no tuple in every JAX
+    if isinstance(value, PartitionSpec):
+        return f"P{tuple(value)}"
+    if isinstance(value, tuple | list):
         return f"({', '.join(_described(name, item) for item in value)})"
     if isinstance(value, Mapping):
         items = sorted((str(key), _described(name, item)) for key, item in value.items())
@@ -93,8 +97,6 @@ def _described(name: str, value: Any) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         own = [f"{field.name}={_described(name, getattr(value, field.name))}" for field in fields(value)]
         return f"{type(value).__qualname__}({', '.join(own)})"
-    if type(value).__name__ == "PartitionSpec":
-        return str(value)
     raise UnkeyedError(f"`{name}` is a {type(value).__name__}")
 
 

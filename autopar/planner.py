@@ -119,9 +119,7 @@ def plan(
     )
 
 
-def plan_program(
-    program: Program, *, cache: bool | str | os.PathLike[str] | None = False, **options: Any
-) -> Plan:
+def plan_program(program: Program, *, cache: bool | str | os.PathLike[str] | None = False, **options: Any) -> Plan:
     """`plan`, for a program already traced."""
     folder = plan_cache.folder_of(cache)
     if folder is None:
@@ -129,9 +127,7 @@ def plan_program(
     known = ("mesh", "num_devices", "hardware", "progress")  # these are read for what they mean
     given = [p for f in (_plan_program, _plan_anew) for p in inspect.signature(f).parameters.values()]
     usual = {parameter.name: parameter.default for parameter in given}  # said or not, the same is asked for
-    asked = {
-        name: value for name, value in options.items() if name not in known and value != usual.get(name, options)
-    }
+    asked = {name: value for name, value in options.items() if name not in known and value != usual.get(name, options)}
     asked["meshes"] = _meshes(options.get("mesh"), options.get("num_devices"))
     asked["hardware"] = _profile(options.get("hardware"))
     return plan_cache.kept(program, asked, folder, lambda: _plan_anew(program, **options))

@@ -115,7 +115,9 @@ def checkpoints(folder: Path) -> str:
     commands = re.findall(r"^```sh\n(.*?)\n```$", page, re.M | re.S)
     for token, line in zip(("@EIGHT@", "@FOUR@", "@DIFF@"), commands, strict=True):
         program, *arguments = shlex.split(line)
-        page = page.replace(token, run(["-m", "autopar", *arguments] if program == "autopar" else arguments, folder).rstrip())
+        page = page.replace(
+            token, run(["-m", "autopar", *arguments] if program == "autopar" else arguments, folder).rstrip()
+        )
     deeper = (folder / "train.py").read_text().replace("range(4)", "range(5)")
     (folder / "deeper.py").write_text(deeper)
     refusal = run(["deeper.py", "8", "8"], folder, may_fail=True).strip().splitlines()[-1]

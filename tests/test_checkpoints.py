@@ -74,9 +74,7 @@ def copy(saved: Saved, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.contract
 @pytest.mark.parametrize(("num_devices", "how"), [(4, "rows"), (6, "columns"), (6, "blocks"), (8, "rows"), (1, "rows")])
-def test_a_checkpoint_of_eight_devices_restores_on_others_bit_by_bit(
-    saved: Saved, num_devices: int, how: str
-) -> None:
+def test_a_checkpoint_of_eight_devices_restores_on_others_bit_by_bit(saved: Saved, num_devices: int, how: str) -> None:
     step = step_on(saved.program, num_devices, how)
     checkpoints = autopar.Checkpoints(saved.folder, step)
     state = restore(checkpoints, saved.program)
@@ -93,8 +91,9 @@ def test_a_checkpoint_of_eight_devices_restores_on_others_bit_by_bit(
     assert told is not None and not told.same_state
     assert (told.before, told.after) == (checkpoints.plan(), plan)
     # It trains on as it would have.
-    (_, loss), (_, expected) = step(state, saved.program.make_batch(2)), jax.jit(saved.program.step)(
-        jax.device_get(saved.state), saved.program.make_batch(2)
+    (_, loss), (_, expected) = (
+        step(state, saved.program.make_batch(2)),
+        jax.jit(saved.program.step)(jax.device_get(saved.state), saved.program.make_batch(2)),
     )
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
@@ -191,7 +190,9 @@ def test_every_kind_of_leaf_comes_back_as_it_was(tmp_path: Path, mesh: str) -> N
     assert [(one.dtype, one.weak_type, one.sharding) for one in jax.tree.leaves(from_shapes)] == [
         (one.dtype, one.weak_type, one.sharding) for one in jax.tree.leaves(laid)
     ]
-    assert bits(other(from_shapes, np.ones((8, 16), np.float32))[0]) == bits(other(laid, np.ones((8, 16), np.float32))[0])
+    assert bits(other(from_shapes, np.ones((8, 16), np.float32))[0]) == bits(
+        other(laid, np.ones((8, 16), np.float32))[0]
+    )
 
 
 def test_several_arguments_are_saved_as_a_tuple(tmp_path: Path) -> None:
@@ -256,9 +257,7 @@ def test_it_starts_afresh_where_there_is_none(saved: Saved, tmp_path: Path) -> N
     program, step = saved.program, step_on(saved.program, 4, "rows")
     with autopar.Checkpoints(tmp_path / "new" / "folder", step) as checkpoints:
         fresh = checkpoints.restore_or_init(program.create_state, jax.random.key(0), batch=abstract_batch(program))
-        assert bits(fresh) == bits(
-            step.init(program.create_state, jax.random.key(0), batch=abstract_batch(program))
-        )
+        assert bits(fresh) == bits(step.init(program.create_state, jax.random.key(0), batch=abstract_batch(program)))
         checkpoints.save(0, filled(fresh, 3), wait=True)
         again = checkpoints.restore_or_init(program.create_state, jax.random.key(0), batch=abstract_batch(program))
         assert bits(again) == bits(filled(fresh, 3))
@@ -273,7 +272,9 @@ def test_the_plan_beside_the_state_can_be_compared_and_run(
     four.plan(*saved.program.abstract_args()).save(tmp_path / "four.json")
     assert main(["diff", str(saved.folder / "2"), str(tmp_path / "four.json")]) == 0
     assert "2x4 -> 4" in capsys.readouterr().out
-    step = autopar.parallelize(saved.program.step, plan=plan, mesh=Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model")))
+    step = autopar.parallelize(
+        saved.program.step, plan=plan, mesh=Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    )
     state = restore(autopar.Checkpoints(saved.folder, step), saved.program)
     assert bits(state) == bits(saved.state)
 

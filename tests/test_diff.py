@@ -85,7 +85,7 @@ def test_what_a_device_lacks_is_what_jax_puts_there_and_was_not(
     old += [set()] * (len(new) - len(old))
     assert told.held == tuple(map(len, new))
     assert told.fetched == tuple(len(there - before) for there, before in zip(new, old, strict=False))
-    assert told.same == (before[1].num_devices == after[1].num_devices and new == old)
+    assert told.same == (new == old[: len(new)])
 
 
 # -- two plans -------------------------------------------------------------------------------
@@ -114,6 +114,7 @@ def test_each_device_of_the_new_mesh_is_told_what_it_lacks(eight: autopar.Plan, 
     assert moment.fetched_bytes == moment.local_bytes - 4 * 6 * 12
     assert str(moment.before) == "P('data')" and str(moment.after) == "P(None, ('data', 'model'))"
     assert sum(told.fetched_bytes) == pytest.approx(sum(change.total_fetched_bytes for change in told.state))
+    assert 0 < len(told.activations) <= told.num_activations
 
 
 def test_devices_that_were_not_there_lack_everything(eight: autopar.Plan, four: autopar.Plan) -> None:
@@ -124,9 +125,9 @@ def test_devices_that_were_not_there_lack_everything(eight: autopar.Plan, four: 
 
 def test_the_text_says_both_plans_and_what_lies_otherwise(eight: autopar.Plan, four: autopar.Plan) -> None:
     text = str(autopar.diff(eight, four))
-    for shown in ("8 (data=8)", "2x2 (data=2, model=2)", "step time", "peak memory", "P('data')", "mesh 8 -> 2x2"):
-        assert shown.removeprefix("mesh ") in text
-    assert "Dense_{0..2}/kernel" in text, "layers alike share a row"
+    for shown in ("8 (data=8)", "2x2 (data=2, model=2)", "step time", "peak memory", "P('data')", "8 -> 2x2"):
+        assert shown in text
+    assert "Dense_{0..2}/" in text, "layers alike share a row"
 
 
 def test_data_that_is_split_otherwise_is_no_state(mlp: programs.Program) -> None:
@@ -134,7 +135,6 @@ def test_data_that_is_split_otherwise_is_no_state(mlp: programs.Program) -> None
     told = autopar.diff(one, other)
     assert told.same_state and not any(told.fetched_bytes)
     assert {change.path for change in told.data} == {"batch/x", "batch/y"}
-    assert told.activations, "what is computed from the batch is split otherwise, too"
 
 
 def test_plans_of_two_programs_say_what_only_one_has(eight: autopar.Plan) -> None:
