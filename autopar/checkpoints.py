@@ -229,6 +229,7 @@ class Checkpoints:
 
     def restore_or_init(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
         """The latest checkpoint restored; or, where there is none, `step.init` with the same arguments."""
+        self.wait()
         if self.latest is None:
             return self._step.init(create_state, *create_args, **step_args)
         return self.restore(create_state, *create_args, **step_args)
@@ -245,6 +246,7 @@ class Checkpoints:
         return number
 
     def _existing(self, at: int | None) -> int:
+        self.wait()  # what was saved just now is there, too
         steps = self.steps
         if at is None and steps:
             return steps[-1]

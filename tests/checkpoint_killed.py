@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,8 +22,8 @@ from checkpoint_programs import abstract_batch, bits, filled, mlp, step_on
 
 import autopar
 
-#: Seconds within which a process is killed, from its first save on: some saves long.
-MOMENTS_S = 0.4
+#: Seconds that a process may take to restore, or to save twice.
+PATIENCE_S = 120.0
 
 
 def restored(folder: str) -> tuple[autopar.Checkpoints, Any]:
@@ -67,7 +68,7 @@ def forked(work: Any, *args: Any) -> tuple[int, int]:
 
 
 def lines_of(reads: int, seconds: float) -> list[int]:
-    """The numbers told, until the first of them has come or time is up; then all that are there."""
+    """The numbers told, waiting so long for the first of them; then all that are there."""
     if not select.select([reads], [], [], seconds)[0]:
         return []
     return [int(line) for line in os.read(reads, 1 << 16).decode().split()]
@@ -81,25 +82,29 @@ def check(folder: str, told: int, pipe: int) -> None:
 
 
 def main() -> None:
-    folder, count = sys.argv[1], int(sys.argv[2])
+    folder, count = Path(sys.argv[1]), int(sys.argv[2])
     moments = random.Random(0)
-    killed, in_a_save, whole = 0, 0, 0
+    in_a_save, whole, save_s = 0, 0, 0.1
     for _ in range(count):
-        process, reads = forked(save_on, folder)
-        first = lines_of(reads, 60.0)
-        assert first, "it did not get as far as to save"
-        assert first[0] >= whole, f"{whole} was whole, and {first[0]} was restored"
-        time.sleep(moments.uniform(0.0, MOMENTS_S))
+        process, reads = forked(save_on, str(folder))
+        told = lines_of(reads, PATIENCE_S)
+        assert told, "it did not get as far as to save"
+        assert told[0] >= whole, f"{whole} was whole, and {told[0]} was restored"
+        for _ in range(moments.randrange(3)):  # some saves later, and then at any moment of one
+            before = time.perf_counter()
+            told += lines_of(reads, PATIENCE_S)
+            save_s = time.perf_counter() - before
+        time.sleep(moments.uniform(0.0, save_s))
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        whole = max([whole, *first, *lines_of(reads, 0.0)])
+        whole = max([whole, *told, *lines_of(reads, 0.0)])
         os.close(reads)
-        killed += 1
-        in_a_save += any(not name.isdigit() for name in os.listdir(folder)) if os.path.isdir(folder) else 0
-    process, reads = forked(check, folder, whole)
-    latest = lines_of(reads, 60.0)
-    assert os.waitpid(process, 0)[1] == 0 and latest
-    print(json.dumps({"killed": killed, "restored": killed, "in_a_save": in_a_save, "latest": latest[0]}))
+        in_a_save += folder.is_dir() and any(not place.name.isdigit() for place in folder.iterdir())
+    process, reads = forked(check, str(folder), whole)
+    latest = lines_of(reads, PATIENCE_S)
+    assert os.waitpid(process, 0)[1] == 0
+    assert latest
+    print(json.dumps({"killed": count, "in_a_save": in_a_save, "latest": latest[0]}))
 
 
 if __name__ == "__main__":
