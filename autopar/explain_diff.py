@@ -132,7 +132,9 @@ def _activation_section(told: PlanDiff) -> list[RenderableType]:
     for path, alike in rows[:MAX_ROWS]:
         first = alike[0]
         where = f"{first.phase} {first.primitive}\n{short_source(first.source)}".strip()
-        table.add_row(_name(path or "the step", len(alike)), Text(_from_to(first.before, first.after), "cyan"), Text(where, "dim"))
+        table.add_row(
+            _name(path or "the step", len(alike)), Text(_from_to(first.before, first.after), "cyan"), Text(where, "dim")
+        )
     rest = [_inset(Text(_rest(len(rows)), "dim"))] if len(rows) > MAX_ROWS else []
     return [Text(title, "bold"), Text(), _inset(table), *rest, Text()]
 

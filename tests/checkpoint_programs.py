@@ -45,15 +45,21 @@ def abstract_batch(program: programs.Program) -> Any:
     return program.abstract_args()[-1]
 
 
+def values_of(state: Any, number: int) -> list[np.ndarray]:
+    """What follows from a number, for each leaf of a state."""
+    return [
+        (np.arange(leaf.size, dtype=np.float64).reshape(leaf.shape) + 1000 * number + position).astype(leaf.dtype)
+        for position, leaf in enumerate(jax.tree.leaves(state))
+    ]
+
+
 def filled(state: Any, number: int) -> Any:
-    """A state like another, with values that follow from its number."""
-
-    def fill(position: int, leaf: jax.Array) -> Any:
-        values = np.arange(leaf.size, dtype=np.float64).reshape(leaf.shape) + 1000 * number + position
-        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
-
+    """A state like another, with these values."""
     leaves, structure = jax.tree.flatten(state)
-    return jax.tree.unflatten(structure, [fill(position, leaf) for position, leaf in enumerate(leaves)])
+    values = values_of(state, number)
+    return jax.tree.unflatten(
+        structure, [jax.device_put(one, leaf.sharding) for one, leaf in zip(values, leaves, strict=True)]
+    )
 
 
 # -- a state of every kind of leaf -----------------------------------------------------------

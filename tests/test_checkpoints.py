@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -400,3 +401,72 @@ def test_a_save_killed_at_any_moment_leaves_the_last_good_one(tmp_path: Path) ->
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["killed"] == 20 and told["latest"] > 0
     assert told["in_a_save"] > 0, "some were killed while a save was under way"
+
+
+# -- several processes -----------------------------------------------------------------------
+
+TOGETHER = """
+import sys
+import jax
+number, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
+import numpy as np
+import autopar
+import checkpoint_programs as c
+
+
+def laid_on(how):
+    program = c.mlp()
+    step = c.step_on(program, 4, how)
+    return step, (program.create_state, jax.random.key(0)), {"batch": c.abstract_batch(program)}
+
+
+def check(state, whole):
+    for leaf, expected in zip(jax.tree.leaves(state), whole, strict=True):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+
+
+step, create, batch = laid_on("rows")
+state = step.init(*create, **batch)
+whole = c.values_of(state, 5)
+filled = jax.tree.unflatten(jax.tree.structure(state), [
+    jax.make_array_from_callback(one.shape, leaf.sharding, lambda index, one=one: one[index])
+    for one, leaf in zip(whole, jax.tree.leaves(state))
+])
+with autopar.Checkpoints(folder, step) as checkpoints:
+    checkpoints.save(5, filled, extra={"by": "both"})
+    assert checkpoints.restore_or_init(*create, **batch) is not None
+step, create, batch = laid_on("blocks")
+checkpoints = autopar.Checkpoints(folder, step)
+assert checkpoints.latest == 5 and checkpoints.extra() == {"by": "both"}
+state = checkpoints.restore(*create, **batch)
+assert not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(state))
+check(state, whole)
+print("restored", checkpoints.last_map.words)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_save_together_and_either_number_restores(saved: Saved, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    folder = tmp_path / "run"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER, str(number), port, str(folder)],
+            env=environment(2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for process in running:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err[-3000:]
+        assert "mesh 4 -> 2x2" in out
+    alone = restore(autopar.Checkpoints(folder, step_on(saved.program, 6, "columns")), saved.program)
+    assert bits(alone) == bits(filled(alone, 5))
