@@ -175,20 +175,15 @@ class ParallelStep:
         parameters = inspect.signature(self._step).parameters
         names = list(parameters)
         missing = [n for n in names if n not in step_args and parameters[n].default is inspect.Parameter.empty]
-        if set(step_args) - set(names) or not missing:
-            raise StepSignatureError(
-                f"`{caller}` needs every argument of `{self._name}` but the state, by name. It takes {', '.join(names)};"
-                f" given: {', '.join(step_args) or 'none'}. Call `.{caller}(create_state, rng,"
-                f" {', '.join(f'{n}=…' for n in names[1:])})`"
-            )
         is_function = callable(create_state) and jax.tree_util.all_leaves([create_state])
         state = jax.eval_shape(create_state, *create_args) if is_function else jax.tree.map(shape_struct, create_state)
         parts = state if len(missing) > 1 else (state,)
-        if type(parts) is not tuple or len(parts) != len(missing):
+        if set(step_args) - set(names) or not missing or type(parts) is not tuple or len(parts) != len(missing):
+            several = f". If {', '.join(missing)} are all state, it must return a tuple of them" if missing[1:] else ""
             raise StepSignatureError(
-                f"`{caller}` needs every argument of `{self._name}` but the state, by name. {', '.join(missing)} are not"
-                " given: if all of them are state, let the first argument return a tuple of them, in this order; else"
-                f" give the others, as in `.{caller}(create_state, rng, {missing[-1]}=…)`"
+                f"`{caller}` needs every argument of `{self._name}` but the state, by name. It takes {', '.join(names)};"
+                f" given: {', '.join(step_args) or 'none'}. Call `.{caller}(create_state, rng,"
+                f" {', '.join(f'{n}=…' for n in names[1:])})`{several}"
             )
         args = self._positional((), dict(zip(missing, parts, strict=True)) | step_args)
         plan = self._prepare(args)[0]

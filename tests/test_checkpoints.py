@@ -219,7 +219,7 @@ def test_several_arguments_are_saved_as_a_tuple(tmp_path: Path) -> None:
         checkpoints.save(1, (params, moments))
         again = checkpoints.restore(create, jax.random.key(0), x=x)
     assert bits(again) == bits((params, moments))
-    with pytest.raises(StepSignatureError, match="return a tuple of them"):
+    with pytest.raises(StepSignatureError, match="must return a tuple of them"):
         step.init(lambda rng: create(rng)[0], jax.random.key(0), x=x)
 
 
