@@ -104,7 +104,7 @@ def restored(read: dict[str, Any], state: Any) -> list[Any]:
     """The leaves of a state, from what was read, typed and laid out as in `state`, the one given to `wanted`."""
     structs = jax.tree.leaves(state)
     values: list[Any] = []
-    for leaf, struct in zip(leaves_of(state), structs, strict=True):
+    for leaf in leaves_of(state):
         value: Any = read
         for key in leaf.keys or ("value",):
             value = value[key] if leaf.is_written else None

@@ -383,7 +383,7 @@ def test_a_folder_that_cannot_be_written_to_is_said(saved: Saved, tmp_path: Path
 def test_senseless_options_are_refused(saved: Saved, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="`keep` is 0"):
         autopar.Checkpoints(tmp_path, saved.step, keep=0)
-    with pytest.raises(TypeError, match="made by `autopar.parallelize`"):
+    with pytest.raises(TypeError, match=r"made by `autopar\.parallelize`"):
         autopar.Checkpoints(tmp_path, saved.program.step)  # type: ignore[arg-type]
 
 
