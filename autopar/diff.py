@@ -46,7 +46,8 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationChange:
-    """A value within the step that is made split otherwise. `path` is its module's, `source` the line that made it."""
+    """A value within the step that is made split otherwise; on another mesh, along other dims. `path` is its module's,
+    `source` the line that made it."""
 
     path: str
     primitive: str
@@ -222,10 +223,18 @@ def _activations(before: Plan, after: Plan) -> tuple[tuple[ActivationChange, ...
         old = earlier[place][taken[place]]
         taken[place] += 1
         num_both += 1
-        if not move(new.shape, old.sharding.resolved(), before.mesh, new.sharding.resolved(), after.mesh).same:
+        if not _split_alike(old.sharding, new.sharding, same_mesh=before.mesh == after.mesh):
             about = {name: getattr(new, name) for name in ("path", "primitive", "phase", "source", "shape", "dtype")}
             changes.append(ActivationChange(**about, before=old.sharding, after=new.sharding))
     return tuple(sorted(changes, key=lambda change: -math.prod(change.shape))), num_both
+
+
+def _split_alike(before: TensorSharding, after: TensorSharding, *, same_mesh: bool) -> bool:
+    """On one mesh, along the same axes; else along the same dims: in how many parts, the meshes say."""
+    if same_mesh:
+        return before == after
+    dims = [tuple(map(bool, sharding.dims)) for sharding in (before, after)]
+    return dims[0] == dims[1] and bool(before.unreduced) == bool(after.unreduced)
 
 
 def _decided(plan: Plan) -> Iterator[Decision]:

@@ -123,8 +123,9 @@ def checkpoints(folder: Path) -> str:
     refusal = run(["deeper.py", "8", "8"], folder, may_fail=True).strip().splitlines()[-1]
     page = page.replace("@REFUSED@", textwrap.fill(refusal, WIDTH))
     rows = json.loads((ROOT / "benchmarks" / "results" / "second_start.jsonl").read_text().splitlines()[-1])["rows"][0]
-    parts = (("the plan", "plan_s"), ("`init`", "init_s"), ("the first step", "first_step_s"), ("together", "s"))
-    table = [f"| {name} | {rows[f'first_{key}']:.1f} s | {rows[f'second_{key}']:.1f} s |" for name, key in parts]
+    parts = (("the plan", "plan_"), ("`init`", "init_"), ("the first step", "first_step_"), ("together", ""))
+    columns = ("first_{}s", "second_{}s", "first_{}cpu_s", "second_{}cpu_s")
+    table = [f"| {name} | " + " | ".join(f"{rows[c.format(key)]:.1f} s" for c in columns) + " |" for name, key in parts]
     return page.replace("@STARTS@", "\n".join(table))
 
 

@@ -33,7 +33,8 @@ def mlp() -> programs.Program:
 
 
 def plan_of(program: programs.Program, **options: Any) -> autopar.Plan:
-    return autopar.plan(program.step, *program.abstract_args(), **({"hardware": "cpu-host"} | options))
+    options = {"hardware": "cpu-host"} | options
+    return autopar.plan(program.step, *program.abstract_args(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_each_device_of_the_new_mesh_is_told_what_it_lacks(eight: autopar.Plan, 
     assert moment.fetched_bytes == moment.local_bytes - 4 * 6 * 12
     assert str(moment.before) == "P('data')" and str(moment.after) == "P(None, ('data', 'model'))"
     assert sum(told.fetched_bytes) == pytest.approx(sum(change.total_fetched_bytes for change in told.state))
-    assert 0 < len(told.activations) <= told.num_activations
+    assert told.num_activations > 0
 
 
 def test_devices_that_were_not_there_lack_everything(eight: autopar.Plan, four: autopar.Plan) -> None:
@@ -145,6 +146,18 @@ def test_plans_of_two_programs_say_what_only_one_has(eight: autopar.Plan) -> Non
     assert not told.same_state and "Dense_3" in str(told)
     told = autopar.diff(eight, wider)
     assert any("float32[48] in the first plan, float32[96] in the second" in line for line in told.unlike)
+
+
+def test_values_within_the_step_are_told_where_other_dims_are_split(mlp: programs.Program, eight: autopar.Plan) -> None:
+    tensor_parallel = {"state/**/kernel": P(None, "data"), "batch/*": P()}
+    other = plan_of(mlp, mesh="4", pin=tensor_parallel, memory_budget_bytes=70e3)
+    told = autopar.diff(eight, other)
+    for change in told.activations:
+        split = [tuple(map(bool, sharding.dims)) for sharding in (change.before, change.after)]
+        assert split[0] != split[1] or change.before.unreduced != change.after.unreduced
+    shown = {(change.path, change.primitive, change.phase) for change in told.activations}
+    decided = {(d.path, d.primitive, d.phase) for d in other.decisions if d.kind == "activation"}
+    assert shown <= decided and len(told.activations) <= told.num_activations
 
 
 def test_names_of_axes_do_not_make_a_difference(eight: autopar.Plan) -> None:

@@ -309,9 +309,11 @@ def test_what_was_used_longest_ago_goes_first(
     def use(which: int) -> None:
         plan_cache.kept(program, {"which": which}, tmp_path, lambda: plan)
 
-    use(0), use(1)
+    use(0)
+    use(1)
     first, second = sorted(entries(tmp_path), key=lambda path: key_place(path, program))
-    os.utime(first, (1, 1)), os.utime(second, (2, 2))
+    os.utime(first, (1, 1))
+    os.utime(second, (2, 2))
     use(0)  # it is used again, so the other is older now
     use(2)
     assert first in entries(tmp_path) and second not in entries(tmp_path)
