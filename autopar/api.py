@@ -185,7 +185,7 @@ class ParallelStep:
                 f" given: {', '.join(step_args) or 'none'}. Call `.{caller}(create_state, rng,"
                 f" {', '.join(f'{n}=…' for n in names[1:])})`{several}"
             )
-        args = self._positional((), dict(zip(missing, parts, strict=True)) | step_args)
+        args = self._positional((), {**dict(zip(missing, parts, strict=True)), **step_args})
         plan = self._prepare(args)[0]
         trees = dict(
             zip([n for n in names if n in missing or n in step_args], plan.in_shardings(self._mesh(plan)), strict=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -110,7 +110,7 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------
 
-    def save(self, number: int, state: Any, *, extra: Any = None, wait: bool = False) -> None:
+    def save(self, number: SupportsIndex, state: Any, *, extra: Any = None, wait: bool = False) -> None:
         """Save a state. It is copied off the devices, and then written in the background: the step may go on with it.
 
         Until a checkpoint is whole its folder has another name, so a process that is killed leaves the one before.
@@ -126,7 +126,7 @@ class Checkpoints:
             CheckpointError: the state is none of this step's, the number is taken, `extra` is no JSON, or the folder
                 cannot be written to. Where writing failed in the background, the next call says so.
         """
-        number = self._number(number)
+        number = _whole_number(number)
         plan, names = self._plan_of(state)
         tree = checkpoint_state.stored(state)
         parts = {
@@ -150,9 +150,9 @@ class Checkpoints:
                 f" the checkpoints from {number} on"
             )
         try:
-            if self._writer is None:
-                self._writer = _store().Writer(self._folder, self._keep)
-            self._writer.write(number, tree, parts)
+            writer = self._writer or _store().Writer(self._folder, self._keep)
+            self._writer = writer
+            writer.write(number, tree, parts)
         except Exception as error:
             raise self._not_written(number, error) from error
         if wait:
@@ -236,15 +236,6 @@ class Checkpoints:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _number(self, number: Any) -> int:
-        try:
-            number = operator.index(number)  # NumPy's and JAX's integers too
-        except TypeError:
-            number = -1
-        if number < 0:
-            raise CheckpointError("`save` takes the number of the step first: a whole number of 0 or more")
-        return number
-
     def _existing(self, at: int | None) -> int:
         self.wait()  # what was saved just now is there, too
         steps = self.steps
@@ -319,6 +310,16 @@ class Checkpoints:
 def _store() -> Any:
     """Orbax takes a second to import, which only those wait for who save."""
     return import_module("autopar.orbax_store")
+
+
+def _whole_number(number: Any) -> int:
+    try:
+        number = operator.index(number)  # NumPy's and JAX's integers too
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError("`save` takes the number of the step first: a whole number of 0 or more")
+    return number
 
 
 def _renamed(plan: Plan, before: Sequence[str], after: Sequence[str]) -> Plan:

@@ -6,10 +6,10 @@ their number alone.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, NamedTuple
 
-import flax
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +103,7 @@ def mixed_step(state: Mixed, x: jax.Array) -> tuple[Mixed, jax.Array]:
     key, use = jax.random.split(state.key)
     y = x @ (state.params["w"].astype(jnp.float32) + jax.random.normal(use, (16, 24)))
     params = state.params | {"w": state.params["w"] * 2}
-    return state.replace(params=params, key=key, count=state.count + 1), jnp.mean(y) * state.scale
+    return replace(state, params=params, key=key, count=state.count + 1), jnp.mean(y) * state.scale
 
 
 def bits(state: Any) -> list[tuple[str, Any, bytes]]:
