@@ -2,6 +2,9 @@
 
 from autopar.api import ParallelStep as ParallelStep
 from autopar.api import parallelize as parallelize
+from autopar.checkpoints import Checkpoints as Checkpoints
+from autopar.diff import PlanDiff as PlanDiff
+from autopar.diff import diff as diff
 from autopar.explain import explain as explain
 from autopar.plan import Plan as Plan
 from autopar.plan import load_plan as load_plan

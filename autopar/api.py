@@ -10,19 +10,21 @@ import functools
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, overload
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import execute, planner
+from autopar import execute, plan_cache, planner
+from autopar.compiled_cache import compiled_kept_in
 from autopar.errors import PlanMismatchError
 from autopar.front_ends.call import Call, Results, opened
-from autopar.front_ends.libraries import building
-from autopar.front_ends.state import state_arguments
+from autopar.front_ends.state import abstract_of, new_state, state_arguments, state_like
 from autopar.front_ends.step import Step
+from autopar.jax_compat import shape_struct
 from autopar.plan import Plan, load_plan
 from autopar.program import Program, program_of_call
 
@@ -49,8 +51,9 @@ def parallelize(
             optimizers. It is not changed.
         plan: a saved plan (a path, or a `Plan`) to run instead of planning; refused for another program.
         options: those of `autopar.plan`: mesh, num_devices, hardware, memory_budget_bytes, pin, static_argnames,
-            carry, donate, metadata, logical_axis_rules, solver, time_limit_s, progress; `like` may be another step
-            made by `parallelize`, too.
+            carry, donate, metadata, logical_axis_rules, solver, time_limit_s, progress, cache; `like` may be another
+            step made by `parallelize`, too. Here `cache` is on unless it is said otherwise: the plan and the compiled
+            program are kept on disk, and a second start finds both.
 
     Raises:
         TypeError: an option that `autopar.plan` does not have.
@@ -95,6 +98,11 @@ class ParallelStep:
         """Whether it runs by a given plan, and makes none."""
         return self._fixed is not None
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those it has run by or laid a state out by, one for each shape of its arguments; the last one used comes last."""
+        return tuple(prepared.plan for prepared in self._known.values())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. The first call with new shapes traces, plans and compiles."""
         failed: Exception | None = None
@@ -111,7 +119,7 @@ class ParallelStep:
                 raise failed
             if call.is_plain and prepared.results.is_plain:
                 self._fast, self._fast_key = prepared.jitted, call.key
-            return call.finish(prepared.results, prepared.jitted(*trees))
+            return call.finish(prepared.results, self._run(prepared, trees))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is compiled."""
@@ -139,27 +147,35 @@ class ParallelStep:
         Raises:
             StepSignatureError: where it is not clear which arguments of the step the state is.
         """
-        with building(), opened(Step.of(create_state), create_args, {}) as made:
-            shapes = jax.eval_shape(made.function, *made.trees)
-            results = made.results
-            assert results is not None, "it has been traced"
-            state = made.result_anew(results, shapes)
-            args, kwargs = self.called.by_name(state_arguments(self.called, state, step_args))
-            with opened(self.called, args, kwargs) as call:
-                plan = self._prepare(call).plan
-                mesh = self._mesh(plan)
-                leaves = jax.tree.leaves(call.trees)
-                known = dict(zip(map(id, leaves), jax.tree.leaves(plan.in_shardings(mesh)), strict=True))
-            whole = NamedSharding(mesh, PartitionSpec())
-            shardings = [known.get(id(leaf), whole) for leaf in jax.tree.leaves(shapes)]
+        with new_state(create_state, create_args) as new:
+            with self._opened_for("init", new.value, step_args) as call:
+                plan, in_shardings = self._in_shardings(call)
+                planned = dict(zip(map(id, jax.tree.leaves(call.trees)), in_shardings, strict=True))
+            whole = NamedSharding(self._mesh(plan), PartitionSpec())
+            shardings = [planned.get(id(leaf), whole) for leaf in jax.tree.leaves(new.shapes)]
+            with self._compiled_kept(plan):
+                return new.finish(jax.jit(new.leaves, out_shardings=shardings)(*new.call.trees))
 
-            def leaves_of(*inner: Any) -> list[Any]:
-                # Flat, so that a state that holds freshly made functions (an optax transformation built
-                # inside `create_state`) keeps the structure that was planned.
-                return jax.tree.leaves(made.function(*inner))
+    def abstract_state(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
+        """The carried state as `jax.ShapeDtypeStruct`s with the shardings of the plan; nothing is run.
 
-            arrays = jax.jit(leaves_of, out_shardings=shardings)(*made.trees)
-            return made.finish(results, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
+        That is what orbax restores into, as `ocp.args.StandardRestore(abstract_state)`.
+
+        Args:
+            create_state: as for `init`, or the state itself, as arrays or `jax.ShapeDtypeStruct`s.
+            create_args, step_args: as for `init`.
+
+        Raises:
+            StepSignatureError: where it is not clear which arguments of the step the state is.
+        """
+        state = abstract_of(create_state, create_args)
+        with self._opened_for("abstract_state", state, step_args) as call:
+            leaves, structure = jax.tree.flatten(call.trees)
+            laid = [
+                jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type, sharding=sharding)
+                for one, sharding in zip(map(shape_struct, leaves), self._in_shardings(call)[1], strict=True)
+            ]
+            return state_like(state, step_args, call.arguments_anew(jax.tree.unflatten(structure, laid)))
 
     def lower(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step as `jax.stages.Lowered`.
@@ -178,7 +194,8 @@ class ParallelStep:
         Raises:
             PlanMismatchError: `like` is a step that has no plan yet.
         """
-        options = {k: v for k, v in self._options.items() if k not in ("carry", "donate", "static_argnames")}
+        used = ("carry", "donate", "static_argnames")
+        options = {"cache": True} | {name: value for name, value in self._options.items() if name not in used}
         like = options.get("like")
         if isinstance(like, ParallelStep):
             if like.latest_plan is None:
@@ -191,12 +208,35 @@ class ParallelStep:
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _opened_for(self, caller: str, state: Any, step_args: Mapping[str, Any]) -> AbstractContextManager[Call]:
+        """A call with a state and the other arguments by name."""
+        args, kwargs = self.called.by_name(state_arguments(self.called, state, step_args, caller))
+        return opened(self.called, args, kwargs)
+
+    def _in_shardings(self, call: Call) -> tuple[Plan, list[NamedSharding]]:
+        """The plan of a call, and the sharding of each array of its arguments."""
+        plan = self._prepare(call).plan
+        return plan, jax.tree.leaves(plan.in_shardings(self._mesh(plan)))
+
     def _prepare(self, call: Call) -> _Prepared:
         if call.key not in self._known:
             plan, program, results = self._plan(call)
             jitted = execute.jit_plan(plan, program.trace, self._mesh(plan))
             self._known[call.key] = _Prepared(plan, program, results, jitted)
+        self._known[call.key] = self._known.pop(call.key)  # the last one used comes last
         return self._known[call.key]
+
+    def _run(self, prepared: _Prepared, trees: Sequence[Any]) -> Any:
+        if prepared.is_compiled:
+            return prepared.jitted(*trees)
+        with self._compiled_kept(prepared.plan):
+            result = prepared.jitted(*trees)
+        prepared.is_compiled = True
+        return result
+
+    def _compiled_kept(self, plan: Plan) -> AbstractContextManager[None]:
+        folder = plan_cache.folder_of(self._options.get("cache", True))
+        return compiled_kept_in(folder and folder / "compiled" / plan.program.fingerprint)
 
     def _plan(self, call: Call) -> tuple[Plan, Program, Results]:
         known = self._known.get(call.key)
@@ -240,7 +280,7 @@ class ParallelStep:
         return given if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Prepared:
     """A plan, what it was made for, what the step's result is beside its arrays, and the jitted replay."""
 
@@ -248,3 +288,4 @@ class _Prepared:
     program: Program
     results: Results
     jitted: Any
+    is_compiled: bool = False

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan`, `autopar explain`, `autopar verify`, `autopar calibrate`.
+"""The command line: `autopar plan`, `explain`, `diff`, `verify`, `calibrate`.
 
 In: arguments. Out: text, tables or JSON on standard output, progress and errors on standard error,
 and an exit code: 0 done, 1 a verification that does not hold, 2 a mistake of the user's, 130
@@ -11,6 +11,7 @@ import argparse
 import ast
 import contextlib
 import json
+import logging
 import os
 import re
 import sys
@@ -42,6 +43,7 @@ examples:
   autopar plan small.py:make large.py:make --compare v100-sxm-16,a100-sxm-40,h100-sxm
   autopar explain gpt.plan.json
   autopar explain train.py:make --devices 8 --json
+  autopar diff old.plan.json gpt.plan.json
   autopar explain --collectives --mesh 2x8 --hardware h100-sxm --plot all-reduce.png
   autopar calibrate -o mine.toml
   autopar verify train.py:make --mesh 8 --hardware h100-sxm
@@ -65,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        code = options.run(options)
+        with _said_on_stderr():
+            code = options.run(options)
         sys.stdout.flush()
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
@@ -102,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--collectives", action="store_true", help=about)
     explain.add_argument("--plot", metavar="FILE.png", help="with --collectives: draw it too (needs `autopar[plot]`)")
     explain.set_defaults(run=_run_explain)
+    about = "two saved plans beside each other: what is split otherwise, and what each device must fetch"
+    diff = commands.add_parser("diff", help=about, description=about)
+    diff.add_argument("before", metavar="A.json", help="a saved plan, or the folder of a checkpoint (CHECKPOINTS/100)")
+    diff.add_argument("after", metavar="B.json", help="another")
+    diff.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
+    diff.set_defaults(run=_run_diff)
     about = "measure the devices of this machine, and write a hardware profile that --hardware takes"
     calibrate = commands.add_parser("calibrate", help=about, description=about)
     where = "the profile, .toml; its samples go beside it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"
@@ -144,6 +153,10 @@ def _planning_options() -> argparse.ArgumentParser:
     about = "allow it of a step whose batch feeds back (batch normalisation): each part has its own statistics"
     group.add_argument("--per-microbatch-statistics", action="store_true", default=None, help=about)
     group.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver, per problem")
+    keep = group.add_mutually_exclusive_group()
+    about = "folder in which plans are kept, so that none is made twice (default: the user's cache folder)"
+    keep.add_argument("--cache", metavar="FOLDER", help=about)
+    keep.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing")
     options.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
     return options
 
@@ -346,6 +359,23 @@ def _mesh_and_hardware(options: argparse.Namespace) -> tuple[MeshShape, Hardware
     return mesh, hardware.load(options.hardware or hardware.detect(devices[0].device_kind, devices[0].platform))
 
 
+def _run_diff(options: argparse.Namespace) -> None:
+    from autopar.diff import diff
+    from autopar.explain_diff import render_diff
+
+    told = diff(*(load_plan(_plan_within(path)) for path in (options.before, options.after)))
+    if options.json:
+        print(json.dumps(told.to_json(), indent=2, allow_nan=False))
+    else:
+        _show(lambda console: render_diff(told, console))
+
+
+def _plan_within(path: str) -> str:
+    """A plan file; of a checkpoint's folder, the plan that its state was laid out by."""
+    within = Path(path) / "plan" / "metadata"
+    return str(within) if within.is_file() else path
+
+
 def _run_calibrate(options: argparse.Namespace) -> None:
     from autopar.calibrate import calibrate
     from autopar.calibration import describe
@@ -442,6 +472,7 @@ def _planning(options: argparse.Namespace) -> dict[str, Any]:
         "hardware": options.hardware,
         "memory_budget_bytes": options.memory_budget,
         "pin": pins or None,
+        "cache": options.cache or not options.no_cache,
     }
 
 
@@ -465,6 +496,23 @@ def _use_cpu_only() -> None:
         jax = sys.modules["jax"]
         if not jax.config.jax_platforms:
             jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
+@contextlib.contextmanager
+def _said_on_stderr() -> Iterator[None]:
+    """What the package has to say beside its result, such as that a plan was kept from an earlier start."""
+    handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("autopar")
+    handler.setFormatter(logging.Formatter("autopar: %(message)s"))
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # or Python says a warning twice
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 @contextlib.contextmanager

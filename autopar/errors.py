@@ -45,6 +45,10 @@ class PlanMismatchError(AutoparError):
     """A plan used with a program, shapes or devices that it was not made for."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint that cannot be written, is not there, is damaged, or holds another program's state."""
+
+
 class EffectError(AutoparError):
     """A side effect that cannot run exactly once per step on several devices."""
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import compilation_cache as _compilation_cache
 from jax._src import compiler as _compiler
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import mlir as _mlir
@@ -267,3 +269,36 @@ def compile_module(module: bytes, devices: Sequence[Any]) -> Any:
     with _mlir.make_ir_context():
         parsed = _ir.Module.parse(module)
         return _compiler.backend_compile_and_load(client, parsed, _xla_client.DeviceList(tuple(devices)), options, [])
+
+
+def retyped(value: Any, struct: jax.ShapeDtypeStruct) -> Any:
+    """A value as another was typed: the words of a PRNG key as the key, weakly typed or not. None is made of zeros,
+    for what has no elements."""
+    if value is None:
+        value = jax.numpy.zeros(raw_struct(struct).shape, raw_struct(struct).dtype)
+    if jax.numpy.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(value, impl=struct.dtype._impl)
+    return _lax._convert_element_type(value, struct.dtype, weak_type=bool(struct.weak_type))
+
+
+@contextmanager
+def compiled_programs_in(folder: str) -> Iterator[None]:
+    """While entered, this thread's compiles look in a folder for what they would make, and keep there what they made.
+
+    JAX's own setting, `jax_compilation_cache_dir`, stays as it is outside. JAX opens one folder for a process at its
+    first compile, and goes on with it: so it is made to forget it, before and after.
+    """
+    with _config.compilation_cache_dir(folder):
+        _compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            _compilation_cache.reset_cache()
+
+
+def is_compiled_program(data: bytes) -> bool:
+    """Whether a file of JAX's compilation cache is whole, as far as its packing tells."""
+    try:
+        return len(_compilation_cache.decompress_executable(data)) > 0
+    except Exception:  # of zlib or zstandard, whichever JAX has found
+        return False

@@ -8,6 +8,8 @@ Nothing is compiled and no device is touched, unless neither mesh nor device cou
 
 from __future__ import annotations
 
+import inspect
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import Any, Literal
 
 import jax
 
+from autopar import plan_cache
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
@@ -75,6 +78,7 @@ def plan(
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
+    cache: bool | str | os.PathLike[str] = False,
 ) -> Plan:
     """Choose how to split every tensor of a step.
 
@@ -108,6 +112,8 @@ def plan(
         solver: by default `Ilp(time_limit_s)`, which proves the optimum; where memory is short, within half a percent.
         time_limit_s: seconds for the solver, per problem: one for each mesh, and several where memory is short.
         progress: called with a stage's name and the fraction done.
+        cache: a folder in which plans are kept, so that the same step asked for in the same way is not planned twice;
+            True is the user's own cache folder. `parallelize` and the command line keep them there by default.
 
     Raises:
         AutoparError: one of its subclasses, naming what to change.
@@ -130,6 +136,7 @@ def plan(
         solver=solver,
         time_limit_s=time_limit_s,
         progress=progress,
+        cache=cache,
     )
 
 
@@ -139,6 +146,7 @@ def plan_program(
     metadata: Metadata = "pin",
     logical_axis_rules: Rules | None = None,
     like: Plan | None = None,
+    cache: bool | str | os.PathLike[str] | None = False,
     **options: Any,
 ) -> Plan:
     """`plan`, for a program already traced."""
@@ -149,18 +157,45 @@ def plan_program(
     if like is not None:
         check_mesh_like(like, meshes[0])
         shared = told_by_plan(like, program)
-    told = told_by_metadata(program, metadata, logical_axis_rules, meshes)
+    own = told_by_metadata(program, metadata, logical_axis_rules, meshes)
+    is_hint = metadata == "hint" and bool(own.pins)
+    folder = plan_cache.folder_of(cache)
+    if folder is None:
+        return _plan_told(program, own, shared, options, is_hint=is_hint)
+    asked = _asked(options) | {
+        "meshes": meshes,
+        "hardware": _profile(options.get("hardware")),
+        "told by metadata": (own, is_hint),
+        "told by a plan": shared,
+    }
+    return plan_cache.kept(program, asked, folder, lambda: _plan_told(program, own, shared, options, is_hint=is_hint))
+
+
+def _asked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that are not what they are by default, but for those that are read for what they mean."""
+    given = [p for f in (_plan_program, _plan_in_parts) for p in inspect.signature(f).parameters.values()]
+    usual = {parameter.name: parameter.default for parameter in given}  # said or not, the same is asked for
+    known = ("mesh", "num_devices", "hardware", "progress")
+    return {name: value for name, value in options.items() if name not in known and value != usual.get(name, options)}
+
+
+def _plan_told(program: Program, own: Told, shared: Told, options: Mapping[str, Any], *, is_hint: bool) -> Plan:
+    """A plan that holds to what metadata and another plan have said.
+
+    Args:
+        own: by metadata. is_hint: it need not be held to.
+    """
 
     def planned(own: Told) -> Plan:
         plan = _plan_in_parts(program, told={**own.pins, **shared.pins}, **options)
         return replace(plan, notes=(*plan.notes, *own.notes, *shared.notes))
 
-    if metadata == "hint" and told.pins:
-        return _plan_with_hint(lambda: planned(told), lambda: planned(replace(told, pins={})))
+    if is_hint:
+        return _plan_with_hint(lambda: planned(own), lambda: planned(replace(own, pins={})))
     try:
-        return planned(told)
+        return planned(own)
     except PinError as error:
-        if not any(repr(path) in str(error) for path in told.pins):
+        if not any(repr(path) in str(error) for path in own.pins):
             raise
         raise PinError(f'{error}. It stands on the argument as metadata: `metadata="ignore"` plans without') from None
 

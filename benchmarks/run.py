@@ -85,6 +85,7 @@ BENCHMARKS = {
         sources=("compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py"),
         summary="benchmarks.proof_summary",
     ),
+    "second_start": Benchmark(("gpt2_small",), "", sources=("zoo/language.py", "zoo/training.py")),
     "solvers": Benchmark(
         ("G", "A", "M", "S", "example", "gpt2_small", "gpt2_small_tight"),
         "",

@@ -8,6 +8,7 @@ which `@NAME@` stands where output goes; edit those, then read the sentences aro
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -31,8 +32,9 @@ MOST_ACTIVATION_LINES = 64
 
 def run(arguments: list[str], folder: Path, *, may_fail: bool = False) -> str:
     """What a Python program prints (its errors, where it may fail)."""
+    env = ENVIRONMENT | {"XDG_CACHE_HOME": str(folder / "cache")}  # no plan of an earlier run
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False
     )
     if done.returncode and not may_fail:
         sys.exit(done.stdout[-2000:] + done.stderr[-3000:])
@@ -105,6 +107,28 @@ def verifying(folder: Path) -> str:
     return page.replace("@VERIFY@", run(["-m", "autopar", *shlex.split(command[1])], folder).rstrip())
 
 
+def checkpoints(folder: Path) -> str:
+    """The page on checkpoints: what its commands print, one after the other, and what a larger model is refused."""
+    page = (TEMPLATES / "checkpoints.md").read_text()
+    for title, text in re.findall(r"^```python title=\"([^\"]+)\"\n(.*?)^```$", page, re.M | re.S):
+        (folder / title).write_text(text)
+    commands = re.findall(r"^```sh\n(.*?)\n```$", page, re.M | re.S)
+    for token, line in zip(("@EIGHT@", "@FOUR@", "@DIFF@"), commands, strict=True):
+        program, *arguments = shlex.split(line)
+        page = page.replace(
+            token, run(["-m", "autopar", *arguments] if program == "autopar" else arguments, folder).rstrip()
+        )
+    deeper = (folder / "train.py").read_text().replace("range(4)", "range(5)")
+    (folder / "deeper.py").write_text(deeper)
+    refusal = run(["deeper.py", "8", "8"], folder, may_fail=True).strip().splitlines()[-1]
+    page = page.replace("@REFUSED@", textwrap.fill(refusal, WIDTH))
+    rows = json.loads((ROOT / "benchmarks" / "results" / "second_start.jsonl").read_text().splitlines()[-1])["rows"][0]
+    parts = (("the plan", "plan_"), ("`init`", "init_"), ("the first step", "first_step_"), ("together", ""))
+    columns = ("first_{}s", "second_{}s", "first_{}cpu_s", "second_{}cpu_s")
+    table = [f"| {name} | " + " | ".join(f"{rows[c.format(key)]:.1f} s" for c in columns) + " |" for name, key in parts]
+    return page.replace("@STARTS@", "\n".join(table))
+
+
 def readme(folder: Path) -> str:
     """Its example, run; the demo's block is kept as it stands."""
     page = (TEMPLATES / "README.md").read_text()
@@ -127,6 +151,7 @@ def main() -> None:
         pages = {"docs/tutorial.md": tutorial(folder), "docs/reading-a-plan.md": reading_a_plan(folder)}
         pages["docs/collectives.md"] = collectives(folder)
         pages["docs/verify.md"] = verifying(folder)
+        pages["docs/checkpoints.md"] = checkpoints(folder)
         pages["README.md"] = readme(folder)
     for path, page in pages.items():
         left = sorted(set(re.findall(r"@[A-Z0-9]+@", page)))

@@ -103,6 +103,7 @@ def test_plan_passes_its_options_and_saves(planner: FakePlanner, capsys: pytest.
         "memory_budget_bytes": 40e9,
         "pin": {"state/params/*/kernel": P(None, "model"), "batch/x": P("data")},
         "time_limit_s": 5.0,
+        "cache": True,
     }
     assert load_plan("gpt.plan.json") == make_plan()
     out, err = capsys.readouterr()
@@ -114,8 +115,15 @@ def test_plan_passes_its_options_and_saves(planner: FakePlanner, capsys: pytest.
 
 def test_defaults_are_the_planners(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "train.py:make", "--devices", "8"]) == 0
-    assert planner.options == dict.fromkeys(["mesh", "hardware", "memory_budget_bytes", "pin"]) | {"num_devices": 8}
+    unsaid = dict.fromkeys(["mesh", "hardware", "memory_budget_bytes", "pin"])
+    assert planner.options == unsaid | {"num_devices": 8, "cache": True}  # what is planned is kept
     assert capsys.readouterr().out.endswith("The plan was not saved: add -o FILE.\n")
+
+
+@pytest.mark.parametrize(("said", "cache"), [(["--no-cache"], False), (["--cache", "kept"], "kept")])
+def test_where_plans_are_kept_can_be_said(planner: FakePlanner, said: list[str], cache: object) -> None:
+    assert main(["plan", "train.py:make", "--devices", "8", *said]) == 0
+    assert planner.options["cache"] == cache
 
 
 def test_explain_plans_a_target(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,23 @@ def test_the_table_of_all_reduces_is_what_is_printed(tmp_path: Path) -> None:
     assert autopar_command(command.strip(), tmp_path) == shown
 
 
+@pytest.mark.slow
+def test_the_page_on_checkpoints_prints_what_it_shows(tmp_path: Path) -> None:
+    """Its program is run on 8 devices, then on 4; then the two plans are compared."""
+    found = blocks(DOCS / "checkpoints.md")
+    for block in found:
+        if block.language == "python" and block.title:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    for command, shown in pairwise(found):
+        if command.language != "sh":
+            continue
+        program, *arguments = shlex.split(command.text)
+        if program == "python":
+            check_shown(shown.text, run([sys.executable, *arguments], tmp_path), numbers=False)
+        else:
+            check_shown(shown.text, autopar_command(command.text, tmp_path), numbers=False)
+
+
 def test_the_rule_in_the_guide_prints_what_it_shows(tmp_path: Path) -> None:
     program, shown = (block.text for block in blocks(DOCS / "add-a-primitive.md"))
     (tmp_path / "rule.py").write_text(program, encoding="utf-8")

@@ -197,6 +197,13 @@ class Call:
         objects = iter(self.objects.merge_anew(results.graph, values)[len(self.held) :])
         return put_together(results.result, tree, objects)
 
+    def arguments_anew(self, trees: Sequence[Any]) -> dict[str, Any]:
+        """By name the arguments that hold arrays, with other leaves: shardings' shapes, say, or what was read from a
+        file. In place of the user's objects new ones."""
+        graph = self.objects.graph
+        objects = iter([] if graph is None else self.objects.merge_anew(graph, self._values(trees)))
+        return {n: put_together(k, t, objects) for n, k, t in zip(self.names, self.kept, trees, strict=True)}
+
     def hint(self) -> str:
         """What to do where tracing fails for a Python number that the step needs as it is."""
         named = [

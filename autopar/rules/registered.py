@@ -214,3 +214,11 @@ def _sizes(view: NodeView, told: _Registered) -> dict[Name, int]:
 
 def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
+
+
+def registered_texts() -> tuple[tuple[object, ...], ...]:
+    """All that was told, as plain values: what a plan depends on beside the program."""
+    return tuple(
+        (name, told.text, told.reduction, told.flops_per_point, told.local is not None)
+        for name, told in sorted(_registered.items())
+    )

@@ -1,0 +1,234 @@
+"""A state as a checkpoint holds it: nested dicts of plain arrays, under the names that its leaves have.
+
+In: a pytree of arrays and numbers (a `TrainState`, optax's tuples, anything). Out: what orbax writes, a list of what
+was written, and back. Orbax reads such a checkpoint without autopar: names become keys, typed PRNG keys their words;
+what has no elements is not written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.errors import CheckpointError
+from autopar.front_ends.paths import leaf_keys
+from autopar.front_ends.pytrees import shape_and_dtype
+from autopar.plan import Plan
+
+#: How many leaves an error names.
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a state: where it stands in it, and what it is.
+
+    Args:
+        keys: `("params", "Dense_0", "kernel")`.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def path(self) -> str:
+        """`params/Dense_0/kernel`, as in a plan, without the argument's name."""
+        return "/".join(self.keys)
+
+    @property
+    def type(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def is_written(self) -> bool:
+        """Orbax takes no array without elements."""
+        return math.prod(self.shape) > 0
+
+
+def leaves_of(state: Any) -> tuple[Leaf, ...]:
+    """What a state holds, in the order of its leaves.
+
+    Raises:
+        CheckpointError: two leaves have one name, or a leaf is no array.
+    """
+    found = []
+    for keys, leaf in zip(leaf_keys(state), jax.tree.leaves(state), strict=True):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            raise CheckpointError(
+                f"`{'/'.join(keys)}` is a {type(leaf).__name__}, but a checkpoint holds arrays and numbers: leave it out"
+                " of the state, or give it to `save` as `extra`"
+            )
+        shape, dtype = shape_and_dtype(leaf)
+        found.append(Leaf(keys, tuple(map(int, shape)), str(dtype)))
+    named: dict[tuple[str, ...], Leaf] = {}
+    for leaf in found:
+        if leaf.keys in named:
+            raise CheckpointError(f"two parts of the state are called `{leaf.path}`: rename one of the keys")
+        named[leaf.keys] = leaf
+    return tuple(found)
+
+
+def stored(state: Any) -> dict[str, Any]:
+    """What is written: nested dicts of arrays. Nothing is copied but a PRNG key's words.
+
+    Raises:
+        CheckpointError: the state's buffers are gone, for a step was given them.
+    """
+    values = jax.tree.leaves(state)
+    leaves = leaves_of(state)
+    for leaf, value in zip(leaves, values, strict=True):
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise CheckpointError(
+                f"`{leaf.path}` was given to the step, which reuses its memory (donation): save what the step returned"
+            )
+    return _nested(leaves, [_plain(value) for value in values])
+
+
+def wanted(state: Any) -> dict[str, Any]:
+    """What to read into: the same of a state of `jax.ShapeDtypeStruct`s with shardings."""
+    values = [
+        jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=struct.sharding)
+        for struct in jax.tree.leaves(state)
+        for raw in [jax_compat.raw_struct(struct)]
+    ]
+    return _nested(leaves_of(state), values)
+
+
+def restored(read: dict[str, Any], state: Any) -> list[Any]:
+    """The leaves of a state, from what was read, typed and laid out as in `state`, the one given to `wanted`."""
+    structs = jax.tree.leaves(state)
+    values: list[Any] = []
+    for leaf in leaves_of(state):
+        value: Any = read
+        for key in leaf.keys or ("value",):
+            value = value[key] if leaf.is_written else None
+        values.append(value)
+
+    def retyped(raw: list[Any]) -> list[Any]:
+        return [jax_compat.retyped(value, struct) for value, struct in zip(raw, odd, strict=True)]
+
+    places = [n for n, value in enumerate(values) if value is None or _is_odd(value, structs[n])]
+    odd = [structs[n] for n in places]
+    if places:  # in one program, which also runs where several processes hold parts of one array
+        given = [values[n] for n in places]
+        for n, value in zip(places, jax.jit(retyped, out_shardings=[one.sharding for one in odd])(given), strict=True):
+            values[n] = value
+    return values
+
+
+def difference(saved: Sequence[Leaf], here: Sequence[Leaf]) -> str | None:
+    """What sets a checkpoint's state apart from the one at hand, in words; None where they hold the same."""
+    there, now = {leaf.path: leaf for leaf in saved}, {leaf.path: leaf for leaf in here}
+    missing = [f"`{path}`, {leaf.type}" for path, leaf in now.items() if path not in there]
+    extra = [f"`{path}`, {leaf.type}" for path, leaf in there.items() if path not in now]
+    other = [
+        f"`{path}` is {there[path].type} there, {leaf.type} here"
+        for path, leaf in now.items()
+        if path in there and there[path].type != leaf.type
+    ]
+    found = []
+    if missing:
+        found.append(f"it lacks {_some(missing)}")
+    if extra:
+        found.append(f"it holds {_some(extra)}, which the state here has not")
+    if other:
+        found.append(_some(other))
+    return "; ".join(found) or None
+
+
+def arguments_of(plan: Plan, state: Any) -> tuple[str, ...] | None:
+    """The arguments of a planned step that a state is: one that has its leaves, or several in order where the state is
+    a tuple of them; None where there are none."""
+    if plan.in_tree is None:
+        return None
+    given: list[tuple[str, list[tuple[str, tuple[int, ...], str]]]] = []
+    offset = 0
+    for child in plan.in_tree.children():
+        tensors = plan.inputs[offset : offset + child.num_leaves]
+        offset += child.num_leaves
+        if tensors:
+            roots = {tensor.path.split("/", 1)[0] for tensor in tensors}
+            root = roots.pop()
+            given.append((root, [(t.path[len(root) + 1 :], t.shape, t.dtype) for t in tensors]))
+    whole = _types(state)
+    for name, types in given:
+        if types == whole:
+            return (name,)
+    if not isinstance(state, tuple) or not state:
+        return None
+    names: list[str] = []
+    rest = iter(given)
+    for part in state:
+        types = _types(part)
+        name = next((name for name, own in rest if own == types), None)
+        if name is None:
+            return None
+        names.append(name)
+    return tuple(names)
+
+
+def _types(state: Any) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(leaf.path, leaf.shape, leaf.dtype) for leaf in leaves_of(state)]
+
+
+def _nested(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
+    """Values under their keys. A state that is a single array is called `value`.
+
+    Raises:
+        CheckpointError: there is nothing to write.
+    """
+    tree: dict[str, Any] = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        if not leaf.is_written:
+            continue
+        *outer, last = leaf.keys or ("value",)
+        at = tree
+        for key in outer:
+            at = at.setdefault(key, {})
+        at[last] = value
+    if not tree:
+        raise CheckpointError("the state holds no array, so there is nothing to save or to restore")
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    """An array that orbax takes."""
+    if isinstance(value, jax.Array):
+        return jax.jit(jax.random.key_data)(value) if _is_key(value.dtype) else value
+    return np.asarray(value, shape_and_dtype(value)[1])
+
+
+def _is_key(dtype: Any) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _is_odd(value: Any, struct: Any) -> bool:
+    """Whether what was read has yet to become what it was: a PRNG key, or weakly typed."""
+    return _is_key(struct.dtype) or bool(getattr(struct, "weak_type", False)) != bool(value.weak_type)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def to_json(leaves: Sequence[Leaf]) -> list[Any]:
+    """What a checkpoint says of its leaves."""
+    return [[list(leaf.keys), list(leaf.shape), leaf.dtype] for leaf in leaves]
+
+
+def from_json(data: Any) -> Iterator[Leaf]:
+    """The inverse.
+
+    Raises:
+        ValueError, TypeError: it is damaged.
+    """
+    for keys, shape, dtype in data:
+        yield Leaf(tuple(map(str, keys)), tuple(map(int, shape)), str(dtype))

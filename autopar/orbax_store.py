@@ -1,0 +1,90 @@
+"""The only door to orbax: numbered checkpoints in one folder, each there whole or not at all.
+
+In: a folder, nested dicts of arrays and JSON values. Out: the same read back, arrays straight into the shardings asked
+for: each device's part is read by the process that holds it. Nothing here knows of plans. All processes of a
+`jax.distributed` run call it together, as orbax wants it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+#: What the arrays of a checkpoint are called in it; every other part is JSON.
+STATE = "state"
+
+
+def folder_of(directory: Any) -> Any:
+    """The path that orbax takes: an absolute one, or a bucket's (`gs://...`)."""
+    text = str(directory)
+    return epath.Path(text) if "://" in text else epath.Path(Path(text).expanduser().absolute())
+
+
+def steps(folder: Any) -> list[int]:
+    """Numbers of the checkpoints that are whole, in order. One that is being written is not among them."""
+    if not folder.is_dir():
+        return []
+    return sorted(found.step for found in ocp.step.standard_name_format().find_all(folder))
+
+
+def place(folder: Any, step: int) -> Any:
+    """The folder of one checkpoint."""
+    return folder / str(step)
+
+
+class Writer:
+    """Writes checkpoints in the background. The one that opens it cleans up after writers that were killed, so there
+    must be no other."""
+
+    def __init__(self, folder: Any, keep: int | None) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(folder, options=options)
+
+    def write(self, step: int, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+        """Start to write a checkpoint; when it returns, the arrays may be changed or donated.
+
+        Args:
+            state: nested dicts of arrays.
+            parts: JSON values by their name.
+        """
+        json_parts = {name: ocp.args.JsonSave(part) for name, part in parts.items()}
+        items = ocp.args.Composite(**{STATE: ocp.args.StandardSave(dict(state))}, **json_parts)
+        self._manager.save(step, args=items, force=True)
+
+    def wait(self) -> None:
+        """Until all that was started is written. Raises what went wrong."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait, and end its threads."""
+        self._manager.close()
+
+
+def read_part(folder: Any, step: int, name: str) -> Any:
+    """One of the JSON values.
+
+    Raises:
+        OSError: it is not there.
+        ValueError: it is damaged.
+    """
+    return json.loads((place(folder, step) / name / "metadata").read_text())
+
+
+def has_part(folder: Any, step: int, name: str) -> bool:
+    """Whether a checkpoint has such a value."""
+    return (place(folder, step) / name / "metadata").exists()
+
+
+def read_state(folder: Any, step: int, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arrays.
+
+    Args:
+        wanted: nested dicts of `jax.ShapeDtypeStruct`s with shardings, the same as were written.
+    """
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        return reader.restore(place(folder, step) / STATE, args=ocp.args.StandardRestore(dict(wanted)))

@@ -1,0 +1,115 @@
+"""What a plan depends on, as digests: the program, what is asked for, and what makes the plan.
+
+In: a traced program and the options of planning. Out: `PlanKey`, the same in every process and on every day: no source
+line, no memory address and no order of a set enters it. What planning reads enters whole, also the contents of a
+hardware profile, the rules that users have registered, and autopar's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autopar.graph.ir import Graph
+from autopar.program import Program
+from autopar.rules.registered import registered_texts
+from autopar.version import __version__
+
+#: Packages whose versions a plan depends on, beside autopar's own code.
+_PACKAGES = ("jax", "jaxlib", "ortools", "numba", "numpy")
+
+
+class UnkeyedError(Exception):
+    """An option that has no lasting description, such as a solver of the user's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKey:
+    """Digests of the program, of what is asked for, and of what makes the plan; and the last in words."""
+
+    program: str
+    asked: str
+    made_by: str
+    versions: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """One text of all three."""
+        return f"{self.program}-{self.asked}-{self.made_by}"
+
+    @property
+    def whatever_made_it(self) -> str:
+        """The name's beginning, which plans made by other versions share."""
+        return f"{self.program}-{self.asked}-"
+
+
+def key_of(program: Program, asked: Mapping[str, Any]) -> PlanKey:
+    """The key of a program's plan.
+
+    Args:
+        asked: all options of planning, as they were understood: meshes, the hardware profile, pins, budget ...
+
+    Raises:
+        UnkeyedError: naming an option that cannot be described.
+    """
+    traced = program.as_traced
+    parts = [_digest("\n".join(_lines(form.graph))) for form in traced.forms]
+    told = (traced.signature.name, traced.carried_arguments, traced.donated, *parts)
+    versions = {"autopar": __version__} | {name: version(name) for name in _PACKAGES}
+    options = {name: _described(name, value) for name, value in asked.items()}
+    return PlanKey(
+        program=_digest(repr(told)),
+        asked=_digest(repr(sorted(options.items()))),
+        made_by=_digest(repr((sorted(versions.items()), platform.python_version(), _own_code(), registered_texts()))),
+        versions=versions,
+    )
+
+
+def _lines(graph: Graph) -> Iterator[str]:
+    """A graph as text, all but the places in the user's files."""
+    for value in graph.values:
+        yield repr((value.shape, value.dtype, value.itemsize, value.repeat))
+    for node in graph.nodes:
+        of = (node.primitive, node.operands, node.results, sorted(node.params.items()))
+        yield repr((*of, node.path, node.phase, node.effect, node.repeat))
+    rest = (graph.inputs, graph.input_paths, graph.outputs, graph.output_paths, graph.constants, graph.carried)
+    yield repr((*rest, graph.loops, graph.barriers))
+
+
+def _described(name: str, value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, PartitionSpec):
+        return f"P{tuple(value)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_described(name, item) for item in value)})"
+    if isinstance(value, Mapping):
+        items = sorted((str(key), _described(name, item)) for key, item in value.items())
+        return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
+    if is_dataclass(value) and not isinstance(value, type):
+        own = [f"{field.name}={_described(name, getattr(value, field.name))}" for field in fields(value)]
+        return f"{type(value).__qualname__}({', '.join(own)})"
+    raise UnkeyedError(f"`{name}` is a {type(value).__name__}")
+
+
+@functools.lru_cache(maxsize=1)
+def _own_code() -> str:
+    """A digest of autopar's own files: a change of the planner is another planner, whatever its version."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]

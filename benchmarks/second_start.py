@@ -1,0 +1,89 @@
+"""The second start of a train step against the first: GPT-2 small on 4 virtual CPU devices.
+
+Each start is a process of its own with the same, at first empty, cache folder. Timed is from the decorated step to the
+end of its first run, which the state's making precedes: tracing, planning or finding the plan, lowering, compiling or
+finding the program, and one step of one sequence of 128 tokens for each device. `cpu_s` is what the process used, of all
+cores together, which a busy machine changes less.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.machine import ROOT
+
+Row = dict[str, str | float | bool]
+
+NUM_DEVICES = 4
+SEQ = 128
+PARTS = ("plan", "init", "first_step")
+MARK = "SECOND START "
+
+
+def measure(program: str) -> list[Row]:
+    """One row: seconds of both starts, and their parts."""
+    assert program == "gpt2_small"
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = start(folder), start(folder)
+    row: Row = {}
+    for unit in ("s", "cpu_s"):
+        for which, told in (("first", first), ("second", second)):
+            row[f"{which}_{unit}"] = sum(told[f"{part}_{unit}"] for part in PARTS)
+            row |= {f"{which}_{part}_{unit}": told[f"{part}_{unit}"] for part in PARTS}
+    return [row]
+
+
+def start(folder: str) -> dict[str, float]:
+    """One start, in a process of its own."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+        "XDG_CACHE_HOME": folder,
+        "PYTHONPATH": str(ROOT),
+        "USE_TORCH": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "benchmarks.second_start"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return json.loads(done.stdout.split(MARK)[-1])
+
+
+def once() -> dict[str, float]:
+    """This process's start, by parts."""
+    import jax
+
+    import autopar
+    from benchmarks.zoo import language
+    from benchmarks.zoo.training import BF16
+
+    # isort: split
+    from transformers import GPT2Config
+
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, work: Any) -> Any:
+        before, used = time.perf_counter(), time.process_time()
+        made = jax.block_until_ready(work())
+        seconds[f"{name}_s"] = time.perf_counter() - before
+        seconds[f"{name}_cpu_s"] = time.process_time() - used
+        return made
+
+    training = language.gpt2(GPT2Config(), NUM_DEVICES, SEQ, BF16)
+    batch = training.make_batch(0)
+    step = autopar.parallelize(training.step)
+    timed("plan", lambda: step.abstract_state(training.create_state, jax.random.key(0), batch=batch) and None)
+    state = timed("init", lambda: step.init(training.create_state, jax.random.key(0), batch=batch))
+    timed("first_step", lambda: step(state, batch))
+    return seconds
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(once()))
