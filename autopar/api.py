@@ -18,9 +18,15 @@ from jax.sharding import Mesh
 from autopar import execute, planner
 from autopar.errors import PlanMismatchError, StepSignatureError
 from autopar.jax_compat import shape_and_dtype
+from autopar.mesh import MeshShape
 from autopar.plan import Plan, load_plan
 from autopar.planner import Program, program_of
-from autopar.trace import check_leaves
+from autopar.processes import arguments
+from autopar.processes.agreement import agreed_plan, with_hosts
+from autopar.processes.exchange import among_processes
+from autopar.processes.local_batch import check_equal, is_global
+from autopar.processes.step_clock import StepClock
+from autopar.trace import check_leaves, paths_of
 
 
 @overload
@@ -68,9 +74,18 @@ class ParallelStep:
         self._name = getattr(step, "__qualname__", None) or type(step).__name__
         self._options = dict(options)
         self._fixed = load_plan(fixed) if isinstance(fixed, str | Path) else fixed
+        self._planned: dict[Any, tuple[Plan, Program]] = {}  # by signature
         self._known: dict[Any, tuple[Plan, Program, Any]] = {}  # signature -> plan, program, jitted replay
+        self._arguments: dict[Any, arguments.Arguments] = {}  # by signature, of the plans that run
         self._fast: Any = None  # the jitted replay of the last call
         self._fast_signature: Any = None
+        self._probe: int | None = None  # an output of it that no later call takes over
+        self.clock: StepClock | None = None  # set by `watch`
+
+    @property
+    def name(self) -> str:
+        """The step's own."""
+        return self._name
 
     @property
     def options(self) -> dict[str, Any]:
@@ -86,15 +101,9 @@ class ParallelStep:
         """Run the step. The first call with new shapes traces, plans and compiles."""
         if kwargs:
             args = self._positional(args, kwargs)
-        if self._fast is not None:
-            try:
-                return self._fast(*args)
-            except Exception:
-                if _signature(self._step, args) == self._fast_signature:
-                    raise
-        self._fast = self._prepare(args)[2]
-        self._fast_signature = _signature(self._step, args)
-        return self._fast(*args)
+        if self.clock is None:
+            return self._dispatch(args)
+        return self.clock.timed(lambda: self._dispatch(args), lambda: self._probe)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is compiled."""
@@ -130,6 +139,11 @@ class ParallelStep:
         position = [n for n in names if n == missing[0] or n in step_args].index(missing[0])
         plan = self._prepare(args)[0]
         shardings = jax.tree.leaves(plan.in_shardings(self._mesh(plan))[position])
+        exchange = among_processes()
+        if exchange is not None:
+            leaves = jax.tree.leaves(create_args)
+            named = dict(zip(paths_of(create_args, "create_args"), leaves, strict=True))
+            check_equal(exchange, f"`init` of `{self._name}`", named)
 
         def leaves_of(*inner: Any) -> list[Any]:
             # Flat, so that a state that holds freshly made functions (an optax transformation built
@@ -137,6 +151,29 @@ class ParallelStep:
             return jax.tree.leaves(create_state(*inner))
 
         return jax.tree.unflatten(structure, jax.jit(leaves_of, out_shardings=shardings)(*create_args))
+
+    def shard_batch(self, batch: Any, *, argument: str | None = None) -> Any:
+        """A batch as global arrays, laid out by the plan: what the step takes.
+
+        Each process gives its share of the examples: of each array's first dim one equal part for each process, in
+        the order of processes, whatever the plan. An array that is given whole must be equal on every process; the
+        first batch is checked for that. With one process, the batch is given whole.
+
+        Args:
+            batch: an argument of the step, or this process's share of it: a pytree of whatever `numpy.asarray` takes.
+            argument: its name, where the pytree does not tell.
+
+        Raises:
+            BatchError: where shapes or dtypes are not the plan's, or what must be equal is not; in the first batch on
+                every process, naming those that differ.
+            StepSignatureError: where there is no plan yet.
+        """
+        if not self._arguments:
+            raise StepSignatureError(
+                f"`shard_batch` lays a batch out by the plan, and `{self._name}` has none yet: build its state first, by"
+                f" `{self._name}.init(create_state, …)` with the shapes of the whole batch"
+            )
+        return arguments.shard_batch([*self._arguments.values()][::-1], batch, argument)
 
     def lower(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step as `jax.stages.Lowered`.
@@ -152,21 +189,56 @@ class ParallelStep:
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _dispatch(self, args: Sequence[Any]) -> Any:
+        if self._fast is not None:
+            try:
+                return self._fast(*args)
+            except Exception:
+                if _signature(self._step, args) == self._fast_signature and not _on_hosts(args):
+                    raise
+        plan, _, self._fast = self._prepare(args)
+        self._fast_signature = signature = _signature(self._step, args)
+        self._probe = _probe(plan)
+        return self._fast(*self._arguments[signature].whole(args))
+
     def _prepare(self, args: Sequence[Any]) -> tuple[Plan, Program, Any]:
         signature = _signature(self._step, args)
         if signature not in self._known:
-            plan, program = self._plan(args)
-            self._known[signature] = (plan, program, execute.jit_plan(plan, program.trace, self._mesh(plan)))
+            plan, program = self._plan(args, to_run=True)
+            mesh = self._mesh(plan)
+            self._known[signature] = (plan, program, execute.jit_plan(plan, program.trace, mesh))
+            self._arguments[signature] = arguments.Arguments(self._name, plan, mesh)
         return self._known[signature]
 
-    def _plan(self, args: Sequence[Any]) -> tuple[Plan, Program]:
-        known = self._known.get(_signature(self._step, args))
-        if known is not None:
-            return known[0], known[1]
-        carry, donate = self._options.get("carry"), self._options.get("donate")
-        program = program_of(self._step, args, carry=carry, donate=donate)
+    def _plan(self, args: Sequence[Any], *, to_run: bool = False) -> tuple[Plan, Program]:
+        signature = _signature(self._step, args)
+        if signature not in self._planned:
+            self._planned[signature] = self._plan_anew(args, to_run)
+        return self._planned[signature]
+
+    def _plan_anew(self, args: Sequence[Any], to_run: bool) -> tuple[Plan, Program]:
+        def traced() -> Program:
+            if to_run and not isinstance(self._options.get("mesh"), Mesh):
+                execute.check_devices(self._mesh_shape(), jax.devices())  # before the time it takes to plan
+            carry, donate = self._options.get("carry"), self._options.get("donate")
+            return program_of(self._step, args, carry=carry, donate=donate)
+
+        def planned(program: Program, devices_per_host: int | None = None) -> Plan:
+            options = self._planning_options()
+            if devices_per_host is not None and self._mesh_shape().num_devices == jax.device_count():
+                options["hardware"] = with_hosts(options.get("hardware"), devices_per_host)
+            return planner.plan_program(program, **options)
+
+        exchange = among_processes()
+        if exchange is not None:
+            agreed = agreed_plan(exchange, self._name, traced, planned, self._options, self._fixed)
+            if self._fixed is None:
+                return agreed
+            program = agreed[1]
+        else:
+            program = traced()
         if self._fixed is None:
-            plan = planner.plan_program(program, **self._planning_options())
+            plan = planned(program)
             return plan, program.of(plan)
         program = program.of(self._fixed)
         difference = self._fixed.program.difference(program.signature)
@@ -177,6 +249,12 @@ class ParallelStep:
             )
         trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # not in the file
         return dataclasses.replace(self._fixed, **trees), program
+
+    def _mesh_shape(self) -> MeshShape:
+        """Of the mesh it runs on; or one of as many devices, where the planner chooses."""
+        if self._fixed is not None:
+            return self._fixed.mesh
+        return planner.asked_meshes(self._options.get("mesh"), self._options.get("num_devices"))[0]
 
     def _planning_options(self) -> dict[str, Any]:
         return {name: value for name, value in self._options.items() if name not in ("carry", "donate")}
@@ -204,3 +282,15 @@ def _signature(step: Callable[..., Any], args: Sequence[Any]) -> Any:
     check_leaves(step, args)
     leaves, structure = jax.tree.flatten(tuple(args))
     return structure, tuple(map(shape_and_dtype, leaves))
+
+
+def _on_hosts(args: Sequence[Any]) -> bool:
+    """Whether several processes hold arguments that must first be spread over all devices."""
+    return jax.process_count() > 1 and not all(map(is_global, jax.tree.leaves(tuple(args))))
+
+
+def _probe(plan: Plan) -> int | None:
+    """Position of the smallest output that no later call takes over."""
+    carried = {position for _, position in plan.carried}
+    free = [(tensor.num_bytes, i) for i, tensor in enumerate(plan.outputs) if i not in carried]
+    return min(free)[1] if free else None

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax._src import compiler as _compiler
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
@@ -271,3 +272,22 @@ def compile_module(module: bytes, devices: Sequence[Any]) -> Any:
     with _mlir.make_ir_context():
         parsed = _ir.Module.parse(module)
         return _compiler.backend_compile_and_load(client, parsed, _xla_client.DeviceList(tuple(devices)), options, [])
+
+
+def coordination_client() -> tuple[Any, int, int]:
+    """The client of the service that `jax.distributed.initialize` started (None before that), this process's index, and
+    the number of processes. No device is touched."""
+    state = _distributed.global_state
+    return state.client, state.process_id, state.num_processes
+
+
+def leave_without_waiting() -> Any:
+    """Let this process end at once: JAX would first wait for the others to end too, which hang or are gone.
+
+    Returns:
+        what must be kept until the end: the coordination service, which others may still read, and its client.
+    """
+    state = _distributed.global_state
+    held = (state.client, state.service, state.preemption_sync_manager)
+    state.client = state.service = state.preemption_sync_manager = None
+    return held

@@ -157,3 +157,8 @@ def _trace_help(function: Callable[..., Any], name: str, error: Exception) -> st
         " Python branches on array values, no side results, arguments that are arrays or pytrees of arrays."
         f" JAX said:\n\n{type(error).__name__}: {error}"
     )
+
+
+def paths_of(tree: Any, root: str) -> tuple[str, ...]:
+    """`root/params/Dense_0/kernel` for each leaf of a pytree, in order: how a plan names the leaves of an argument."""
+    return _paths(tree, root)

@@ -23,6 +23,10 @@ def test_quickstart_trains_and_explains() -> None:
     assert "Predicted step time" in run("examples/quickstart.py")
 
 
+def test_two_processes_train_by_one_command() -> None:
+    assert "2 processes, 8 devices" in run("examples/two_processes.py")
+
+
 def test_the_demo_can_be_planned_for_absent_gpus() -> None:
     options = ("--devices", "8", "--hardware", "h100-sxm")
     assert "8 h100-sxm devices" in run("-m", "autopar", "plan", "examples/train_gpt.py:target", *options)
