@@ -5,6 +5,7 @@ In: traced functions and their equations. Out: plain accessors that `trace` and 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import sysconfig
@@ -281,13 +282,10 @@ def coordination_client() -> tuple[Any, int, int]:
     return state.client, state.process_id, state.num_processes
 
 
-def leave_without_waiting() -> Any:
-    """Let this process end at once: JAX would first wait for the others to end too, which hang or are gone.
-
-    Returns:
-        what must be kept until the end: the coordination service, which others may still read, and its client.
-    """
+def leave_without_waiting() -> None:
+    """Let this process end at once: JAX would first wait for the others to end too, which hang or are gone."""
     state = _distributed.global_state
     held = (state.client, state.service, state.preemption_sync_manager)
     state.client = state.service = state.preemption_sync_manager = None
-    return held
+    # Others may still read from the service, and its own client ends the process where it is gone: both stay to the end.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

@@ -50,13 +50,15 @@ def create_state(rng: jax.Array) -> State:
     return {"params": params, "opt": OPTIMIZER.init(params)}
 
 
-def step_of(rate: float = 1.0, activation: Callable[[jax.Array], jax.Array] = jax.nn.relu) -> Any:
+def step_of(
+    rate: float = 1.0, activation: Callable[[jax.Array], jax.Array] = jax.nn.relu, key: str = "params"
+) -> Any:
     def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
             hidden = activation(batch["x"] @ params["in"])
             return jnp.mean(((hidden @ params["out"])[:, 0] * batch["scale"] - batch["y"]) ** 2)
 
-        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        loss, grads = jax.value_and_grad(loss_of)(state[key])
         updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], jax.tree.map(lambda u: rate * u, updates))
         return {"params": params, "opt": opt}, loss
@@ -134,7 +136,7 @@ def refused(folder: str) -> None:
     wrong("number", planned(step_of(rate=2.0 if index else 1.0)))
     wrong("option", planned(step_of(), mesh="4" if index else "2x2"))
     wrong("shape", lambda: autopar.parallelize()(step_of()).plan(args[0], larger(args[1]) if index else args[1]))
-    wrong("untraceable", planned((lambda state, batch: state["no"]) if index else step_of()))
+    wrong("untraceable", planned(step_of(key="no" if index else "params")))
     wrong("budget", planned(step_of(), memory_budget_bytes=10.0))
 
     plan = autopar.plan(step_of(), *args, mesh="4", hardware="cpu-host")
@@ -160,7 +162,7 @@ def refused(folder: str) -> None:
 
 
 def larger(batch: Batch) -> Batch:
-    return batch | {"x": jax.ShapeDtypeStruct((2 * BATCH, WIDTH), "float32")}
+    return {name: jax.ShapeDtypeStruct((2 * s.shape[0], *s.shape[1:]) if s.shape else (), s.dtype) for name, s in batch.items()}
 
 
 def lonely() -> None:

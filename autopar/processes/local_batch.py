@@ -130,9 +130,9 @@ def on_host(leaf: Any, path: str) -> Any:
     try:
         array = np.asarray(leaf)
     except Exception as error:
-        raise BatchError(f"`{path}` is a {type(leaf).__name__}, of which NumPy makes no array: {error}") from None
+        raise BatchError(f"`{path}` is of type {type(leaf).__name__}, of which NumPy makes no array: {error}") from None
     if array.dtype == object:
-        raise BatchError(f"`{path}` is a {type(leaf).__name__}, of which NumPy makes no array of numbers")
+        raise BatchError(f"`{path}` is of type {type(leaf).__name__}, of which NumPy makes no array of numbers")
     return array
 
 
@@ -174,7 +174,7 @@ def check_equal(exchange: Exchange, what: str, leaves: Mapping[str, Any]) -> Non
     Raises:
         BatchError: on every process, naming what differs and where.
     """
-    told = {path: [False, digest(leaf)] for path, leaf in leaves.items() if not is_global(leaf)}
+    told = {path: [False, digest(on_host(leaf, path))] for path, leaf in leaves.items() if not is_global(leaf)}
     exchange.judged(what, {"problems": [], "leaves": told}, _fit_together)
 
 
@@ -212,9 +212,9 @@ def _fit_together(given: Sequence[Given]) -> None:
         differing = [one.by for one in others if one.value["leaves"][path][1] != content]
         if differing and not is_share:
             raise BatchError(
-                f"`{path}` must be equal on every process, as each gives the whole of it, but {named(differing)}"
-                f" other values than {first.by}. To give each process's own examples, give a share of the"
-                " first dim, by `shard_batch`; for equal values, seed and read alike on every process"
+                f"`{path}` must be equal on every process, as each gives the whole of it, but {named(differing)} gave"
+                f" other values than {first.by}: seed and read alike on every process; or, of examples, give each"
+                " process's share of the first dim by `shard_batch`"
             )
     if all_shares and all(
         one.value["leaves"][path][1] == first.value["leaves"][path][1] for one in others for path in all_shares

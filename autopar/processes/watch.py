@@ -89,7 +89,6 @@ class Watch:
         self._leaving = False  # the loop's own thread deals with the verdict
         self._records: dict[int, Record] = {}
         self._told_s: dict[int, float] = {}
-        self._held: Any = None
         self._loop_thread = 0
 
     # -- the context -------------------------------------------------------------------------
@@ -140,7 +139,7 @@ class Watch:
         if self._verdict is None:
             return
         self._acknowledge()
-        self._held = leave_without_waiting()
+        leave_without_waiting()
         if self._state == "failed":
             return  # the error itself goes on
         raise ProcessError(self._verdict) from error
