@@ -223,10 +223,10 @@ class ParallelStep:
             carry, donate = self._options.get("carry"), self._options.get("donate")
             return program_of(self._step, args, carry=carry, donate=donate)
 
-        def planned(program: Program, devices_per_host: int | None = None) -> Plan:
+        def planned(program: Program) -> Plan:
             options = self._planning_options()
-            if devices_per_host is not None and self._mesh_shape().num_devices == jax.device_count():
-                options["hardware"] = with_hosts(options.get("hardware"), devices_per_host)
+            if exchange is not None and self._mesh_shape().num_devices == jax.device_count():
+                options["hardware"] = with_hosts(options.get("hardware"))
             return planner.plan_program(program, **options)
 
         exchange = among_processes()

@@ -282,6 +282,11 @@ def coordination_client() -> tuple[Any, int, int]:
     return state.client, state.process_id, state.num_processes
 
 
+def coordinator_address() -> str:
+    """Where the coordination service answers, as given to `jax.distributed.initialize`; "" before that."""
+    return _distributed.global_state.coordinator_address or ""
+
+
 def leave_without_waiting() -> None:
     """Let this process end at once: JAX would first wait for the others to end too, which hang or are gone."""
     state = _distributed.global_state

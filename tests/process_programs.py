@@ -50,9 +50,7 @@ def create_state(rng: jax.Array) -> State:
     return {"params": params, "opt": OPTIMIZER.init(params)}
 
 
-def step_of(
-    rate: float = 1.0, activation: Callable[[jax.Array], jax.Array] = jax.nn.relu, key: str = "params"
-) -> Any:
+def step_of(rate: float = 1.0, activation: Callable[[jax.Array], jax.Array] = jax.nn.relu, key: str = "params") -> Any:
     def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
             hidden = activation(batch["x"] @ params["in"])
@@ -162,7 +160,10 @@ def refused(folder: str) -> None:
 
 
 def larger(batch: Batch) -> Batch:
-    return {name: jax.ShapeDtypeStruct((2 * s.shape[0], *s.shape[1:]) if s.shape else (), s.dtype) for name, s in batch.items()}
+    return {
+        name: jax.ShapeDtypeStruct((2 * s.shape[0], *s.shape[1:]) if s.shape else (), s.dtype)
+        for name, s in batch.items()
+    }
 
 
 def lonely() -> None:

@@ -23,6 +23,7 @@ from autopar.equations import LiteralOperand
 from autopar.errors import ProcessError
 from autopar.plan import Plan, ProgramSignature
 from autopar.plan_file import decoder, encode
+from autopar.processes.device_order import devices_per_host
 from autopar.processes.exchange import Exchange, Given, Member, named
 from autopar.program import Program
 from autopar.version import __version__
@@ -35,7 +36,7 @@ def agreed_plan(
     exchange: Exchange,
     name: str,
     traced: Callable[[], Program],
-    planned: Callable[[Program, int], Plan],
+    planned: Callable[[Program], Plan],
     options: Mapping[str, Any],
     fixed: Plan | None,
 ) -> tuple[Plan, Program]:
@@ -44,8 +45,7 @@ def agreed_plan(
     Args:
         name: of the step.
         traced: traces it here.
-        planned: makes a plan of a program, given the number of devices on a host; called on process 0 only, and not
-            where there is a fixed plan.
+        planned: makes a plan of a program; called on process 0 only, and not where there is a fixed plan.
         options: those of `autopar.plan`.
         fixed: a given plan, which the caller holds against the program.
 
@@ -59,9 +59,9 @@ def agreed_plan(
         program = traced()
     except Exception as error:
         failure = error
-    mine = _description(program, failure, options, fixed)
+    described = _description(program, failure, options, fixed)
     try:
-        per_host = exchange.judged(f"planning `{name}`", mine, _same_everywhere)
+        exchange.judged(f"planning `{name}`", described, _same_everywhere)
     except ProcessError:
         if failure is not None:
             raise failure from None  # here it has its traceback
@@ -69,10 +69,10 @@ def agreed_plan(
     assert program is not None
     if fixed is not None:
         return fixed, program
-    made: list[Plan] = []
+    mine, made = program, list[Plan]()
 
     def make() -> Any:
-        made.append(planned(program, per_host))
+        made.append(planned(mine))
         return made[0].to_json()
 
     told = exchange.made_once(f"the plan of `{name}`", make)
@@ -84,13 +84,13 @@ def agreed_plan(
     return replace(plan, **trees), program
 
 
-def with_hosts(hardware: Any, per_host: int) -> HardwareProfile:
+def with_hosts(hardware: Any) -> HardwareProfile:
     """The hardware to plan for, with as many devices a host as there are."""
+    devices = jax.devices()
     if hardware is None:
-        device = jax.local_devices()[0]
-        hardware = detect(device.device_kind, device.platform)
+        hardware = detect(devices[0].device_kind, devices[0].platform)
     profile = hardware if isinstance(hardware, HardwareProfile) else load(hardware)
-    return replace(profile, devices_per_host=per_host)
+    return replace(profile, devices_per_host=devices_per_host(devices))
 
 
 # -- what a process says of itself -----------------------------------------------------------
@@ -157,8 +157,8 @@ def _digest(text: str) -> str:
 # -- what process 0 makes of it --------------------------------------------------------------
 
 
-def _same_everywhere(given: Sequence[Given]) -> int:
-    """Refuse what differs; else the number of devices on a host."""
+def _same_everywhere(given: Sequence[Given]) -> None:
+    """Refuse what differs."""
     failed = [one for one in given if one.value["failure"] is not None]
     if failed:
         first = failed[0]
@@ -175,7 +175,6 @@ def _same_everywhere(given: Sequence[Given]) -> int:
             f"all processes must run the same program by the same plan, but these differ from {reference.by}: {said}."
             " Start every process from the same code, with the same options and versions"
         )
-    return _devices_per_host(given)
 
 
 def _difference(reference: Given, other: Given) -> str | None:
@@ -206,13 +205,3 @@ def _difference(reference: Given, other: Given) -> str | None:
 def _devices_text(described: Mapping[str, Any]) -> str:
     count, kind, platform = described["devices"]
     return f"{count} {platform} device{'s' * (count != 1)} ({kind})"
-
-
-def _devices_per_host(given: Sequence[Given]) -> int:
-    """Of the fewest that a host has: GPUs of one host are joined by its links, whatever processes they belong to;
-    virtual CPU devices by the memory of their process."""
-    counts = Counter[Any]()
-    for one in given:
-        count, _, platform = one.value["devices"]
-        counts[one.by.index if platform == "cpu" else one.by.host] += count
-    return min(counts.values())

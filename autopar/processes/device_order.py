@@ -6,6 +6,7 @@ last axes of a mesh (`cost.collectives` fills hosts in row-major order), which t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,20 +20,24 @@ def in_host_order(devices: Sequence[Any]) -> list[Any]:
     return sorted(devices, key=lambda device: (_fast_domain(device), device.process_index, device.id))
 
 
+def devices_per_host(devices: Sequence[Any]) -> int:
+    """How many devices fast links join: those of the smallest host. Virtual CPU devices are joined by their process."""
+    is_cpu = devices[0].platform == "cpu"
+    return min(Counter(device.process_index if is_cpu else _fast_domain(device) for device in devices).values())
+
+
 def _fast_domain(device: Any) -> int:
     """JAX's number for what GPUs are joined by: a host's links, or those of a rack. JAX has had two names for it."""
     for name in ("partition_index", "slice_index"):
         found = getattr(device, name, None)
         if isinstance(found, int):
             return found
-    return 0
+    return device.process_index
 
 
 def cluster_text(devices: Sequence[Any]) -> str:
     """`8 (gpu)`, `8 (gpu; 2 processes x 4)`."""
-    counts: dict[int, int] = {}
-    for device in devices:
-        counts[device.process_index] = counts.get(device.process_index, 0) + 1
+    counts = Counter(device.process_index for device in devices)
     platform = devices[0].platform if counts else "no"
     if len(counts) < 2:
         return f"{len(devices)} ({platform})"

@@ -84,6 +84,7 @@ class Place:
     def _laid_out(self, array: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
         if self.stays or array.shape == shape:
             return jax.make_array_from_process_local_data(self.sharding, array, shape)
+        assert isinstance(self.sharding.mesh, Mesh)
         devices = sorted(self.sharding.mesh.devices.flat, key=lambda d: (d.process_index, d.id))
         by_process = Mesh(np.array(devices, dtype=object).reshape(self.num_shares, -1), ("process", "local"))
         given = NamedSharding(by_process, PartitionSpec("process"))

@@ -23,8 +23,9 @@ from typing import Any, Protocol
 import jax
 
 from autopar.errors import ProcessError
-from autopar.jax_compat import leave_without_waiting
+from autopar.jax_compat import coordinator_address, leave_without_waiting
 from autopar.processes.exchange import Exchange, Member, among_processes
+from autopar.processes.obituary import Obituary
 from autopar.processes.service import ServiceLostError
 from autopar.processes.step_clock import StepClock
 from autopar.processes.verdict import Judge, Record, State, StepTime, step_times
@@ -37,6 +38,9 @@ EXIT_CODE = 1
 
 #: A process speaks this often in the time after which it would be missed, but at most every five seconds.
 _BEATS_PER_TIMEOUT, _LONGEST_BEAT_S = 6, 5.0
+
+#: Process 0, in which the service runs, ends so much later than the others have said that they will.
+_LAST_S = 2.0
 
 #: Steps before a straggler is named, and seconds before the same is named again.
 _STEPS_TO_TELL, _TELL_AGAIN_S = 10, 300.0
@@ -90,6 +94,7 @@ class Watch:
         self._records: dict[int, Record] = {}
         self._told_s: dict[int, float] = {}
         self._loop_thread = 0
+        self._obituary: Obituary | None = None
 
     # -- the context -------------------------------------------------------------------------
 
@@ -108,6 +113,7 @@ class Watch:
         self._members = tuple(Member(index, host) for index, host in given)
         number = self._exchange.service.count_up(f"{_ROOT}/number/{self._exchange.index}")
         self._folder = f"{_ROOT}/{number}"
+        self._obituary = Obituary(str(self._exchange.me), str(self._members[0]), coordinator_address())
         self._heard_s = time.monotonic()
         for work in (self._speak, self._guard):
             threading.Thread(target=work, name=f"autopar watch: {work.__name__}", daemon=True).start()
@@ -121,6 +127,8 @@ class Watch:
                 self._leave(error)
         finally:
             self._over.set()
+            if self._obituary is not None:
+                self._obituary.withdraw()
             for step in self._steps:
                 if step.clock is not None:
                     step.clock.stop()
@@ -218,6 +226,8 @@ class Watch:
         sys.stderr.write(f"autopar: {self._verdict}. {self._exchange.me} stops here:\n")
         tracebacks.print_stack(sys._current_frames().get(self._loop_thread), file=sys.stderr)
         self._acknowledge()
+        assert self._obituary is not None
+        self._obituary.withdraw()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODE)
@@ -234,6 +244,7 @@ class Watch:
             while time.monotonic() < deadline:
                 others = [r for r in self._all_records().values() if r.member.index]
                 if all(r.state in ("stopped", "failed") for r in others):
+                    time.sleep(_LAST_S)
                     return
                 time.sleep(min(0.1, self._beat_s))
         except ServiceLostError:
