@@ -43,7 +43,7 @@ class Ended:
         return self.told[-1]
 
 
-def run(program: str, *arguments: str, processes: int, devices: int, limit_s: float = 150.0) -> list[Ended]:
+def run(program: str, *arguments: str, processes: int, devices: int, limit_s: float = 300.0) -> list[Ended]:
     """Run a program to its end in every process.
 
     Raises:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from several_processes import Ended, run
 import autopar
 from autopar import errors, execute
 from autopar.mesh import MeshShape, parse_mesh
+from autopar.partition_spec import partition_spec
 from autopar.processes import device_order
-from autopar.processes.exchange import Member
+from autopar.processes.exchange import Exchange, Member
+from autopar.processes.service import Service
 from autopar.processes.verdict import Judge, Record, step_times
 
 
@@ -36,47 +41,51 @@ def all_told(ended: list[Ended]) -> list[Any]:
 
 @pytest.mark.contract
 def test_two_processes_train_as_one(undisturbed: list[float]) -> None:
-    told = all_told(run("train", "2x4", processes=2, devices=4))
-    for one in told:
-        np.testing.assert_allclose(one["losses"], undisturbed, rtol=1e-5)
-    assert told[0] == told[1], "one plan, one result"
-    assert told[0]["processes"] == [0, 0, 0, 0, 1, 1, 1, 1], "the inner axis stays inside a process"
+    first, second = all_told(run("train", "2x4", processes=2, devices=4))
+    np.testing.assert_allclose(first["losses"], undisturbed, rtol=1e-5)
+    np.testing.assert_allclose(first["from host"], undisturbed, rtol=1e-5)
+    assert first == second, "one plan, one result"
+    assert first["processes"] == [0, 0, 0, 0, 1, 1, 1, 1], "the inner axis stays inside a process"
 
 
 def test_four_processes_train_as_one(undisturbed: list[float]) -> None:
     told = all_told(run("train", "4x2", processes=4, devices=2))
-    for one in told:
-        np.testing.assert_allclose(one["losses"], undisturbed, rtol=1e-5)
-        assert one == told[0]
+    np.testing.assert_allclose(told[0]["losses"], undisturbed, rtol=1e-5)
+    assert all(one == told[0] for one in told)
     assert told[0]["processes"] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_equal_host_values_are_spread(undisturbed: list[float]) -> None:
-    for one in all_told(run("host_state", processes=2, devices=4)):
-        np.testing.assert_allclose(one["losses"], undisturbed, rtol=1e-5)
 
 
 def test_one_process_lays_out_its_batch_too() -> None:
     step = autopar.parallelize(mesh="8")(process_programs.step_of())
     step.init(process_programs.create_state, jax.random.key(0), batch=process_programs.BATCH_SHAPES)
     batch = next(process_programs.batches())
-    placed = step.shard_batch({**batch, "y": batch["y"].astype(np.float64).tolist()} | {"y": batch["y"]})
-    shardings = {
-        t.path: t.sharding
-        for t in step.plan(
-            jax.eval_shape(process_programs.create_state, jax.random.key(0)), process_programs.BATCH_SHAPES
-        ).inputs
-    }
-    assert placed["x"].sharding.spec == execute_spec(shardings["batch/x"])
+    placed = step.shard_batch({**batch, "x": batch["x"].astype(np.float64)})  # which JAX takes for float32
+    state = jax.eval_shape(process_programs.create_state, jax.random.key(0))
+    planned = {t.path: t.sharding for t in step.plan(state, process_programs.BATCH_SHAPES).inputs}
+    assert placed["x"].sharding.spec == partition_spec(planned["batch/x"])
     np.testing.assert_array_equal(placed["x"], batch["x"])
     with pytest.raises(errors.BatchError, match=r"`batch/x` has shape \(8, 64\), and the plan takes \(16, 64\)"):
         step.shard_batch({**batch, "x": batch["x"][:8]})
 
 
-def execute_spec(sharding: Any) -> Any:
-    from autopar.partition_spec import partition_spec
+def test_batches_of_every_kind_of_array_and_pytree() -> None:
+    """What loaders give: tensors that NumPy can read, lists for tuples, keys."""
 
-    return partition_spec(sharding)
+    class Tensor:  # as torch's and TensorFlow's
+        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+            return np.arange(16.0).reshape(16, 1)
+
+    @autopar.parallelize(mesh="8")
+    def step(state: jax.Array, batch: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        examples, key = batch
+        noise = jax.random.normal(key, examples.shape)
+        return state + 1, (examples + noise).sum() - noise.sum()
+
+    shapes = (jax.ShapeDtypeStruct((16, 1), "float32"), jax.eval_shape(jax.random.key, 0))
+    state = step.init(lambda: jax.numpy.zeros(()), batch=shapes)
+    batch = step.shard_batch([Tensor(), jax.random.key(3)])
+    assert isinstance(batch, tuple)
+    assert float(step(state, batch)[1]) == pytest.approx(120.0, abs=1e-3)
 
 
 def test_an_argument_is_told_by_its_pytree_or_its_name() -> None:
@@ -199,11 +208,6 @@ def test_a_process_that_cannot_trace_its_step_stops_the_others(refusals: list[di
     assert "KeyError" in str(refusals[1]["untraceable"])
 
 
-def test_a_process_that_does_not_come_is_named() -> None:
-    ended = run("lonely", processes=2, devices=2)
-    assert "process 1 of 2 did not come to planning alone within 2 s" in ended[0].last["error"]
-
-
 # -- faults ----------------------------------------------------------------------------------
 
 
@@ -212,25 +216,27 @@ def test_training_goes_on_after_a_kill_with_the_same_losses(tmp_path: Path, undi
     """Process 1 dies in mid-epoch; process 0 says so in time and stops; the rest is trained on the same number of
     devices, and on fewer."""
     ended = run("killed", str(tmp_path), "3", "1", processes=2, devices=2)
-    assert ended[1].code == -9
-    assert ended[0].code not in (0, None)
-    assert re.search(rf"process 1 {HOST} has given no sign of life for \d+ s, since call 3", ended[0].errors)
-    assert ended[0].last["after_s"] < 4 + 15, "the stated time, on a busy machine"
+    assert [one.code for one in ended] == [1, -9]
+    assert re.search(
+        rf"ProcessError: process 1 {HOST} has given no sign of life for \d+ s, since call", ended[0].errors
+    )
+    assert 8 < ended[0].last["after_s"] < 90, "about what was asked for; by itself JAX takes 100 s"
     np.testing.assert_allclose([loss for _, loss in ended[0].told[:3]], undisturbed[:3], rtol=1e-5)
-    for processes, devices, mesh in ((2, 2, "4"), (1, 2, "2")):
-        for one in all_told(run("resumed", str(tmp_path), mesh, processes=processes, devices=devices)):
-            assert one["from"] == 3
-            np.testing.assert_allclose(one["losses"], undisturbed[3:], rtol=1e-5)
+    half = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    on_fewer = process_programs.rest_of(str(tmp_path), half)
+    for one in (on_fewer, *all_told(run("resumed", str(tmp_path), "4", processes=2, devices=2))):
+        assert one["from"] == 3
+        np.testing.assert_allclose(one["losses"], undisturbed[3:], rtol=1e-5)
 
 
-def test_when_process_0_dies_the_others_end(tmp_path: Path) -> None:
+def test_when_process_0_dies_jax_ends_the_others_and_it_is_named(tmp_path: Path) -> None:
     ended = run("killed", str(tmp_path), "3", "0", processes=2, devices=2)
-    assert [one.code == 0 for one in ended] == [False, False]
+    assert ended[0].code == -9 and ended[1].code not in (0, None)
+    assert re.search(rf"autopar: process 0 {HOST}.* is gone: nothing answers at 127.0.0.1", ended[1].errors)
 
 
 def test_a_process_that_hangs_is_named_with_its_line() -> None:
-    ended = run("hangs", processes=2, devices=2)
-    for one in ended:
+    for one in run("hangs", processes=2, devices=2):
         assert one.code == 1
         assert re.search(
             rf"process 1 {HOST} hangs at process_programs.py:\d+ \(read_for_ever\).* called its step 3 times",
@@ -238,20 +244,107 @@ def test_a_process_that_hangs_is_named_with_its_line() -> None:
         ), one.errors[-2000:]
 
 
-def test_a_process_that_fails_by_itself_is_named_to_the_others() -> None:
-    ended = run("fails", processes=2, devices=2)
-    assert [one.code for one in ended] == [1, 1]
+def test_a_straggler_is_named_and_a_process_that_fails_by_itself() -> None:
+    ended = run("straggles", processes=2, devices=2)
+    for one in ended:
+        (slow, factor, late_s, step_s), (_, _, other_late_s, _) = one.last["times"]
+        assert slow == 1 and factor > 1.5 and late_s > 0.28 and step_s > 0.28 and other_late_s < late_s
+        assert len(one.last["stragglers"]) == 1 and "process 1" in one.last["stragglers"][0]
+        assert one.code not in (0, None)
     assert re.search(rf"process 1 {HOST} failed in call 3 of its step: KeyError: 'no such file'", ended[0].errors)
     assert "KeyError: 'no such file'" in ended[1].errors
 
 
-def test_a_straggler_is_named() -> None:
-    told = all_told(run("straggles", processes=2, devices=2))
-    for one in told:
-        (slow, factor, late_s, step_s), *others = one["times"]
-        assert slow == 1 and factor > 1.5 and late_s > 0.08 and step_s > 0.08
-        assert all(late < late_s / 2 for _, _, late, _ in others)
-        assert len(one["stragglers"]) == 1 and "process 1" in one["stragglers"][0]
+# -- what processes tell each other, without processes ---------------------------------------
+
+
+class Store:
+    """As much of JAX's client as is used, for threads of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool) -> None:
+        with self.changed:
+            assert allow_overwrite or key not in self.values
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise RuntimeError("DEADLINE_EXCEEDED: no key")
+            return self.values[key]
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        with self.changed:
+            self.values[key] = b"%d" % (int(self.values.get(key, b"0")) + increment)
+            return int(self.values[key])
+
+    def key_value_delete(self, key: str) -> None:
+        with self.changed:
+            for known in [k for k in self.values if k.startswith(key)]:
+                del self.values[known]
+
+
+def at_once(*programs: Callable[[Exchange], Any], wait_s: float = 60.0) -> list[Any]:
+    """What each process's program returns, or the error it ends with."""
+    store = Store()
+    exchanges = [Exchange(Service(store, i, len(programs)), wait_s) for i in range(len(programs))]
+
+    def ended(program: Callable[[Exchange], Any], exchange: Exchange) -> Any:
+        try:
+            return program(exchange)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        return list(pool.map(ended, programs, exchanges))
+
+
+def test_every_process_gets_the_same_answer() -> None:
+    def add(exchange: Exchange) -> int:
+        return exchange.judged("adding", exchange.index + 1, lambda given: sum(one.value for one in given))
+
+    def twice(exchange: Exchange) -> list[int]:
+        return [add(exchange), add(exchange)]
+
+    assert at_once(twice, twice, twice) == [[6, 6]] * 3
+
+
+def test_a_large_value_arrives_whole() -> None:
+    noise = np.random.default_rng(0).bytes(3 << 20).hex()
+    told = at_once(*[lambda exchange: exchange.made_once("noise", lambda: noise)] * 2)
+    assert told == [noise, noise]
+
+
+def test_a_process_that_does_not_come_is_named_to_those_that_did() -> None:
+    told = at_once(*[lambda exchange: exchange.judged("it", 0, len)] * 2, lambda exchange: None, wait_s=0.2)
+    for error in told[:2]:
+        assert isinstance(error, errors.ProcessError)
+        assert "process 2 of 3 did not come to it within 0.2 s" in str(error)
+
+
+def test_a_process_that_makes_another_call_is_named() -> None:
+    told = at_once(lambda e: e.judged("training", 0, len), lambda e: e.judged("evaluation", 0, len))
+    for error in told:
+        assert isinstance(error, errors.ProcessError)
+        assert re.search(rf"process 1 {HOST} is at evaluation, but process 0 {HOST} at training", str(error))
+
+
+def test_what_process_0_raises_all_raise() -> None:
+    def refuse() -> None:
+        raise errors.BudgetError("too much")
+
+    def fail() -> None:
+        raise KeyError("lost")
+
+    told = at_once(*[lambda exchange: exchange.made_once("it", refuse)] * 2)
+    assert [(type(error), str(error)) for error in told] == [(errors.BudgetError, "too much")] * 2
+    told = at_once(*[lambda exchange: exchange.made_once("it", fail)] * 2)
+    assert isinstance(told[0], KeyError) and isinstance(told[1], errors.ProcessError)
+    assert re.search(rf"process 0 {HOST} failed at it: KeyError", str(told[1]))
 
 
 # -- the verdict, without processes ----------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -157,7 +158,8 @@ class Watch:
     def step_times(self) -> tuple[StepTime, ...]:
         """How long each process takes for a step, as they last said, slowest first."""
         if self._exchange is None:
-            return step_times({0: self._record(Member(0, "this one"))})
+            return step_times({0: self._record(Member(0, socket.gethostname()))})
+        self._put_record()
         return step_times(self._all_records())
 
     def stragglers(self) -> tuple[StepTime, ...]:
