@@ -175,13 +175,13 @@ HOST = r"\(host \S+\)"
         (
             "shape",
             "ProcessError",
-            rf"process 1 {HOST}: its program is another: input `batch/x`: .*16, 64.*on process 0",
+            rf"process 1 {HOST}: its program is another: input `batch/x`: \S+\[16,64\] on process 0, \S+\[32,64\] there",
         ),
         ("budget", "BudgetError", "memory"),
         ("plan", "ProcessError", rf"process 1 {HOST}: its given plan is another"),
         ("no plan", "StepSignatureError", "has none yet"),
-        ("seed", "BatchError", rf"`create_args/0` must be equal on every process.*process 1 {HOST} other"),
-        ("whole differs", "BatchError", rf"`batch/scale` must be equal on every process.*process 1 {HOST} other"),
+        ("seed", "BatchError", rf"`create_args/0` must be equal on every process.*process 1 {HOST} gave other"),
+        ("whole differs", "BatchError", rf"`batch/scale` must be equal on every process.*process 1 {HOST} gave other"),
         ("some shares", "BatchError", rf"`batch/x`: process 0 {HOST} gave the whole, but process 1 {HOST} a share"),
         (
             "uneven",
@@ -189,9 +189,9 @@ HOST = r"\(host \S+\)"
             rf"process 1 {HOST}: `batch/x` has shape \(7, 64\), and the plan takes \(8, 64\), the",
         ),
         ("dtype", "BatchError", r"`batch/y` is int32, and the plan was made for float32"),
-        ("no array", "BatchError", "`batch/y` is a object, of which NumPy makes no array"),
+        ("no array", "BatchError", "`batch/y` is of type object, of which NumPy makes no array"),
         ("other paths", "BatchError", "got `batch/z`, which are not the paths of any argument"),
-        ("host batch", "BatchError", rf"`batch/x` must be equal on every process.*process 1 {HOST} other"),
+        ("host batch", "BatchError", rf"`batch/x` must be equal on every process.*process 1 {HOST} gave other"),
         ("size", "MeshError", r"mesh 2x8 .* needs 16 devices, but 4 \(cpu; 2 processes x 2\) are visible"),
     ],
 )
