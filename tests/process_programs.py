@@ -93,19 +93,29 @@ def trained(step: autopar.ParallelStep, start: int = 0, stop: int = STEPS, state
 # -- programs --------------------------------------------------------------------------------
 
 
-def train(mesh: str) -> None:
-    """Each process feeds its share; then all the same, from the host."""
+def train(mesh: str, *splits: str) -> None:
+    """Each process feeds its share, however the plan splits the batch; then all the same, from the host.
+
+    Args:
+        splits: mesh axes for the examples, as in `model,data`.
+    """
+    losses: dict[str, list[float]] = {}
+    moved: dict[str, bool] = {}
+    for split in splits:
+        step = autopar.parallelize(mesh=mesh, pin={"batch/x": jax.P(tuple(split.split(",")))})(step_of())
+        losses[split] = trained(step)
+        (planned,) = step._arguments.values()
+        (place,) = [place for place in planned._places["batch"] if place.tensor.path == "batch/x"]
+        moved[split] = not place.stays
     step = autopar.parallelize(mesh=mesh)(step_of())
-    losses = trained(step)
-    plan = step.plan(jax.eval_shape(create_state, jax.random.key(0)), BATCH_SHAPES)
-    devices = execute.make_mesh(plan.mesh).devices
     state: Any = jax.tree.map(np.asarray, jax.jit(create_state)(jax.random.key(0)))
-    from_host = []
+    losses["from the host"] = []
     for batch in batches():
         state, loss = step(state, batch)
-        from_host.append(float(loss))
-    processes = [device.process_index for device in devices.flat]
-    tell({"losses": losses, "from host": from_host, "plan": plan.to_json(), "processes": processes})
+        losses["from the host"].append(float(loss))
+    plan = step.plan(jax.eval_shape(create_state, jax.random.key(0)), BATCH_SHAPES)
+    processes = [device.process_index for device in execute.make_mesh(plan.mesh).devices.flat]
+    tell({"losses": losses, "moved": moved, "plan": plan.to_json(), "processes": processes})
 
 
 def refused(folder: str) -> None:

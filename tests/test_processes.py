@@ -20,6 +20,7 @@ from autopar import errors, execute
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.partition_spec import partition_spec
 from autopar.processes import device_order
+from autopar.processes.agreement import with_hosts
 from autopar.processes.exchange import Exchange, Member
 from autopar.processes.service import Service
 from autopar.processes.verdict import Judge, Record, step_times
@@ -41,17 +42,21 @@ def all_told(ended: list[Ended]) -> list[Any]:
 
 @pytest.mark.contract
 def test_two_processes_train_as_one(undisturbed: list[float]) -> None:
-    first, second = all_told(run("train", "2x4", processes=2, devices=4))
-    np.testing.assert_allclose(first["losses"], undisturbed, rtol=1e-5)
-    np.testing.assert_allclose(first["from host"], undisturbed, rtol=1e-5)
+    """Whether the plan splits the examples over hosts, inside them, or across."""
+    first, second = all_told(run("train", "2x4", "data", "model", "model,data", processes=2, devices=4))
+    for losses in first["losses"].values():
+        np.testing.assert_allclose(losses, undisturbed, rtol=1e-5)
     assert first == second, "one plan, one result"
+    assert first["moved"] == {"data": False, "model": True, "model,data": True}
     assert first["processes"] == [0, 0, 0, 0, 1, 1, 1, 1], "the inner axis stays inside a process"
 
 
 def test_four_processes_train_as_one(undisturbed: list[float]) -> None:
-    told = all_told(run("train", "4x2", processes=4, devices=2))
-    np.testing.assert_allclose(told[0]["losses"], undisturbed, rtol=1e-5)
+    told = all_told(run("train", "4x2", "data,model", processes=4, devices=2))
+    for losses in told[0]["losses"].values():
+        np.testing.assert_allclose(losses, undisturbed, rtol=1e-5)
     assert all(one == told[0] for one in told)
+    assert told[0]["moved"] == {"data,model": False}
     assert told[0]["processes"] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -120,6 +125,13 @@ def test_hosts_are_filled_one_after_the_other() -> None:
     assert [device.id for device in ordered] == [0, 2, 4, 6, 1, 3, 5, 7]
     mixed = [FakeDevice(number, process=number % 2) for number in range(4)]
     assert [device.process_index for device in device_order.in_host_order(mixed)] == [0, 0, 1, 1]
+
+
+def test_devices_are_counted_by_the_links_that_join_them() -> None:
+    assert device_order.devices_per_host([FakeDevice(n, process=n, domain=n // 4) for n in range(8)]) == 4
+    assert device_order.devices_per_host(jax.devices()) == 8
+    assert with_hosts("h100-sxm").devices_per_host == 8
+    assert with_hosts(None).devices_per_host == 8, "of the 64 that the profile allows"
 
 
 def test_a_mesh_that_is_larger_than_the_cluster_is_refused_with_the_numbers() -> None:

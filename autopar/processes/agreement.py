@@ -85,12 +85,12 @@ def agreed_plan(
 
 
 def with_hosts(hardware: Any) -> HardwareProfile:
-    """The hardware to plan for, with as many devices a host as there are."""
+    """The hardware to plan for, with no more devices a host than fast links join here."""
     devices = jax.devices()
     if hardware is None:
         hardware = detect(devices[0].device_kind, devices[0].platform)
     profile = hardware if isinstance(hardware, HardwareProfile) else load(hardware)
-    return replace(profile, devices_per_host=devices_per_host(devices))
+    return replace(profile, devices_per_host=min(profile.devices_per_host, devices_per_host(devices)))
 
 
 # -- what a process says of itself -----------------------------------------------------------
