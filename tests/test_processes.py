@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import autopar
 from autopar import errors, execute
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.partition_spec import partition_spec
-from autopar.processes import device_order
+from autopar.processes import device_order, obituary
 from autopar.processes.agreement import with_hosts
 from autopar.processes.exchange import Exchange, Member
 from autopar.processes.service import Service
@@ -431,3 +432,25 @@ def test_a_watch_of_one_process_only_measures() -> None:
     assert [one.member.index for one in times] == [0]
     assert times[0].factor == 1.0 and times[0].step_s > 0
     assert step.clock is None
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    with pytest.raises(errors.StepSignatureError, match=r"made by `autopar.parallelize`.*got a function"):
+        autopar.watch(process_programs.step_of())
+    with pytest.raises(errors.ProcessError, match="timeouts must be above 0 s; got 0 and 1800"):
+        autopar.watch(timeout_s=0)
+
+
+def test_an_error_of_the_loop_goes_through_a_watch_of_one_process() -> None:
+    with pytest.raises(KeyError), autopar.watch(timeout_s=1):
+        raise KeyError("own")
+
+
+def test_a_death_without_a_word_is_told_by_whom_it_was() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        free.listen()
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        assert "process 1 was ended from outside its loop" in obituary.line("process 1", "process 0", address)
+    assert "process 0, in which" in obituary.line("process 1", "process 0", address)
+    assert "process 0 was ended from outside its loop" in obituary.line("process 0", "process 0", address)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import jax
 
-from autopar.errors import ProcessError
+from autopar.errors import ProcessError, StepSignatureError
 from autopar.jax_compat import coordinator_address, leave_without_waiting
 from autopar.processes.exchange import Exchange, Member, among_processes
 from autopar.processes.obituary import Obituary
@@ -67,6 +67,11 @@ class Watch:
         step_timeout_s: where no process has begun or ended a call of a step for so long, those behind hang. Longer than
             any pause in the loop: compilation, evaluation, saving.
         straggler_factor: a process whose own time for a step is so many times the others' is named in the log.
+
+    Raises:
+        ProcessError: on leaving, where a process died, hangs, failed or left early. Where the loop is inside a call that
+            does not return, the process ends with `EXIT_CODE` instead.
+        StepSignatureError: for a step that `parallelize` did not make.
     """
 
     def __init__(
@@ -78,6 +83,11 @@ class Watch:
     ) -> None:
         if timeout_s <= 0 or step_timeout_s <= 0:
             raise ProcessError(f"timeouts must be above 0 s; got {timeout_s:g} and {step_timeout_s:g}")
+        for step in steps:
+            if not hasattr(step, "clock"):
+                raise StepSignatureError(
+                    f"`watch` takes steps made by `autopar.parallelize`, whose calls it counts; got a {type(step).__name__}"
+                )
         self._steps, self._factor = steps, straggler_factor
         self._timeout_s, self._step_timeout_s = timeout_s, step_timeout_s
         self._beat_s = min(timeout_s / _BEATS_PER_TIMEOUT, _LONGEST_BEAT_S)
