@@ -210,6 +210,19 @@ def rest_of(folder: str, mesh: Any) -> dict[str, Any]:
     return {"from": last + 1, "losses": trained(step, last + 1, STEPS, state)}
 
 
+def frozen() -> None:
+    """Process 0, in which the service runs, is stopped: nothing of it answers any more."""
+    step = autopar.parallelize(mesh="4")(step_of())
+    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
+    state, loss = step(state, step.shard_batch(share(next(batches()))))
+    with autopar.watch(step, timeout_s=10.0):
+        for number, batch in enumerate(batches()):
+            if number == 3 and jax.process_index() == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            state, loss = step(state, step.shard_batch(share(batch)))
+            float(loss)
+
+
 def hangs() -> None:
     """Process 1 does not come to its fourth step."""
     step = autopar.parallelize(mesh="4")(step_of())

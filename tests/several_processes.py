@@ -43,8 +43,13 @@ class Ended:
         return self.told[-1]
 
 
-def run(program: str, *arguments: str, processes: int, devices: int, limit_s: float = 300.0) -> list[Ended]:
+def run(
+    program: str, *arguments: str, processes: int, devices: int, limit_s: float = 300.0, frozen: int | None = None
+) -> list[Ended]:
     """Run a program to its end in every process.
+
+    Args:
+        frozen: a process that stops itself, and is killed once all others have ended.
 
     Raises:
         AssertionError: one has not ended in time; all are killed.
@@ -73,7 +78,9 @@ def run(program: str, *arguments: str, processes: int, devices: int, limit_s: fl
     ]
     ended: list[Ended] = []
     try:
-        for process in running:
+        for process in sorted(running, key=lambda process: running.index(process) == frozen):
+            if running.index(process) == frozen:
+                process.kill()
             left_s = max(0.1, limit_s - (time.monotonic() - started_s))
             out, errors = process.communicate(timeout=left_s)
             told = [json.loads(line.removeprefix(TOLD)) for line in out.splitlines() if line.startswith(TOLD)]

@@ -257,6 +257,14 @@ def test_a_process_that_hangs_is_named_with_its_line() -> None:
         ), one.errors[-2000:]
 
 
+@pytest.mark.slow
+def test_a_frozen_process_0_is_named_in_time() -> None:
+    (other, _) = run("frozen", processes=2, devices=2, frozen=0)
+    assert other.code == 1
+    assert re.search(rf"process 0 {HOST}, which all others report to, has not answered for \d+ s", other.errors)
+    assert "stopped sending heartbeats" not in other.errors and "Heartbeat" not in other.errors, "JAX takes 100 s"
+
+
 def test_a_straggler_is_named_and_a_process_that_fails_by_itself() -> None:
     ended = run("straggles", processes=2, devices=2)
     for one in ended:

@@ -245,15 +245,20 @@ class Watch:
         os._exit(EXIT_CODE)
 
     def _acknowledge(self) -> None:
-        """Say that the verdict was heard; process 0, in which the service runs, goes last."""
-        assert self._exchange is not None
+        """Say that the verdict was heard; process 0, in which the service runs, goes last. Where the service is silent,
+        even saying so does not return: a thread of its own does it, and is not waited for long."""
         self._state = "stopped" if self._state != "failed" else "failed"
+        patience_s = 2 * self._beat_s + 1.0
+        said = threading.Thread(target=self._say_goodbye, args=(patience_s,), name="autopar goodbye", daemon=True)
+        said.start()
+        said.join(patience_s + _LAST_S)
+
+    def _say_goodbye(self, patience_s: float) -> None:
+        assert self._exchange is not None
         try:
             self._put_record()
-            if self._exchange.index:
-                return
-            deadline = time.monotonic() + 2 * self._beat_s + 1.0
-            while time.monotonic() < deadline:
+            deadline = time.monotonic() + patience_s
+            while self._exchange.index == 0 and time.monotonic() < deadline:
                 others = [r for r in self._all_records().values() if r.member.index]
                 if all(r.state in ("stopped", "failed") for r in others):
                     time.sleep(_LAST_S)
