@@ -9,6 +9,8 @@ from autopar.explain import explain as explain
 from autopar.plan import Plan as Plan
 from autopar.plan import load_plan as load_plan
 from autopar.planner import plan as plan
+from autopar.processes.watch import Watch as Watch
+from autopar.processes.watch import watch as watch
 from autopar.rules.registered import register_rule as register_rule
 from autopar.verification import Verification as Verification
 from autopar.verify import verify as verify

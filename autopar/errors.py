@@ -71,3 +71,11 @@ class RuleError(AutoparError):
 
 class VerifyError(AutoparError):
     """A plan that cannot be held against XLA's program: wheels are missing, or XLA refuses it."""
+
+
+class ProcessError(AutoparError):
+    """Processes that differ in what they must share, or one of them that died or hangs."""
+
+
+class BatchError(AutoparError):
+    """A process's part of a batch that cannot be laid out by the plan."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autopar import jax_compat
@@ -18,26 +19,45 @@ from autopar.errors import MeshError
 from autopar.mesh import MeshShape
 from autopar.partition_spec import check_mesh, named_shardings
 from autopar.plan import Plan
+from autopar.processes.device_order import cluster_text, in_host_order
 from autopar.replay import Replay
 from autopar.trace import Trace
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of devices, by default all the visible ones.
+    """A mesh of devices, by default all the visible ones, of all processes: host after host, so that the inner axes stay
+    inside one.
 
     Raises:
         MeshError: their number is not the mesh's.
     """
     devices = jax.devices() if devices is None else devices
-    if len(devices) != shape.num_devices:
-        kind = devices[0].platform if len(devices) else "no"
-        raise MeshError(
-            f"mesh {shape.describe()} needs {shape.num_devices} devices, but {len(devices)} ({kind}) are visible. Give a"
-            f" mesh of {len(devices)}, pass a `jax.sharding.Mesh` of the devices to use, or make virtual ones with"
-            f" XLA_FLAGS=--xla_force_host_platform_device_count={shape.num_devices}"
-        )
+    check_devices(shape, devices)
     types = (AxisType.Auto,) * len(shape.axis_names)
-    return jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types, devices=devices)
+    if devices[0].platform == "tpu":  # whose links make a torus, which JAX knows
+        return jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types, devices=devices)
+    grid = np.array(in_host_order(devices), dtype=object).reshape(shape.axis_sizes)
+    return Mesh(grid, shape.axis_names, axis_types=types)
+
+
+def check_devices(shape: MeshShape, devices: Sequence[Any]) -> None:
+    """Refuse a mesh that these devices do not fill.
+
+    Raises:
+        MeshError: with both numbers.
+    """
+    if len(devices) == shape.num_devices:
+        return
+    ways = [f"Give a mesh of {len(devices)}", "pass a `jax.sharding.Mesh` of the devices to use"]
+    if len({device.process_index for device in devices}) > 1:
+        ways.append("start as many processes as it takes")
+    else:
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={shape.num_devices}"
+        ways.append(f"make virtual ones with {flag}")
+    raise MeshError(
+        f"mesh {shape.describe()} needs {shape.num_devices} devices, but {cluster_text(devices)} are visible."
+        f" {', '.join(ways[:-1])}, or {ways[-1]}"
+    )
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:

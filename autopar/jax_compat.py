@@ -5,6 +5,7 @@ In: traced functions and their equations. Out: plain accessors that `trace` and 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import sysconfig
@@ -18,6 +19,7 @@ from jax._src import compilation_cache as _compilation_cache
 from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
@@ -302,3 +304,24 @@ def is_compiled_program(data: bytes) -> bool:
         return len(_compilation_cache.decompress_executable(data)) > 0
     except Exception:  # of zlib or zstandard, whichever JAX has found
         return False
+
+
+def coordination_client() -> tuple[Any, int, int]:
+    """The client of the service that `jax.distributed.initialize` started (None before that), this process's index, and
+    the number of processes. No device is touched."""
+    state = _distributed.global_state
+    return state.client, state.process_id, state.num_processes
+
+
+def coordinator_address() -> str:
+    """Where the coordination service answers, as given to `jax.distributed.initialize`; "" before that."""
+    return _distributed.global_state.coordinator_address or ""
+
+
+def leave_without_waiting() -> None:
+    """Let this process end at once: JAX would first wait for the others to end too, which hang or are gone."""
+    state = _distributed.global_state
+    held = (state.client, state.service, state.preemption_sync_manager)
+    state.client = state.service = state.preemption_sync_manager = None
+    # Others may still read from the service, and its own client ends the process where it is gone: both stay to the end.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

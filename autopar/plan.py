@@ -176,15 +176,21 @@ class ProgramSignature:
     primitives: dict[str, int]
     fingerprint: str
 
-    def difference(self, other: ProgramSignature) -> str | None:
+    def difference(
+        self, other: ProgramSignature, *, of_planned: str = "in the plan", of_other: str = "here"
+    ) -> str | None:
         """What sets the program at hand (`other`) apart from the planned one, in words; None where
         they are the same. A name alone is no difference.
+
+        Args:
+            of_planned, of_other: how the words speak of the two.
         """
+        sides = (of_planned, of_other)
         for kind, planned, here in (("input", self.inputs, other.inputs), ("output", self.outputs, other.outputs)):
             if planned != here:
-                return _tensor_difference(kind, planned, here)
+                return _tensor_difference(kind, planned, here, sides)
         counts = [
-            f"{name}: {self.primitives.get(name, 0)} in the plan, {other.primitives.get(name, 0)} here"
+            f"{name}: {self.primitives.get(name, 0)} {of_planned}, {other.primitives.get(name, 0)} {of_other}"
             for name in sorted({*self.primitives, *other.primitives})
             if self.primitives.get(name, 0) != other.primitives.get(name, 0)
         ]
@@ -193,7 +199,7 @@ class ProgramSignature:
         if self.fingerprint != other.fingerprint:
             return (
                 "same inputs, outputs and primitives, but they are connected differently or use other constants"
-                f" (fingerprint {self.fingerprint} in the plan, {other.fingerprint} here)"
+                f" (fingerprint {self.fingerprint} {of_planned}, {other.fingerprint} {of_other})"
             )
         return None
 
@@ -201,14 +207,15 @@ class ProgramSignature:
 _Tensors: TypeAlias = Sequence[tuple[str, tuple[int, ...], str]]
 
 
-def _tensor_difference(kind: str, planned: _Tensors, here: _Tensors) -> str:
+def _tensor_difference(kind: str, planned: _Tensors, here: _Tensors, sides: tuple[str, str]) -> str:
     """The first tensor that is missing, new or of another type, and how many more there are."""
+    of_planned, of_other = sides
     plan_types = {path: _type_text(shape, dtype) for path, shape, dtype in planned}
     here_types = {path: _type_text(shape, dtype) for path, shape, dtype in here}
-    found = [f"{kind} `{path}` is in the plan, but not here" for path in plan_types if path not in here_types]
-    found += [f"{kind} `{path}` is here, but not in the plan" for path in here_types if path not in plan_types]
+    found = [f"{kind} `{path}` is {of_planned}, but not {of_other}" for path in plan_types if path not in here_types]
+    found += [f"{kind} `{path}` is {of_other}, but not {of_planned}" for path in here_types if path not in plan_types]
     found += [
-        f"{kind} `{path}`: {text} in the plan, {here_types[path]} here"
+        f"{kind} `{path}`: {text} {of_planned}, {here_types[path]} {of_other}"
         for path, text in plan_types.items()
         if here_types.get(path, text) != text
     ]

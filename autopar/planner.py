@@ -152,7 +152,7 @@ def plan_program(
     """`plan`, for a program already traced."""
     if like is not None:
         options = options_like(like, options)
-    meshes = _meshes(options.get("mesh"), options.get("num_devices"))
+    meshes = asked_meshes(options.get("mesh"), options.get("num_devices"))
     shared = Told()
     if like is not None:
         check_mesh_like(like, meshes[0])
@@ -263,7 +263,7 @@ def _plan_program(
     layouts = {**(told or {}), **(pin or {})}
     report = progress or (lambda stage, fraction: None)
     profile = _profile(hardware)
-    meshes = meshes_with_pinned_axes(meshes_of_program(_meshes(mesh, num_devices), program.graph), layouts)
+    meshes = meshes_with_pinned_axes(meshes_of_program(asked_meshes(mesh, num_devices), program.graph), layouts)
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
     limited = solver or Ilp(time_limit_s=time_limit_s, relative_gap=_LIMITED_GAP)
@@ -498,7 +498,12 @@ def _way_out(graph: Graph, name: str) -> str:
 # -- meshes ----------------------------------------------------------------------------------
 
 
-def _meshes(mesh: str | MeshShape | jax.sharding.Mesh | None, num_devices: int | None) -> tuple[MeshShape, ...]:
+def asked_meshes(mesh: str | MeshShape | jax.sharding.Mesh | None, num_devices: int | None) -> tuple[MeshShape, ...]:
+    """The meshes to plan for, all of as many devices.
+
+    Raises:
+        MeshError: the two disagree, or a mesh cannot be read.
+    """
     if mesh is None:
         return factorisations(jax.device_count() if num_devices is None else num_devices)
     if isinstance(mesh, str):

@@ -51,6 +51,10 @@ def test_an_example_can_be_planned_for_absent_gpus(name: str) -> None:
     assert "8 h100-sxm devices" in run("-m", "autopar", "plan", f"examples/{name}.py:target", *options)
 
 
+def test_two_processes_train_by_one_command() -> None:
+    assert "2 processes, 8 devices" in run("examples/two_processes.py")
+
+
 def test_the_demo_can_be_planned_for_absent_gpus() -> None:
     options = ("--devices", "8", "--hardware", "h100-sxm")
     assert "8 h100-sxm devices" in run("-m", "autopar", "plan", "examples/train_gpt.py:target", *options)

@@ -1,0 +1,61 @@
+"""Says why a process ended that cannot say so itself: run as a small process beside it, by `watch`.
+
+In: names, and a pipe from the process that is watched. Out: nothing where that wrote a farewell before the pipe closed;
+else one line on stderr. It is needed where process 0 dies: JAX then ends the others at once, from its own C++, and names
+nobody. Imports nothing of the package, so that it starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+FAREWELL = b"farewell"
+_CONNECT_S = 5.0
+
+
+class Obituary:
+    """The small process, from the side of the one it speaks for.
+
+    Args:
+        me, first: this process and process 0, as messages name them.
+        address: of JAX's coordination service, which runs in process 0.
+    """
+
+    def __init__(self, me: str, first: str, address: str) -> None:
+        command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), me, first, address]
+        # In a session of its own, Ctrl-C does not reach it.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def withdraw(self) -> None:
+        """This process ends by itself, and says why itself."""
+        try:
+            self._process.communicate(FAREWELL, timeout=_CONNECT_S)
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            self._process.kill()
+
+
+def line(me: str, first: str, address: str) -> str:
+    """What to say of a process that ended without a farewell."""
+    if me != first and not _answers(address):
+        return (
+            f"autopar: {first}, in which JAX's coordination service runs, is gone: nothing answers at {address}. JAX has"
+            f" ended {me} for it"
+        )
+    return f"autopar: {me} was ended from outside its loop: by a signal, the system or JAX, whose words stand above"
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    if sys.stdin.buffer.read() != FAREWELL:
+        sys.stderr.write(line(*sys.argv[1:4]) + "\n")

@@ -1,0 +1,274 @@
+"""What the tests of several processes run in each: `python process_programs.py NAME [ARGUMENTS]`.
+
+A small regression, trained by a plan; and everything that can go wrong. Results are printed as JSON, one value a line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from several_processes import TOLD
+
+import autopar
+from autopar import errors, execute
+
+WIDTH, BATCH, STEPS = 64, 16, 6
+OPTIMIZER = optax.adam(1e-2)
+
+State = dict[str, Any]
+Batch = dict[str, Any]
+
+BATCH_SHAPES: Batch = {
+    "x": jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
+    "y": jax.ShapeDtypeStruct((BATCH,), "float32"),  # so few that the plan keeps them whole
+    "scale": jax.ShapeDtypeStruct((), "float32"),
+}
+
+
+def tell(value: Any) -> None:
+    print(TOLD + json.dumps(value), flush=True)
+
+
+def create_state(rng: jax.Array) -> State:
+    keys = jax.random.split(rng, 2)
+    params = {
+        "in": jax.random.normal(keys[0], (WIDTH, 4 * WIDTH)) / WIDTH**0.5,
+        "out": jax.random.normal(keys[1], (4 * WIDTH, 1)) / WIDTH,
+    }
+    return {"params": params, "opt": OPTIMIZER.init(params)}
+
+
+def step_of(rate: float = 1.0, activation: Callable[[jax.Array], jax.Array] = jax.nn.relu, key: str = "params") -> Any:
+    def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+        def loss_of(params: Any) -> jax.Array:
+            hidden = activation(batch["x"] @ params["in"])
+            return jnp.mean(((hidden @ params["out"])[:, 0] * batch["scale"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state[key])
+        updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], jax.tree.map(lambda u: rate * u, updates))
+        return {"params": params, "opt": opt}, loss
+
+    return train_step
+
+
+def batches(start: int = 0, stop: int = STEPS) -> Iterator[Batch]:
+    """The whole batches of some steps."""
+    for step in range(start, stop):
+        rng = np.random.default_rng(step)
+        x = rng.normal(size=(BATCH, WIDTH)).astype(np.float32)
+        yield {"x": x, "y": np.sin(x.sum(1)), "scale": np.float32(1.0)}
+
+
+def share(batch: Batch) -> Batch:
+    """What this process's own iterator would give."""
+    size = BATCH // jax.process_count()
+    start = jax.process_index() * size
+    return {name: array if np.ndim(array) == 0 else array[start : start + size] for name, array in batch.items()}
+
+
+def trained(step: autopar.ParallelStep, start: int = 0, stop: int = STEPS, state: Any = None) -> list[float]:
+    """Losses of some steps, each process feeding its share."""
+    if state is None:
+        state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
+    losses = []
+    for batch in batches(start, stop):
+        state, loss = step(state, step.shard_batch(share(batch)))
+        losses.append(float(loss))
+    return losses
+
+
+# -- programs --------------------------------------------------------------------------------
+
+
+def train(mesh: str, *splits: str) -> None:
+    """Each process feeds its share, however the plan splits the batch; then all the same, from the host.
+
+    Args:
+        splits: mesh axes for the examples, as in `model,data`.
+    """
+    losses: dict[str, list[float]] = {}
+    moved: dict[str, bool] = {}
+    for split in splits:
+        step = autopar.parallelize(mesh=mesh, pin={"batch/x": jax.P(tuple(split.split(",")))})(step_of())
+        losses[split] = trained(step)
+        (planned,) = [prepared.arguments for prepared in step._known.values()]
+        (place,) = [place for place in planned._places["batch"] if place.tensor.path == "batch/x"]
+        moved[split] = not place.stays
+    step = autopar.parallelize(mesh=mesh)(step_of())
+    state: Any = jax.tree.map(np.asarray, jax.jit(create_state)(jax.random.key(0)))
+    losses["from the host"] = []
+    for batch in batches():
+        state, loss = step(state, batch)
+        losses["from the host"].append(float(loss))
+    plan = step.plan(jax.eval_shape(create_state, jax.random.key(0)), BATCH_SHAPES)
+    processes = [device.process_index for device in execute.make_mesh(plan.mesh).devices.flat]
+    tell({"losses": losses, "moved": moved, "plan": plan.to_json(), "processes": processes})
+
+
+def refused(folder: str) -> None:
+    """Every mistake in turn, each refused on all processes, so that the next can be made."""
+    index = jax.process_index()
+    args = (jax.eval_shape(create_state, jax.random.key(0)), BATCH_SHAPES)
+    messages: dict[str, list[str]] = {}
+
+    def wrong(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except errors.AutoparError as error:
+            messages[name] = [type(error).__name__, str(error)]
+        except Exception as error:
+            messages[name] = [f"unexpected {type(error).__name__}", str(error)]
+
+    def planned(step: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: autopar.parallelize(**options)(step).plan(*args)
+
+    wrong("code", planned(step_of(activation=jax.nn.gelu if index else jax.nn.relu)))
+    wrong("number", planned(step_of(rate=2.0 if index else 1.0)))
+    wrong("option", planned(step_of(), mesh="4" if index else "2x2"))
+    wrong("shape", lambda: autopar.parallelize()(step_of()).plan(args[0], larger(args[1]) if index else args[1]))
+    wrong("untraceable", planned(step_of(key="no" if index else "params")))
+    wrong("budget", planned(step_of(), memory_budget_bytes=10.0))
+
+    plan = autopar.plan(step_of(), *args, mesh="4", hardware="cpu-host")
+    changed = dataclasses.replace(plan, words="another") if index else plan
+    changed.save(Path(folder) / f"{index}.json")
+    wrong("plan", planned(step_of(), plan=Path(folder) / f"{index}.json"))
+
+    step = autopar.parallelize(mesh="4")(step_of())
+    wrong("no plan", lambda: step.shard_batch({}))
+    wrong("seed", lambda: step.init(create_state, jax.random.key(index), batch=BATCH_SHAPES))
+    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
+    batch = next(batches())
+    wrong("whole differs", lambda: step.shard_batch({**batch, "scale": np.float32(index)}))
+    wrong("some shares", lambda: step.shard_batch(share(batch) if index else batch))
+    wrong("uneven", lambda: step.shard_batch({**share(batch), "x": batch["x"][: 8 - index]}))
+    wrong("dtype", lambda: step.shard_batch({**share(batch), "y": np.arange(8)}))
+    wrong("no array", lambda: step.shard_batch({**share(batch), "y": object()}))
+    wrong("other paths", lambda: step.shard_batch({"z": batch["x"]}))
+    wrong("host batch", lambda: step(state, {**batch, "x": batch["x"] + index}))
+    wrong("size", lambda: autopar.parallelize(mesh="2x8")(step_of())(state, batch))
+    state, loss = step(state, step.shard_batch(share(batch)))  # after all that, it still runs
+    tell({"messages": messages, "loss": float(loss)})
+
+
+def larger(batch: Batch) -> Batch:
+    return {
+        name: jax.ShapeDtypeStruct((2 * s.shape[0], *s.shape[1:]) if s.shape else (), s.dtype)
+        for name, s in batch.items()
+    }
+
+
+def killed(folder: str, at: str, who: str) -> None:
+    """Saves every step; one process dies in the middle of it."""
+    import orbax.checkpoint as ocp
+
+    step = autopar.parallelize(mesh="4")(step_of())
+    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
+    saving = ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False))
+    started = time.monotonic()
+    try:
+        with autopar.watch(step, timeout_s=8.0):
+            for number, batch in enumerate(batches()):
+                if number == int(at) and jax.process_index() == int(who):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                state, loss = step(state, step.shard_batch(share(batch)))
+                tell([number, float(loss)])
+                saving.save(number, args=ocp.args.StandardSave(state))
+                started = time.monotonic()
+    finally:
+        tell({"after_s": time.monotonic() - started})
+
+
+def resumed(folder: str, mesh: Any) -> None:
+    """The rest of the steps, from the last that was saved."""
+    tell(rest_of(folder, mesh))
+
+
+def rest_of(folder: str, mesh: Any) -> dict[str, Any]:
+    import orbax.checkpoint as ocp
+
+    step = autopar.parallelize(mesh=mesh)(step_of())
+    shapes = jax.eval_shape(create_state, jax.random.key(0))
+    state = step.init(create_state, jax.random.key(1), batch=BATCH_SHAPES)  # other numbers, to be replaced
+    saving = ocp.CheckpointManager(folder)
+    last = saving.latest_step()
+    assert last is not None and jax.tree.structure(shapes) == jax.tree.structure(state)
+    state = saving.restore(last, args=ocp.args.StandardRestore(state))
+    return {"from": last + 1, "losses": trained(step, last + 1, STEPS, state)}
+
+
+def frozen() -> None:
+    """Process 0, in which the service runs, is stopped: nothing of it answers any more."""
+    step = autopar.parallelize(mesh="4")(step_of())
+    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
+    state, loss = step(state, step.shard_batch(share(next(batches()))))
+    with autopar.watch(step, timeout_s=10.0):
+        for number, batch in enumerate(batches()):
+            if number == 3 and jax.process_index() == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            state, loss = step(state, step.shard_batch(share(batch)))
+            float(loss)
+
+
+def hangs() -> None:
+    """Process 1 does not come to its fourth step."""
+    step = autopar.parallelize(mesh="4")(step_of())
+    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
+    state, _ = step(state, step.shard_batch(share(next(batches()))))  # compiled
+    with autopar.watch(step, timeout_s=12.0, step_timeout_s=5.0):
+        for number, batch in enumerate(batches()):
+            if number == 3 and jax.process_index() == 1:
+                read_for_ever()
+            state, loss = step(state, step.shard_batch(share(batch)))
+            float(loss)
+
+
+def read_for_ever() -> None:
+    time.sleep(1e6)
+
+
+def straggles() -> None:
+    """Process 1 takes longer between its steps than the others; later it meets a mistake of its own."""
+    step = autopar.parallelize(mesh="4")(step_of())
+    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
+    with autopar.watch(step, timeout_s=12.0) as watched:
+        for batch in batches(stop=20):
+            if jax.process_index() == 1:
+                time.sleep(0.3)
+            state, loss = step(state, step.shard_batch(share(batch)))
+            float(loss)
+        while len(watched.step_times()) < 2:
+            time.sleep(0.2)
+        slow = [[one.member.index, one.factor, one.late_s, one.step_s] for one in watched.step_times()]
+        tell({"times": slow, "stragglers": [str(one) for one in watched.stragglers()]})
+    with autopar.watch(step, timeout_s=12.0):
+        for number, batch in enumerate(batches()):
+            if number == 3 and jax.process_index() == 1:
+                raise KeyError("no such file")
+            state, loss = step(state, step.shard_batch(share(batch)))
+            float(loss)
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:]
+    count = int(os.environ["PROCESSES"])
+    if count > 1:
+        jax.distributed.initialize(os.environ["COORDINATOR"], count, int(os.environ["PROCESS"]))
+    globals()[name](*arguments)
+
+
+if __name__ == "__main__":
+    main()
