@@ -2,11 +2,14 @@
 
 from autopar.api import ParallelStep as ParallelStep
 from autopar.api import parallelize as parallelize
+from autopar.diagnose import diagnose as diagnose
+from autopar.diagnosis import Diagnosis as Diagnosis
 from autopar.explain import explain as explain
 from autopar.plan import Plan as Plan
 from autopar.plan import load_plan as load_plan
 from autopar.planner import plan as plan
 from autopar.rules.registered import register_rule as register_rule
+from autopar.step_report import StepReport as StepReport
 from autopar.verification import Verification as Verification
 from autopar.verify import verify as verify
 from autopar.version import __version__ as __version__

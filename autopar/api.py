@@ -16,10 +16,12 @@ import jax
 from jax.sharding import Mesh
 
 from autopar import execute, planner
+from autopar.calls import Calls
 from autopar.errors import PlanMismatchError, StepSignatureError
 from autopar.jax_compat import shape_and_dtype
 from autopar.plan import Plan, load_plan
 from autopar.planner import Program, program_of
+from autopar.step_report import FEWEST_STEPS, StepReport, measure
 from autopar.trace import check_leaves
 
 
@@ -71,6 +73,7 @@ class ParallelStep:
         self._known: dict[Any, tuple[Plan, Program, Any]] = {}  # signature -> plan, program, jitted replay
         self._fast: Any = None  # the jitted replay of the last call
         self._fast_signature: Any = None
+        self._calls = Calls()  # of the last one
 
     @property
     def options(self) -> dict[str, Any]:
@@ -87,6 +90,7 @@ class ParallelStep:
         if kwargs:
             args = self._positional(args, kwargs)
         if self._fast is not None:
+            self._calls.note()
             try:
                 return self._fast(*args)
             except Exception:
@@ -94,6 +98,7 @@ class ParallelStep:
                     raise
         self._fast = self._prepare(args)[2]
         self._fast_signature = _signature(self._step, args)
+        self._calls.start_anew()
         return self._fast(*args)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -149,6 +154,23 @@ class ParallelStep:
         plan, program = self._plan(args)
         mesh = self._mesh(plan) if mesh is None else mesh
         return execute.lower(execute.jit_plan(plan, program.trace, mesh), args, mesh)
+
+    def report(self) -> StepReport:
+        """The steps run last beside what the plan predicted: time, memory, utilisation, and which part may be off.
+
+        Waits until the devices have done all that was asked of them. Steps are timed from call to call, from the second
+        call with the same shapes on; the first, which compiles, does not count.
+
+        Raises:
+            StepSignatureError: too few steps have run.
+        """
+        plan, program, jitted = self._known.get(self._fast_signature, (None, None, None))
+        if plan is None or program is None or self._calls.num_steps < FEWEST_STEPS:
+            raise StepSignatureError(
+                f"`{self._name}` has run too few steps to report on: call it at least {FEWEST_STEPS + 2} times with"
+                f" arguments of the same shapes; the first compiles, and {self._calls.num_steps} have been timed since"
+            )
+        return measure(plan, program, jitted, self._calls, self._mesh(plan), self._options.get("hardware"))
 
     # -- inside ------------------------------------------------------------------------------
 

@@ -94,14 +94,15 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Trace:
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         constants=tuple((value, constant) for value, constant in known.items() if value in live),
-        input_paths=_input_paths(function, args),
+        input_paths=input_paths(function, args),
         output_paths=_paths(traced.out_info, "out"),
         in_tree=jax.tree.structure(tuple(args)),
         out_tree=jax.tree.structure(traced.out_info),
     )
 
 
-def _input_paths(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...]:
+def input_paths(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...]:
+    """Of each leaf of the arguments: `state/params/Dense_0/kernel`."""
     names = argument_names(function, len(args))
     return tuple(path for name, arg in zip(names, args, strict=True) for path in _paths(arg, name))
 
