@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.plan import Role, TensorPlan
 from autopar.sharding import TensorSharding
-from autopar.unmeant import without_numbers
+from autopar.extra_collectives import without_numbers
 
 #: Input position -> the sharding that it is pinned to.
 Pins = Mapping[int, TensorSharding]

@@ -2,7 +2,7 @@
 
 In: a jitted function with its shardings, and arrays or shapes. Out: `Diagnosis`. XLA's GPU compiler compiles the program
 as it is, for GPUs that need not exist; what it sends is held against what those shardings need at the least, by a plan
-that is pinned to them. What is over is what nobody meant. The changes are searched for by planning, and then compiled.
+that is pinned to them. What is over is extra. The changes are searched for by planning, and then compiled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopar.plan import Plan
 from autopar.planner import Program, program_of
 from autopar.trace import argument_names
 from autopar.units import human_bytes
-from autopar.unmeant import Unmeant, missing_time, modules_of, unmeant
+from autopar.extra_collectives import Extra, extras, missing_time, origins_of
 
 #: The part of the difference to autopar's plan that changes are looked for.
 ENOUGH = 0.9
@@ -146,13 +146,13 @@ class _Compiling:
     def _compile(self, lowered: jax.stages.Lowered) -> CompiledStep:
         return self.compiler.compile(module_bytes(lowered), self.profile, self.hand.mesh.num_devices, self.num_hosts)
 
-    def cost(self, plan: Plan, compiled: CompiledStep | None) -> tuple[Cost, tuple[Unmeant, ...]]:
+    def cost(self, plan: Plan, compiled: CompiledStep | None) -> tuple[Cost, tuple[Extra, ...]]:
         """What a program comes to that was to be as a plan says, and what XLA sends in it that the plan does not."""
         predicted = plan.prediction
         if compiled is None:
             return Cost(predicted_s=predicted.step_time_s, predicted_peak_bytes=predicted.peak_bytes, compiled=None), ()
         found = match_collectives(plan, compiled.hlo_text, compiled.hosts)
-        rows = unmeant(found, self.hand.mesh, self.profile)
+        rows = extras(found, self.hand.mesh, self.profile)
         over_s = max(0.0, sum(row.time_s for row in rows) - missing_time(found, plan))
         # V100 and A100 have no such figures; and a loop XLA takes for one short operation.
         believable = "matrix_unit_description" in (self.profile.xla_target or {}) and not has_loops(compiled.hlo_text)
@@ -161,7 +161,8 @@ class _Compiling:
             counts[one.kind] += one.num_times
         nobody_meant: Counter[str] = Counter()
         for row in rows:
-            nobody_meant[row.kind] += row.count
+            if not row.is_sum:
+                nobody_meant[row.kind] += row.count
         made = Compiled(
             step_time_s=compiled.step_time_s if believable else None,
             exposed_s=compiled.exposed_s,
@@ -169,7 +170,7 @@ class _Compiling:
             sent_bytes=sum(one.num_bytes for one in found.compiled),
             counts=dict(counts),
             unmeant_counts=dict(nobody_meant),
-            unmeant_bytes=sum(row.num_bytes for row in rows),
+            unmeant_bytes=sum(row.num_bytes for row in rows if not row.is_sum),
         )
         cost = Cost(
             predicted_s=predicted.step_time_s + over_s, predicted_peak_bytes=predicted.peak_bytes, compiled=made
@@ -191,10 +192,10 @@ class _Diagnosing:
         self.report("XLA compiles it as it is", 0.1)
         compiled = self.compiling.as_it_is()
         self.report("plan", 0.3)
-        meant, fits = self.plans.that_may_not_fit(self.plans.own)
+        kept, fits = self.plans.that_may_not_fit(self.plans.own)
         best = self.plans.plan({}, rematerialize=True)
-        as_is, rows = self.compiling.cost(meant, compiled)
-        changes, changed = self._changes(as_is, meant, best, rows, share)
+        as_is, rows = self.compiling.cost(kept, compiled)
+        changes, changed = self._changes(as_is, kept, best, rows, share)
         best_cost, _ = self.compiling.cost(best, self.compiling.planned(best))
         self.report("done", 1.0)
         notes = [] if fits else [f"these shardings do not fit the memory budget of {human_bytes(budget)} a device"]
@@ -205,10 +206,10 @@ class _Diagnosing:
             topology=topology_text(hand.mesh.num_devices, self.compiling.num_hosts),
             budget_bytes=budget,
             as_is=as_is,
-            meant=self.compiling.cost(meant, None)[0],
+            kept=self.compiling.cost(kept, None)[0],
             best=best_cost,
             plan=best,
-            unmeant=rows,
+            extras=rows,
             changes=tuple(changes),
             changed=changed,
             notes=(*notes, *notes_on(hand, self.plans.program)),
@@ -216,22 +217,22 @@ class _Diagnosing:
         )
 
     def _changes(
-        self, as_is: Cost, meant: Plan, best: Plan, rows: Sequence[Unmeant], share: float
+        self, as_is: Cost, kept: Plan, best: Plan, rows: Sequence[Extra], share: float
     ) -> tuple[list[Change], Plan]:
         """The changes, and the plan with all of them.
 
         What XLA put in by itself goes once the values inside are constrained, so that comes first where it is much.
         Else the shardings alone are changed, and values constrained only if XLA then puts something in.
         """
-        over_s = as_is.predicted_s - meant.prediction.step_time_s
+        over_s = as_is.predicted_s - kept.prediction.step_time_s
         difference = as_is.predicted_s - best.prediction.step_time_s
         changes: list[Change] = []
-        plan, pins, cost = meant, dict(self.plans.own), as_is
+        plan, pins, cost = kept, dict(self.plans.own), as_is
         constrained = over_s > max(0.0, LEAST_SHARE * difference)
         if constrained:
-            changes.append(self._constraints(meant, rows, cost))
+            changes.append(self._constraints(kept, rows, cost))
             cost = changes[-1].after
-        repins = self._repins(meant, best, share * difference - (over_s if constrained else 0.0))
+        repins = self._repins(kept, best, share * difference - (over_s if constrained else 0.0))
         for number, one in enumerate(repins):
             self.report("XLA compiles the changes", 0.7 + 0.3 * number / len(repins))
             was, pins = pins, pins | dict(one.to)
@@ -246,25 +247,25 @@ class _Diagnosing:
             changes.append(self._constraints(plan, rows, cost))
         return changes, plan
 
-    def _repins(self, meant: Plan, best: Plan, to_recover_s: float) -> tuple[Repin, ...]:
-        if to_recover_s <= 0 or meant.prediction.step_time_s <= best.prediction.step_time_s:
+    def _repins(self, kept: Plan, best: Plan, to_recover_s: float) -> tuple[Repin, ...]:
+        if to_recover_s <= 0 or kept.prediction.step_time_s <= best.prediction.step_time_s:
             return ()
         own = self.plans.own
         different = {n for n, sharding in own.items() if best.inputs[n].sharding != sharding}
-        groups = [group for group in groups_of(meant.inputs) if different & set(group.members)]
+        groups = [group for group in groups_of(kept.inputs) if different & set(group.members)]
 
         def trying(number: int) -> None:
             self.report(f"try changes: {number}", min(0.69, 0.4 + 0.01 * number))
 
-        return search(own, groups, self.plans.price, meant.prediction.step_time_s, to_recover_s, meant.inputs, trying)
+        return search(own, groups, self.plans.price, kept.prediction.step_time_s, to_recover_s, kept.inputs, trying)
 
-    def _constraints(self, plan: Plan, rows: Sequence[Unmeant], before: Cost) -> Change:
+    def _constraints(self, plan: Plan, rows: Sequence[Extra], before: Cost) -> Change:
         after, _ = self.compiling.cost(plan, self.compiling.planned(plan))
         words = (
             f"keep these shardings, and constrain the {len(plan.constraints)} values inside that XLA was left to guess,"
             " as `autopar.parallelize(step, plan=told.changed)` does. Where it matters:"
         )
-        return _change("constraints", words, before, after, places=places(plan, modules_of(rows)))
+        return _change("constraints", words, before, after, places=places(plan, origins_of(rows)))
 
 
 def _change(

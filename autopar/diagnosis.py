@@ -20,7 +20,7 @@ from autopar.explain import plain_text, short_source
 from autopar.mesh import MeshShape
 from autopar.plan import Plan
 from autopar.units import human_bytes, human_seconds
-from autopar.unmeant import Unmeant
+from autopar.extra_collectives import Extra
 
 #: Rows shown of collectives that nobody meant, and of the places of a change; the JSON has all.
 MAX_ROWS, MAX_PLACES = 12, 6
@@ -94,8 +94,8 @@ class Diagnosis:
     Args:
         as_is: the program as its user wrote it.
         best: autopar's plan. plan: that plan.
-        meant: what the shardings of its inputs come to, with all values inside split as is best for them.
-        unmeant: what XLA's program of it sends that this does not account for, the longest first.
+        kept: what the shardings of its inputs come to, with all values inside split as is best for them.
+        extras: what XLA's program sends that this does not account for, the longest first.
         changes: in order; the last one's `after` has all of them.
         changed: the plan with all changes, which `parallelize(step, plan=...)` runs.
         topology: `slices x hosts x GPUs` that it was compiled for.
@@ -108,14 +108,25 @@ class Diagnosis:
     topology: str
     budget_bytes: float
     as_is: Cost
-    meant: Cost
+    kept: Cost
     best: Cost
     plan: Plan
-    unmeant: tuple[Unmeant, ...]
+    extras: tuple[Extra, ...]
     changes: tuple[Change, ...]
     changed: Plan
     notes: tuple[str, ...]
     flags: tuple[str, ...]
+
+    @property
+    def unmeant(self) -> tuple[Extra, ...]:
+        """Of the extras, those that only move values: nobody meant them, XLA's partitioner put them in."""
+        return tuple(row for row in self.extras if not row.is_sum)
+
+    @property
+    def sums(self) -> tuple[Extra, ...]:
+        """Of the extras, sums over devices: they follow from the shardings as XLA spreads them over the step, but
+        another split of the values inside needs none, or smaller ones."""
+        return tuple(row for row in self.extras if row.is_sum)
 
     @property
     def by_xla(self) -> bool:
@@ -156,11 +167,12 @@ class Diagnosis:
             "memory_budget_bytes": self.budget_bytes,
             "compared_by": "xla" if self.by_xla else "prediction",
             "as_is": asdict(self.as_is),
-            "meant": asdict(self.meant),
+            "kept": asdict(self.kept),
             "best": asdict(self.best) | {"strategy": self.plan.words},
             "difference_s": self.difference_s,
             "recovered": self.recovered,
             "unmeant": [asdict(row) for row in self.unmeant],
+            "sums": [asdict(row) for row in self.sums],
             "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),
             "xla_flags": list(self.flags),
@@ -173,14 +185,14 @@ class Diagnosis:
 def render_diagnosis(told: Diagnosis, console: Console) -> None:
     """Print a diagnosis to a console, with styles where it has them."""
     console.print(Text.assemble(("Diagnosis of ", "bold"), (told.program, "bold"), f": {_verdict(told)}"))
-    console.print(Text(f"sharded by hand over mesh {told.mesh.describe()}; {told.hardware}, topology {told.topology}\n"))
+    console.print(
+        Text(f"sharded by hand over mesh {told.mesh.describe()}; {told.hardware}, topology {told.topology}\n")
+    )
     console.print(_costs(told))
-    if told.unmeant:
-        size, seconds = sum(row.num_bytes for row in told.unmeant), sum(row.time_s for row in told.unmeant)
-        head = f"Collectives nobody meant: {_counts(Counter(_kinds(told.unmeant)))}; {human_bytes(size)} a device"
-        console.print(Text(f"{head}, {human_seconds(seconds)} one after the other", "bold"), _unmeant(told.unmeant))
-    else:
-        console.print(Text("Collectives nobody meant: none\n", "bold"))
+    console.print(Text(f"Collectives nobody meant: {_total(told.unmeant)}", "bold"), _extras(told.unmeant))
+    if told.sums:
+        head = f"Sums that another split of the values inside does not need: {_total(told.sums)}"
+        console.print(Text(head, "bold"), _extras(told.sums))
     if told.changes:
         console.print(Text(f"Changes that recover {100 * told.recovered:.0f} % of the difference", "bold"))
         console.print(_changes(told))
@@ -198,7 +210,7 @@ def _verdict(told: Diagnosis) -> str:
 
 def _costs(told: Diagnosis) -> RenderableType:
     table = _table("", "step", "XLA's estimate", "sends", "peak", "collectives compiled")
-    rows = [("as it is", told.as_is), ("these shardings, as meant", told.meant)]
+    rows = [("as it is", told.as_is), ("with these shardings at best", told.kept)]
     rows += [("autopar's plan", told.best)]
     for name, cost in rows:
         made = cost.compiled
@@ -222,7 +234,7 @@ def _costs(told: Diagnosis) -> RenderableType:
     return Padding(grid, (0, 0, 1, 2))
 
 
-def _unmeant(rows: Sequence[Unmeant]) -> RenderableType:
+def _extras(rows: Sequence[Extra]) -> RenderableType:
     table = _table("collective", "times", "sends", "takes", "where")
     for row in rows[:MAX_ROWS]:
         lines = dict.fromkeys((row.path, short_source(row.library_source), short_source(row.source)))
@@ -235,7 +247,7 @@ def _unmeant(rows: Sequence[Unmeant]) -> RenderableType:
         )
     if len(rows) > MAX_ROWS:
         table.add_row(Text(f"and {len(rows) - MAX_ROWS} more; --json has all"))
-    return Padding(table, (0, 0, 1, 2))
+    return Padding(table, (0, 0, 1, 2)) if rows else Text()
 
 
 def _changes(told: Diagnosis) -> RenderableType:
@@ -268,7 +280,7 @@ def _place_lines(places: Sequence[Place]) -> list[str]:
     lines = []
     for one in places[:MAX_PLACES]:
         times = f" x{one.count}" if one.count > 1 else ""
-        lines.append(f"{one.path}, {one.phase} {one.primitive}{times}: {list(one.shape)} as {one.sharding}")
+        lines.append(f"{one.path}, {one.phase} {one.primitive}{times}: {list(one.shape)} -> {one.sharding}")
     return lines + ([f"and {len(places) - MAX_PLACES} more; --json has all"] if len(places) > MAX_PLACES else [])
 
 
@@ -284,11 +296,14 @@ def _after(cost: Cost) -> str:
     )
 
 
-def _kinds(rows: Sequence[Unmeant]) -> Mapping[str, int]:
+def _total(rows: Sequence[Extra]) -> str:
+    if not rows:
+        return "none"
     counts: Counter[str] = Counter()
     for row in rows:
         counts[row.kind] += row.count
-    return counts
+    size, seconds = sum(row.num_bytes for row in rows), sum(row.time_s for row in rows)
+    return f"{_counts(counts)}; {human_bytes(size)} a device, {human_seconds(seconds)} one after the other"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

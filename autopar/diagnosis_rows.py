@@ -6,13 +6,13 @@ In: what a search for changes found, and a plan. Out: `TensorChange`s and `Place
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.changes import Pins
 from autopar.explain_rows import collapse
 from autopar.plan import Decision, Plan, TensorPlan
-from autopar.unmeant import without_numbers
+from autopar.extra_collectives import without_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,9 @@ def tensor_changes(to: Pins, was: Pins, inputs: Sequence[TensorPlan]) -> tuple[T
     alike: dict[tuple[str, str | None, str], list[int]] = defaultdict(list)
     for n, sharding in sorted(to.items()):
         tensor = inputs[n]
-        alike[f"{without_numbers(tensor.path)} {tensor.shape}", str(was[n]) if n in was else None, str(sharding)].append(n)
+        alike[
+            f"{without_numbers(tensor.path)} {tensor.shape}", str(was[n]) if n in was else None, str(sharding)
+        ].append(n)
     return tuple(
         TensorChange(
             path=pattern,
@@ -64,15 +66,15 @@ def tensor_changes(to: Pins, was: Pins, inputs: Sequence[TensorPlan]) -> tuple[T
     )
 
 
-def places(plan: Plan, modules: Sequence[str]) -> tuple[Place, ...]:
-    """The activations that a plan decides in some modules, in the order of the program.
+def places(plan: Plan, origins: Collection[tuple[str, str]]) -> tuple[Place, ...]:
+    """The values inside that a plan decides at some places, in the order of the program.
 
     Args:
-        modules: their paths, with the numbers of layers as stars.
+        origins: modules, with the numbers of layers as stars, and primitives.
     """
     alike: dict[tuple[str, str, str, str], list[Decision]] = defaultdict(list)
     for one in plan.decisions:
-        if one.kind == "activation" and without_numbers(one.path) in modules:
+        if one.kind == "activation" and (without_numbers(one.path), one.primitive) in origins:
             alike[f"{without_numbers(one.path)} {one.shape}", one.primitive, one.phase, str(one.sharding)].append(one)
     return tuple(
         Place(

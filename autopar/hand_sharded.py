@@ -190,7 +190,9 @@ def _one_mesh(name: str, found: Sequence[_Found], asked: Any) -> MeshShape:
                 f" {there.describe()}. One mesh is priced at a time: use the same axes, in name, size and order,"
                 " everywhere"
             )
-    explicit = [axis for axis, kind in zip(first.axis_names, first.axis_types, strict=True) if kind == AxisType.Explicit]
+    explicit = [
+        axis for axis, kind in zip(first.axis_names, first.axis_types, strict=True) if kind == AxisType.Explicit
+    ]
     if explicit:
         raise MeshError(
             f"{where} is over a mesh whose axes {', '.join(explicit)} are of type {first.axis_types[0].name}, as"

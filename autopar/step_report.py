@@ -187,7 +187,11 @@ def report_on(
     ideal_s = sum(amount / profile.peak_rate(dtype) for dtype, amount in flops.items()) / plan.mesh.num_devices
     matrix_s = sum(amount / profile.matrix_rate(dtype) for dtype, amount in flops.items()) / plan.mesh.num_devices
     far = abs(predicted.step_time_s - step_time_s) > FAR_OFF * step_time_s
-    suspects = _suspects(plan, profile, step_time_s, matrix_s, max(flops, key=lambda one: flops[one], default="")) if far else ()
+    suspects = (
+        _suspects(plan, profile, step_time_s, matrix_s, max(flops, key=lambda one: flops[one], default=""))
+        if far
+        else ()
+    )
     other_device = device_kind.lower() not in {kind.lower() for kind in profile.device_kinds}
     memory_far = peak_bytes is not None and abs(predicted.peak_bytes - peak_bytes) > FAR_OFF * peak_bytes
     return StepReport(
@@ -264,11 +268,13 @@ def _advice(
         slower = measured_s > plan.prediction.step_time_s
         words = "slower" if slower else "faster"
         waits = (
-            " First see that the step does not wait for its data: time the loop with one and the same batch." if slower else ""
+            " First see that the step does not wait for its data: time the loop with one and the same batch."
+            if slower
+            else ""
         )
         advice.append(
             f"a step is {words} than predicted by more than {100 * FAR_OFF:.0f} %.{waits} Then measure these devices,"
-            " `autopar calibrate -o mine.toml`, and plan with `hardware=\"mine.toml\"`: another profile may mean"
+            ' `autopar calibrate -o mine.toml`, and plan with `hardware="mine.toml"`: another profile may mean'
             " another plan"
         )
     if memory_far:
@@ -289,7 +295,9 @@ def render_report(told: StepReport, console: Console) -> None:
     verdict = "as predicted" if told.holds else "not as predicted"
     console.print(Text.assemble(("Report on ", "bold"), (told.program, "bold"), f": {verdict}"))
     how = "their mean, for the host was ahead of the devices" if told.host_was_ahead else "their median"
-    console.print(Text(f"{told.num_steps} steps, {how}; mesh {told.mesh}, {told.device_kind}, planned for {told.hardware}\n"))
+    console.print(
+        Text(f"{told.num_steps} steps, {how}; mesh {told.mesh}, {told.device_kind}, planned for {told.hardware}\n")
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     for name in ("", "predicted", "measured", "off"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)

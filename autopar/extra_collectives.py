@@ -1,8 +1,9 @@
-"""Collectives of a compiled program that nobody meant, by where they come from.
+"""Collectives of a compiled program that the shardings it was given do not need, by where they come from.
 
-In: compiled collectives that no decision of a plan with the same shardings accounts for. Out: `Unmeant` rows: those of
-one kind, over the same axes, from one place in every layer, merged; with what they send, and how long that takes by a
-hardware profile.
+In: compiled collectives that no decision of a plan with the same shardings accounts for. Out: `Extra` rows: those of one
+kind, over the same axes, from one place in every layer, merged; with what they send, and how long that takes by a hardware
+profile. A sum over devices follows from how a product was split, though another split may need none. What only moves
+values (an all-to-all, a permute, a gather of what was split already) nobody meant: XLA's partitioner put it in.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from autopar.explain_rows import collapse
 from autopar.mesh import MeshShape
 from autopar.plan import Plan
 
+_SUMS = ("all-reduce", "reduce-scatter")
 #: Kinds that a profile has no rates of its own for, and the nearest that it has.
 _PRICED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
 _NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unmeant:
+class Extra:
     """Compiled collectives alike but for the number of their layer.
 
     Args:
@@ -52,8 +54,13 @@ class Unmeant:
     def name(self) -> str:
         return f"{self.kind} over {'no mesh axes' if self.axes is None else ', '.join(self.axes)}"
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether it adds up what devices have, and does not only move it."""
+        return self.kind in _SUMS
 
-def unmeant(found: Collectives, mesh: MeshShape, profile: HardwareProfile) -> tuple[Unmeant, ...]:
+
+def extras(found: Collectives, mesh: MeshShape, profile: HardwareProfile) -> tuple[Extra, ...]:
     """The rows, the longest first."""
     alike: dict[tuple[object, ...], list[CompiledCollective]] = defaultdict(list)
     for one in found.unpredicted:
@@ -63,7 +70,7 @@ def unmeant(found: Collectives, mesh: MeshShape, profile: HardwareProfile) -> tu
         first = members[0]
         patterns = [pattern for pattern, _ in collapse(list(dict.fromkeys(one.path for one in members)))]
         rows.append(
-            Unmeant(
+            Extra(
                 kind=first.kind,
                 axes=first.axes,
                 path=patterns[0] if len(patterns) == 1 else without_numbers(first.path),
@@ -97,16 +104,16 @@ def missing_time(found: Collectives, plan: Plan) -> float:
     return total
 
 
-def modules_of(rows: Sequence[Unmeant]) -> tuple[str, ...]:
-    """The modules that rows come from, as a plan names them, without numbers.
+def origins_of(rows: Sequence[Extra]) -> tuple[tuple[str, str], ...]:
+    """The modules and primitives that rows come from, as a plan names them, without numbers.
 
-    >>> row = Unmeant(kind="all-to-all", axes=("x",), path="transpose(jvp(GPT))/h/{0..11}/attn/split", source="",
-    ...               library_source="", count=1, num_bytes=1.0, time_s=1.0)
-    >>> modules_of([row])
-    ('GPT/h/*/attn',)
+    >>> row = Extra(kind="all-to-all", axes=("x",), path="transpose(jvp(GPT))/h/{0..11}/attn/split", source="",
+    ...             library_source="", count=1, num_bytes=1.0, time_s=1.0)
+    >>> origins_of([row])
+    (('GPT/h/*/attn', 'split'),)
     """
-    paths = (re.sub(r"\{[^}]*\}", "*", row.path).rpartition("/")[0] for row in rows)
-    return tuple(dict.fromkeys(without_numbers(module_path(path)) for path in paths if path))
+    parts = (re.sub(r"\{[^}]*\}", "*", row.path).rpartition("/") for row in rows)
+    return tuple(dict.fromkeys((without_numbers(module_path(module)), primitive) for module, _, primitive in parts))
 
 
 def without_numbers(path: str) -> str:
