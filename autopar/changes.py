@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.extra_collectives import without_numbers
 from autopar.plan import Role, TensorPlan
 from autopar.sharding import TensorSharding
-from autopar.extra_collectives import without_numbers
 
 #: Input position -> the sharding that it is pinned to.
 Pins = Mapping[int, TensorSharding]
@@ -69,14 +69,14 @@ def groups_of(tensors: Sequence[TensorPlan]) -> tuple[Group, ...]:
     alone: dict[tuple[Role, str], list[int]] = defaultdict(list)
     for n, tensor in enumerate(tensors):
         if n in owners:
-            modules[os.path.dirname(tensors[owners[n]].path)].append(n)
+            modules[tensors[owners[n]].path.rpartition("/")[0]].append(n)
         elif tensor.role == "data" and tensor.shape:
             batches[tensor.path.split("/")[0], tensor.shape[0]].append(n)
         else:
             alone[tensor.role, without_numbers(tensor.path)].append(n)
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for module, members in modules.items():  # layers are the same module again: the same tensors under another number
-        own = tuple((os.path.basename(tensors[n].path), tensors[n].shape) for n in members if owners[n] == n)
+        own = tuple((tensors[n].path.rpartition("/")[2], tensors[n].shape) for n in members if owners[n] == n)
         alike[without_numbers(module), own] += members
     found = [Group(str(key[0]), tuple(members)) for key, members in alike.items()]
     found += [Group(_common(tensors, members), tuple(members)) for members in batches.values()]

@@ -24,6 +24,7 @@ from autopar.cost.hardware import HardwareProfile, detect, load
 from autopar.diagnosis import Change, Compiled, Cost, Diagnosis
 from autopar.diagnosis_rows import Place, TensorChange, places, tensor_changes
 from autopar.errors import StepSignatureError
+from autopar.extra_collectives import Extra, extras, missing_time, origins_of
 from autopar.hand_sharded import HandSharded, read_hand_sharded
 from autopar.hlo import has_loops
 from autopar.jax_compat import module_bytes
@@ -33,7 +34,6 @@ from autopar.plan import Plan
 from autopar.planner import Program, program_of
 from autopar.trace import argument_names
 from autopar.units import human_bytes
-from autopar.extra_collectives import Extra, extras, missing_time, origins_of
 
 #: The part of the difference to autopar's plan that changes are looked for.
 ENOUGH = 0.9

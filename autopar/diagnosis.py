@@ -17,10 +17,10 @@ from rich.text import Text
 
 from autopar.diagnosis_rows import Place, TensorChange
 from autopar.explain import plain_text, short_source
+from autopar.extra_collectives import Extra
 from autopar.mesh import MeshShape
 from autopar.plan import Plan
 from autopar.units import human_bytes, human_seconds
-from autopar.extra_collectives import Extra
 
 #: Rows shown of collectives that nobody meant, and of the places of a change; the JSON has all.
 MAX_ROWS, MAX_PLACES = 12, 6

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from autopar.changes import Pins
 from autopar.explain_rows import collapse
-from autopar.plan import Decision, Plan, TensorPlan
 from autopar.extra_collectives import without_numbers
+from autopar.plan import Decision, Plan, TensorPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ from autopar.partition_spec import partition_spec, tensor_sharding
 from autopar.sharding import TensorSharding
 from autopar.trace import check_leaves, input_paths
 
+#: A mesh that is expected, or its number of devices.
+Asked = str | int | MeshShape | Mesh | AbstractMesh | None
 #: A mesh that was found, and where.
 _Found = tuple[str, Any]
 
@@ -85,14 +87,12 @@ class HandSharded:
         return tuple(found)
 
 
-def read_hand_sharded(
-    step: Callable[..., Any], args: Sequence[Any], mesh: str | MeshShape | Mesh | AbstractMesh | None = None
-) -> HandSharded:
+def read_hand_sharded(step: Callable[..., Any], args: Sequence[Any], mesh: Asked = None) -> HandSharded:
     """Read a step.
 
     Args:
         step: what `jax.jit` gives, or a function of arguments that lie sharded, which is then jitted.
-        mesh: what the shardings are expected to be over.
+        mesh: what the shardings are expected to be over, or of how many devices.
 
     Raises:
         StepSignatureError: it is not sharded at all.
@@ -178,7 +178,7 @@ def _named(sharding: Any, num_dims: int, where: str, found: list[_Found]) -> Ten
         raise PinError(f"{where}: {error}") from None
 
 
-def _one_mesh(name: str, found: Sequence[_Found], asked: Any) -> MeshShape:
+def _one_mesh(name: str, found: Sequence[_Found], asked: Asked) -> MeshShape:
     """The mesh that all shardings are over, and that was asked for."""
     where, first = found[0]
     mesh = MeshShape(tuple(first.axis_names), tuple(first.axis_sizes))
@@ -207,7 +207,7 @@ def _one_mesh(name: str, found: Sequence[_Found], asked: Any) -> MeshShape:
     return mesh
 
 
-def _check_asked(name: str, mesh: MeshShape, asked: Any) -> None:
+def _check_asked(name: str, mesh: MeshShape, asked: str | int | MeshShape | Mesh | AbstractMesh) -> None:
     if isinstance(asked, int):
         same, words = mesh.num_devices == asked, f"{asked} devices"
     else:

@@ -22,11 +22,11 @@ from autopar.cost.collectives import collective_time
 from autopar.cost.hardware import load
 from autopar.errors import HardwareError, MeshError, StepSignatureError, TraceError, VerifyError
 from autopar.execute import abstract_mesh
+from autopar.extra_collectives import extras, origins_of
 from autopar.hand_sharded import read_hand_sharded
 from autopar.mesh import MeshShape
 from autopar.plan import Role, TensorPlan
 from autopar.sharding import TensorSharding
-from autopar.extra_collectives import extras, origins_of
 from benchmarks.baselines import pinned
 from benchmarks.baselines.jitted import jitted
 from benchmarks.zoo import language
@@ -71,7 +71,7 @@ def test_shardings_donation_and_mesh_are_read() -> None:
 
 
 def test_arguments_that_lie_sharded_say_it_too() -> None:
-    state = {name: jax.ShapeDtypeStruct(ARGS[0][name].shape, jnp.float32, sharding=STATE[name]) for name in STATE}
+    state = jax.tree.map(lambda one, where: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=where), ARGS[0], STATE)
     hand = read_hand_sharded(step, (state, ARGS[1]))
     assert [str(one) for one in hand.inputs] == ["P('model')", "P(None, 'model')", "None"]
     assert hand.donated == ()
@@ -111,9 +111,9 @@ def test_another_mesh_than_the_program_has_is_refused() -> None:
     by_hand = jax.jit(step, in_shardings=(STATE, over("data")))
     for asked in ("4x2", "data=4,model=2", "x=2,y=4", 16, MeshShape(("data", "model"), (4, 4))):
         with pytest.raises(MeshError, match=r"are over mesh 2x4 \(data=2, model=4\), of 8 devices, but"):
-            read_hand_sharded(by_hand, ARGS, asked)  # type: ignore[arg-type]
+            read_hand_sharded(by_hand, ARGS, asked)
     for asked in ("2x4", "data=2,model=4", 8, MESH, abstract_mesh(MESH)):
-        assert read_hand_sharded(by_hand, ARGS, asked).mesh == MESH  # type: ignore[arg-type]
+        assert read_hand_sharded(by_hand, ARGS, asked).mesh == MESH
 
 
 def test_two_meshes_in_one_program_are_refused() -> None:
@@ -162,7 +162,7 @@ def found(kind: str, layer: int, left: float, op: str = "split") -> CompiledColl
 
 
 def test_collectives_alike_in_every_layer_are_one_row_with_their_time() -> None:
-    compiled = tuple(found("all-to-all", n, 3e6) for n in range(12)) + (found("collective-permute", 0, 1e6, "merge"),)
+    compiled = (*(found("all-to-all", n, 3e6) for n in range(12)), found("collective-permute", 0, 1e6, "merge"))
     first, second = extras(Collectives((), compiled, ()), MESH, load("h100-sxm"))
     assert (first.kind, first.count, first.num_bytes) == ("all-to-all", 12, 36e6)
     assert first.path == "transpose(jvp(GPT))/h/{0..11}/attn/split"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -188,8 +187,7 @@ def test_a_step_reports_on_itself() -> None:
     for _ in range(6):
         state = first_of(step(state, *rest))
     compiles: list[str] = []
-    listener = lambda name, *_, **__: compiles.append(name)  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listener)
+    jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: compiles.append(event))
     report = step.report()
     assert not [name for name in compiles if "backend_compile" in name], "XLA has the program already"
     assert report.num_steps == 4
