@@ -154,7 +154,8 @@ def _translated(name: str) -> Iterator[None]:
             raise MeshError(
                 f"`{name}` is sharded by bare `PartitionSpec`s, which take their mesh from the context, and there is"
                 " none: call it inside `with jax.set_mesh(mesh):`, or make them `NamedSharding(mesh, spec)`; for GPUs"
-                ' that are not here, `mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))` will do.'
+                ' that are not here, `jax.sharding.AbstractMesh((2, 4), ("data", "model"),'
+                " axis_types=(jax.sharding.AxisType.Auto,) * 2)` will do."
                 f" JAX said: {text}"
             ) from error
         raise TraceError(
@@ -209,7 +210,7 @@ def _one_mesh(name: str, found: Sequence[_Found], asked: Asked) -> MeshShape:
 
 def _check_asked(name: str, mesh: MeshShape, asked: str | int | MeshShape | Mesh | AbstractMesh) -> None:
     if isinstance(asked, int):
-        same, words = mesh.num_devices == asked, f"{asked} devices"
+        same, words = mesh.num_devices == asked, f"for {asked} devices"
     else:
         shape = asked if isinstance(asked, MeshShape) else None
         if isinstance(asked, str):
@@ -219,9 +220,9 @@ def _check_asked(name: str, mesh: MeshShape, asked: str | int | MeshShape | Mesh
         # Sizes alone (2x4) say nothing of names.
         unnamed = isinstance(asked, str) and "=" not in asked
         same = shape.axis_sizes == mesh.axis_sizes and (unnamed or shape.axis_names == mesh.axis_names)
-        words = f"mesh {asked if unnamed else shape.describe()}"
+        words = f"for mesh {asked if unnamed else shape.describe()}"
     if not same:
         raise MeshError(
-            f"the shardings of `{name}` are over mesh {mesh.describe()}, of {mesh.num_devices} devices, but {words} was"
-            " asked for: as it is, the program has that one mesh. Leave out the mesh, or change it in the program"
+            f"the shardings of `{name}` are over mesh {mesh.describe()}, of {mesh.num_devices} devices, but you asked"
+            f" {words}: as it is, the program has that one mesh. Leave out the mesh, or change it in the program"
         )
