@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_verify import StandIn, compiled_step
 
 import autopar
 from autopar import absent
@@ -259,16 +260,104 @@ def test_layers_alike_are_changed_alike() -> None:
     assert change.to == dict.fromkeys(range(3), WHOLE)
 
 
+# -- with a compiler that is stood in for -----------------------------------------------------
+
+
+def wide() -> tuple[Any, tuple[Any, Any]]:
+    """Small weights split over `model`, and a large batch whole there: each layer sums activations."""
+    args = (dict(zip(("up", "down"), shapes((512, 2048), (2048, 512)), strict=True)), *shapes((65_536, 512)))
+    return jax.jit(step, in_shardings=(STATE, over("data")), out_shardings=(STATE, over()), donate_argnums=0), args
+
+
+def stood_in(*programs: str) -> Any:
+    """One after the other, the first of three times the others' step time where there are several."""
+    times = [3e-3, *[1e-3] * len(programs)] if len(programs) > 1 else [1e-3]
+    return StandIn(*(compiled_step(hlo_text=text, step_time_s=s) for text, s in zip(programs, times, strict=False)))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_the_weights_are_what_to_change_where_they_are_gathered_for_nothing(check: bool) -> None:
+    """XLA's program sends nothing, so none of the values inside are to be constrained: the shardings alone change."""
+    by_hand, args = wide()
+    compiler = stood_in("")
+    told = autopar.diagnose(by_hand, *args, hardware="h100-sxm", check=check, compiler=compiler)
+    (change,) = told.changes
+    assert change.kind == "shardings"
+    assert {(one.path, one.before) for one in change.tensors} <= {
+        ("state/up", "P(None, 'model')"),
+        ("state/down", "P('model')"),
+    }
+    gained = told.kept.predicted_s - change.after.predicted_s
+    assert change.gain_s == pytest.approx(gained)
+    assert gained >= 0.9 * (told.kept.predicted_s - told.best.predicted_s) > 0
+    assert len(compiler.asked) == (3 if check else 1)
+    assert (change.after.compiled is not None) == check
+    changed = {tensor.path: str(tensor.sharding) for tensor in told.changed.inputs}
+    assert all(changed[one.path] == one.after != one.before for one in change.tensors)
+    assert f"{change.tensors[0].before} -> {change.tensors[0].after}" in str(told)
+
+
+def test_what_xla_put_in_is_found_and_constrained_away() -> None:
+    """A large permute as it is; none once it is planned inside."""
+    by_hand, args = wide()
+    told = autopar.diagnose(by_hand, *args, hardware="h100-sxm", share=0.5, compiler=stood_in(PERMUTED, ""))
+    (row,) = told.unmeant
+    assert (row.kind, row.axes) == ("collective-permute", ("model",))
+    assert row.num_bytes == 4 * 1024**3
+    assert told.changes[0].kind == "constraints"
+    assert told.changes[0].gain_s == pytest.approx(told.as_is.predicted_s - told.kept.predicted_s)
+    after = told.changes[0].after.compiled
+    assert after is not None
+    assert after.unmeant_counts == {}
+    assert "nobody meant: none" in " ".join(str(told).split())
+    assert told.by_xla
+    assert told.difference_s == pytest.approx(2e-3)
+    assert told.recovered == pytest.approx(1.0)
+    assert told.to_json()["unmeant"][0]["kind"] == "collective-permute"
+
+
+PERMUTED = """
+ENTRY %main (a: f32[1024,1048576]) -> f32[1024,1048576] {
+  %a = f32[1024,1048576]{1,0} parameter(0)
+  ROOT %p = f32[1024,1048576]{1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}, metadata={op_name="jit(step)/jvp(M)/split"}
+}
+"""
+
+
+def test_odd_shardings_are_noted() -> None:
+    other = dict(STATE, up=over())
+    by_hand = jax.jit(step, in_shardings=(STATE, None), out_shardings=(other, None))
+    told = autopar.diagnose(by_hand, *ARGS, hardware="h100-sxm", check=False, compiler=stood_in(""))
+    first, second, third = told.notes
+    assert "`state/up` comes in as P(None, 'model') and goes out as P()" in first
+    assert "how to split 1 of its inputs, e.g. `batch`" in second
+    assert "nothing is donated" in third
+
+
+def test_what_does_not_fit_is_noted() -> None:
+    by_hand, args = wide()
+    least = autopar.plan(step, *args, mesh=MESH, hardware="h100-sxm").prediction.peak_bytes
+    told = autopar.diagnose(
+        by_hand,
+        *args,
+        hardware="h100-sxm",
+        check=False,
+        memory_budget_bytes=1.1 * least,
+        compiler=stood_in(""),
+    )
+    assert any("do not fit" in note for note in told.notes)
+
+
 # -- all of it --------------------------------------------------------------------------------
 
 
 def gpt2_by_hand() -> tuple[Any, tuple[Any, Any]]:
-    """Hugging Face's GPT-2, two layers of it, split as Megatron-LM's names say: the fused projection by its 1,536
-    columns, of which a quarter is no whole number of heads of the query, the key and the value."""
+    """Hugging Face's GPT-2, a layer of it, split as Megatron-LM's names say: the fused projection by its 1,536 columns,
+    of which a quarter is no whole number of heads of the query, the key and the value."""
     from transformers import GPT2Config
 
-    config = GPT2Config(vocab_size=8_003, n_positions=256, n_embd=512, n_layer=2, n_head=8)
-    train, args = language.gpt2(config, batch=16, seq=256, dtype=BF16).target
+    config = GPT2Config(vocab_size=4_003, n_positions=128, n_embd=512, n_layer=1, n_head=8)
+    train, args = language.gpt2(config, batch=16, seq=128, dtype=BF16).target
     return jitted(train, args, pinned.tensor_parallel(args, MESH), MESH), args
 
 
