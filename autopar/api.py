@@ -19,9 +19,10 @@ from autopar import execute, planner
 from autopar.calls import Calls
 from autopar.errors import PlanMismatchError, StepSignatureError
 from autopar.jax_compat import shape_and_dtype
+from autopar.measure_step import FEWEST_STEPS, measure
 from autopar.plan import Plan, load_plan
 from autopar.planner import Program, program_of
-from autopar.step_report import FEWEST_STEPS, StepReport, measure
+from autopar.step_report import StepReport
 from autopar.trace import check_leaves
 
 

@@ -1,8 +1,8 @@
 """The command line: `autopar plan`, `autopar explain`, `autopar verify`, `autopar calibrate`.
 
 In: arguments. Out: text, tables or JSON on standard output, progress and errors on standard error,
-and an exit code: 0 done, 1 a verification that does not hold, 2 a mistake of the user's, 130
-interrupted. It parses and prints; every decision is the planner's.
+and an exit code: 0 done, 1 a verification that does not hold or a diagnosis with what nobody meant, 2 a mistake of the
+user's, 130 interrupted. It parses and prints; every decision is the planner's.
 """
 
 from __future__ import annotations

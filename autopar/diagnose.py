@@ -7,7 +7,6 @@ that is pinned to them. What is over is extra. The changes are searched for by p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,19 +14,16 @@ from typing import Any, Literal
 
 import jax
 
-from autopar import execute
 from autopar.absent import target_text, topology_text
 from autopar.changes import LEAST_SHARE, Repin, groups_of, search
-from autopar.compare import match_collectives
-from autopar.compiler import CompiledStep, Compiler
+from autopar.compiled_costs import CompiledCosts
+from autopar.compiler import Compiler
 from autopar.cost.hardware import HardwareProfile, detect, load
-from autopar.diagnosis import Change, Compiled, Cost, Diagnosis
+from autopar.diagnosis import Change, Cost, Diagnosis
 from autopar.diagnosis_rows import Place, TensorChange, places, tensor_changes
 from autopar.errors import StepSignatureError
-from autopar.extra_collectives import Extra, extras, missing_time, origins_of
+from autopar.extra_collectives import Extra, origins_of
 from autopar.hand_sharded import HandSharded, read_hand_sharded
-from autopar.hlo import has_loops
-from autopar.jax_compat import module_bytes
 from autopar.mesh import MeshShape
 from autopar.pinned_plans import PinnedPlans
 from autopar.plan import Plan
@@ -92,7 +88,7 @@ def diagnose(
         budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
         plans = PinnedPlans(program, hand, profile, budget, time_limit_s)
         num_hosts = -(-hand.mesh.num_devices // profile.devices_per_host) if hosts is None else hosts
-        compiling = _Compiling(hand, program, profile, num_hosts, compiler, check)
+        compiling = CompiledCosts(hand, program, profile, num_hosts, compiler, check)
         return _Diagnosing(plans, compiling, progress or (lambda stage, fraction: None)).diagnosis(share)
 
 
@@ -109,81 +105,11 @@ def _profile(given: str | HardwareProfile | None, mesh: MeshShape, hosts: int | 
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiling:
-    """Programs for XLA's GPU compiler, and what it makes of them.
-
-    Args:
-        check: compile plans too, and not only the program as it is.
-    """
-
-    hand: HandSharded
-    program: Program
-    profile: HardwareProfile
-    num_hosts: int
-    compiler: Compiler
-    check: bool
-
-    def as_it_is(self) -> CompiledStep:
-        return self._compile(self.hand.lower("cuda"))
-
-    def planned(self, plan: Plan) -> CompiledStep | None:
-        """The step with all that a plan says."""
-        if not self.check:
-            return None
-        jitted = execute.jit_plan(plan, self.program.of(plan).trace, execute.abstract_mesh(plan.mesh))
-        return self._compile(execute.lower_for("cuda", jitted, self.hand.args))
-
-    def resharded(self, plan: Plan) -> CompiledStep | None:
-        """The user's own program with the shardings of a plan's inputs in place of theirs, and nothing else."""
-        if not self.check:
-            return None
-        renewed = {out: plan.inputs[n].sharding for n, out in plan.carried}
-        said = self.hand.inputs
-        inputs = [None if was is None else now.sharding for was, now in zip(said, plan.inputs, strict=True)]
-        outputs = [None if was is None else renewed.get(n, was) for n, was in enumerate(self.hand.outputs)]
-        return self._compile(self.hand.lower_otherwise("cuda", inputs, outputs))
-
-    def _compile(self, lowered: jax.stages.Lowered) -> CompiledStep:
-        return self.compiler.compile(module_bytes(lowered), self.profile, self.hand.mesh.num_devices, self.num_hosts)
-
-    def cost(self, plan: Plan, compiled: CompiledStep | None) -> tuple[Cost, tuple[Extra, ...]]:
-        """What a program comes to that was to be as a plan says, and what XLA sends in it that the plan does not."""
-        predicted = plan.prediction
-        if compiled is None:
-            return Cost(predicted_s=predicted.step_time_s, predicted_peak_bytes=predicted.peak_bytes, compiled=None), ()
-        found = match_collectives(plan, compiled.hlo_text, compiled.hosts)
-        rows = extras(found, self.hand.mesh, self.profile)
-        over_s = max(0.0, sum(row.time_s for row in rows) - missing_time(found, plan))
-        # V100 and A100 have no such figures; and a loop XLA takes for one short operation.
-        believable = "matrix_unit_description" in (self.profile.xla_target or {}) and not has_loops(compiled.hlo_text)
-        counts: Counter[str] = Counter()
-        for one in found.compiled:
-            counts[one.kind] += one.num_times
-        nobody_meant: Counter[str] = Counter()
-        for row in rows:
-            if not row.is_sum:
-                nobody_meant[row.kind] += row.count
-        made = Compiled(
-            step_time_s=compiled.step_time_s if believable else None,
-            exposed_s=compiled.exposed_s,
-            peak_bytes=compiled.peak_bytes,
-            sent_bytes=sum(one.num_bytes for one in found.compiled),
-            counts=dict(counts),
-            unmeant_counts=dict(nobody_meant),
-            unmeant_bytes=sum(row.num_bytes for row in rows if not row.is_sum),
-        )
-        cost = Cost(
-            predicted_s=predicted.step_time_s + over_s, predicted_peak_bytes=predicted.peak_bytes, compiled=made
-        )
-        return cost, rows
-
-
-@dataclass(frozen=True, slots=True)
 class _Diagnosing:
     """The steps of one diagnosis."""
 
     plans: PinnedPlans
-    compiling: _Compiling
+    compiling: CompiledCosts
     report: Callable[[str, float], None]
 
     def diagnosis(self, share: float) -> Diagnosis:

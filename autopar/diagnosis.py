@@ -6,7 +6,7 @@ In: figures, rows of collectives and changes. Out: `Diagnosis`, a value that pri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autopar.compiled_costs import Cost
 from autopar.diagnosis_rows import Place, TensorChange
 from autopar.explain import plain_text, short_source
 from autopar.extra_collectives import Extra
@@ -24,46 +25,6 @@ from autopar.units import human_bytes, human_seconds
 
 #: Rows shown of collectives that nobody meant, and of the places of a change; the JSON has all.
 MAX_ROWS, MAX_PLACES = 12, 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    """What XLA's GPU compiler made of a program. Bytes are per device.
-
-    Args:
-        step_time_s: the estimate of XLA's scheduler; None where it is not to be believed (loops, a GPU before Hopper).
-        exposed_s: by kind of collective, the part of it that no kernel hides.
-        sent_bytes: what one device sends in a step.
-        counts: collectives that a step runs, by kind. unmeant_counts: of them, those that nobody meant.
-        unmeant_bytes: what these send.
-    """
-
-    step_time_s: float | None
-    exposed_s: Mapping[str, float]
-    peak_bytes: float
-    sent_bytes: float
-    counts: Mapping[str, int]
-    unmeant_counts: Mapping[str, int]
-    unmeant_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """A program's step: predicted by autopar, and as compiled; None where it was not compiled.
-
-    Args:
-        predicted_s: of the program as its user wrote it: the prediction for its shardings, and the seconds of what
-            XLA's program sends besides.
-    """
-
-    predicted_s: float
-    predicted_peak_bytes: float
-    compiled: Compiled | None
-
-    @property
-    def xla_s(self) -> float | None:
-        """XLA's estimate, where there is one."""
-        return None if self.compiled is None else self.compiled.step_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +107,18 @@ class Diagnosis:
     @property
     def recovered(self) -> float:
         """The part of the difference that the changes recover."""
-        if self.difference_s <= 0 or not self.changes:
+        return self._recovered(self.seconds)
+
+    @property
+    def recovered_as_predicted(self) -> float:
+        """The same by autopar's predictions, which the changes were searched for by."""
+        return self._recovered(lambda cost: cost.predicted_s)
+
+    def _recovered(self, seconds: Callable[[Cost], float]) -> float:
+        difference = seconds(self.as_is) - seconds(self.best)
+        if difference <= 0 or not self.changes:
             return 0.0
-        return (self.seconds(self.as_is) - self.seconds(self.changes[-1].after)) / self.difference_s
+        return (seconds(self.as_is) - seconds(self.changes[-1].after)) / difference
 
     def __str__(self) -> str:
         return plain_text(lambda console: render_diagnosis(self, console))
@@ -171,6 +141,7 @@ class Diagnosis:
             "best": asdict(self.best) | {"strategy": self.plan.words},
             "difference_s": self.difference_s,
             "recovered": self.recovered,
+            "recovered_as_predicted": self.recovered_as_predicted,
             "unmeant": [asdict(row) for row in self.unmeant],
             "sums": [asdict(row) for row in self.sums],
             "changes": [asdict(change) for change in self.changes],
@@ -194,7 +165,8 @@ def render_diagnosis(told: Diagnosis, console: Console) -> None:
         head = f"Sums that another split of the values inside does not need: {_total(told.sums)}"
         console.print(Text(head, "bold"), _extras(told.sums))
     if told.changes:
-        console.print(Text(f"Changes that recover {100 * told.recovered:.0f} % of the difference", "bold"))
+        also = f", {100 * told.recovered_as_predicted:.0f} % as predicted" if told.by_xla else ""
+        console.print(Text(f"Changes that recover {100 * told.recovered:.0f} % of the difference{also}", "bold"))
         console.print(_changes(told))
     for note in told.notes:
         console.print(Padding(Text(f"note: {note}"), (0, 0, 0, 2)))

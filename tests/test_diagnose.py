@@ -387,7 +387,8 @@ def test_its_changes_take_them_away(gpt2: autopar.Diagnosis) -> None:
         assert after.counts.get(kind, 0) < before.counts[kind]
     assert gpt2.by_xla
     assert gpt2.difference_s > 0
-    assert gpt2.recovered >= 0.85
+    assert gpt2.recovered > 0.5  # by XLA's estimate
+    assert gpt2.recovered_as_predicted >= 0.9
     assert all(change.gain_s > 0 for change in gpt2.changes)
 
 

@@ -13,12 +13,13 @@ import programs
 import pytest
 
 import autopar
-from autopar import step_report
+from autopar import measure_step
 from autopar.calls import REMEMBERED, Calls
 from autopar.cost.hardware import load
 from autopar.errors import StepSignatureError
+from autopar.measure_step import model_flops, report_on
 from autopar.planner import program_of
-from autopar.step_report import StepReport, model_flops, report_on
+from autopar.step_report import StepReport
 
 # -- timing -----------------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ def test_what_devices_say_of_their_memory_is_told(monkeypatch: pytest.MonkeyPatc
     class Grid:
         devices = np.array([Device(5), Device(7)], dtype=object)
 
-    assert step_report._peak_bytes(None, None, Grid()) == (7.0, "devices")  # type: ignore[arg-type]
+    assert measure_step._peak_bytes(None, None, Grid()) == (7.0, "devices")  # type: ignore[arg-type]
 
 
 def test_another_shape_begins_anew() -> None:
