@@ -265,7 +265,8 @@ def test_layers_alike_are_changed_alike() -> None:
 
 def wide() -> tuple[Any, tuple[Any, Any]]:
     """Small weights split over `model`, and a large batch whole there: each layer sums activations."""
-    args = (dict(zip(("up", "down"), shapes((512, 2048), (2048, 512)), strict=True)), *shapes((65_536, 512)))
+    up, down, batch = shapes((512, 2048), (2048, 512), (65_536, 512))
+    args = ({"up": up, "down": down}, batch)
     return jax.jit(step, in_shardings=(STATE, over("data")), out_shardings=(STATE, over()), donate_argnums=0), args
 
 
