@@ -51,7 +51,7 @@ class Cost:
 
     Args:
         predicted_s: of the program as its user wrote it: the prediction for its shardings, and the seconds of what
-            XLA's program sends besides.
+            XLA's program sends besides; what XLA computes on several devices alike is not in it.
     """
 
     predicted_s: float
