@@ -3,6 +3,8 @@
 from autopar.api import ParallelStep as ParallelStep
 from autopar.api import parallelize as parallelize
 from autopar.checkpoints import Checkpoints as Checkpoints
+from autopar.diagnose import diagnose as diagnose
+from autopar.diagnosis import Diagnosis as Diagnosis
 from autopar.diff import PlanDiff as PlanDiff
 from autopar.diff import diff as diff
 from autopar.explain import explain as explain
@@ -12,6 +14,7 @@ from autopar.planner import plan as plan
 from autopar.processes.watch import Watch as Watch
 from autopar.processes.watch import watch as watch
 from autopar.rules.registered import register_rule as register_rule
+from autopar.step_report import StepReport as StepReport
 from autopar.verification import Verification as Verification
 from autopar.verify import verify as verify
 from autopar.version import __version__ as __version__

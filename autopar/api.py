@@ -18,11 +18,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import execute, planner
+from autopar.calls import Calls
 from autopar.errors import StepSignatureError
 from autopar.front_ends.call import Call, Results, opened
 from autopar.front_ends.state import abstract_of, new_state, state_arguments, state_like
 from autopar.front_ends.step import Step
 from autopar.jax_compat import shape_struct
+from autopar.measure_step import FEWEST_STEPS, measure
 from autopar.plan import Plan, load_plan
 from autopar.processes.arguments import Arguments, shard_batch
 from autopar.processes.exchange import among_processes
@@ -30,6 +32,7 @@ from autopar.processes.local_batch import check_equal
 from autopar.processes.step_clock import StepClock
 from autopar.program import Program
 from autopar.step_plans import Planned, StepPlans
+from autopar.step_report import StepReport
 
 
 @overload
@@ -85,7 +88,8 @@ class ParallelStep:
         self._known: dict[Any, _Prepared] = {}  # by what a plan is made for; the last one used comes last
         self._fast: Any = None  # the jitted replay of the last call, where it takes the arguments as they are
         self._fast_key: Any = None
-        self._probe: int | None = None  # an output of the last call that no later one takes over
+        self._last: _Prepared | None = None  # what ran the last call
+        self._calls = Calls()  # of that
         self.clock: StepClock | None = None  # set by `watch`
 
     @property
@@ -218,12 +222,31 @@ class ParallelStep:
         mesh = self._plans.mesh(plan) if mesh is None else mesh
         return execute.lower(execute.jit_plan(plan, program.trace, mesh), program.trace.arguments, mesh)
 
+    def report(self) -> StepReport:
+        """The steps run last beside what the plan predicted: time, memory, utilisation, and which part may be off.
+
+        Waits until the devices have done all that was asked of them. Steps are timed from call to call, from the second
+        call with the same shapes on; the first, which compiles, does not count.
+
+        Raises:
+            StepSignatureError: too few steps have run.
+        """
+        last = self._last
+        if last is None or self._calls.num_steps < FEWEST_STEPS:
+            raise StepSignatureError(
+                f"`{self.name}` has run too few steps to report on: call it at least {FEWEST_STEPS + 2} times with"
+                f" arguments of the same shapes; the first compiles, and {self._calls.num_steps} have been timed since"
+            )
+        hardware = self._plans.options.get("hardware")
+        return measure(last.plan, last.program, last.jitted, self._calls, last.mesh, hardware)
+
     # -- inside ------------------------------------------------------------------------------
 
     def _dispatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """What the step returns, and the arrays that the planned one returned."""
         failed: Exception | None = None
         if self._fast is not None and not kwargs:
+            self._calls.note()
             try:
                 result = self._fast(*args)
             except Exception as error:  # other shapes; arrays that lie elsewhere; or the step's own
@@ -236,9 +259,13 @@ class ParallelStep:
             trees = execute.placed(prepared.plan, prepared.mesh, prepared.arguments.whole(call.trees))
             if failed is not None and known and all(map(operator.is_, jax.tree.leaves(trees), jax.tree.leaves(args))):
                 raise failed
-            if call.is_plain and prepared.results.is_plain:
-                self._fast, self._fast_key = prepared.jitted, call.key
-            self._probe = prepared.probe
+            is_fast = call.is_plain and prepared.results.is_plain
+            self._fast, self._fast_key = (prepared.jitted, call.key) if is_fast else (None, None)
+            if prepared is not self._last or not prepared.is_compiled:
+                self._calls.start_anew()
+            elif failed is None:  # else it has been noted
+                self._calls.note()
+            self._last = prepared
             arrays = self._run(prepared, trees)
             return call.finish(prepared.results, arrays), arrays
 
@@ -252,7 +279,8 @@ class ParallelStep:
 
     def _probed(self, dispatched: tuple[Any, Any]) -> Any:
         """Of a call that was made, an array to wait for."""
-        return None if self._probe is None else jax.tree.leaves(dispatched[1])[self._probe]
+        position = None if self._last is None else self._last.probe
+        return None if position is None else jax.tree.leaves(dispatched[1])[position]
 
     def _opened_for(self, caller: str, state: Any, step_args: Mapping[str, Any]) -> AbstractContextManager[Call]:
         """A call with a state and the other arguments by name."""

@@ -1,8 +1,8 @@
 """The command line: `autopar plan`, `explain`, `diff`, `verify`, `calibrate`.
 
 In: arguments. Out: text, tables or JSON on standard output, progress and errors on standard error,
-and an exit code: 0 done, 1 a verification that does not hold, 2 a mistake of the user's, 130
-interrupted. It parses and prints; every decision is the planner's.
+and an exit code: 0 done, 1 a verification that does not hold or a diagnosis with what nobody meant, 2 a mistake of the
+user's, 130 interrupted. It parses and prints; every decision is the planner's.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ examples:
   autopar calibrate -o mine.toml
   autopar verify train.py:make --mesh 8 --hardware h100-sxm
   autopar verify train.py:make --plan gpt.plan.json
+  autopar verify train.py:make_sharded --as-is --hardware h100-sxm
 
 TARGET is path/file.py:function or package.module:function. The function takes nothing and returns
 (step, args): the train step and the tuple of its arguments, arrays or jax.ShapeDtypeStructs.
@@ -128,6 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     about = "run the step too, and measure it; needs the GPUs themselves on this machine"
     verify.add_argument("--run", dest="run_step", action="store_true", help=about)
+    about = "instead of a plan: a TARGET whose step is jitted with shardings given by hand; what it costs, which collectives"
+    about += " nobody meant, and the few changes that help most"
+    verify.add_argument("--as-is", action="store_true", help=about)
+    about = "with --as-is: predict the changes, and do not compile them"
+    verify.add_argument("--no-check", action="store_true", help=about)
     about = "save the verified plan, which is a tighter one where the first took too much memory"
     verify.add_argument("-o", "--output", metavar="FILE", help=about)
     verify.set_defaults(run=_run_verify)
@@ -388,6 +394,8 @@ def _run_calibrate(options: argparse.Namespace) -> None:
 
 def _run_verify(options: argparse.Namespace) -> int:
     _check_output(options)
+    if options.as_is or options.no_check:
+        return _run_diagnose(options)
     if options.plan is not None:
         _refuse_planning(options, options.plan, "or leave out --plan", allowed=("hardware",))
     from autopar.compiler import Compiler
@@ -416,6 +424,40 @@ def _run_verify(options: argparse.Namespace) -> int:
     if options.output is not None:
         print(f"\nThe plan is saved to {options.output}.")
     return 0 if told.holds else 1
+
+
+def _run_diagnose(options: argparse.Namespace) -> int:
+    """Exit code 1 where something was sent that nobody meant."""
+    if not options.as_is:
+        raise TargetError("--no-check is about the changes to a step sharded by hand: add --as-is, or drop it")
+    no_use = ("plan", "run_step", "no_rematerialize", "pin", "num_microbatches", "per_microbatch_statistics")
+    useless = [name for name in no_use if getattr(options, name)]
+    if useless:
+        flags = ", ".join(f"--{name.removesuffix('_step').replace('_', '-')}" for name in useless)
+        raise TargetError(f"--as-is takes the shardings that the step has, and runs nothing: drop {flags}")
+    from autopar.compiler import Compiler
+
+    with Compiler() as compiler:
+        if options.hardware:
+            _use_cpu_only()
+        step, args = load_target(options.target)
+        from autopar.diagnose import diagnose
+        from autopar.diagnosis import render_diagnosis
+
+        more: dict[str, Any] = {} if options.time_limit is None else {"time_limit_s": options.time_limit}
+        more |= {"mesh": options.mesh, "num_devices": options.devices, "hardware": options.hardware}
+        more |= {"memory_budget_bytes": options.memory_budget, "hosts": options.hosts, "check": not options.no_check}
+        with _progress() as report:
+            told = diagnose(step, *args, compiler=compiler, progress=report, **more)
+    if options.output is not None:
+        told.changed.save(options.output)
+    if options.json:
+        print(json.dumps(told.to_json(), indent=2, allow_nan=False))
+    else:
+        _show(lambda console: render_diagnosis(told, console))
+        if options.output is not None:
+            print(f"\nThe plan with all changes is saved to {options.output}.")
+    return 1 if told.unmeant else 0
 
 
 def _is_plan_file(target: str) -> bool:

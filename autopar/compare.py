@@ -110,7 +110,8 @@ class CompiledCollective:
         instruction: its name in XLA's program.
         num_times: how often a step runs it.
         num_bytes: what one device sends in a step. unpredicted_bytes: of it, what no decision accounts for.
-        path, source: the module path and the source line that XLA has kept.
+        path, source: the module path and the source line that XLA has kept. library_source: the innermost line outside
+            JAX, Flax and Optax.
         predicted: positions in `Plan.collectives`.
     """
 
@@ -123,6 +124,7 @@ class CompiledCollective:
     path: str
     source: str
     predicted: tuple[int, ...]
+    library_source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,11 @@ def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> C
             path = describe_origin(one.op_name)
             members = paired.predicted.get(n, ())
             sent = _sent_by(one, mesh)
-            rows.append(CompiledCollective(kind, axes, one.name, one.num_times, sent, rest, path, one.source, members))
+            rows.append(
+                CompiledCollective(
+                    kind, axes, one.name, one.num_times, sent, rest, path, one.source, members, one.library_source
+                )
+            )
         left = {position: sent_bytes(kind, rest, size) for position, rest in paired.predicted_left.items()}
         missing += [(position, rest) for position, rest in left.items() if rest > WIRE_SLACK_BYTES]
     matches.sort(key=lambda match: -max(match.predicted_bytes, match.compiled_bytes))

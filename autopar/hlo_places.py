@@ -24,6 +24,8 @@ _MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
 _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+))?")
 _SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _PACKAGE = str(Path(__file__).resolve().parent)
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_FRAMEWORKS = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax)[/\\]")
 
 
 def read_groups(text: str) -> Groups:
@@ -78,8 +80,9 @@ def mesh_axes(groups: Groups, mesh: MeshShape, *, pairs: bool = False) -> tuple[
     return None
 
 
-def read_sources(hlo_text: str) -> dict[int, str]:
-    """Stack frame -> `file.py:12` of its innermost frame outside installed libraries and autopar.
+def read_sources(hlo_text: str) -> dict[int, tuple[str, str]]:
+    """Stack frame -> `file.py:12` of its innermost frame outside installed libraries and autopar; and of its innermost
+    outside JAX, Flax and Optax, which may be a library's of models.
 
     XLA writes four tables before the first computation, each referring to the one before.
     """
@@ -91,17 +94,21 @@ def read_sources(hlo_text: str) -> dict[int, str]:
     entry = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.M)
     # A parent is written one too high: 1 for none.
     frames = {int(n): (int(place), int(up or 1) - 1) for n, place, up in entry.findall(_table(hlo_text, "StackFrames"))}
-    return {frame: _own_line(frame, frames, places) for frame in frames}
+    return {
+        frame: (_line(frame, frames, places, _INSTALLED), _line(frame, frames, places, _FRAMEWORKS)) for frame in frames
+    }
 
 
-def _own_line(frame: int, frames: dict[int, tuple[int, int]], places: dict[int, tuple[str, int]]) -> str:
+def _line(
+    frame: int, frames: dict[int, tuple[int, int]], places: dict[int, tuple[str, int]], passed_over: re.Pattern[str]
+) -> str:
     seen: set[int] = set()
     innermost = ""
     while frame in frames and frame not in seen:
         seen.add(frame)
         place, parent = frames[frame]
         file, line = places.get(place, ("", 0))
-        if file and not re.search(r"[/\\](?:site|dist)-packages[/\\]", file) and not file.startswith(_PACKAGE):
+        if file and not passed_over.search(file) and not file.startswith(_PACKAGE):
             return f"{file}:{line}"
         innermost = innermost or (f"{file}:{line}" if file else "")
         frame = parent

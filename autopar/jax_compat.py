@@ -11,6 +11,7 @@ import io
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -325,3 +326,59 @@ def leave_without_waiting() -> None:
     state.client = state.service = state.preemption_sync_manager = None
     # Others may still read from the service, and its own client ends the process where it is gone: both stay to the end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+
+
+@dataclass(frozen=True, slots=True)
+class JitCall:
+    """What a jitted function was told of its arguments and results, leaf by leaf.
+
+    Args:
+        in_shardings, out_shardings: None where nothing was said.
+        donated: positions of arguments' leaves.
+    """
+
+    in_shardings: tuple[Any, ...]
+    out_shardings: tuple[Any, ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+    donated: tuple[int, ...]
+
+
+def jit_call(jitted: Any, args: Sequence[Any]) -> tuple[JitCall, Any]:
+    """What `jax.jit` was told, and the jaxpr of the function."""
+    traced = jitted.trace(*args)
+    params = traced._params
+    consts = len(params["in_shardings"]) - len(jax.tree.leaves(tuple(args)))  # closed-over values come first
+
+    def said(shardings: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(one if isinstance(one, jax.sharding.Sharding) else None for one in shardings)
+
+    call = JitCall(
+        in_shardings=said(params["in_shardings"])[consts:],
+        out_shardings=said(params["out_shardings"]),
+        out_shapes=tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(traced.out_info)),
+        donated=tuple(n for n, is_donated in enumerate(params["donated_invars"][consts:]) if is_donated),
+    )
+    return call, open_jaxpr(traced.jaxpr)[0]
+
+
+def meshes_named(jaxpr: Any) -> list[tuple[str, Any]]:
+    """Every mesh that a program itself names, in a `with_sharding_constraint` or a `shard_map`, and where."""
+    found: list[tuple[str, Any]] = []
+    for equation in jaxpr.eqns:
+        sharding = equation.params.get("sharding") if equation.primitive.name == "sharding_constraint" else None
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            found.append((f"`with_sharding_constraint` at {user_source(equation)}", sharding.mesh))
+        elif equation.primitive.name == "shard_map":
+            found.append((f"`shard_map` at {user_source(equation)}", equation.params["mesh"]))
+            continue  # inside, the mesh's axes are of another type
+        for inner in programs_in(equation):
+            found += meshes_named(inner)
+    return found
+
+
+def placed_struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    """`shape_struct`, with the sharding where it is one over a mesh."""
+    struct, sharding = shape_struct(leaf), getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.mesh.axis_names:
+        return struct
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type)

@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from autopar.mesh import MeshShape
+from benchmarks.baselines import pinned
+from benchmarks.baselines.jitted import jitted
 from benchmarks.zoo import language, vision
 from benchmarks.zoo.training import BF16, Target
 
@@ -54,6 +57,13 @@ def demo_gpt_target(batch: int = 8) -> Target:
 def gpt2_small_target(batch: int = 64, seq: int = 1024) -> Target:
     """Hugging Face's GPT-2 small: 12 unrolled layers, bf16 compute, dropout, AdamW."""
     return language.gpt2(GPT2Config(), batch, seq, BF16).target
+
+
+def gpt2_small_megatron_target(batch: int = 64, seq: int = 1024) -> Target:
+    """The same, split by hand over a mesh 2x4 as Megatron-LM's names say, for `autopar verify --as-is`."""
+    mesh = MeshShape(("data", "model"), (2, 4))
+    step, args = gpt2_small_target(batch, seq)
+    return jitted(step, args, pinned.tensor_parallel(args, mesh), mesh), args
 
 
 def bert_base_target(batch: int = 128, seq: int = 512) -> Target:

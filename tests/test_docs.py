@@ -151,6 +151,26 @@ def test_the_blocks_of_the_front_ends_are_one_program(tmp_path: Path) -> None:
     run([sys.executable, "front_ends.py"], tmp_path)
 
 
+def test_the_report_in_the_guide_is_of_a_program_that_runs(tmp_path: Path) -> None:
+    """Its times are those of some machine; the rows are the same."""
+    found = blocks(DOCS / "diagnose.md")
+    (tmp_path / "report.py").write_text(next(b.text for b in found if b.title == "report.py"), encoding="utf-8")
+    printed = run([sys.executable, "report.py"], tmp_path)
+    shown = next(b.text for b in found if b.text.startswith("Report on"))
+    for words in ("Report on train_step", "step time", "peak memory, as compiled", "model FLOPs utilisation"):
+        assert words in shown
+        assert words in printed
+
+
+def test_the_step_sharded_by_hand_in_the_guide_is_read(tmp_path: Path) -> None:
+    program = next(b.text for b in blocks(DOCS / "diagnose.md") if b.title == "gpt2_by_hand.py")
+    check = (
+        "from autopar.hand_sharded import read_hand_sharded as read; step, args = make(); print(read(step, args).mesh)"
+    )
+    (tmp_path / "gpt2_by_hand.py").write_text(f"{program}\n\n{check}\n", encoding="utf-8")
+    assert run([sys.executable, "gpt2_by_hand.py"], tmp_path).strip() == "2x4"
+
+
 # -- completeness ----------------------------------------------------------------------------
 
 

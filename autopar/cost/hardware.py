@@ -120,10 +120,24 @@ class HardwareProfile:
         >>> h100.matrix_rate("int32") == h100.vector_flops_per_s
         True
         """
-        family = "float8" if dtype.startswith(("float8", "float6", "float4")) else _RUNS_AS.get(dtype, dtype)
+        family = _matrix_dtype(dtype)
         if family not in self.peak_flops_per_s:
             return self.vector_flops_per_s
         return self.peak_flops_per_s[family] * self.compute_efficiency
+
+    def peak_rate(self, dtype: str) -> float:
+        """FLOP/s of the matrix units at their best, of the vector units where they do not take this dtype: what
+        utilisation is measured by.
+
+        >>> load("h100-sxm").peak_rate("bfloat16") == load("h100-sxm").peak_flops_per_s["bfloat16"]
+        True
+        """
+        return self.peak_flops_per_s.get(_matrix_dtype(dtype), self.vector_flops_per_s)
+
+
+def _matrix_dtype(dtype: str) -> str:
+    """The dtype whose rate matrix units take it at."""
+    return "float8" if dtype.startswith(("float8", "float6", "float4")) else _RUNS_AS.get(dtype, dtype)
 
 
 def load(name_or_path: str | Path) -> HardwareProfile:

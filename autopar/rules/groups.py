@@ -116,7 +116,7 @@ class Group:
         return windows
 
 
-_CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 
 def joins(rule: Rule, primitive: str) -> bool:
@@ -337,7 +337,7 @@ def _build(
             Work(
                 own,
                 rule.flops_per_point,
-                node.primitive in _CONTRACTIONS,
+                node.primitive in CONTRACTIONS,
                 first.dtype,
                 node.repeat,
                 stored,

@@ -1,0 +1,32 @@
+"""A step jitted by a recipe as its user would write it: with `in_shardings` and `out_shardings`, and nothing inside.
+
+In: a step, its arguments (shapes are enough), pins as `pinned` gives them, a mesh. Out: what `jax.jit` returns, over a
+mesh without devices, for `autopar.diagnose`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.execute import abstract_mesh
+from autopar.mesh import MeshShape
+from benchmarks.baselines.pinned import Pins
+
+
+def jitted(step: Any, args: tuple[Any, Any], pins: Pins, mesh: MeshShape) -> Any:
+    """The step `(state, batch) -> (state, loss)`; the state goes out as it comes in, and is donated."""
+    over = abstract_mesh(mesh)
+
+    def named(root: str, tree: Any) -> Any:
+        def one(path: Any, leaf: Any) -> NamedSharding:
+            return NamedSharding(over, pins[f"{root}/{jax.tree_util.keystr(path, simple=True, separator='/')}"])
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    state = named("state", args[0])
+    shardings = (state, named("batch", args[1]))
+    out = (state, NamedSharding(over, PartitionSpec()))
+    return jax.jit(step, in_shardings=shardings, out_shardings=out, donate_argnums=0)
