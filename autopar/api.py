@@ -23,7 +23,7 @@ from autopar.errors import StepSignatureError
 from autopar.front_ends.call import Call, Results, opened
 from autopar.front_ends.state import abstract_of, new_state, state_arguments, state_like
 from autopar.front_ends.step import Step
-from autopar.jax_compat import shape_struct
+from autopar.jax_compat import placed_struct, shape_struct
 from autopar.measure_step import FEWEST_STEPS, measure
 from autopar.plan import Plan, load_plan
 from autopar.processes.arguments import Arguments, shard_batch
@@ -238,7 +238,7 @@ class ParallelStep:
                 f" arguments of the same shapes; the first compiles, and {self._calls.num_steps} have been timed since"
             )
         hardware = self._plans.options.get("hardware")
-        return measure(last.plan, last.program, last.jitted, self._calls, last.mesh, hardware)
+        return measure(last.plan, last.program, last.jitted, last.compiled_for, self._calls, last.mesh, hardware)
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -272,6 +272,7 @@ class ParallelStep:
     def _run(self, prepared: _Prepared, trees: Sequence[Any]) -> Any:
         if prepared.is_compiled:
             return prepared.jitted(*trees)
+        prepared.compiled_for = jax.tree.map(placed_struct, tuple(trees))
         with self._plans.compiled_kept(prepared.plan):
             arrays = prepared.jitted(*trees)
         prepared.is_compiled = True
@@ -307,6 +308,7 @@ class _Prepared:
         arguments: as the plan takes them, of what processes have.
         jitted: the replay.
         probe: position of the smallest output that no later call takes over.
+        compiled_for: shapes and shardings of what it was given first.
     """
 
     plan: Plan
@@ -317,6 +319,7 @@ class _Prepared:
     jitted: Any
     probe: int | None
     is_compiled: bool = False
+    compiled_for: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, name: str, planned: Planned, mesh: Mesh) -> _Prepared:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -33,6 +33,7 @@ def measure(
     plan: Plan,
     program: Program,
     jitted: Any,
+    arguments: Sequence[Any],
     calls: Calls,
     mesh: Mesh,
     hardware: str | HardwareProfile | None,
@@ -40,12 +41,12 @@ def measure(
     """Report on steps that have run.
 
     Args:
-        jitted: what ran them, on the devices of a mesh.
+        jitted: what ran them, on the devices of a mesh. arguments: shapes of what it was given.
         hardware: what the plan was made for, where it was not found by its name.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(_wait)
-    peak_bytes, memory_from = _peak_bytes(jitted, program, mesh)
+    peak_bytes, memory_from = _peak_bytes(jitted, arguments, mesh)
     return report_on(
         plan,
         program.as_traced.graph,
@@ -65,7 +66,7 @@ def _wait() -> None:
 
 
 def _peak_bytes(
-    jitted: Any, program: Program, mesh: Mesh
+    jitted: Any, arguments: Sequence[Any], mesh: Mesh
 ) -> tuple[float | None, Literal["devices", "compiled"] | None]:
     """The most that a device of this process held; or, where devices do not say, what XLA's program takes."""
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
@@ -73,7 +74,7 @@ def _peak_bytes(
     peaks = [float(each["peak_bytes_in_use"]) for each in stats if each and "peak_bytes_in_use" in each]
     if peaks:
         return max(peaks), "devices"
-    sizes = jitted.lower(*program.trace.arguments).compile().memory_analysis()  # JAX has it compiled already
+    sizes = jitted.lower(*arguments).compile().memory_analysis()  # JAX has it compiled already
     if sizes is None:
         return None, None
     held = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes
