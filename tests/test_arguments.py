@@ -245,9 +245,9 @@ def test_a_state_that_another_plan_has_laid_out() -> None:
     """As the last batch of an epoch, which is smaller: the state is moved from one layout to the other, and back."""
     pins = iter([jax.P("data"), jax.P(None, "data")])
     step = autopar.parallelize(**OPTIONS)(lambda w, x: (w + x.sum(), w.mean()))
-    step._options["pin"] = {"w": next(pins)}
+    step._plans.options["pin"] = {"w": next(pins)}
     w, _ = step(ones(), np.ones((32, 64), np.float32))
-    step._options["pin"] = {"w": next(pins)}
+    step._plans.options["pin"] = {"w": next(pins)}
     for rows in (16, 32, 16, 16, 32):
         before = float(w.mean())
         w, mean = step(w, np.ones((rows, 64), np.float32))
