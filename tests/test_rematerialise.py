@@ -190,6 +190,29 @@ def test_what_is_kept_of_what_runs_again_is_made_before_the_forward_pass_goes_on
     )
 
 
+def test_a_loop_is_not_given_what_it_has_no_room_for() -> None:
+    """Stacked weights that are split over both axes of a mesh are gathered in each trip, not all before the first."""
+    layers, width = 24, 512
+
+    def step(weights: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        def loss_of(weights: Any) -> jax.Array:
+            def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+                return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+            return (jax.lax.scan(layer, x, weights)[0] ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    shapes = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    program = program_of(step, (weights, jax.ShapeDtypeStruct((2048, width), jnp.float32)), carry=None, donate=None)
+    weight_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
+    budget = 0.58 * weight_bytes  # what one axis alone splits, and its gradient, take half of it
+    plan = plan_program(program, mesh="2x4", hardware=HARDWARE, memory_budget_bytes=budget)
+    assert plan.prediction.peak_bytes <= budget
+
+
 @pytest.mark.parametrize("scanned", [False, True])
 def test_what_is_computed_again_is_not_held(scanned: bool) -> None:
     """Nothing big of a layer but what the layer is given passes from the forward to the backward pass."""
