@@ -413,11 +413,9 @@ class _Builder:
                     combinable=flow.combinable,
                 )
             matrix = info.repeat * seconds[rows[:, None], columns]
-            if shared:
+            if shared or flow.exact:
                 same = np.array([[m == w for w in wanted] for m in made])[rows[:, None], columns]
-                matrix[same != np.array(shared)] = np.inf
-            if flow.exact:
-                matrix[np.array([[m != w for w in wanted] for m in made])[rows[:, None], columns]] = np.inf
+                matrix[same != np.array(shared or True)] = np.inf
             self.matrices[key] = matrix
         return self.matrices[key]
 

@@ -238,15 +238,14 @@ def _with_copies(free: Formulation, limited: Formulation, choices: Sequence[int]
     others = iter(choice for d, choice in zip(free.decisions, choices, strict=True) if d.kind != "copy")
     mapped = [-1 if decision.kind == "copy" else next(others) for decision in limited.decisions]
     made = {f.target: f.made[mapped[f.source]] for f in limited.flows if limited.decisions[f.target].kind == "copy"}
-    wanted = {
-        f.source: f.wanted[mapped[f.target]] for f in limited.flows if f.source in made
-    }  # of a copy not in `free`
+    wanted = {f.source: f.wanted[mapped[f.target]] for f in limited.flows if f.source in made}
     for node, own in made.items():
         decision = limited.decisions[node]
         options = decision.shardings[: decision.num_strategies // 2]
         known = copies.get(decision.value)
         choice = options.index(wanted[node]) if known is None else known
         mapped[node] = choice if options[choice] == own else choice + len(options)
+    assert all(0 <= c < d.num_strategies for c, d in zip(mapped, limited.decisions, strict=True))
     return tuple(mapped)
 
 
