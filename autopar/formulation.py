@@ -39,6 +39,9 @@ from autopar.solve.problem import Edge, Problem, Usage
 
 Shardings = tuple[TensorSharding, ...]  # one per strategy of a decision
 
+#: Nodes by which a loop is given what it holds while it runs.
+_HELD_BY_LOOPS = frozenset(["enter_slice", "enter_const"])
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -79,6 +82,7 @@ class Flow:
     wanted: Shardings
     combinable: bool
     uses: tuple[tuple[int, int], ...] = ()  # (node, operand)s of a reading group
+    exact: bool = False  # it passes only as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +257,19 @@ class _Builder:
             self.flows.append(Flow(value, source, node, made, wanted, self._combinable(source, node), uses))
         if not outside:
             return
-        if len({node for node, _, _ in outside}) > 1:
+        into_loops = {node for node, _, uses in outside if self._is_held_by_a_loop(value, uses)}
+        if len({node for node, _, _ in outside}) > 1 or into_loops:
             source, made = self._add_copy(value, source, made, outside)
         for node, wanted, uses in outside:
-            origin = self.made[value][0]
-            self.flows.append(Flow(value, source, node, made, wanted, self._combinable(origin, node), uses))
+            combinable = self._combinable(self.made[value][0], node)
+            self.flows.append(Flow(value, source, node, made, wanted, combinable, uses, node in into_loops))
+
+    def _is_held_by_a_loop(self, value: int, uses: Sequence[tuple[int, int]]) -> bool:
+        """Whether memory matters, and a loop holds what it is given while it runs: so that is a copy, whose memory
+        counts. What is read otherwise in a trip is gathered there."""
+        if self.budget is None or self.graph.values[value].size <= SMALL_SIZE:
+            return False
+        return any(self.graph.nodes[n].primitive in _HELD_BY_LOOPS for n, _ in uses)
 
     def _add_copy(
         self,
@@ -386,7 +398,8 @@ class _Builder:
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]
         shared = self.decisions[flow.target].shared if self.budget is not None else ()
-        key = (info.shape, info.itemsize, info.repeat, id(flow.made), id(flow.wanted), flow.combinable, shared)
+        how = (flow.combinable, flow.exact, shared)
+        key = (info.shape, info.itemsize, info.repeat, id(flow.made), id(flow.wanted), *how)
         if key not in self.matrices:
             (made, rows), (wanted, columns) = self.laid.distinct(flow.made), self.laid.distinct(flow.wanted)
             seconds = np.empty((len(made), len(wanted)))
@@ -400,9 +413,9 @@ class _Builder:
                     combinable=flow.combinable,
                 )
             matrix = info.repeat * seconds[rows[:, None], columns]
-            if shared:
+            if shared or flow.exact:
                 same = np.array([[m == w for w in wanted] for m in made])[rows[:, None], columns]
-                matrix[same != np.array(shared)] = np.inf
+                matrix[same != np.array(shared or True)] = np.inf
             self.matrices[key] = matrix
         return self.matrices[key]
 
@@ -548,11 +561,14 @@ class HeldTensor:
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
+    """By value, the last node that reads it, or the last one of the innermost loop that holds it."""
+    ends = {n: loop.stop - 1 for loop in reversed(graph.loops) for n in range(loop.start, loop.stop)}
     last: dict[int, int] = {}
     for n, node in enumerate(graph.nodes):
+        until = ends.get(n, n) if node.primitive in _HELD_BY_LOOPS else n
         for value in node.operands:
             if value is not None:
-                last[value] = n
+                last[value] = max(until, last.get(value, 0))
     for value in graph.outputs:
         if value is not None:
             last[value] = len(graph.nodes)

@@ -233,31 +233,38 @@ class _Search:
         best: Plan | None = None
         refused: list[Refused] = []
         for mesh in meshes:
-            outcome = self._fewest(mesh) if best is None else _count(best)
-            if isinstance(outcome, int):
-                outcome = self._split(mesh, outcome)
+            outcome = self._on_mesh(mesh) if best is None else self._split(mesh, _count(best))
             if isinstance(outcome, Refused):
                 refused.append(outcome)
             elif best is None or outcome.prediction.step_time_s < best.prediction.step_time_s:
                 best = outcome
         return best or _least(refused)
 
-    def _fewest(self, mesh: MeshShape) -> int | Refused:
-        """The fewest microbatches with which anything fits: where neither one nor the most do, none does."""
+    def _on_mesh(self, mesh: MeshShape) -> Plan | Refused:
+        """The fastest plan with the fewest microbatches with which anything fits."""
         if self.num_microbatches is not None:
-            return self.num_microbatches
+            return self._split(mesh, self.num_microbatches)
+        found = self._fewest(mesh)
+        if isinstance(found, Refused) or not found.outcome.memory_bound:
+            return found
+        return self._split(mesh, _count(found))
+
+    def _fewest(self, mesh: MeshShape) -> Plan | Refused:
+        """Any plan with the fewest microbatches that have one: where neither one nor the most do, none does."""
         refused, high = self._split(mesh, 1, any_that_fits=True), self._most_microbatches(mesh).bit_length() - 1
-        if isinstance(refused, Plan):
-            return 1
-        most = self._split(mesh, 2**high, any_that_fits=True) if high > 0 else refused
-        if isinstance(most, Refused):
-            return _least([refused, most])
+        if isinstance(refused, Plan) or high == 0:
+            return refused
+        fitting = self._split(mesh, 2**high, any_that_fits=True)
+        if isinstance(fitting, Refused):
+            return _least([refused, fitting])
         low = 0
         while high - low > 1:  # 2**low does not fit, 2**high does
-            middle = (low + high) // 2
-            fits = isinstance(self._split(mesh, 2**middle, any_that_fits=True), Plan)
-            low, high = (low, middle) if fits else (middle, high)
-        return 2**high
+            middle = self._split(mesh, 2 ** ((low + high) // 2), any_that_fits=True)
+            if isinstance(middle, Plan):
+                fitting, high = middle, (low + high) // 2
+            else:
+                low = (low + high) // 2
+        return fitting
 
     def _split(self, mesh: MeshShape, count: int, *, any_that_fits: bool = False) -> Plan | Refused:
         """The fastest plan with exactly so many microbatches, or any that fits."""

@@ -200,7 +200,7 @@ def _split_otherwise(budget: float, free: Made, planning: Planning, *, at_least:
         return formulate(graph, groups, mesh, profile, pins=planning.pins, memory_budget_bytes=budget, stored=stored)
 
     f = formulation(before.mesh)
-    ratio = f.problem.peak_memory(_with_shared_copies(before, f, choices)) / parts.prediction.peak_bytes
+    ratio = f.problem.peak_memory(_with_copies(before, f, choices)) / parts.prediction.peak_bytes
     limit = budget * ratio
     least, status = free, Status.NOT_FOUND
     for _ in range(_MOST_TIGHTENINGS):
@@ -231,15 +231,21 @@ def _split_otherwise(budget: float, free: Made, planning: Planning, *, at_least:
     raise _TooLargeError(least, estimate)
 
 
-def _with_shared_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
-    """Choices of the problem without a budget as those of the one with: its copies say too whether they are their
-    maker's own buffer, and those come first."""
-    made = {flow.target: flow.made[choices[flow.source]] for flow in free.flows if not flow.uses}
-    mapped = list(choices)
-    for node, decision in enumerate(free.decisions):
-        if decision.kind == "copy" and decision.shardings[choices[node]] != made.get(node):
-            mapped[node] += decision.num_strategies
-    assert all(c < d.num_strategies for c, d in zip(mapped, limited.decisions, strict=True))
+def _with_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
+    """Choices of the problem without a budget as those of the one with. That has copies of more values, and its copies
+    say too whether they are their maker's own buffer; those come first."""
+    copies = {d.value: choice for d, choice in zip(free.decisions, choices, strict=True) if d.kind == "copy"}
+    others = iter(choice for d, choice in zip(free.decisions, choices, strict=True) if d.kind != "copy")
+    mapped = [-1 if decision.kind == "copy" else next(others) for decision in limited.decisions]
+    made = {f.target: f.made[mapped[f.source]] for f in limited.flows if limited.decisions[f.target].kind == "copy"}
+    wanted = {f.source: f.wanted[mapped[f.target]] for f in limited.flows if f.source in made}
+    for node, own in made.items():
+        decision = limited.decisions[node]
+        options = decision.shardings[: decision.num_strategies // 2]
+        known = copies.get(decision.value)
+        choice = options.index(wanted[node]) if known is None else known
+        mapped[node] = choice if options[choice] == own else choice + len(options)
+    assert all(0 <= c < d.num_strategies for c, d in zip(mapped, limited.decisions, strict=True))
     return tuple(mapped)
 
 

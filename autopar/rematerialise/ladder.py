@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.device_program import DeviceProgram
 from autopar.formulation import Formulation
-from autopar.graph.ir import Graph
+from autopar.graph.ir import Graph, Node
 from autopar.plan import Again, Recomputation
 from autopar.rematerialise.cut import States, Step, cheapest
 from autopar.rematerialise.numbers import Numbers, numbers_of
@@ -42,29 +42,22 @@ def ladder(
     Args:
         exposed: by kind of collective, the part of what is sent again that nothing will hide; by default all of it.
     """
-    exposed = exposed or {}
-    found = {*_climbed(trace, f, choices, device, exposed, exposed), *_climbed(trace, f, choices, device, {}, exposed)}
+    sites = sites_of(trace)
+    if not sites:
+        return []
+    told, full = (numbers_of(f, choices, device, sites[0].start, part) for part in (exposed or {}, {}))
+    found = {*_climbed(f, sites, told, told), *_climbed(f, sites, full, told)}
     return sorted(found, key=lambda rung: (sum(one.saved_bytes for one in rung), sum(one.time_s for one in rung)))
 
 
-def _climbed(
-    trace: Trace,
-    f: Formulation,
-    choices: Sequence[int],
-    device: DeviceProgram,
-    priced: Mapping[str, float],
-    exposed: Mapping[str, float],
-) -> list[tuple[Recomputation, ...]]:
+def _climbed(f: Formulation, sites: Sequence[Site], weighed: Numbers, told: Numbers) -> list[tuple[Recomputation, ...]]:
     """The rungs that follow from one price of what is sent again.
 
     Args:
-        priced: by kind of collective, the part of its time that is weighed. exposed: the part that is told.
+        weighed: with what is weighed of its seconds. told: with those that are told.
     """
     bodies: list[list[Recomputation | None]] = []
-    sites = sites_of(trace)
     for site in sites:
-        weighed = numbers_of(f, choices, device, sites[0].start, priced)
-        told = numbers_of(f, choices, device, sites[0].start, exposed)
         for segment in segments_of(f.graph, site, weighed):
             levels = _levels(f, site, segment, weighed, told)
             if any(levels):
@@ -175,7 +168,10 @@ def _recomputation(
         if (values := {-1 - n} if n < 0 else set(graph.nodes[n].results)) and not _is_held(site, values, numbers)
     )
     largest = max(nodes or (0,), key=lambda n: sum(numbers.held.get(v, 0.0) for v in graph.nodes[n].results))
-    onward = _onward(graph, site, made, kept[0], numbers) if len(kept) == 1 else None
+    onward = None
+    if len(kept) == 1:
+        start = min(n for n in steps if n >= 0)
+        onward = _onward(graph.nodes[start : site.start], made, kept[0], numbers)
     before = min([*read, *(site.read[v] for v in kept)])
     return Recomputation(
         again=Again(nodes=nodes, before=before, renewed=renewed, kept=kept, onward=onward),
@@ -205,10 +201,14 @@ def _kept_of(
     return tuple(kept)
 
 
-def _onward(graph: Graph, site: Site, made: set[int], kept: int, numbers: Numbers) -> int | None:
-    """The first value in memory that is made, like one that is kept, of what is computed again."""
+def _onward(following: Sequence[Node], made: set[int], kept: int, numbers: Numbers) -> int | None:
+    """The first value in memory that is made, like one that is kept, of what is computed again.
+
+    Args:
+        following: the forward pass from the segment on; none before it reads what is made in it.
+    """
     of_those, is_later = set(made), False
-    for node in graph.nodes[: site.start]:
+    for node in following:
         is_later |= kept in node.results
         if kept in node.results or of_those.isdisjoint(v for v in node.operands if v is not None):
             continue

@@ -193,8 +193,10 @@ class _Rewriting:
         sources = [self.trace.equations[n] for n in again.nodes]
         own = {value for equation in sources for value in equation.results}
         read = dict.fromkeys(v for equation in sources for v in _values(equation) if v not in own)
-        read |= dict.fromkeys((*again.renewed, *again.kept))
-        outside = dict.fromkeys(body.renamed.get(here.get(v, v), here.get(v, v)) for v in read)
+        anew = (*again.renewed, *again.kept)
+        read |= dict.fromkeys(anew)
+        now = {v: body.renamed.get(here.get(v, v), here.get(v, v)) for v in read}
+        outside = dict.fromkeys(now.values())
         like = next(_equations(following))
         made = [*body.older, *body.fresh] if again.prompt else body.older
         body.older, body.fresh = ([] if again.prompt else body.fresh), []
@@ -205,9 +207,8 @@ class _Rewriting:
         gradients = dict.fromkeys(source for source, _ in made_from.values())
         pieces = [self._piece(v, like) for v in (outside | gradients) if _can_be_barred(self.avals[v])]
         barred = {piece.operands[0]: piece.results[0] for piece in pieces if isinstance(piece.operands[0], int)}
-        renewed = {body.renamed.get(here.get(v, v), here.get(v, v)) for v in (*again.renewed, *again.kept)}
-        known = {v: body.renamed.get(here.get(v, v), here.get(v, v)) for v in read}
-        known = {v: barred.get(at, at) for v, at in known.items()}
+        renewed = {now[v] for v in anew}
+        known = {v: barred.get(at, at) for v, at in now.items()}
         out: list[Item] = [Nest("barrier", like.source, pieces, [], [])] if pieces else []
         for piece in pieces:
             self._note(piece, body)
