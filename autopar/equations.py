@@ -52,6 +52,8 @@ class Equation:
 
     Args:
         repeat: how often a step runs it.
+        layer: where the program is cut into layers, the one that it belongs to; None of what belongs to each that
+            reads it.
     """
 
     source: Any  # JAX's own equation: primitive, parameters, context
@@ -62,6 +64,7 @@ class Equation:
     phase: Phase
     repeat: float = 1.0
     piece: Piece | None = None
+    layer: int | None = None
 
     @property
     def primitive(self) -> str:

@@ -94,7 +94,7 @@ class Program:
         if key not in traced.split:
             whole = traced.whole or traced
             trace = split_batch(whole.trace, whole.graph, count, own_statistics=own_statistics)
-            program = _program(trace, whole.graph.carried, traced.carried_arguments, traced.donated)
+            program = program_of_trace(trace, whole.graph.carried, traced.carried_arguments, traced.donated)
             about = {"num_microbatches": count, "own_statistics": own_statistics, "unsplit": traced}
             within = None if program.whole is None else replace(program.whole, **about)
             traced.split[key] = replace(program, whole=within, **about)
@@ -139,14 +139,19 @@ def program_of_call(call: Call, *, carry: Sequence[str] | None, donate: Sequence
     given = [*call.renewed, *(call.names[i] for i in carried)] if donate is None else donate
     leaves = sorted((*call.updated_from(outputs), *carried_leaves(args, carried)))
     positions = sorted((*carried, *map(call.names.index, call.changed)))
-    program = _program(traced, tuple(leaves), tuple(positions), donated_leaves(args, call.names, given))
+    program = program_of_trace(traced, tuple(leaves), tuple(positions), donated_leaves(args, call.names, given))
     return replace(program, annotations=call.annotations())
 
 
-def _program(
+def program_of_trace(
     traced: Trace, leaves: tuple[tuple[int, int], ...], carried: tuple[int, ...], donated: tuple[int, ...]
 ) -> Program:
-    """A trace, and the same with dims that are cut into equal parts seen as two."""
+    """A trace, and the same with dims that are cut into equal parts seen as two.
+
+    Args:
+        leaves: pairs of positions of inputs and outputs that hold one state.
+        carried: positions of the arguments that hold it. donated: positions of the inputs that are.
+    """
     graph = graph_of(traced, leaves)
     check(graph)
     program = Program(traced, graph, carried, donated, _signature(traced, graph))

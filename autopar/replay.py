@@ -9,7 +9,7 @@ plan does not split runs as it was written.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +39,12 @@ class _Scope:
 
     values: dict[int, Any]
     resharded: dict[int, dict[_Path, Any]] = field(default_factory=lambda: defaultdict(dict))
+    forgets: bool = True  # what is read no more
 
     def inner(self) -> _Scope:
         """A scope that knows all that this one does: what is traced in it stays in it."""
-        return _Scope(dict(self.values), defaultdict(dict, {v: dict(known) for v, known in self.resharded.items()}))
+        known = defaultdict(dict, {v: dict(known) for v, known in self.resharded.items()})
+        return _Scope(dict(self.values), known, self.forgets)
 
 
 class Replay:
@@ -74,6 +76,14 @@ class Replay:
         outputs = [self._taken(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
         return jax.tree.unflatten(self.trace.out_tree, outputs)
 
+    def part(self, given: Mapping[int, Any]) -> Part:
+        """A part of the step, to be run equation by equation.
+
+        Args:
+            given: values that others have made, as they left them.
+        """
+        return Part(self, _Scope({**dict(self.trace.constants), **given}, forgets=False))
+
     def _span(self, scope: _Scope, start: int, stop: int) -> None:
         n = start
         while n < stop:
@@ -84,7 +94,7 @@ class Replay:
             else:
                 self._region(scope, region)
                 n = region.exit[1]
-            for position in self.remaining.get(n - 1, ()):  # forget what no later equation reads
+            for position in self.remaining.get(n - 1, ()) if scope.forgets else ():
                 scope.values.pop(position, None)
                 scope.resharded.pop(position, None)
 
@@ -254,6 +264,47 @@ class Replay:
                 raise OtherShapesError(
                     f"`{path}` was planned as {aval.dtype}{list(aval.shape)}, got {leaf.dtype}{list(leaf.shape)}"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a step's equations, and what they have made so far. Made by `Replay.part`."""
+
+    replay: Replay
+    scope: _Scope
+
+    def run(self, start: int, stop: int) -> None:
+        """Run equations, loops and branches among them."""
+        self.replay._span(self.scope, start, stop)
+
+    def enter(self, n: int) -> Any:
+        """What a piece takes into its loop, split as it is in there; of a stack, one for each trip."""
+        equation = self.replay.trace.equations[n]
+        value = self.replay._taken(self.scope, n, 0, equation.operands[0])
+        if equation.piece == "enter_carry":
+            return self.replay._as_carried(n, value)
+        (position,) = equation.results
+        path = self.replay.at_definition.get(position, ())
+        if equation.piece != "enter_slice":
+            return self.replay._at_definition(position, value, path)
+        each = (jax.lax.index_in_dim(value, i, keepdims=False) for i in range(value.shape[0]))
+        return tuple(self.replay._at_definition(position, one, path) for one in each)
+
+    def leave(self, n: int) -> Any:
+        """What a piece takes out of a trip of its loop."""
+        return self.replay._as_carried(n, self.replay._taken(self.scope, n, 0, self.replay.trace.equations[n].operands[0]))
+
+    def define(self, n: int, value: Any) -> None:
+        """Let an equation have made a value."""
+        self.replay._define(self.scope, self.replay.trace.equations[n], [value])
+
+    def value(self, position: int) -> Any:
+        """What has been made, as its equation left it."""
+        return self.scope.values[position]
+
+    def output(self, i: int) -> Any:
+        """A result of the whole step."""
+        return self.replay._taken(self.scope, len(self.replay.trace.equations), i, self.replay.trace.outputs[i])
 
 
 def _context(equation: Equation) -> Any:

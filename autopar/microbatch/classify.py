@@ -19,6 +19,7 @@ from autopar.errors import MicrobatchError
 from autopar.graph.ir import Graph
 from autopar.microbatch.linear import adds_up, is_zero, passes_zero
 from autopar.microbatch.places import Batch, Factor, Places
+from autopar.microbatch.units import Unit, units_of
 from autopar.trace import Trace
 
 #: What a value is inside the loop. `rows`: examples of the microbatch. `same`: the same in each microbatch; `zero`
@@ -72,18 +73,6 @@ class _BlockedError(Exception):
         self.node = node
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """An equation, or a whole loop or branch."""
-
-    start: int
-    stop: int
-    region: Region | None
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    has_batch: bool
-
-
 class _Classifier:
     """Walks through a step once; the one mutable object of this module."""
 
@@ -91,7 +80,7 @@ class _Classifier:
         self.trace, self.graph, self.places, self.own_statistics = trace, graph, places, own_statistics
         self.batch = places.batch()
         self.region_at = {region.enter[0]: region for region in trace.regions}
-        self.items = list(self._top(0, len(graph.nodes)))
+        self.items = list(units_of(trace, graph))
         self.maker = {value: i for i, item in enumerate(self.items) for value in item.results}
         self.sides: dict[str, set[int]] = {"before": set(), "inside": set(), "after": set()}
         self.kinds: dict[int, Kind] = {}
@@ -106,6 +95,7 @@ class _Classifier:
         for i in range(len(self.items)):
             self._place(i)
         self._add_inside()
+        self._add_between_layers_after()
         self._check_outputs()
 
         def equations(side: str) -> frozenset[int]:
@@ -121,31 +111,13 @@ class _Classifier:
             frozenset(self.own),
         )
 
-    def _top(self, start: int, stop: int) -> Iterator[_Item]:
-        while start < stop:
-            region = self.region_at.get(start)
-            end = start + 1 if region is None else region.exit[1]
-            nodes = self.graph.nodes[start:end]
-            reads = nodes if region is None else self.graph.nodes[slice(*region.enter)]
-            makes = reads if region is None else self.graph.nodes[slice(*region.exit)] or reads
-            touched = {v for node in nodes for v in (*node.operands, *node.results)}
-            yield _Item(
-                start,
-                end,
-                region,
-                tuple(v for node in reads for v in node.operands if v is not None),
-                tuple(v for node in makes for v in node.results),
-                any(self.batch.places.get(v) for v in touched if v is not None),
-            )
-            start = end
-
     # -- one item ----------------------------------------------------------------------------
 
     def _place(self, i: int) -> None:
         item = self.items[i]
         if any(v in self.of_state for v in item.operands):
             self.of_state.update(item.results)
-        if not item.has_batch:
+        if not self._has_batch(item):
             self._place_without_batch(i)
             return
         known = dict(self.kinds)
@@ -173,18 +145,22 @@ class _Classifier:
         item = self.items[i]
         self.sides["before"].add(i)
         self.early.update(item.results)
-        if item.region is None and not item.has_batch and self._kind(item.start, self._early_kind) == "zero":
+        if item.region is None and not self._has_batch(item) and self._kind(item.start, self._early_kind) == "zero":
             self.zeros.update(item.results)
 
     def _early_kind(self, value: int) -> Kind:
         return "zero" if value in self.zeros else "same"
 
-    def _inside(self, item: _Item) -> dict[int, Kind]:
+    def _inside(self, item: Unit) -> dict[int, Kind]:
         for n, value in self._reads(item):
             self._needed(n, value)
         return self._kinds_of(item)
 
-    def _reads(self, item: _Item) -> Iterator[tuple[int, int]]:
+    def _has_batch(self, item: Unit) -> bool:
+        nodes = self.graph.nodes[item.start : item.stop]
+        return any(self.batch.places.get(v) for node in nodes for v in (*node.operands, *node.results) if v is not None)
+
+    def _reads(self, item: Unit) -> Iterator[tuple[int, int]]:
         nodes = range(item.start, item.stop) if item.region is None else range(*item.region.enter)
         return ((n, v) for n in nodes for v in self.graph.nodes[n].operands if v is not None)
 
@@ -241,7 +217,7 @@ class _Classifier:
             return
         i = self.maker[value]
         item = self.items[i]
-        if item.has_batch or item.region is not None:
+        if self._has_batch(item) or item.region is not None:
             raise _BlockedError(node, self._feedback(node, value))
         for operand in item.operands:
             if operand not in self.early and self.kinds.get(operand) not in ("same", "zero", "own"):
@@ -251,7 +227,7 @@ class _Classifier:
 
     # -- kinds -------------------------------------------------------------------------------
 
-    def _kinds_of(self, item: _Item) -> dict[int, Kind]:
+    def _kinds_of(self, item: Unit) -> dict[int, Kind]:
         found: dict[int, Kind] = {}
 
         def of(value: int) -> Kind:
@@ -384,7 +360,7 @@ class _Classifier:
                 continue
             adds = node.primitive in ("add", "add_any", "sub") and len(set(item.operands)) == 2
             chains = [chain(v) for v in item.operands] if adds else [None]
-            if any(one is None for one in chains) or node.effect:
+            if any(one is None for one in chains) or node.effect or self._meets_layers(item):
                 continue
             moved = [i, *(j for one in chains for j in one or ())]
             for j in moved:
@@ -392,11 +368,37 @@ class _Classifier:
                 self.sides["inside"].add(j)
                 self.kinds.update(dict.fromkeys(self.items[j].results, "sum"))
 
+    def _add_between_layers_after(self) -> None:
+        """Where the step is cut into layers, terms of two layers are added to one another after the loop: in place of
+        a term of each microbatch, their sum passes from one to the other."""
+        read_inside = {v: 0 for v in self.maker}
+        for i in self.sides["inside"]:
+            for value in self.items[i].operands:
+                if value in read_inside:
+                    read_inside[value] += 1
+        for i in sorted(self.sides["inside"], reverse=True):
+            item = self.items[i]
+            is_sum = all(self.kinds.get(v) == "sum" for v in item.results) and not self._has_batch(item)
+            read = any(read_inside[v] for v in item.results)
+            if is_sum and not read and item.region is None and self._meets_layers(item):
+                self.sides["inside"].discard(i)
+                self.sides["after"].add(i)
+                for value in item.operands:
+                    if value in read_inside:
+                        read_inside[value] -= 1
+                for value in item.results:
+                    del self.kinds[value]
+
+    def _meets_layers(self, item: Unit) -> bool:
+        """Whether a unit reads terms that two layers make."""
+        makers = (self.items[self.maker[v]] for v in item.operands if self.kinds.get(v) == "sum")
+        return len({self.trace.equations[maker.start].layer for maker in makers}) > 1
+
     # -- refusals ----------------------------------------------------------------------------
 
     def _check_outputs(self) -> None:
         """Refuse a step of which nothing would run inside."""
-        if not any(self.items[i].has_batch for i in self.sides["inside"]):
+        if not any(self._has_batch(self.items[i]) for i in self.sides["inside"]):
             paths = ", ".join(f"`{self.graph.input_paths[p]}`" for p in self.batch.inputs[:3])
             raise MicrobatchError(
                 f"there is nothing to run in microbatches: no operation meets the leading dim of {paths}"

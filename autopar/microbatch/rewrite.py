@@ -43,14 +43,36 @@ def split_batch(trace: Trace, graph: Graph, num_microbatches: int, *, own_statis
     Raises:
         MicrobatchError: where the batch has not so many equal parts, or cannot be split at all.
     """
+    check_divides(graph, num_microbatches)
+    trace, graph = laid_for_parts(trace, graph)
+    places = Places(graph)
+    split = classify(trace, graph, places, own_statistics=own_statistics)
+    return rewritten(trace, graph, places, split, num_microbatches)
+
+
+def check_divides(graph: Graph, num_microbatches: int) -> None:
+    """Refuse a number of microbatches that does not divide the batch.
+
+    Raises:
+        MicrobatchError: naming those that do.
+    """
     size, inputs = leading_dim(graph)
     if size % num_microbatches:
         raise MicrobatchError(_not_divisible(graph, size, inputs, num_microbatches))
-    drawn = with_drawn_bits(trace, size)
-    if drawn is not trace:
-        trace, graph = drawn, graph_of(drawn, graph.carried)
-    places = Places(graph)
-    split = classify(trace, graph, places, own_statistics=own_statistics)
+
+
+def laid_for_parts(trace: Trace, graph: Graph) -> tuple[Trace, Graph]:
+    """A trace whose random bits can be drawn in parts, and its graph."""
+    drawn = with_drawn_bits(trace, leading_dim(graph)[0])
+    return (trace, graph) if drawn is trace else (drawn, graph_of(drawn, graph.carried))
+
+
+def rewritten(trace: Trace, graph: Graph, places: Places, split: Split, num_microbatches: int) -> Trace:
+    """The trace with a loop over microbatches, where it has been classified; one microbatch is a loop of one trip.
+
+    Args:
+        trace: as `laid_for_parts` gives it. graph, places: of it.
+    """
     return _Rewriting(trace, graph, places, split, num_microbatches).run()
 
 

@@ -1,0 +1,169 @@
+"""Which layer each equation of a step belongs to.
+
+In: a step's flow, and where in the forward pass each layer begins. Out: of each unit, its layer. A backward unit belongs
+to the layer whose forward values it reads, as far as cotangents allow, which run from the last layer to the first: it
+reads what that layer made or was given, so that nothing but cotangents passes between layers. What runs around the loop
+over microbatches belongs where most of what it reads lies: an optimizer's update to the layer of the gradient. Module
+names play no part.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.pipeline.flow import Flow
+from autopar.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where everything belongs.
+
+    Args:
+        layers: by unit, its layer; None of what each layer that reads it makes for itself.
+        lies: by value that no unit makes, its layer.
+    """
+
+    layers: tuple[int | None, ...]
+    lies: dict[int, int]
+
+
+def homes_of(flow: Flow, starts: Sequence[int]) -> Homes:
+    """Find the layer of each unit.
+
+    Args:
+        starts: of each layer, the position in `Flow.forward` of its first unit; the first is 0.
+    """
+    return _Homes(flow, starts).run()
+
+
+def labelled(flow: Flow, layers: Sequence[int | None]) -> Trace:
+    """The trace with the layer of each equation."""
+    equations = list(flow.trace.equations)
+    for unit, layer in zip(flow.units, layers, strict=True):
+        for n in range(unit.start, unit.stop):
+            equations[n] = replace(equations[n], layer=layer)
+    return replace(flow.trace, equations=tuple(equations))
+
+
+class _Homes:
+    """Finds the layers; the one mutable object of this module."""
+
+    def __init__(self, flow: Flow, starts: Sequence[int]) -> None:
+        self.flow = flow
+        self.layer: dict[int, int] = {}  # by unit
+        self.last = len(starts) - 1
+        for number, (start, stop) in enumerate(zip(starts, (*starts[1:], len(flow.forward)), strict=True)):
+            self.layer.update(dict.fromkeys(flow.forward[start:stop], number))
+        #: By value that comes from outside the loop, its layer.
+        self.lies: dict[int, int] = {}
+        self.present = self._present()
+
+    def run(self) -> Homes:
+        flow = self.flow
+        for i in sorted(flow.backward - flow.free):
+            self.layer[i] = self._backward(i)
+        self._settle_undecided()
+        self._outside()
+        layers = tuple(None if i in flow.free else self.layer.get(i, 0) for i in range(len(flow.units)))
+        return Homes(layers, self.lies)
+
+    # -- the loop over microbatches ----------------------------------------------------------
+
+    def _present(self) -> dict[int, set[int]]:
+        """By value that is no cotangent, the layers that have it in the forward pass: they make it or read it."""
+        present: dict[int, set[int]] = defaultdict(set)
+        for i in self.flow.forward:
+            unit = self.flow.units[i]
+            for value in (*unit.operands, *unit.results):
+                if value not in self.flow.free_values:
+                    present[value].add(self.layer[i])
+        # What is made before the loop makes what it is made of present too.
+        for i in range(len(self.flow.units) - 1, -1, -1):
+            if i in self.flow.inside:
+                continue
+            unit = self.flow.units[i]
+            found = set[int]().union(*(present.get(v, set()) for v in unit.results))
+            for value in unit.operands:
+                if found and value not in self.flow.free_values:
+                    present[value] |= found
+        return present
+
+    def _backward(self, i: int) -> int:
+        flow, unit = self.flow, self.flow.units[i]
+        known = [(v, flow.maker.get(v)) for v in unit.operands if v not in flow.free_values]
+        before = [self.layer[maker] for _, maker in known if maker in flow.backward and maker in self.layer]
+        most = min(before, default=self.last)
+        held = [(v, self.present[v]) for v, maker in known if maker not in flow.backward and self.present.get(v)]
+        if not held:
+            return most
+        common = [layer for layer in set.intersection(*(where for _, where in held)) if layer <= most]
+        if common:
+            return max(common)
+        largest = max(held, key=lambda one: flow.graph.values[one[0]].num_bytes)[1]
+        return max((layer for layer in largest if layer <= most), default=most)
+
+    def _settle_undecided(self) -> None:
+        """A backward unit that reads no cotangent, as what is computed again, may stand where it is read."""
+        flow = self.flow
+        for i in sorted(flow.backward - flow.free, reverse=True):
+            unit = flow.units[i]
+            if any(flow.maker.get(v) in flow.backward - flow.free for v in unit.operands):
+                continue
+            readers = [self.layer[r] for v in unit.results for r in flow.readers.get(v, ()) if r in self.layer]
+            held = [self.present[v] for v in unit.operands if self.present.get(v)]
+            if readers and (not held or max(readers) in set.intersection(*held)):
+                self.layer[i] = max(readers)
+
+    # -- around it ---------------------------------------------------------------------------
+
+    def _outside(self) -> None:
+        """Go through what is outside to and fro until nothing is found any more."""
+        flow = self.flow
+        for value, where in self.present.items():
+            if value not in flow.maker:
+                self.lies[value] = min(where)
+        outside = [i for i in range(len(flow.units)) if i not in flow.inside and i not in flow.free]
+        carried = [(flow.graph.inputs[a], flow.graph.outputs[b]) for a, b in flow.graph.carried]
+        found = -1
+        while found != len(self.layer) + len(self.lies):
+            found = len(self.layer) + len(self.lies)
+            for i in outside:
+                self._try(i, flow.units[i].operands)
+            for start, end in carried:
+                if end is not None and start not in self.lies and self._of(end) is not None:
+                    self.lies[start] = self._of(end) or 0
+            for i in reversed(outside):
+                self._try_readers(i)
+
+    def _of(self, value: int) -> int | None:
+        return self.lies.get(value, self.layer.get(self.flow.maker.get(value, -1)))
+
+    def _try(self, i: int, values: Iterable[int]) -> None:
+        """Let a unit stand where most of what it reads lies, and what else it reads lie there."""
+        if i not in self.layer:
+            weight: dict[int, float] = defaultdict(float)
+            for value in values:
+                layer = self._of(value)
+                if layer is not None and value not in self.flow.free_values:
+                    weight[layer] += self.flow.graph.values[value].num_bytes
+            before = [min(where) for v in self.flow.units[i].results if (where := self.present.get(v))]
+            if before:  # what the loop reads
+                self.layer[i] = min(before)
+            elif weight:
+                self.layer[i] = max(weight, key=lambda layer: (weight[layer], -layer))
+        if i in self.layer:
+            for value in self.flow.units[i].operands:
+                if self._of(value) is None and value not in self.flow.maker and value not in self.flow.free_values:
+                    self.lies[value] = self.layer[i]
+
+    def _try_readers(self, i: int) -> None:
+        if i in self.layer:
+            return
+        flow = self.flow
+        readers = [self.layer[r] for v in flow.units[i].results for r in flow.readers.get(v, ()) if r in self.layer]
+        if readers:
+            self.layer[i] = min(readers)
+            self._try(i, ())
