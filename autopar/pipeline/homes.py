@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.microbatch.classify import PARTIAL
 from autopar.pipeline.flow import Flow
 from autopar.trace import Trace
 
@@ -66,6 +67,7 @@ class _Homes:
         for i in sorted(flow.backward - flow.free):
             self.layer[i] = self._backward(i)
         self._settle_undecided()
+        self._pull_down()
         self._outside()
         layers = tuple(None if i in flow.free else self.layer.get(i, 0) for i in range(len(flow.units)))
         return Homes(layers, self.lies)
@@ -116,6 +118,24 @@ class _Homes:
             held = [self.present[v] for v in unit.operands if self.present.get(v)]
             if readers and (not held or max(readers) in set.intersection(*held)):
                 self.layer[i] = max(readers)
+
+    def _pull_down(self) -> None:
+        """Let a backward unit that reads cotangents alone run below, where what it makes is read, if no more passes
+        between layers then: what it reads may pass there anyway."""
+        flow = self.flow
+        for i in sorted(flow.backward - flow.free, reverse=True):
+            unit = flow.units[i]
+            own = {v for v in unit.operands if v not in flow.free_values}
+            if any(flow.maker.get(v) not in flow.backward for v in own):
+                continue
+            below = [self.layer[r] for v in unit.results for r in flow.readers.get(v, ()) if r in self.layer]
+            if not below or max(below) >= self.layer[i]:
+                continue
+            to = max(below)
+            anyway = {v for v in own if any(self.layer.get(r, to + 1) <= to for r in flow.readers[v] if r != i)}
+            terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.results)  # whose sum passes once a step
+            if flow.num_bytes(iter(own - anyway)) <= (0 if terms else flow.num_bytes(iter(unit.results))):
+                self.layer[i] = to
 
     # -- around it ---------------------------------------------------------------------------
 

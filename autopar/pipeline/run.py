@@ -37,7 +37,15 @@ class PlannedStage:
 class _Runner:
     """One stage: its pieces, jitted, and where its values come from and go to."""
 
-    def __init__(self, stage: PlannedStage, pieces: Pieces, layout: Layout, num_microbatches: int) -> None:
+    def __init__(
+        self,
+        stage: PlannedStage,
+        pieces: Pieces,
+        layout: Layout,
+        num_microbatches: int,
+        compiler_options: Mapping[str, Any] | None,
+    ) -> None:
+        self.compiler_options = dict(compiler_options or {}) or None
         plan, trace = stage.plan, layout.trace
         self.pieces, self.layout, self.num_microbatches = pieces, layout, num_microbatches
         self.replay = Replay(plan, trace, stage.mesh)
@@ -73,7 +81,7 @@ class _Runner:
             return gives, [part.output(i) for i in piece.outputs]
 
         run.__name__ = f"{self.layout.trace.name} {piece.name}".replace(" ", "_")
-        return jax.jit(run, donate_argnums=0)
+        return jax.jit(run, donate_argnums=0, compiler_options=self.compiler_options)
 
     def _left_as(self, leave: int) -> int:
         """The number of the slot that a piece of the loop leaves by."""
@@ -133,6 +141,7 @@ class Pipeline:
         literals: Mapping[int, Any],
         *,
         splits_backward: bool = False,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.stages, self.tasks, self.num_microbatches = stages, tuple(tasks), num_microbatches
         self.num_outputs, self.literals = num_outputs, dict(literals)
@@ -141,7 +150,7 @@ class Pipeline:
         ]
         levels = _levels(stages, layouts)
         self.runners = [
-            _Runner(stage, pieces_of(layout, level, splits_backward), layout, num_microbatches)
+            _Runner(stage, pieces_of(layout, level, splits_backward), layout, num_microbatches, compiler_options)
             for stage, layout, level in zip(stages, layouts, levels, strict=True)
         ]
         self.homes = self._homes()
