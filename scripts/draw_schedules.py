@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.pipeline.schedules.table import SCHEDULES, build, unmet
 from autopar.pipeline.schedules.kind import PipelineShape
+from autopar.pipeline.schedules.table import SCHEDULES, build, unmet
 from autopar.pipeline.simulate import simulate
 from autopar.pipeline.tasks import Task
 from autopar.pipeline.timeline_svg import timeline_svg

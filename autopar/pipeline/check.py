@@ -29,14 +29,16 @@ def check(schedule: Schedule) -> None:
     """
     twice = [task for task, count in Counter(schedule.tasks).items() if count > 1]
     if twice:
-        raise ScheduleError(f"schedule {schedule.name!r} runs the {twice[0]} {_times(schedule, twice[0])}; each task runs once")
+        raise ScheduleError(
+            f"schedule {schedule.name!r} runs the {twice[0]} {_times(schedule, twice[0])}; each task runs once"
+        )
     phases = defaultdict[tuple[int, int], set[Phase]](set)
     places = defaultdict[tuple[int, int], set[int]](set)
     for task, submesh in schedule.submesh_of().items():
         if task.phase != "update":
             phases[task.stage, task.microbatch].add(task.phase)
             places[task.stage, task.microbatch].add(submesh)
-    trains = any("forward" != phase for found in phases.values() for phase in found)
+    trains = any(phase != "forward" for found in phases.values() for phase in found)
     num_microbatches = schedule.num_microbatches
     for stage in range(schedule.num_stages):
         for microbatch in range(num_microbatches):

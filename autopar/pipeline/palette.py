@@ -29,8 +29,8 @@ LOOKS: Mapping[Phase, Look] = MappingProxyType(
     {
         "forward": Look("F", "#8ab8f0", "forward"),
         "backward": Look("B", "#86cf8f", "backward"),
-        "input": Look("I", "#86cf8f", "backward, input part"),
-        "weight": Look("W", "#f3c969", "backward, weight part"),
+        "input": Look("I", "#86cf8f", "input part of backward"),
+        "weight": Look("W", "#f3c969", "weight part of backward"),
         "update": Look("U", "#cda7e8", "update"),
     }
 )

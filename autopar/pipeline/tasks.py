@@ -150,6 +150,9 @@ def synchronous_needs(orders: Orders, edges: Edges) -> dict[Task, tuple[Task, ..
             return tuple(gradients[task.stage])
         own = Task(task.stage, task.microbatch, "forward")
         missing = Task(-1, task.microbatch, "backward")  # in no order, so that `check` names it
-        return (own, *(back.get((stage, task.microbatch), replace(missing, stage=stage)) for stage in after[task.stage]))
+        return (
+            own,
+            *(back.get((stage, task.microbatch), replace(missing, stage=stage)) for stage in after[task.stage]),
+        )
 
     return {task: needs(task) for task in tasks}

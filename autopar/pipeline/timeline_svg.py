@@ -38,7 +38,7 @@ def timeline_svg(*timelines: PipelineTimeline) -> str:
     about = quoteattr("; ".join(headline(timeline) for timeline in timelines))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" height="{height:g}"'
-        f" font-family=\"Helvetica, Arial, 'DejaVu Sans', sans-serif\" role=\"img\" aria-label={about}>"
+        f' font-family="Helvetica, Arial, \'DejaVu Sans\', sans-serif" role="img" aria-label={about}>'
     )
     ground = f'<rect width="{_WIDTH}" height="{height:g}" fill="#ffffff"/>'
     return "\n".join([head, f"<style>{_STYLE}</style>", ground, *parts, "</svg>"]) + "\n"

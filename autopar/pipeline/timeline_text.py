@@ -49,7 +49,7 @@ def _name(submesh: int) -> str:
 def _columns_per_second(timelines: Sequence[PipelineTimeline], columns: int) -> float:
     """The shortest task in a whole number of cells, so that equal tasks look equal; at most as many as a label needs.
 
-    Where it has less than one, all that the line holds.
+    Where it has less than two, all that the line holds: better a cell more or less than half a line.
     """
     whole = max(timeline.makespan_s for timeline in timelines)
     shortest = min((s.seconds for t in timelines for s in t.spans if s.seconds > 0), default=0)
@@ -57,7 +57,7 @@ def _columns_per_second(timelines: Sequence[PipelineTimeline], columns: int) -> 
         return 0.0
     cells = math.floor(columns * shortest / whole + 1e-6)
     longest = max(_longest_label(timeline) for timeline in timelines)
-    return min(cells, longest + 1) / shortest if cells else columns / whole
+    return min(cells, longest + 1) / shortest if cells > 1 else columns / whole
 
 
 def _longest_label(timeline: PipelineTimeline) -> int:
@@ -88,12 +88,12 @@ def _append_row(text: Text, timeline: PipelineTimeline, submesh: int, owners: Se
             text.append("." * length, "dim")
             continue
         look = LOOKS[span.task.phase]
-        told = label(span.task, stages)
-        text.append((told if len(told) <= length else look.letter).ljust(length), f"{INK} on {look.colour}")
+        told = next((t for t in (label(span.task, stages), label(span.task, ())) if len(t) <= length), look.letter)
+        text.append(told.ljust(length), f"{INK} on {look.colour}")
 
 
 def _legend(timelines: Sequence[PipelineTimeline]) -> str:
     looks = [f"{LOOKS[phase].letter} {LOOKS[phase].words}" for phase in phases_of(*timelines)]
     several = any(len(t.stages_on(submesh)) > 1 for t in timelines for submesh in range(t.num_submeshes))
     letters = "; a, b, …: the submesh's stages in order" if several else ""
-    return f"{', '.join(looks)}, with the microbatch{letters}; . idle; on the right the idle share"
+    return f"{', '.join(looks)}; number: the microbatch{letters}; . idle; right: the idle share"

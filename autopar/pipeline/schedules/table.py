@@ -35,7 +35,9 @@ def find(schedule: str | ScheduleKind) -> ScheduleKind:
         return SCHEDULES[schedule]
     close = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=2, cutoff=0.5)
     meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    raise ScheduleError(f"there is no schedule {schedule!r}.{meant} The schedules are {', '.join(map(repr, SCHEDULES))}")
+    raise ScheduleError(
+        f"there is no schedule {schedule!r}.{meant} The schedules are {', '.join(map(repr, SCHEDULES))}"
+    )
 
 
 def unmet(kind: ScheduleKind, shape: PipelineShape) -> str | None:
