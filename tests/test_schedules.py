@@ -191,7 +191,7 @@ def test_fractions_of_one_after_another_and_of_inference() -> None:
         for m in range(1, 9):
             for name, expected in (("none", Fraction(p - 1, p)), ("inference", Fraction(p - 1, p - 1 + m))):
                 timeline = simulate(build(name, p, m), lambda task: 0 if task.phase == "update" else 1)
-                assert Fraction(sum(timeline.idle_s), p * timeline.makespan_s) == expected
+                assert Fraction(int(sum(timeline.idle_s)), int(p * timeline.makespan_s)) == expected
 
 
 def test_unit_slots_of_zero_bubble() -> None:
@@ -200,6 +200,43 @@ def test_unit_slots_of_zero_bubble() -> None:
         for m in range(p, 20):
             timeline = simulate(build("zb-h1", p, m), lambda task: task.phase != "update")
             assert timeline.makespan_s == 3 * m + p - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "submesh", "expected"),
+    [
+        ("1f1b", (4, 6, 1), 2, "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5 U"),
+        ("gpipe", (4, 3, 1), 2, "F0 F1 F2 B0 B1 B2 U"),
+        ("none", (4, 3, 1), 2, "F0 B0 F1 B1 F2 B2 U"),
+        # Megatron-LM's rule: forward and backward by turns after 2(p - 1 - i) + (v - 1)p forward passes.
+        ("interleaved", (2, 4, 2), 0, "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a Ua Ub"),
+        ("interleaved", (2, 4, 2), 1, "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a Ua Ub"),
+        # As 1f1b, but submesh i puts off i weight parts.
+        ("zb-h1", (4, 6, 1), 0, "F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5 U"),
+        ("zb-h1", (4, 6, 1), 3, "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5 U"),
+    ],
+)
+def test_orders_worked_out_by_hand(name: str, shape: tuple[int, int, int], submesh: int, expected: str) -> None:
+    p, m, v = shape
+    schedule = build(name, p, m, virtual=v)
+    stages = schedule.stages_on(submesh)
+    assert " ".join(label(task, stages) for task in schedule.orders[submesh]) == expected
+
+
+def test_orders_obey_pairwise_rules() -> None:
+    """Shardy states 1F1B and ZB-H1 as pairs that come one before the other on stage s of p; all of them hold here."""
+    for p in range(1, 6):
+        for m in range(1, 10):
+            for name, back in (("1f1b", "backward"), ("zb-h1", "input")):
+                for s, order in enumerate(build(name, p, m).orders):
+                    at = {(task.phase, task.microbatch): i for i, task in enumerate(order)}
+                    pairs = [((back, i), ("forward", i + p - s)) for i in range(m)]
+                    pairs += [(("forward", i + p - s - 1), (back, i)) for i in range(m)]
+                    if back == "input":
+                        pairs += [(("weight", i), ("forward", i + p)) for i in range(m)]
+                        pairs += [(("input", i + s), ("weight", i)) for i in range(m)]
+                        pairs += [(("weight", i), ("input", i + s + 1)) for i in range(m)]
+                    assert all(at[one] < at[other] for one, other in pairs if one in at and other in at)
 
 
 def test_zero_bubble_holds_no_more_than_1f1b() -> None:

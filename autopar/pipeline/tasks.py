@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward", "input", "weight", "update"]
 #: In the order in which a microbatch goes through them. "input" and "weight" are the two parts of a backward pass that
@@ -18,9 +18,8 @@ Phase = Literal["forward", "backward", "input", "weight", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "input", "weight", "update")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Task:
-    """One thing that a submesh runs.
+class Task(NamedTuple):
+    """One thing that a submesh runs. A tuple, for it is looked up often: a plan tries many schedules.
 
     Args:
         stage: the virtual stage, in the order of the program, from 0.
@@ -149,10 +148,8 @@ def synchronous_needs(orders: Orders, edges: Edges) -> dict[Task, tuple[Task, ..
         if task.phase == "update":
             return tuple(gradients[task.stage])
         own = Task(task.stage, task.microbatch, "forward")
-        missing = Task(-1, task.microbatch, "backward")  # in no order, so that `check` names it
-        return (
-            own,
-            *(back.get((stage, task.microbatch), replace(missing, stage=stage)) for stage in after[task.stage]),
-        )
+        # One that is in no order is waited for nevertheless: `check` tells of it.
+        places = [(stage, task.microbatch) for stage in after[task.stage]]
+        return (own, *(back.get(place) or Task(*place, "backward") for place in places))
 
     return {task: needs(task) for task in tasks}
