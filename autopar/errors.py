@@ -29,6 +29,10 @@ class MicrobatchError(AutoparError):
     """A step whose batch cannot be split over time as asked for."""
 
 
+class ScheduleError(AutoparError):
+    """A pipeline schedule that is unknown, not defined for the numbers asked for, or not legal."""
+
+
 class TimeLimitError(AutoparError):
     """The solver found no plan within its time limit."""
 

@@ -15,8 +15,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,11 @@ class Benchmark:
     Args:
         programs: those it knows. xla_flags: for its process.
         sources: files of this folder that it measures with, besides its own and the models.
-        summary: a module with `summary(rows)` and `page_table(rows)` for its page and, where something else tells its
-            results too, `publish(rows, about)`; without one, a page has all columns of all rows.
+        summary: a module with `summary(rows)` for the head of its page; where it has them, `page_table(rows)` for the
+            tables, and `publish(rows, about)` where something else tells its results too. Without `page_table`, a page
+            has all columns of all rows.
         module: the module's name in this package, where it is not the benchmark's.
+        sources_of: of single programs, what they are measured with besides: a change there leaves the others as they are.
     """
 
     programs: tuple[str, ...]
@@ -46,6 +48,7 @@ class Benchmark:
     sources: tuple[str, ...] = ("timing.py", "baselines/by_hand.py")
     summary: str = ""
     module: str = ""
+    sources_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
@@ -77,6 +80,14 @@ BENCHMARKS = {
         ("bert_large", "gpt2_xl", "turing_nlg", "gpt3"),
         "",
         sources=("zoo/stacked.py", "zoo/mixed_precision.py", "zoo/training.py"),
+    ),
+    "pipeline": Benchmark(
+        ("theory",),
+        "",
+        sources=(),
+        summary="benchmarks.pipeline.page",
+        module="pipeline.parts",
+        sources_of={"theory": ("pipeline/theory.py",)},
     ),
     "planning_time": Benchmark(("gpt2_small",), "--xla_gpu_autotune_level=0"),
     "proof": Benchmark(
@@ -186,7 +197,8 @@ def _measure(name: str, program: str) -> list[Record] | None:
 
 def _blank_record(name: str, program: str) -> Record:
     here = Path(__file__).parent
-    measured = [_module_file(name), here / "models.py", *(here / source for source in BENCHMARKS[name].sources)]
+    sources = (*BENCHMARKS[name].sources, *BENCHMARKS[name].sources_of.get(program, ()))
+    measured = [_module_file(name), here / "models.py", *(here / source for source in sources)]
     return {
         "benchmark": name,
         "program": program,
@@ -224,7 +236,7 @@ def _page(name: str) -> str:
     if BENCHMARKS[name].summary:
         module = importlib.import_module(BENCHMARKS[name].summary)
         parts.append(module.summary(_newest_rows(name)))
-        table = module.page_table
+        table = getattr(module, "page_table", _table)
     return "\n\n".join([*parts, *(_section(record, table) for record in _newest(name))]) + "\n"
 
 

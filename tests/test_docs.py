@@ -145,6 +145,13 @@ def test_the_rule_in_the_guide_prints_what_it_shows(tmp_path: Path) -> None:
     assert run([sys.executable, "rule.py"], tmp_path) == shown
 
 
+@pytest.mark.parametrize("page", ["schedules.md", "add-a-schedule.md"])
+def test_the_timeline_in_the_guide_is_what_is_printed(page: str, tmp_path: Path) -> None:
+    program, shown = blocks(DOCS / page)
+    (tmp_path / program.title).write_text(program.text, encoding="utf-8")
+    assert run([sys.executable, program.title], tmp_path) == shown.text
+
+
 def test_the_blocks_of_the_front_ends_are_one_program(tmp_path: Path) -> None:
     program = "\n".join(block.text for block in blocks(DOCS / "front-ends.md") if block.language == "python")
     (tmp_path / "front_ends.py").write_text(program, encoding="utf-8")

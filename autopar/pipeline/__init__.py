@@ -1,1 +1,1 @@
-"""Inter-operator plans: a step cut into stages, each on devices of its own, and the schedule that they follow."""
+"""Plans over several submeshes: stages, the order in which they run their microbatches, and pictures of it."""

@@ -1,0 +1,1 @@
+"""Pipelines, part by part: `parts.py` is the benchmark, each part a module with `measure() -> rows`."""

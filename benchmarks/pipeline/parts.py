@@ -1,0 +1,13 @@
+"""Pipelines: plans over several submeshes. One section for each part."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def measure(program: str) -> list[Row]:
+    """The rows of one part: the module of that name measures it."""
+    return importlib.import_module(f"benchmarks.pipeline.{program}").measure()

@@ -1,0 +1,46 @@
+"""Draw the pictures of `docs/schedules.md`, into `docs/images/schedules/`.
+
+Usage, from the repository root: `.venv/bin/python scripts/draw_schedules.py`. `tests/test_schedules.py` fails when the
+pictures there are not those drawn here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.pipeline.schedules.kind import PipelineShape
+from autopar.pipeline.schedules.table import SCHEDULES, build, unmet
+from autopar.pipeline.simulate import simulate
+from autopar.pipeline.tasks import Task
+from autopar.pipeline.timeline_svg import timeline_svg
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images" / "schedules"
+NUM_SUBMESHES, NUM_MICROBATCHES, VIRTUAL = 4, 8, 2
+#: Of a submesh's work on one microbatch. A backward pass is both its parts.
+SECONDS = {"forward": 1e-3, "backward": 2e-3, "input": 1e-3, "weight": 1e-3, "update": 1e-3}
+
+
+def pictures() -> dict[str, str]:
+    """SVG by the schedule's name: the same work under each."""
+    drawn = {}
+    for name, kind in SCHEDULES.items():
+        one_each = unmet(kind, PipelineShape(NUM_SUBMESHES, NUM_MICROBATCHES)) is None
+        virtual = 1 if one_each else VIRTUAL
+        built = build(name, NUM_SUBMESHES, NUM_MICROBATCHES, virtual=virtual)
+
+        def seconds(task: Task, virtual: int = virtual) -> float:
+            return SECONDS[task.phase] / virtual
+
+        drawn[name] = timeline_svg(replace(simulate(built, seconds), title=name))
+    return drawn
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, svg in pictures().items():
+        (FOLDER / f"{name}.svg").write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
