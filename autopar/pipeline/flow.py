@@ -19,6 +19,8 @@ from autopar.rules.factors import Rule
 from autopar.rules.groups import CONTRACTIONS, SMALL_SIZE
 from autopar.trace import Trace
 
+#: State of so few elements (a counter, a key, a learning rate) every layer may have of its own.
+_FEW = 16
 #: Work for each element it makes, up to which a unit is made by each layer that reads it: random bits take so much.
 _CHEAP = 256.0
 
@@ -78,7 +80,7 @@ class Flow:
         """What every layer may have of its own: data, constants, small values, and what is made of these cheaply."""
         graph = self.graph
         state = {graph.inputs[position] for position, _ in graph.carried}
-        free = {v for v in graph.inputs if v not in state or graph.values[v].size <= SMALL_SIZE}
+        free = {v for v in graph.inputs if v not in state or graph.values[v].size <= _FEW}
         free.update(graph.constants)
         for unit in self.units:
             if all(v in free for v in unit.operands) and self._is_cheap(unit):
