@@ -119,7 +119,21 @@ class _Cutting:
 
     def run(self) -> tuple[StageTrace, ...]:
         self._find_imports()
-        return tuple(self._finished(s, stage) for s, stage in enumerate(self.stages))
+        while True:
+            made = tuple(self._finished(s, stage) for s, stage in enumerate(self.stages))
+            if not self._drop_unread(made):
+                return made
+
+    def _drop_unread(self, made: Sequence[StageTrace]) -> bool:
+        """Let no stage send what none reads: of what it was to read, a stage may drop some as dead. Whether any was."""
+        taken = {port for stage in made for port in stage.inputs}
+        dropped = False
+        for stage in self.stages:
+            for kind, sent in (("outside", stage.sent_outside), ("inside", stage.sent_inside)):
+                for value in [v for v in sent if Port(kind, v) not in taken]:  # type: ignore[arg-type]
+                    del sent[value]
+                    dropped = True
+        return dropped
 
     # -- who runs what -----------------------------------------------------------------------
 

@@ -1,0 +1,102 @@
+"""A step run in stages computes what the step computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from pipelines import pipelined
+from same_steps import Trained, _gradients, _initial, assert_same, train
+
+from benchmarks.zoo import small
+from benchmarks.zoo.training import Training
+
+Params = list[tuple[jax.Array, jax.Array]]
+WIDTH, LAYERS, BATCH = 32, 8, 16
+
+
+def optimizer() -> optax.GradientTransformation:
+    """The norm that it clips by is that of all stages together."""
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
+
+
+def mlp_step(state: tuple[Params, Any], batch: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    params, moments = state
+
+    def loss(params: Params) -> jax.Array:
+        x = batch[0]
+        for kernel, bias in params:
+            x = jnp.tanh(x @ kernel + bias)
+        return jnp.mean((x - batch[1]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    updates, moments = optimizer().update(gradients, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+
+def mlp_state() -> tuple[Params, Any]:
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = [(0.3 * jax.random.normal(key, (WIDTH, WIDTH)), jnp.zeros(WIDTH)) for key in keys]
+    return params, optimizer().init(params)
+
+
+def mlp_batch(seed: int) -> tuple[jax.Array, jax.Array]:
+    one, other = jax.random.split(jax.random.key(seed))
+    return jax.random.normal(one, (BATCH, WIDTH)), jax.random.normal(other, (BATCH, WIDTH))
+
+
+def check_mlp(steps: int = 2, **options: Any) -> None:
+    run, _ = pipelined(mlp_step, (mlp_state(), mlp_batch(0)), **options)
+    plain = jax.jit(mlp_step)
+    here = there = mlp_state()
+    for seed in range(steps):
+        here, loss = run(here, mlp_batch(seed))
+        there, expected = plain(there, mlp_batch(seed))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("schedule", ["none", "gpipe", "1f1b", "zb-h1"])
+def test_every_schedule_gives_the_steps_numbers(schedule: str, num_stages: int) -> None:
+    check_mlp(schedule=schedule, num_stages=num_stages, num_microbatches=4)
+
+
+def test_stages_that_share_a_submesh() -> None:
+    check_mlp(schedule="interleaved", num_stages=2, virtual=2, num_microbatches=4)
+
+
+def test_stages_that_are_split_over_two_axes() -> None:
+    check_mlp(schedule="1f1b", num_stages=2, num_microbatches=2, mesh="2x2")
+
+
+def test_one_microbatch() -> None:
+    check_mlp(schedule="gpipe", num_stages=2, num_microbatches=1)
+
+
+def in_stages(training: Training, **options: Any) -> Trained:
+    state, batch = _initial(training), training.make_batch(0)
+    run, pipeline = pipelined(training.step, (state, batch), **options)
+    losses: list[float] = []
+    gradients: dict[str, np.ndarray] = {}
+    for seed in range(2):
+        state, loss = run(state, training.make_batch(seed))
+        losses.append(float(loss))
+        gradients = gradients or _gradients(state)
+    for stage in pipeline.stages:  # one activation comes in and its cotangent goes out, at most
+        assert sum(port.kind == "inside" for port in stage.program.inputs) <= 2
+    return Trained(losses, gradients)
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("gpt2", 2), ("gpt2", 4), ("bert", 2), ("llama", 2)])
+def test_models_of_others(name: str, num_stages: int) -> None:
+    training = getattr(small, name)()
+    assert_same(in_stages(training, num_stages=num_stages, num_microbatches=2), train(training))
+
+
