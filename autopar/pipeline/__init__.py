@@ -1,0 +1,1 @@
+"""Plans over stages: layers on submeshes, in microbatches, by a schedule."""

@@ -1,0 +1,201 @@
+"""Prices of stages as tables: exact where they were asked, optimistic everywhere else.
+
+In: a `PartitionProblem`. Out: `Prices`, whose tables hold for every run of layers and every shape either the price or a
+bound from below, by the problem's `bound` and by what its `growth` lets one infer from prices that are known. A search
+that is optimal by these tables, and whose stages were all asked, is optimal. So only the stages of partitions that look
+best are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+
+from autopar.pipeline.cluster import SubmeshShape
+from autopar.pipeline.partition_problem import Growth, PartitionProblem, Stage, StageCost
+
+Run = tuple[int, int, int]  # first layer, last layer, number of the shape
+ROUNDING = 1e-12  # relative
+
+
+class Prices:
+    """Tables over first layer, last layer and shape; float[layers, layers, shapes], `inf` where a run cannot be.
+
+    Attributes:
+        once, repeated: what the objective makes of a stage, but for transfers.
+        state, working, flight: bytes always held, besides while working, and per microbatch in flight.
+        asked: which prices are known.
+        num_queries: how many were asked, equal runs once.
+        budget: float[shapes].
+    """
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        self.problem, self.shapes = problem, problem.all_shapes
+        n, num_shapes = problem.num_layers, len(self.shapes)
+        self._number = {shape: index for index, shape in enumerate(self.shapes)}
+        self.budget = np.array([problem.budget_bytes[shape.kind] for shape in self.shapes], float)
+        empty = np.arange(n)[:, None] > np.arange(n)
+        self.once, self.repeated, self.state, self.working, self.flight = (
+            np.where(empty[:, :, None], np.inf, np.zeros((n, n, num_shapes))) for _ in range(5)
+        )
+        self.asked = np.zeros((n, n, num_shapes), bool)
+        self.num_queries = 0
+        self._costs: dict[Run, StageCost | None] = {}
+        self._equal = _equal_runs(n, problem.layer_keys)
+        self._bound_all()
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def ask(self, runs: Iterable[Run]) -> bool:
+        """Ask the prices of runs; whether any was not known before."""
+        new = {run for run in runs if not self.asked[run]}
+        for first, last, shape in sorted(new):
+            if not self.asked[first, last, shape]:
+                self._ask(first, last, shape)
+        if new:
+            self._infer()
+        return bool(new)
+
+    def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+        """One price, asked where it is not known."""
+        run = first, last, self._number[shape]
+        if run not in self._costs:
+            self._ask(*run)
+        return self._costs[run]
+
+    def _ask(self, first: int, last: int, shape: int) -> None:
+        cost = self.problem.cost(first, last, self.shapes[shape])
+        self.num_queries += 1
+        for one, other in self._equal[first, last]:
+            self._costs[one, other, shape] = cost
+            self.asked[one, other, shape] = True
+            self._put(one, other, shape, cost)
+
+    def _put(self, first: int, last: int, shape: int, cost: StageCost | None) -> None:
+        at, objective = (first, last, shape), self.problem.objective
+        if cost is None:
+            self.once[at] = self.repeated[at] = np.inf
+            return
+        self.once[at], self.repeated[at] = objective.once_s(cost), objective.repeated_s(cost)
+        self.state[at], self.working[at], self.flight[at] = cost.state_bytes, cost.working_bytes, cost.flight_bytes
+
+    # -- bounds ----------------------------------------------------------------------------------
+
+    def _bound_all(self) -> None:
+        """Before anything is asked: the problem's bounds; what has none is asked."""
+        n, growth = self.problem.num_layers, self.problem.growth
+        runs = [(i, j, c) for i in range(n) for j in range(i, n) for c in range(len(self.shapes))]
+        if self.problem.bound is not None:
+            for i, j, c in runs:
+                self._put(i, j, c, self.problem.bound(i, j, self.shapes[c]))
+            self._infer()
+        elif growth is Growth.UNKNOWN:
+            self.ask(runs)
+        else:
+            self.ask((i, i, c) for i in range(n) for c in range(len(self.shapes)))
+
+    def _infer(self) -> None:
+        """Raise the bounds of longer runs by those of the runs in them."""
+        growth, known = self.problem.growth, self.asked
+        if growth is Growth.UNKNOWN:
+            return
+        for table in (self.state, self.working, self.flight):
+            self._raise(table, _largest_within(table), known)
+        whole = np.array([shape.parts == 1 for shape in self.shapes])  # parts of a submesh work side by side
+        for table in (self.once, self.repeated):
+            least = _largest_within(table)
+            if growth is Growth.SUPERADDITIVE:
+                least[..., whole] = _largest_sums(least[..., whole], np.where(known, table, np.nan)[..., whole])
+            self._raise(table, least, known)
+
+    @staticmethod
+    def _raise(table: np.ndarray, least: np.ndarray, known: np.ndarray) -> None:
+        np.copyto(table, least, where=~known & (least > table))
+
+    # -- a partition -----------------------------------------------------------------------------
+
+    def runs(self, stages: Sequence[Stage]) -> list[Run]:
+        """Their entries in the tables."""
+        return [(stage.first, stage.last, self._number[stage.submesh.shape]) for stage in stages]
+
+    def holds(self, run: Run, in_flight: float) -> float:
+        """Bytes per device, by the tables."""
+        return float(self.state[run] + self.working[run] + in_flight * self.flight[run])
+
+    def fits(self, run: Run, in_flight: float) -> bool:
+        """Whether the budget of its kind of device has room for that, but for rounding."""
+        return self.holds(run, in_flight) <= self.budget[run[2]] * (1 + ROUNDING)
+
+    def fitting(self, in_flight: np.ndarray) -> np.ndarray:
+        """The same for all runs and each of these numbers: bool[layers, layers, shapes, numbers]."""
+        return self.holding(in_flight) <= (self.budget * (1 + ROUNDING))[:, None]
+
+    def holding(self, in_flight: np.ndarray) -> np.ndarray:
+        """Bytes per device of all runs with each of these numbers: float[layers, layers, shapes, numbers]."""
+        return (self.state + self.working)[..., None] + self.flight[..., None] * in_flight
+
+    def figures(self, stages: Sequence[Stage]) -> tuple[float, float]:
+        """The sum of `once` and the largest `repeated` by the tables, transfers included; memory is not looked at."""
+        objective, transfer_s = self.problem.objective, self.problem.transfer_s
+        total, largest = 0.0, 0.0
+        for number, (stage, run) in enumerate(zip(stages, self.runs(stages), strict=True)):
+            sent = 0.0
+            if number + 1 < len(stages):
+                mesh, following = stage.submesh, stages[number + 1].submesh
+                sent = transfer_s(stage.last + 1, mesh.shape, following.shape, mesh.shares_host(following))
+            total += float(self.once[run]) + objective.transfer_once * sent
+            largest = max(largest, float(self.repeated[run]) + objective.transfer_repeated * sent)
+        return total, largest
+
+    def evaluate(self, stages: Sequence[Stage]) -> float:
+        """The objective of a chain of stages, all prices asked; `inf` where one does not fit."""
+        runs = self.runs(stages)
+        self.ask(runs)
+        in_flight = self.problem.objective.in_flight
+        for number, run in enumerate(runs):
+            if not self.fits(run, in_flight(len(stages) - 1 - number, len(stages))):
+                return float("inf")
+        return sum(self.figures(stages))
+
+
+def _equal_runs(num_layers: int, keys: Sequence[Hashable] | None) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Of each run, all runs of equal layers."""
+    numbers: dict[Hashable, int] = {}
+    layers = [numbers.setdefault(key, len(numbers)) for key in (range(num_layers) if keys is None else keys)]
+    alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for first in range(num_layers):
+        for last in range(first, num_layers):
+            members = alike.setdefault(tuple(layers[first : last + 1]), [])
+            members.append((first, last))
+            found[first, last] = members
+    return found
+
+
+def _largest_within(table: np.ndarray) -> np.ndarray:
+    """Of each run the largest entry of the runs in it."""
+    n = len(table)
+    empty = (np.arange(n)[:, None] > np.arange(n))[:, :, None]
+    largest = np.maximum.accumulate(np.where(empty, 0.0, table), axis=1)
+    largest = np.maximum.accumulate(largest[::-1], axis=0)[::-1]
+    return np.where(empty, np.inf, largest)
+
+
+def _largest_sums(least: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """`least` of each run, raised to the largest sum over its ways to be cut in two, shorter runs first.
+
+    Args:
+        known: prices, NaN where not known: what a known run adds to longer ones is its price.
+    """
+    least = np.where(np.isnan(known), least, known)
+    n = len(least)
+    for length in range(2, n + 1):
+        first = np.arange(n - length + 1)
+        last = first + length - 1
+        best = least[first, last]
+        for cut in range(1, length):
+            np.maximum(best, least[first, first + cut - 1] + least[first + cut, last], out=best)
+        unknown = np.isnan(known[first, last])
+        least[first, last] = np.where(unknown, best, least[first, last])
+    return least
