@@ -321,6 +321,24 @@ def test_an_optimistic_bound_saves_prices_and_changes_nothing() -> None:
     assert bounded.num_queries < plain.num_queries / 2
 
 
+@pytest.mark.parametrize("fixed", [0.01, 1.0])
+def test_where_runs_do_not_add_up_it_is_noticed(fixed: float) -> None:
+    """Each run costs something besides its layers, so a long one is cheaper than its parts together."""
+    problem = transformer()
+
+    def cost(first: int, last: int, shape: SubmeshShape) -> StageCost:
+        plain = problem.cost(first, last, shape)
+        assert plain is not None
+        return replace(plain, forward_s=plain.forward_s + fixed)
+
+    right = ExactPartitioner().partition(replace(problem, cost=cost, growth=Growth.UNKNOWN))
+    found = ExactPartitioner().partition(replace(problem, cost=cost))
+    assert found.slack > 0
+    assert found.status is Status.OPTIMAL
+    assert found.cost_s == pytest.approx(right.cost_s, rel=1e-9)
+    assert found.lower_bound_s <= found.cost_s
+
+
 # -- what comes out ----------------------------------------------------------------------------
 
 
@@ -713,13 +731,13 @@ def test_clustering_equals_looking_at_every_cut(data: st.DataObject) -> None:
     found = cluster_layers(flops, cuts, num_layers=num_layers, delta=0.2)
     assert len(found.starts) == num_layers
     assert found.cut_bytes == sum(cuts[s] for s in found.starts[1:])
-    if max(flops) > sum(flops) / num_layers:
+    if max(flops) > sum(flops) / num_layers * (1 + 1e-9):
         return  # such an operator counts as one mean
     best = brute_force_layers(flops, cuts, num_layers, found.delta)
     assert best is not None
     assert found.cut_bytes == best[0]
     if found.delta > 0.2:
-        assert brute_force_layers(flops, cuts, num_layers, found.delta / 2) is None
+        assert brute_force_layers(flops, cuts, num_layers, found.delta / 1.5) is None
 
 
 BLOCK_FLOPS = [0.0, 3.0, 2.0, 1.0, 0.0, 0.0, 4.0, 4.0, 0.0, 0.0]
@@ -739,10 +757,8 @@ def test_blocks_between_an_embedding_and_a_head_stay_whole() -> None:
     flops = [0.0, 0.0, 0.0, *BLOCK_FLOPS * 12, 0.0, 56.0, 1.0]
     cuts = [0.5, 0.5, 0.5, *BLOCK_CUTS * 12, 8.0, 8.0, 8.0]
     found = cluster_layers(flops, cuts)
-    assert len(found.starts) == 12
-    borders = {3 + 10 * block for block in range(13)}
-    assert set(found.starts[1:]) <= borders
-    assert max(end - start for start, end in zip(found.starts, found.starts[1:], strict=False)) <= 20
+    assert found.starts[1:] == tuple(3 + 10 * block for block in range(1, 13))
+    assert len(set(found.keys[1:-1])) == 1
 
 
 def test_more_modules_than_layers_are_shared_out_equally() -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autopar.pipeline.partition_problem import Stage
+from autopar.pipeline.prices import Prices
 from autopar.solve.problem import Status
 
 Progress = Callable[[float, float], None]
@@ -75,13 +76,21 @@ class Search:
         self._open: list[tuple[float, int, float, float]] = []  # bound, variant, interval
         self._left = math.inf  # the least bound of what is not looked at further
 
-    def run(self) -> None:
+    def run(self, start: Stages = (), prepare: Callable[[], None] | None = None) -> None:
         """Search until the best is proven, time is up, or Ctrl-C.
+
+        Args:
+            start: stages to begin with, their prices asked; none by default.
+            prepare: is called first.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C before anything was found.
         """
         try:
+            if start:
+                self._meet(start, sum(self._variants[0].figures(start)))
+            if prepare is not None:
+                prepare()
             for number in range(len(self._variants)):
                 heapq.heappush(self._open, (0.0, number, 0.0, math.inf))
             self.status = self._work()
@@ -164,3 +173,17 @@ class Search:
 
     def _is_closed(self, bound: float) -> bool:
         return bound >= self._enough()
+
+
+def searched(variants: Sequence[Variant], prices: Prices, budget: Budget, progress: Progress | None) -> Search:
+    """A search that is over. Where prices turn out lower than `growth` lets them be, it is begun anew with less trust in
+    it; what was asked stays known."""
+    search = Search(variants, budget, progress)
+    search.run()
+    while prices.overstated > prices.slack:
+        if search.status is Status.INTERRUPTED:
+            search.bound = 0.0  # it rests on prices that are not so
+            break
+        best, search = search.best, Search(variants, budget, progress)
+        search.run(best, prices.loosen)
+    return search

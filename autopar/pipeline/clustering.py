@@ -7,7 +7,7 @@ In: operators in the order of the program, their FLOPs, and the bytes that pass 
     subject to  (1 - delta) mean <= FLOPs of a layer <= (1 + delta) mean
 
 An operator that alone exceeds the mean cannot be cut: it counts as one mean, and the rest is balanced among the other
-layers. Where nothing keeps to delta, delta is doubled until something does. Modules that repeat are recognised by their
+layers. Where nothing keeps to delta, it is widened by half until something does. Modules that repeat are recognised by their
 operators, so as many layers as there are modules, or a part of them, can be asked for by leaving the number out.
 """
 
@@ -21,6 +21,7 @@ import numpy as np
 _ALIKE = 1e-9  # relative
 _MOST_LAYERS = 48
 _DELTA = 0.1
+_WIDEN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def cluster_layers(
     found = None
     while found is None:
         found = _cut(_clipped(work, num_layers), cuts, num_layers, delta)
-        delta = delta if found is not None else 2 * delta
+        delta = delta if found is not None else _WIDEN * delta
     ends = [*found[1:], len(work)]
     layers = [tuple(names[start:end].tolist()) for start, end in zip(found, ends, strict=True)]
     alike: dict[tuple[int, ...], int] = {}
@@ -94,18 +95,17 @@ def cluster_layers(
 
 
 def _clipped(flops: np.ndarray, num_layers: int) -> np.ndarray:
-    """FLOPs in units of the mean layer, operators that exceed it as 1."""
+    """FLOPs in units of the mean layer; operators that exceed it as 1, and the mean is that of the others."""
     work, large = np.maximum(flops, 0.0), np.zeros(len(flops), bool)
     while True:
-        rest = num_layers - int(large.sum())
-        mean = work[~large].sum() / rest if rest > 0 else 0.0
+        mean = work[~large].sum() / (num_layers - large.sum())
         more = ~large & (work > mean * (1 + _ALIKE))
-        if rest <= 1 or mean == 0.0 or not more.any():
+        if num_layers - large.sum() == 1 or mean == 0.0 or not more.any():
             break
         large |= more
-    if mean == 0.0:  # nothing to balance but the number of operators
-        return np.full(len(flops), num_layers / len(flops))
-    return np.where(large, 1.0, np.minimum(work / mean, 1.0 + _ALIKE) if rest > 1 else work / mean)
+    if mean == 0.0:  # of the others, their number is left to balance
+        mean, work = 1.0, np.full(len(work), (num_layers - large.sum()) / max(1, (~large).sum()))
+    return np.where(large, 1.0, work / mean)
 
 
 def _cut(work: np.ndarray, cuts: np.ndarray, num_layers: int, delta: float) -> tuple[int, ...] | None:
@@ -143,9 +143,11 @@ def _cut(work: np.ndarray, cuts: np.ndarray, num_layers: int, delta: float) -> t
 
 
 def _repeats(names: np.ndarray, flops: np.ndarray, most_layers: int) -> int | None:
-    """How many modules follow one another that are alike, where they do most of the work; cut down to the limit."""
-    n, best, count = len(names), 0.5 * float(flops.sum()), None
+    """How many modules follow one another that are alike, where they do most of the work: one layer for each, or for
+    equally many, and what comes before and after in layers of that size. None where nothing repeats."""
+    n = len(names)
     done = np.concatenate([[0.0], np.cumsum(flops)])
+    best, found = 0.5 * float(done[-1]), None
     for period in range(1, n // 2 + 1):
         alike = np.concatenate([[False], names[:-period] == names[period:], [False]])
         begins, ends = np.flatnonzero(~alike[:-1] & alike[1:]), np.flatnonzero(alike[:-1] & ~alike[1:])
@@ -154,10 +156,20 @@ def _repeats(names: np.ndarray, flops: np.ndarray, most_layers: int) -> int | No
             work = float(done[begin + times * period] - done[begin])
             # A longer module is only one of several shorter ones, unless it covers more.
             if times > 1 and work > best * (1 + _ALIKE):
-                best, count = work, times
-    if count is None:
+                best, found = work, (begin, begin + times * period, times)
+    if found is None:
         return None
-    return next(size for size in range(min(count, most_layers), 0, -1) if count % size == 0)
+    begin, end, times = found
+    for size in range(min(times, most_layers), 0, -1):
+        outside = [_share(flops[part], best / size) for part in (slice(0, begin), slice(end, n))]
+        if times % size == 0 and size + sum(outside) <= most_layers:
+            return size + sum(outside)
+    return 1
+
+
+def _share(flops: np.ndarray, layer: float) -> int:
+    """How many layers of a size some operators make up, where one operator is one layer at most."""
+    return round(float(np.minimum(flops, layer).sum()) / layer)
 
 
 def _as_many_as_fit(flops: np.ndarray, cuts: np.ndarray, delta: float, most_layers: int) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.pipeline.bottleneck import PROVEN, Budget, Progress, Search, Stages
+from autopar.pipeline.bottleneck import PROVEN, Budget, Progress, Stages, searched
 from autopar.pipeline.cluster import Line, Submesh, lines
 from autopar.pipeline.partition_problem import Partition, PartitionProblem, Stage
 from autopar.pipeline.prices import ROUNDING, Prices, Run
@@ -55,8 +55,8 @@ class InterleavedPartitioner:
             for meshes in _rows(problem)
             if len(meshes) * self.virtual <= problem.num_layers and len(meshes) <= problem.most_stages
         ]
-        search = Search(variants, Budget(time.monotonic() + self.time_limit_s, self.relative_gap), self.progress)
-        search.run()
+        budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap)
+        search = searched(variants, prices, budget, self.progress)
         infeasible = search.status is Status.INFEASIBLE
         reason = ""
         if infeasible:
@@ -69,6 +69,7 @@ class InterleavedPartitioner:
             num_queries=prices.num_queries,
             others=search.others(),
             reason=reason,
+            slack=prices.slack,
         )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.pipeline.bottleneck import PROVEN, Budget, Progress, Search, Stages
+from autopar.pipeline.bottleneck import PROVEN, Budget, Progress, Stages, searched
 from autopar.pipeline.cluster import Line, lines
 from autopar.pipeline.line_program import Found, Hops, solve
 from autopar.pipeline.partition_problem import Partition, PartitionProblem, Shortage, Stage
@@ -54,8 +54,7 @@ class ExactPartitioner:
             for count in counts
         ]
         budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap)
-        search = Search(variants, budget, self.progress)
-        search.run()
+        search = searched(variants, prices, budget, self.progress)
         reason, shortage = "", None
         if search.status is Status.INFEASIBLE:
             shortage = _least_shortage(variants)
@@ -69,6 +68,7 @@ class ExactPartitioner:
             others=search.others(),
             reason=reason,
             shortage=shortage,
+            slack=prices.slack,
         )
 
 

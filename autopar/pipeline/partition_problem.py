@@ -180,6 +180,8 @@ class Partition:
         others: further partitions met, best first: what a closer look, by simulation say, may prefer.
         reason: why there are no stages, for people.
         shortage: the same, where memory is why.
+        slack: how far below what the problem's `growth` says prices may be by the proof, relative: 0, or more than any
+            that was asked was found to be.
     """
 
     stages: tuple[Stage, ...]
@@ -190,6 +192,7 @@ class Partition:
     others: tuple[tuple[Stage, ...], ...] = ()
     reason: str = ""
     shortage: Shortage | None = None
+    slack: float = 0.0
 
 
 class Partitioner(Protocol):

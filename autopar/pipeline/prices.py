@@ -17,6 +17,7 @@ from autopar.pipeline.partition_problem import Growth, PartitionProblem, Stage, 
 
 Run = tuple[int, int, int]  # first layer, last layer, number of the shape
 ROUNDING = 1e-12  # relative
+_LITTLE = 0.4  # what says more than this too much is not trusted at all
 
 
 class Prices:
@@ -27,6 +28,8 @@ class Prices:
         state, working, flight: bytes always held, besides while working, and per microbatch in flight.
         asked: which prices are known.
         num_queries: how many were asked, equal runs once.
+        overstated: how far below what `growth` says a price was found to be, relative; 0 where it holds.
+        slack: how far below it bounds are.
         budget: float[shapes].
     """
 
@@ -39,8 +42,11 @@ class Prices:
         self.once, self.repeated, self.state, self.working, self.flight = (
             np.where(empty[:, :, None], np.inf, np.zeros((n, n, num_shapes))) for _ in range(5)
         )
+        self._tables = (self.once, self.repeated, self.state, self.working, self.flight)
+        self._base = tuple(table.copy() for table in self._tables)  # what is known without `growth`
         self.asked = np.zeros((n, n, num_shapes), bool)
         self.num_queries = 0
+        self.slack = self.overstated = 0.0
         self._costs: dict[Run, StageCost | None] = {}
         self._equal = _equal_runs(n, problem.layer_keys)
         self._bound_all()
@@ -67,10 +73,16 @@ class Prices:
     def _ask(self, first: int, last: int, shape: int) -> None:
         cost = self.problem.cost(first, last, self.shapes[shape])
         self.num_queries += 1
+        before = [float(table[first, last, shape]) for table in self._tables]
         for one, other in self._equal[first, last]:
             self._costs[one, other, shape] = cost
             self.asked[one, other, shape] = True
             self._put(one, other, shape, cost)
+        if cost is not None:
+            for table, base, bound in zip(self._tables, self._base, before, strict=True):
+                price = float(table[first, last, shape])
+                if price < bound * (1 - ROUNDING) and bound > base[first, last, shape]:
+                    self.overstated = max(self.overstated, 1 - price / bound * (1 - self.slack))
 
     def _put(self, first: int, last: int, shape: int, cost: StageCost | None) -> None:
         at, objective = (first, last, shape), self.problem.objective
@@ -82,36 +94,46 @@ class Prices:
 
     # -- bounds ----------------------------------------------------------------------------------
 
+    def loosen(self) -> None:
+        """Trust `growth` less, by as much as a price was found to be below what it says, and some more."""
+        self.slack = 1.25 * self.overstated if self.overstated < _LITTLE else 1.0
+        if self.slack == 1.0 and self.problem.bound is None:
+            self.ask(self._every_run())
+        self._infer()
+
     def _bound_all(self) -> None:
         """Before anything is asked: the problem's bounds; what has none is asked."""
-        n, growth = self.problem.num_layers, self.problem.growth
-        runs = [(i, j, c) for i in range(n) for j in range(i, n) for c in range(len(self.shapes))]
-        if self.problem.bound is not None:
-            for i, j, c in runs:
-                self._put(i, j, c, self.problem.bound(i, j, self.shapes[c]))
+        n, bound = self.problem.num_layers, self.problem.bound
+        if bound is not None:
+            for i, j, c in self._every_run():
+                self._put(i, j, c, bound(i, j, self.shapes[c]))
+                for base, table in zip(self._base, self._tables, strict=True):
+                    base[i, j, c] = table[i, j, c]
             self._infer()
-        elif growth is Growth.UNKNOWN:
-            self.ask(runs)
+        elif self.problem.growth is Growth.UNKNOWN:
+            self.ask(self._every_run())
         else:
-            self.ask((i, i, c) for i in range(n) for c in range(len(self.shapes)))
+            self.ask([(i, i, c) for i in range(n) for c in range(len(self.shapes))])
+
+    def _every_run(self) -> list[Run]:
+        n = self.problem.num_layers
+        return [(i, j, c) for i in range(n) for j in range(i, n) for c in range(len(self.shapes))]
 
     def _infer(self) -> None:
-        """Raise the bounds of longer runs by those of the runs in them."""
-        growth, known = self.problem.growth, self.asked
+        """Bounds of longer runs, by those of the runs in them."""
+        growth = self.problem.growth
         if growth is Growth.UNKNOWN:
             return
-        for table in (self.state, self.working, self.flight):
-            self._raise(table, _largest_within(table), known)
         whole = np.array([shape.parts == 1 for shape in self.shapes])  # parts of a submesh work side by side
-        for table in (self.once, self.repeated):
-            least = _largest_within(table)
-            if growth is Growth.SUPERADDITIVE:
-                least[..., whole] = _largest_sums(least[..., whole], np.where(known, table, np.nan)[..., whole])
-            self._raise(table, least, known)
-
-    @staticmethod
-    def _raise(table: np.ndarray, least: np.ndarray, known: np.ndarray) -> None:
-        np.copyto(table, least, where=~known & (least > table))
+        for table, base, adds in zip(self._tables, self._base, (True, True, False, False, False), strict=True):
+            now = np.where(self.asked, table, base)
+            least = _largest_within(now)
+            if adds and growth is Growth.SUPERADDITIVE:
+                exact = np.where(self.asked, table, np.nan)
+                least[..., whole] = _largest_sums(least[..., whole], exact[..., whole])
+            if self.slack < 1:
+                now = np.where(self.asked, now, np.maximum(now, (1 - self.slack) * least))
+            table[...] = now
 
     # -- a partition -----------------------------------------------------------------------------
 
