@@ -180,7 +180,7 @@ def searched(variants: Sequence[Variant], prices: Prices, budget: Budget, progre
     it; what was asked stays known."""
     search = Search(variants, budget, progress)
     search.run()
-    while prices.overstated > prices.slack:
+    while prices.overstated:
         if search.status is Status.INTERRUPTED:
             search.bound = 0.0  # it rests on prices that are not so
             break

@@ -69,7 +69,7 @@ class InterleavedPartitioner:
             num_queries=prices.num_queries,
             others=search.others(),
             reason=reason,
-            slack=prices.slack,
+            slack_s=prices.slack_s,
         )
 
 

@@ -68,7 +68,7 @@ class ExactPartitioner:
             others=search.others(),
             reason=reason,
             shortage=shortage,
-            slack=prices.slack,
+            slack_s=prices.slack_s,
         )
 
 

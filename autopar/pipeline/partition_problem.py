@@ -180,8 +180,8 @@ class Partition:
         others: further partitions met, best first: what a closer look, by simulation say, may prefer.
         reason: why there are no stages, for people.
         shortage: the same, where memory is why.
-        slack: how far below what the problem's `growth` says prices may be by the proof, relative: 0, or more than any
-            that was asked was found to be.
+        slack_s: what a run may take less than its parts, by the proof: 0 where no price that was asked contradicts the
+            problem's `growth`, else somewhat more than any does.
     """
 
     stages: tuple[Stage, ...]
@@ -192,7 +192,7 @@ class Partition:
     others: tuple[tuple[Stage, ...], ...] = ()
     reason: str = ""
     shortage: Shortage | None = None
-    slack: float = 0.0
+    slack_s: float = 0.0
 
 
 class Partitioner(Protocol):

@@ -17,7 +17,8 @@ from autopar.pipeline.partition_problem import Growth, PartitionProblem, Stage, 
 
 Run = tuple[int, int, int]  # first layer, last layer, number of the shape
 ROUNDING = 1e-12  # relative
-_LITTLE = 0.4  # what says more than this too much is not trusted at all
+_HALVINGS = 20
+_MARGIN = 1.1
 
 
 class Prices:
@@ -28,8 +29,7 @@ class Prices:
         state, working, flight: bytes always held, besides while working, and per microbatch in flight.
         asked: which prices are known.
         num_queries: how many were asked, equal runs once.
-        overstated: how far below what `growth` says a price was found to be, relative; 0 where it holds.
-        slack: how far below it bounds are.
+        overstated: whether a price was found to be below what `growth` says.
         budget: float[shapes].
     """
 
@@ -46,7 +46,8 @@ class Prices:
         self._base = tuple(table.copy() for table in self._tables)  # what is known without `growth`
         self.asked = np.zeros((n, n, num_shapes), bool)
         self.num_queries = 0
-        self.slack = self.overstated = 0.0
+        self.overstated = False
+        self._slack = np.zeros((len(self._tables), num_shapes))
         self._costs: dict[Run, StageCost | None] = {}
         self._equal = _equal_runs(n, problem.layer_keys)
         self._bound_all()
@@ -80,9 +81,8 @@ class Prices:
             self._put(one, other, shape, cost)
         if cost is not None:
             for table, base, bound in zip(self._tables, self._base, before, strict=True):
-                price = float(table[first, last, shape])
-                if price < bound * (1 - ROUNDING) and bound > base[first, last, shape]:
-                    self.overstated = max(self.overstated, 1 - price / bound * (1 - self.slack))
+                inferred = bound > base[first, last, shape]
+                self.overstated |= inferred and float(table[first, last, shape]) < bound * (1 - ROUNDING)
 
     def _put(self, first: int, last: int, shape: int, cost: StageCost | None) -> None:
         at, objective = (first, last, shape), self.problem.objective
@@ -95,11 +95,31 @@ class Prices:
     # -- bounds ----------------------------------------------------------------------------------
 
     def loosen(self) -> None:
-        """Trust `growth` less, by as much as a price was found to be below what it says, and some more."""
-        self.slack = 1.25 * self.overstated if self.overstated < _LITTLE else 1.0
-        if self.slack == 1.0 and self.problem.bound is None:
-            self.ask(self._every_run())
+        """Trust `growth` less: let joining two runs save as much as it does by the prices that are known, and some more."""
+        for number, table in enumerate(self._tables):
+            none, most = np.zeros(len(self.shapes)), self._saved(number, np.zeros(len(self.shapes)))
+            if not most.any():
+                continue
+            for _ in range(_HALVINGS):  # what is left of the largest excess when that much may be saved
+                middle = (none + most) / 2
+                holds = self._saved(number, middle) <= 0
+                none, most = np.where(holds, none, middle), np.where(holds, middle, most)
+            self._slack[number] = np.maximum(self._slack[number], _MARGIN * most)
+        self.overstated = False
         self._infer()
+
+    @property
+    def slack_s(self) -> float:
+        """What two runs may save by being one, seconds of the objective's figures, on some shape."""
+        return float(self._slack[:2].max())
+
+    def _saved(self, number: int, slack: np.ndarray) -> np.ndarray:
+        """How far known prices are below what `growth` makes of others, by shape."""
+        table = self._tables[number]
+        inferred = self._inferred(number, slack)
+        excess = np.where(self.asked & np.isfinite(inferred), inferred - table, 0.0)
+        excess = np.where(excess > ROUNDING * np.where(np.isfinite(table), table, 0.0), excess, 0.0)
+        return excess.max(axis=(0, 1), initial=0.0)
 
     def _bound_all(self) -> None:
         """Before anything is asked: the problem's bounds; what has none is asked."""
@@ -124,16 +144,21 @@ class Prices:
         growth = self.problem.growth
         if growth is Growth.UNKNOWN:
             return
-        whole = np.array([shape.parts == 1 for shape in self.shapes])  # parts of a submesh work side by side
-        for table, base, adds in zip(self._tables, self._base, (True, True, False, False, False), strict=True):
-            now = np.where(self.asked, table, base)
-            least = _largest_within(now)
-            if adds and growth is Growth.SUPERADDITIVE:
-                exact = np.where(self.asked, table, np.nan)
-                least[..., whole] = _largest_sums(least[..., whole], exact[..., whole])
-            if self.slack < 1:
-                now = np.where(self.asked, now, np.maximum(now, (1 - self.slack) * least))
-            table[...] = now
+        for number, (table, base) in enumerate(zip(self._tables, self._base, strict=True)):
+            inferred = np.maximum(base, self._inferred(number, self._slack[number]))
+            table[...] = np.where(self.asked, table, inferred)
+
+    def _inferred(self, number: int, slack: np.ndarray) -> np.ndarray:
+        """Bounds of all runs by those of shorter ones.
+
+        Args:
+            number: of the table.
+            slack: what joining two runs may save; float[shapes].
+        """
+        adds = np.array([shape.parts == 1 for shape in self.shapes])  # parts of a submesh work side by side
+        adds &= self.problem.growth is Growth.SUPERADDITIVE and number < 2  # bytes may be shared
+        table, base = self._tables[number], self._base[number]
+        return _from_shorter(np.where(self.asked, table, base), self.asked, adds, slack)
 
     # -- a partition -----------------------------------------------------------------------------
 
@@ -195,29 +220,21 @@ def _equal_runs(num_layers: int, keys: Sequence[Hashable] | None) -> dict[tuple[
     return found
 
 
-def _largest_within(table: np.ndarray) -> np.ndarray:
-    """Of each run the largest entry of the runs in it."""
-    n = len(table)
-    empty = (np.arange(n)[:, None] > np.arange(n))[:, :, None]
-    largest = np.maximum.accumulate(np.where(empty, 0.0, table), axis=1)
-    largest = np.maximum.accumulate(largest[::-1], axis=0)[::-1]
-    return np.where(empty, np.inf, largest)
-
-
-def _largest_sums(least: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """`least` of each run, raised to the largest sum over its ways to be cut in two, shorter runs first.
+def _from_shorter(table: np.ndarray, known: np.ndarray, adds: np.ndarray, slack: np.ndarray) -> np.ndarray:
+    """Of each run, the largest bound that its parts give, less a slack for each time that two runs are joined.
 
     Args:
-        known: prices, NaN where not known: what a known run adds to longer ones is its price.
+        table: prices where `known`, else bounds; float[layers, layers, shapes].
+        adds: whether two parts count together, else the larger one; bool[shapes].
+        slack: float[shapes].
     """
-    least = np.where(np.isnan(known), least, known)
-    n = len(least)
-    for length in range(2, n + 1):
-        first = np.arange(n - length + 1)
+    bounds, found = table.copy(), np.zeros(table.shape)
+    for length in range(2, len(table) + 1):
+        first = np.arange(len(table) - length + 1)
         last = first + length - 1
-        best = least[first, last]
-        for cut in range(1, length):
-            np.maximum(best, least[first, first + cut - 1] + least[first + cut, last], out=best)
-        unknown = np.isnan(known[first, last])
-        least[first, last] = np.where(unknown, best, least[first, last])
-    return least
+        cut = first[:, None] + np.arange(1, length)  # the first layer of the second part
+        one, other = bounds[first[:, None], cut - 1], bounds[cut, last[:, None]]
+        best = np.where(adds, one + other, np.maximum(one, other)).max(axis=1) - slack
+        found[first, last] = np.maximum(best, 0.0)
+        bounds[first, last] = np.where(known[first, last], table[first, last], np.maximum(table[first, last], best))
+    return found
