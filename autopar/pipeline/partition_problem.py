@@ -80,8 +80,9 @@ class PartitionProblem:
     """Layers `0 … num_layers - 1` in a chain, and what they cost where.
 
     Args:
-        cost: price of layers first to last, both included, on a submesh of a shape; None where they cannot run there.
-            Asked once for each, and never for what cannot be in the optimum: it may be slow.
+        cost: price of layers first to last, both included, on a submesh of a shape; None where they cannot run there,
+            whatever the memory (what merely does not fit has a price, so that the shortage can be told). Asked once
+            for each, and only for what may be in the optimum: it may be slow.
         transfer_s: seconds of one microbatch from the stage that ends before layer `boundary` to the next one, there
             and back (activations, and their gradients): boundary, shapes of both, whether they share a host.
         budget_bytes: what a device of each kind may hold.

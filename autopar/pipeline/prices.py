@@ -96,7 +96,7 @@ class Prices:
 
     def loosen(self) -> None:
         """Trust `growth` less: let joining two runs save as much as it does by the prices that are known, and some more."""
-        for number, table in enumerate(self._tables):
+        for number in range(len(self._tables)):
             none, most = np.zeros(len(self.shapes)), self._saved(number, np.zeros(len(self.shapes)))
             if not most.any():
                 continue
@@ -117,9 +117,9 @@ class Prices:
         """How far known prices are below what `growth` makes of others, by shape."""
         table = self._tables[number]
         inferred = self._inferred(number, slack)
-        excess = np.where(self.asked & np.isfinite(inferred), inferred - table, 0.0)
-        excess = np.where(excess > ROUNDING * np.where(np.isfinite(table), table, 0.0), excess, 0.0)
-        return excess.max(axis=(0, 1), initial=0.0)
+        known = self.asked & np.isfinite(inferred) & np.isfinite(table)
+        excess = np.where(known, inferred, 0.0) - np.where(known, table, 0.0)
+        return np.where(excess > ROUNDING * np.where(known, table, 0.0), excess, 0.0).max(axis=(0, 1), initial=0.0)
 
     def _bound_all(self) -> None:
         """Before anything is asked: the problem's bounds; what has none is asked."""
@@ -198,7 +198,9 @@ class Prices:
     def evaluate(self, stages: Sequence[Stage]) -> float:
         """The objective of a chain of stages, all prices asked; `inf` where one does not fit."""
         runs = self.runs(stages)
-        self.ask(runs)
+        for run in runs:
+            if not self.asked[run]:
+                self._ask(*run)
         in_flight = self.problem.objective.in_flight
         for number, run in enumerate(runs):
             if not self.fits(run, in_flight(len(stages) - 1 - number, len(stages))):
