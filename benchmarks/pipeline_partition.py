@@ -2,7 +2,7 @@
 
 The prices are formulas over a hardware profile, not plans: matrix products at the rate of the device, Megatron's
 all-reduces inside a submesh, gradients all-reduced over its data-parallel groups, ZeRO-1, each layer's input kept and the
-rest computed again. So each is priced in no time, and what is compared is the search. A query is one price asked; the
+rest computed again; split for speed or for memory. So each is priced in no time, and what is compared is the search. A query is one price asked; the
 package's partitioner is told nothing of prices but that a run takes about as long as its parts, and that equal layers are
 equal (`layer_keys`). Learning and random search see as many partitions as each other.
 
@@ -16,7 +16,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.collectives import collective_time
 from autopar.cost.hardware import HardwareProfile, load
@@ -186,12 +186,14 @@ def problem_of(model: Model, cluster: Cluster) -> PartitionProblem:
         budget_bytes={kind: profile.usable_bytes for kind, profile in profiles.items()},
         growth=Growth.SUPERADDITIVE,
         layer_keys=[layer.key for layer in model.layers],
+        shapes=tuple(replace(shape, option=option) for shape in cluster.shapes() for option in range(1 + model.splits)),
     )
 
 
 def price(model: Model, first: int, last: int, shape: SubmeshShape, profile: HardwareProfile) -> StageCost | None:
     """Layers on a submesh, by the quickest split into data and model parallelism of those that leave room for a
-    microbatch, or else by the smallest; None where there are fewer examples than devices."""
+    microbatch, or else by the smallest; as option 1 by the smallest anyway. None where there are fewer examples than
+    devices."""
     layers, found = model.layers[first : last + 1], []
     for num_model in range(1, shape.devices_per_host + 1 if model.splits else 2):
         num_data = shape.num_devices // num_model
@@ -200,7 +202,8 @@ def price(model: Model, first: int, last: int, shape: SubmeshShape, profile: Har
         cost = _split(model, layers, MeshShape(("data", "model"), (num_data, num_model)), profile)
         seconds = model.num_microbatches * (cost.forward_s + cost.backward_s) + cost.update_s
         held = cost.bytes_with(1)
-        found.append(((held, 0.0) if held > profile.usable_bytes else (0.0, seconds), cost))
+        small = shape.option or held > profile.usable_bytes
+        found.append(((held, 0.0) if small else (0.0, seconds), cost))
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 

@@ -107,8 +107,8 @@ class Tables:
 @st.composite
 def problems(draw: st.DrawFn, growth: Growth | None = None) -> PartitionProblem:
     num_layers = draw(st.integers(1, 5))
-    growth = growth or draw(st.sampled_from(Growth))
-    tables = Tables(draw(st.integers(0, 10_000)), num_layers, growth, draw(st.sampled_from([0.0, 0.3])))
+    known: Growth = growth or draw(st.sampled_from(list(Growth)))
+    tables = Tables(draw(st.integers(0, 10_000)), num_layers, known, draw(st.sampled_from([0.0, 0.3])))
     return PartitionProblem(
         num_layers=num_layers,
         cluster=draw(st.sampled_from(CLUSTERS)),
@@ -116,7 +116,7 @@ def problems(draw: st.DrawFn, growth: Growth | None = None) -> PartitionProblem:
         transfer_s=tables.transfer_s,
         objective=draw(st.sampled_from(OBJECTIVES))(draw(st.integers(1, 9))),
         budget_bytes={"a": float(draw(st.integers(5, 60))), "b": float(draw(st.sampled_from([10, 40, 1000])))},
-        growth=growth,
+        growth=known,
         max_stages=draw(st.sampled_from([None, None, 2])),
     )
 

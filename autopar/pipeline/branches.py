@@ -62,7 +62,23 @@ class Branches:
             assert inner is not None
             return inner(first, last, shape) if shape.parts == 1 else StageCost(forward_s=0.0)
 
-        return replace(problem, shapes=(*shapes, *split), cost=self.cost, bound=None if inner is None else bound)
+        keys = (
+            None
+            if problem.layer_keys is None
+            else [(key, *self._around(i)) for i, key in enumerate(problem.layer_keys)]
+        )
+        return replace(
+            problem,
+            shapes=(*shapes, *split),
+            cost=self.cost,
+            bound=None if inner is None else bound,
+            layer_keys=keys,
+        )
+
+    def _around(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How far from a layer those are that it reads, and those that read it."""
+        read = tuple(sorted(layer - u for u, v in self.edges if v == layer))
+        return read, tuple(sorted(v - layer for u, v in self.edges if u == layer))
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
         """The price of a run of layers, on parts if the shape has them."""
@@ -255,9 +271,9 @@ class _Spread:
 def _part(shape: SubmeshShape) -> SubmeshShape | None:
     """One of the parts of a shape; None where it cannot be split so."""
     if shape.num_hosts == 1 and shape.devices_per_host % shape.parts == 0:
-        return SubmeshShape(shape.kind, 1, shape.devices_per_host // shape.parts)
+        return replace(shape, devices_per_host=shape.devices_per_host // shape.parts, parts=1)
     if shape.num_hosts > 1 and shape.num_hosts % shape.parts == 0:
-        return SubmeshShape(shape.kind, shape.num_hosts // shape.parts, shape.devices_per_host)
+        return replace(shape, num_hosts=shape.num_hosts // shape.parts, parts=1)
     return None
 
 

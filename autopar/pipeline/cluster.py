@@ -50,12 +50,15 @@ class SubmeshShape:
         num_hosts: more than 1 only where the hosts are whole.
         devices_per_host: of the submesh.
         parts: into how many equal submeshes branches of a model split it (`branches.py`); 1: it is one mesh.
+        option: which of several ways to run a stage there that differ in price, for whoever makes prices to tell
+            apart: quick or frugal with memory, say.
     """
 
     kind: str
     num_hosts: int
     devices_per_host: int
     parts: int = 1
+    option: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -64,7 +67,8 @@ class SubmeshShape:
 
     def __str__(self) -> str:
         size = f"{self.num_hosts}x{self.devices_per_host}" if self.num_hosts > 1 else f"{self.devices_per_host}"
-        return f"{size} {self.kind}" + (f" in {self.parts} parts" if self.parts > 1 else "")
+        parts = f" in {self.parts} parts" if self.parts > 1 else ""
+        return f"{size} {self.kind}{parts}" + (f", option {self.option}" if self.option else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ class Cluster:
         return tuple(dict.fromkeys(group.kind for group in self.groups))
 
     def shapes(self) -> tuple[SubmeshShape, ...]:
-        """Every shape that a submesh may have, each once, the largest first."""
+        """Every shape that a submesh may have, in one part and one option, each once, the largest first."""
         found: dict[SubmeshShape, None] = {}
         for group in self.groups:
             inside = [SubmeshShape(group.kind, 1, size) for size in range(1, group.devices_per_host + 1)]

@@ -1,4 +1,4 @@
-"""The dynamic programme over (layers, devices in line, stages), vectorised.
+"""The dynamic programme over (layers, devices in line, stages).
 
     start[k, P, n]    least cost of layers k to the end, the first of their stages on place P, by n stages
                       = min over l of  value[k, l, shape of P, n]  +  after[l + 1, P, n - 1]
@@ -12,6 +12,7 @@ out (one entry) where values do not depend on it. `combine` is a sum, or a maxim
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,43 +69,33 @@ def solve(
     Returns:
         None where every way is forbidden. Among equal ones the first stages are short and on many devices.
     """
+    # Compiled loops take a moment to import, and there are models without stages.
+    loops = importlib.import_module("autopar.pipeline.line_loops")
     num_layers, num_counts = len(values), values.shape[3]
-    counted = num_counts > 1
     num_places, num_levels = len(line.start), hops.inside.shape[1]
     start = np.full((num_layers, num_places, num_counts), np.inf)
     after = np.full((num_layers + 1, num_levels, num_places, num_counts), np.inf)
     after[num_layers, :, :, 0] = 0.0
-    places = np.arange(num_places)
+    pairs = line.left, line.right
     for first in reversed(range(num_layers)):
-        most = min(num_counts, num_layers - first + 1)  # each stage has a layer at least
-        own = values[first, first:, :, :most][:, line.shape]
-        level = hops.level[first, first:][:, line.shape]
-        rest = after[np.arange(first + 1, num_layers + 1)[:, None], level, places, :most]
-        if counted:
-            start[first, :, 1:most] = combine(own[:, :, 1:], rest[:, :, :-1]).min(axis=0)
-        else:
-            start[first] = combine(own, rest).min(axis=0)
+        loops.begin_at(first, values, hops.level, line.shape, combine is np.maximum, after, start[first])
         if first:
-            after[first] = _after(line, start[first], hops.inside[first], hops.across[first])
+            at_host = _at_hosts(line, start[first], hops.inside.shape[2])
+            for level in range(num_levels):
+                sent = hops.inside[first, level], hops.across[first, level]
+                best = np.full(at_host.shape, np.inf)
+                loops.follow(
+                    *sent, line.shape, line.next_host, *pairs, start[first], at_host, best, after[first, level]
+                )
     return _trace(line, values, hops, combine, start, after, num_stages)
 
 
-def _after(line: Line, start: np.ndarray, inside: np.ndarray, across: np.ndarray) -> np.ndarray:
-    """`after` of one layer: float[levels, places, n]."""
-    num_levels, num_shapes, num_counts = len(inside), inside.shape[1], start.shape[1]
-    at_host = np.full((num_shapes, line.num_hosts + 1, num_counts), np.inf)
+def _at_hosts(line: Line, start: np.ndarray, num_shapes: int) -> np.ndarray:
+    """Least cost of what begins at a host, or at a later one, by its shape: float[shapes, hosts + 1, n]."""
+    at_host = np.full((num_shapes, line.num_hosts + 1, start.shape[1]), np.inf)
     begins = line.host >= 0
     at_host[line.shape[begins], line.host[begins]] = start[begins]
-    at_host = np.minimum.accumulate(at_host[:, ::-1], axis=1)[:, ::-1]  # there or later
-    best = np.full((num_levels, num_shapes, line.num_hosts + 1, num_counts), np.inf)
-    for shape in range(num_shapes):
-        np.minimum(best, across[:, :, shape, None, None] + at_host[shape], out=best)
-    found = best[:, line.shape, line.next_host]
-    if len(line.left):
-        there = inside[:, line.shape[line.left], line.shape[line.right], None] + start[line.right]
-        left, begin = np.unique(line.left, return_index=True)
-        found[:, left] = np.minimum(found[:, left], np.minimum.reduceat(there, begin, axis=1))
-    return found
+    return np.ascontiguousarray(np.minimum.accumulate(at_host[:, ::-1], axis=1)[:, ::-1])
 
 
 def _trace(
@@ -145,7 +136,7 @@ def _trace(
 def _next_place(
     line: Line, place: int, inside: np.ndarray, across: np.ndarray, start: np.ndarray, first: int, left: int
 ) -> int:
-    """The place after one, as `_after` chose it."""
+    """The place after one, as `after` was made."""
     cost = np.full(len(line.start), np.inf)
     later = line.host >= line.next_host[place]
     cost[later] = across[line.shape[later]] + start[first, later, left]

@@ -67,12 +67,12 @@ class Objective:
 
 
 class Growth(Enum):
-    """What may be taken for granted of prices that were not asked yet. An assumption: where it does not hold, what is
-    called optimal may not be."""
+    """What may be taken for granted of prices that were not asked yet. An assumption: where a price contradicts it, it is
+    trusted less; what is called optimal is so if no price that was not asked contradicts it more."""
 
     UNKNOWN = "nothing"
     MONOTONE = "a run of layers takes at least the time and bytes of each run in it, on the same submesh"
-    SUPERADDITIVE = "it takes at least the time of the runs it is made of, together; and the bytes of each"
+    SUPERADDITIVE = "it takes at least the time, and holds at least the state, of the runs it is made of, together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,7 @@ class Prices:
             slack: what joining two runs may save; float[shapes].
         """
         adds = np.array([shape.parts == 1 for shape in self.shapes])  # parts of a submesh work side by side
-        adds &= self.problem.growth is Growth.SUPERADDITIVE and number < 2  # bytes may be shared
+        adds &= self.problem.growth is Growth.SUPERADDITIVE and self._tables[number] is not self.working
         table, base = self._tables[number], self._base[number]
         return _from_shorter(np.where(self.asked, table, base), self.asked, adds, slack)
 
