@@ -6,6 +6,7 @@ two kinds of devices, each has its share of the stages by its number of devices.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,6 @@ from autopar.pipeline.cluster import Line, lines
 from autopar.pipeline.partition_problem import Partition, PartitionProblem, Stage
 from autopar.pipeline.prices import Prices
 from autopar.solve.problem import Status
-
-Rows = Iterator[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +74,19 @@ def on_places(line: Line, places: Sequence[int], starts: Sequence[int], num_laye
     )
 
 
-def equal_submeshes(problem: PartitionProblem, line: Line) -> Rows:
-    """Places that divide all devices, for each number of stages that allows it: of one shape within each kind."""
-    for count in range(1, problem.most_stages + 1):
+def equal_submeshes(problem: PartitionProblem, line: Line) -> Iterator[list[int]]:
+    """Places that divide all devices, for each number of stages that allows it: of one shape within each kind, and of one
+    option within all."""
+    options = sorted({shape.option for shape in problem.all_shapes})
+    for count, option in itertools.product(range(1, problem.most_stages + 1), options):
         places: list[int] = []
         at = 0
         while at < problem.cluster.num_devices:
-            here = np.flatnonzero(line.start == at)
+            here = [p for p in np.flatnonzero(line.start == at).tolist() if line.submeshes[p].shape.option == option]
             group = next(g for g in problem.cluster.groups if g.kind == line.submeshes[here[0]].shape.kind)
             stages = count * group.num_devices // problem.cluster.num_devices
             size = group.num_devices // stages if stages else 0
-            fitting = [p for p in here.tolist() if line.end[p] - at == size] if size else []
+            fitting = [p for p in here if line.end[p] - at == size]
             if not fitting:
                 break
             places.append(fitting[0])
