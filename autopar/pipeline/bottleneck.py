@@ -76,19 +76,19 @@ class Search:
         self._open: list[tuple[float, int, float, float]] = []  # bound, variant, interval
         self._left = math.inf  # the least bound of what is not looked at further
 
-    def run(self, start: Stages = (), prepare: Callable[[], None] | None = None) -> None:
+    def run(self, start: Search | None = None, prepare: Callable[[], None] | None = None) -> None:
         """Search until the best is proven, time is up, or Ctrl-C.
 
         Args:
-            start: stages to begin with, their prices asked; none by default.
+            start: a search whose best this one begins with.
             prepare: is called first.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C before anything was found.
         """
         try:
-            if start:
-                self._meet(start, sum(self._variants[0].figures(start)))
+            if start is not None and start.best:
+                self._meet(start.best, start.cost)
             if prepare is not None:
                 prepare()
             for number in range(len(self._variants)):
@@ -113,7 +113,7 @@ class Search:
                 break
             if time.monotonic() >= self._budget.deadline:
                 return Status.FEASIBLE if self.best else Status.NOT_FOUND
-            cut = self._settle(number, low, high)
+            cut = self._settle(number, low, high, bound)
             heapq.heappop(self._open)  # now: an interrupted one still counts
             for item in cut:
                 heapq.heappush(self._open, item)
@@ -124,9 +124,11 @@ class Search:
             return Status.OPTIMAL
         return Status.CLOSE if self.bound >= self._enough() else Status.FEASIBLE
 
-    def _settle(self, number: int, low: float, high: float) -> list[tuple[float, int, float, float]]:
-        """What is left of an interval: smaller ones, with their bounds."""
+    def _settle(self, number: int, low: float, high: float, bound: float) -> list[tuple[float, int, float, float]]:
+        """What is left of an interval: smaller ones, with their bounds; or itself, where its bound turns out to be higher
+        than another one's, which is then to be looked at first."""
         variant = self._variants[number]
+        next_bound = min((item[0] for item in self._open[1:3]), default=math.inf)
         while True:
             floor = max(low, variant.least_limit() * (1 - _ROUNDING)) if low == 0.0 else low
             found = variant.cheapest(high) if floor < high else None
@@ -136,6 +138,8 @@ class Search:
             if stages is None or self._is_closed(total + floor):
                 self._left = min(self._left, total + floor)
                 return []
+            if total + floor > max(bound, next_bound) * (1 + PROVEN):
+                return [(total + floor, number, floor, high)]
             if not variant.ask(stages):
                 break
             if time.monotonic() >= self._budget.deadline:
@@ -184,6 +188,6 @@ def searched(variants: Sequence[Variant], prices: Prices, budget: Budget, progre
         if search.status is Status.INTERRUPTED:
             search.bound = 0.0  # it rests on prices that are not so
             break
-        best, search = search.best, Search(variants, budget, progress)
-        search.run(best, prices.loosen)
+        before, search = search, Search(variants, budget, progress)
+        search.run(before, prices.loosen)
     return search

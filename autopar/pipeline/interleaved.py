@@ -127,8 +127,16 @@ class _OnSubmeshes:
         return None if search.best is None else (search.cost, search.best)
 
     def least_limit(self) -> float:
-        """See `bottleneck.Variant`."""
-        return 0.0
+        """See `bottleneck.Variant`; transfers, and what submeshes hold together, are left out."""
+        prices, num_stages = self.prices, len(self.meshes) * self.virtual
+        repeated = prices.repeated[:, :, self.shape]
+        fits = prices.fitting(self.in_flight)[:, :, self.shape]
+        rest = np.full(len(repeated) + 1, np.inf)
+        rest[-1] = 0.0
+        for stage in reversed(range(num_stages)):
+            allowed = np.where(fits[:, :, stage % len(self.meshes)], repeated, np.inf)
+            rest = np.append(np.maximum(allowed, rest[1:]).min(axis=1), np.inf)
+        return float(rest[0])
 
     def ask(self, stages: Stages) -> bool:
         """See `bottleneck.Variant`."""
