@@ -26,6 +26,7 @@ Stages = tuple[Stage, ...]
 PROVEN = 1e-9
 _ROUNDING = 1e-12  # relative
 _MOST_OTHERS = 16
+_NARROW = 0.01  # relative
 
 
 class Variant(Protocol):
@@ -122,7 +123,7 @@ class Search:
             return Status.INFEASIBLE if math.isinf(self._left) else Status.NOT_FOUND
         if self.bound >= self.cost * (1 - PROVEN):
             return Status.OPTIMAL
-        return Status.CLOSE if self.bound >= self._enough() else Status.FEASIBLE
+        return Status.CLOSE if self.bound >= self._enough() else Status.STEPPED
 
     def _settle(self, number: int, low: float, high: float, bound: float) -> list[tuple[float, int, float, float]]:
         """What is left of an interval: smaller ones, with their bounds; or itself, where its bound turns out to be higher
@@ -135,9 +136,11 @@ class Search:
             if found is None:
                 return []
             total, stages = found
-            if stages is None or self._is_closed(total + floor):
+            if self._is_closed(total + floor):
                 self._left = min(self._left, total + floor)
                 return []
+            if stages is None:
+                return self._unsettled(number, total, floor, high)
             if total + floor > max(bound, next_bound) * (1 + PROVEN):
                 return [(total + floor, number, floor, high)]
             if not variant.ask(stages):
@@ -147,14 +150,22 @@ class Search:
         bound, (total, largest) = total, variant.figures(stages)
         self._meet(stages, total + largest)
         if total * (1 - PROVEN) > bound:  # not the least sum, but as near as was found
-            self._left = min(self._left, bound + floor)
-            return []
+            return self._unsettled(number, bound, floor, high)
         # Nothing else up to `largest` has a smaller sum; and what could still win is below the rest.
         high = min(largest * (1 - _ROUNDING), self.cost - total)
         if high <= floor:
             return []
         middle = (floor + high) / 2
         return [(total + floor, number, floor, middle), (total + middle, number, middle, high)]
+
+    def _unsettled(self, number: int, total: float, low: float, high: float) -> list[tuple[float, int, float, float]]:
+        """Halves of an interval of which no more than a bound of the sum is known; none if it is narrow."""
+        high = min(high, self.cost - total)
+        if math.isinf(high) or high - low <= _NARROW * high:
+            self._left = min(self._left, total + low)
+            return []
+        middle = (low + high) / 2
+        return [(total + low, number, low, middle), (total + middle, number, middle, high)]
 
     def _meet(self, stages: Stages, cost: float) -> None:
         self.met.setdefault(stages, cost)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.pipeline.cluster import SubmeshShape
-from autopar.pipeline.partition_problem import PartitionProblem, Stage, StageCost
+from autopar.pipeline.partition_problem import Growth, PartitionProblem, Stage, StageCost
 
 _MOST_BRANCHES = 10  # of a segment; more are joined, the smallest first
 Segment = tuple[tuple[int, ...], ...]  # layers of each part
@@ -56,12 +56,6 @@ class Branches:
             for parts in range(2, self.most_parts + 1)
             if _part(replace(shape, parts=parts)) is not None
         ]
-        inner = problem.bound
-
-        def bound(first: int, last: int, shape: SubmeshShape) -> StageCost:
-            assert inner is not None
-            return inner(first, last, shape) if shape.parts == 1 else StageCost(forward_s=0.0)
-
         keys = (
             None
             if problem.layer_keys is None
@@ -71,8 +65,27 @@ class Branches:
             problem,
             shapes=(*shapes, *split),
             cost=self.cost,
-            bound=None if inner is None else bound,
+            bound=self._bound if problem.growth is Growth.SUPERADDITIVE or problem.bound is not None else None,
             layer_keys=keys,
+        )
+
+    def _bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
+        """An optimistic price. Parts share the work of single layers at best, and that of runs is no less if prices add
+        up; on a whole submesh, a single layer's price is known."""
+        inner, nothing = self.problem.bound, StageCost(forward_s=0.0)
+        part = _part(shape)
+        if shape.parts == 1 or part is None:
+            if inner is not None:
+                return inner(first, last, shape)
+            return (self._cost(first, last, shape) if first == last else None) or nothing
+        if self.problem.growth is not Growth.SUPERADDITIVE:
+            return nothing
+        known = [self._bound(layer, layer, part) for layer in range(first, last + 1)]
+        return StageCost(
+            forward_s=sum(cost.forward_s for cost in known) / shape.parts,
+            backward_s=sum(cost.backward_s for cost in known) / shape.parts,
+            weight_s=sum(cost.weight_s for cost in known) / shape.parts,
+            update_s=sum(cost.update_s for cost in known) / shape.parts,
         )
 
     def _around(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -9,7 +9,7 @@ submeshes side by side. The objective is
 which for equal stages is the published makespan, p t / v + (m v - 1) t / v. What a submesh holds couples its stages:
 state of all its runs, the most that one of them works with, and microbatches in flight as if all were of the run that
 holds most for one. The cheapest stages without that coupling are found first; where they do not fit, a depth-first search
-with their cost as its bound, in so many steps.
+with their cost as its bound, in so many steps; then one among runs that would fit beside equal ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InterleavedPartitioner:
     time_limit_s: float = math.inf
     progress: Progress | None = None
     relative_gap: float = PROVEN
-    step_limit: int = 20_000
+    step_limit: int = 5_000
 
     def partition(self, problem: PartitionProblem) -> Partition:
         """The cheapest partition into `virtual` runs for each of some equal submeshes.
@@ -123,7 +123,10 @@ class _OnSubmeshes:
         search = _DepthFirst(self, costs, rest)
         search.run()
         if search.steps >= self.step_limit:
-            return float(rest[0, 0]), search.best
+            equal = _DepthFirst(self, *self._tables(limit, equal_state=True))
+            equal.run()
+            better = search if search.cost <= equal.cost else equal
+            return float(rest[0, 0]), better.best
         return None if search.best is None else (search.cost, search.best)
 
     def least_limit(self) -> float:
@@ -151,15 +154,19 @@ class _OnSubmeshes:
             largest = max(largest, float(self.prices.repeated[run] + objective.transfer_repeated * sent))
         return total, largest
 
-    def _tables(self, limit: float) -> tuple[np.ndarray, np.ndarray]:
-        """Cost of a run as stage j, and the least cost from stage j and a layer on, each run by itself fitting.
+    def _tables(self, limit: float, equal_state: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Cost of a run as stage j, and the least cost from stage j and a layer on, each run by itself fitting; beside
+        others that are as large if `equal_state`.
 
         float[stages, layers, layers] and float[stages + 1, layers + 1].
         """
         prices, objective, count = self.prices, self.prices.problem.objective, len(self.meshes)
         num_layers, num_stages = len(prices.once), count * self.virtual
         once, repeated = prices.once[:, :, self.shape], prices.repeated[:, :, self.shape]
-        fits = prices.fitting(self.in_flight)[:, :, self.shape]
+        held = prices.holding(self.in_flight)[:, :, self.shape]
+        if equal_state:
+            held = held + (self.virtual - 1) * prices.state[:, :, self.shape, None]
+        fits = held <= prices.budget[self.shape] * (1 + ROUNDING)
         costs = np.full((num_stages, num_layers, num_layers), np.inf)
         rest = np.full((num_stages + 1, num_layers + 1), np.inf)
         rest[num_stages, num_layers] = 0.0

@@ -77,10 +77,12 @@ def one_at_a_time(num_microbatches: int) -> Objective:
 def interleaved(num_microbatches: int, virtual: int) -> Objective:
     """Interleaved 1F1B with `virtual` stages on each submesh (Narayanan et al. 2021); the stages that it prices are
     virtual ones, and with equal ones p t / v + (m v - 1) t / v is the published makespan. In flight: virtual stages'
-    microbatches on a submesh that has so many submeshes after it, as Megatron-LM warms up."""
+    microbatches on a submesh that has so many submeshes after it, as Megatron-LM warms up; one virtual stage each is 1F1B."""
     repeats = num_microbatches * virtual - 1
 
     def in_flight(after: int, num_submeshes: int) -> float:
+        if virtual == 1:
+            return min(after + 1, num_microbatches)
         return min(2 * after + (virtual - 1) * num_submeshes + 1, num_microbatches * virtual)
 
     return Objective(
