@@ -46,6 +46,7 @@ class Prices:
         self._base = tuple(table.copy() for table in self._tables)  # what is known without `growth`
         self.asked = np.zeros((n, n, num_shapes), bool)
         self.num_queries = 0
+        self._all = list(range(num_shapes))
         self.overstated = False
         self._slack = np.zeros((len(self._tables), num_shapes))
         self._costs: dict[Run, StageCost | None] = {}
@@ -61,7 +62,7 @@ class Prices:
             if not self.asked[first, last, shape]:
                 self._ask(first, last, shape)
         if new:
-            self._infer()
+            self._infer(sorted({shape for _, _, shape in new}))
         return bool(new)
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
@@ -106,7 +107,7 @@ class Prices:
                 none, most = np.where(holds, none, middle), np.where(holds, middle, most)
             self._slack[number] = np.maximum(self._slack[number], _MARGIN * most)
         self.overstated = False
-        self._infer()
+        self._infer(self._all)
 
     @property
     def slack_s(self) -> float:
@@ -116,7 +117,7 @@ class Prices:
     def _saved(self, number: int, slack: np.ndarray) -> np.ndarray:
         """How far known prices are below what `growth` makes of others, by shape."""
         table = self._tables[number]
-        inferred = self._inferred(number, slack)
+        inferred = self._inferred(number, slack, self._all)
         known = self.asked & np.isfinite(inferred) & np.isfinite(table)
         excess = np.where(known, inferred, 0.0) - np.where(known, table, 0.0)
         return np.where(excess > ROUNDING * np.where(known, table, 0.0), excess, 0.0).max(axis=(0, 1), initial=0.0)
@@ -129,7 +130,7 @@ class Prices:
                 self._put(i, j, c, bound(i, j, self.shapes[c]))
                 for base, table in zip(self._base, self._tables, strict=True):
                     base[i, j, c] = table[i, j, c]
-            self._infer()
+            self._infer(self._all)
         elif self.problem.growth is Growth.UNKNOWN:
             self.ask(self._every_run())
         else:
@@ -139,26 +140,26 @@ class Prices:
         n = self.problem.num_layers
         return [(i, j, c) for i in range(n) for j in range(i, n) for c in range(len(self.shapes))]
 
-    def _infer(self) -> None:
-        """Bounds of longer runs, by those of the runs in them."""
-        growth = self.problem.growth
-        if growth is Growth.UNKNOWN:
+    def _infer(self, shapes: list[int]) -> None:
+        """Bounds of longer runs on these shapes, by those of the runs in them."""
+        if self.problem.growth is Growth.UNKNOWN:
             return
+        known = self.asked[..., shapes]
         for number, (table, base) in enumerate(zip(self._tables, self._base, strict=True)):
-            inferred = np.maximum(base, self._inferred(number, self._slack[number]))
-            table[...] = np.where(self.asked, table, inferred)
+            inferred = np.maximum(base[..., shapes], self._inferred(number, self._slack[number, shapes], shapes))
+            table[..., shapes] = np.where(known, table[..., shapes], inferred)
 
-    def _inferred(self, number: int, slack: np.ndarray) -> np.ndarray:
-        """Bounds of all runs by those of shorter ones.
+    def _inferred(self, number: int, slack: np.ndarray, shapes: list[int]) -> np.ndarray:
+        """Bounds of all runs on some shapes by those of shorter ones.
 
         Args:
             number: of the table.
             slack: what joining two runs may save; float[shapes].
         """
-        adds = np.array([shape.parts == 1 for shape in self.shapes])  # parts of a submesh work side by side
+        adds = np.array([self.shapes[shape].parts == 1 for shape in shapes])  # parts of a submesh work side by side
         adds &= self.problem.growth is Growth.SUPERADDITIVE and self._tables[number] is not self.working
-        table, base = self._tables[number], self._base[number]
-        return _from_shorter(np.where(self.asked, table, base), self.asked, adds, slack)
+        table, base, known = (t[..., shapes] for t in (self._tables[number], self._base[number], self.asked))
+        return _from_shorter(np.where(known, table, base), known, adds, slack)
 
     # -- a partition -----------------------------------------------------------------------------
 

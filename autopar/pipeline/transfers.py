@@ -76,11 +76,14 @@ class Transfers:
 
     def _num_allowed(self, slack: np.ndarray) -> np.ndarray:
         """Of each run, how many of its steps its slack leaves room for."""
+        steps = self._repeated * self._steps[1:]
+        finite = np.isfinite(steps)
+        before = slack[:, :-1]  # by the last layer, so of the transfer before the next
         allowed = np.full(slack.shape, self._everything)
-        for layer in range(1, len(slack)):
-            for shape in range(slack.shape[2]):
-                steps = self._steps[layer, shape]
-                steps = self._repeated * steps[np.isfinite(steps)]
-                count = np.searchsorted(steps, slack[:, layer - 1, shape], side="right")
-                allowed[:, layer - 1, shape] = np.where(count == len(steps), self._everything, count)
+        allowed[:, :-1] = np.where(before < steps[..., 0], 0, self._everything)
+        between = (before >= steps[..., 0]) & (before < np.where(finite, steps, -np.inf).max(axis=2))
+        for layer, shape in np.argwhere(between.any(axis=0)).tolist():
+            runs = between[:, layer, shape]
+            count = np.searchsorted(steps[layer, shape], before[runs, layer, shape], side="right")
+            allowed[runs, layer, shape] = count
         return allowed
