@@ -537,6 +537,23 @@ def test_interleaved_equals_looking_at_every_partition(drawn: tuple[PartitionPro
     assert dict(every_interleaved(problem, virtual))[found.stages] == pytest.approx(least, rel=1e-9)
 
 
+def test_interleaved_notices_where_runs_do_not_add_up() -> None:
+    """Submeshes of two hosts send more than those of one: what a search is begun with anew is priced as it was found."""
+    problem = transformer(num_layers=6)
+
+    def cost(first: int, last: int, shape: SubmeshShape) -> StageCost:
+        plain = problem.cost(first, last, shape)
+        assert plain is not None
+        return replace(plain, forward_s=plain.forward_s + 0.5)
+
+    problem = replace(problem, cost=cost, objective=interleaved(8, 2))
+    found = InterleavedPartitioner(2).partition(problem)
+    every = dict(every_interleaved(problem, 2))
+    assert found.slack_s > 0
+    assert every[found.stages] == pytest.approx(found.cost_s, rel=1e-9)
+    assert found.cost_s == pytest.approx(min(every.values()), rel=1e-9)
+
+
 def test_interleaved_has_the_published_makespan() -> None:
     """(m + (p - 1) / v) t for p equal submeshes with v runs, t in all, and m microbatches."""
     problem = replace(transformer(), cost=lambda i, j, shape: StageCost(forward_s=j - i + 1.0, backward_s=j - i + 1.0))

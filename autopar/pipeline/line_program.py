@@ -70,7 +70,7 @@ def solve(
         None where every way is forbidden. Among equal ones the first stages are short and on many devices.
     """
     # Compiled loops take a moment to import, and there are models without stages.
-    loops = importlib.import_module("autopar.pipeline.line_loops")
+    loops = importlib.import_module("autopar.pipeline.loops")
     num_layers, num_counts = len(values), values.shape[3]
     num_places, num_levels = len(line.start), hops.inside.shape[1]
     start = np.full((num_layers, num_places, num_counts), np.inf)

@@ -8,6 +8,7 @@ best are asked.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
@@ -159,7 +160,11 @@ class Prices:
         adds = np.array([self.shapes[shape].parts == 1 for shape in shapes])  # parts of a submesh work side by side
         adds &= self.problem.growth is Growth.SUPERADDITIVE and self._tables[number] is not self.working
         table, base, known = (t[..., shapes] for t in (self._tables[number], self._base[number], self.asked))
-        return _from_shorter(np.where(known, table, base), known, adds, slack)
+        start = np.where(known, table, base)
+        found = np.zeros(start.shape)
+        loops = importlib.import_module("autopar.pipeline.loops")
+        loops.from_shorter(start, known, adds, slack, start.copy(), found)
+        return found
 
     # -- a partition -----------------------------------------------------------------------------
 
@@ -220,24 +225,4 @@ def _equal_runs(num_layers: int, keys: Sequence[Hashable] | None) -> dict[tuple[
             members = alike.setdefault(tuple(layers[first : last + 1]), [])
             members.append((first, last))
             found[first, last] = members
-    return found
-
-
-def _from_shorter(table: np.ndarray, known: np.ndarray, adds: np.ndarray, slack: np.ndarray) -> np.ndarray:
-    """Of each run, the largest bound that its parts give, less a slack for each time that two runs are joined.
-
-    Args:
-        table: prices where `known`, else bounds; float[layers, layers, shapes].
-        adds: whether two parts count together, else the larger one; bool[shapes].
-        slack: float[shapes].
-    """
-    bounds, found = table.copy(), np.zeros(table.shape)
-    for length in range(2, len(table) + 1):
-        first = np.arange(len(table) - length + 1)
-        last = first + length - 1
-        cut = first[:, None] + np.arange(1, length)  # the first layer of the second part
-        one, other = bounds[first[:, None], cut - 1], bounds[cut, last[:, None]]
-        best = np.where(adds, one + other, np.maximum(one, other)).max(axis=1) - slack
-        found[first, last] = np.maximum(best, 0.0)
-        bounds[first, last] = np.where(known[first, last], table[first, last], np.maximum(table[first, last], best))
     return found

@@ -1,6 +1,6 @@
-"""The loops of `line_program.py`, compiled.
+"""The loops of `line_program.py` and `prices.py`, compiled; all arrays are as there.
 
-They are imported when the first problem is solved: `solve/compiled.py` says why. All arrays are as in `line_program.py`.
+They are imported when the first problem is solved: `solve/compiled.py` says why.
 """
 
 from __future__ import annotations
@@ -74,3 +74,29 @@ def follow(
         sent = inside[shape[one], shape[other]]
         for n in range(num_counts):
             after[one, n] = min(after[one, n], sent + start[other, n])
+
+
+@compiled
+def from_shorter(
+    table: np.ndarray, known: np.ndarray, adds: np.ndarray, slack: np.ndarray, bounds: np.ndarray, found: np.ndarray
+) -> None:
+    """Of each run, the largest bound that its parts give, less a slack for each time that two runs are joined.
+
+    Args:
+        table: prices where `known`, else bounds; float[layers, layers, shapes].
+        adds: whether two parts count together, else the larger one; bool[shapes].
+        slack: float[shapes].
+        bounds: a copy of `table`; it becomes the prices where known, else the larger of bound and what is found.
+        found: that, full of 0.
+    """
+    num_layers, _, num_shapes = table.shape
+    for first in range(num_layers - 2, -1, -1):
+        for last in range(first + 1, num_layers):
+            for shape in range(num_shapes):
+                best = 0.0
+                for cut in range(first, last):
+                    one, other = bounds[first, cut, shape], bounds[cut + 1, last, shape]
+                    best = max(best, (one + other if adds[shape] else max(one, other)) - slack[shape])
+                found[first, last, shape] = best
+                if not known[first, last, shape]:
+                    bounds[first, last, shape] = max(bounds[first, last, shape], best)
