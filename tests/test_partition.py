@@ -457,6 +457,21 @@ def test_ctrl_c_before_anything_was_found_is_passed_on() -> None:
         ExactPartitioner().partition(replace(transformer(), cost=cost))
 
 
+def test_without_time_there_is_nothing_and_no_claim() -> None:
+    found = ExactPartitioner(time_limit_s=0.0).partition(transformer())
+    assert found.status is Status.NOT_FOUND
+    assert (found.stages, found.cost_s) == ((), math.inf)
+    assert found.lower_bound_s <= ExactPartitioner().partition(transformer()).cost_s
+
+
+def test_a_gap_that_is_asked_for_ends_the_search() -> None:
+    exact, near = (ExactPartitioner(relative_gap=gap).partition(transformer()) for gap in (1e-9, 0.5))
+    assert near.status in (Status.CLOSE, Status.OPTIMAL)
+    assert near.lower_bound_s <= exact.cost_s * (1 + 1e-9)
+    assert near.cost_s <= 2 * exact.cost_s
+    assert near.num_queries <= exact.num_queries
+
+
 def test_progress_tells_cost_and_bound_until_they_meet() -> None:
     told: list[tuple[float, float]] = []
     found = ExactPartitioner(progress=lambda cost, bound: told.append((cost, bound))).partition(transformer())
@@ -539,14 +554,14 @@ def test_interleaved_equals_looking_at_every_partition(drawn: tuple[PartitionPro
 
 def test_interleaved_notices_where_runs_do_not_add_up() -> None:
     """Submeshes of two hosts send more than those of one: what a search is begun with anew is priced as it was found."""
-    problem = transformer(num_layers=6)
+    adding_up = transformer(num_layers=6)
 
     def cost(first: int, last: int, shape: SubmeshShape) -> StageCost:
-        plain = problem.cost(first, last, shape)
+        plain = adding_up.cost(first, last, shape)
         assert plain is not None
         return replace(plain, forward_s=plain.forward_s + 0.5)
 
-    problem = replace(problem, cost=cost, objective=interleaved(8, 2))
+    problem = replace(adding_up, cost=cost, objective=interleaved(8, 2))
     found = InterleavedPartitioner(2).partition(problem)
     every = dict(every_interleaved(problem, 2))
     assert found.slack_s > 0
