@@ -1,12 +1,12 @@
 """Layers to stages on clusters: the package's partitioner beside five others, by the objective of 1F1B.
 
 The prices are formulas over a hardware profile, not plans: matrix products at the rate of the device, Megatron's
-all-reduces inside a submesh, gradients all-reduced over its data-parallel groups, ZeRO-1, each layer's input kept and the
-rest computed again; of the splits into data and model parallelism the quickest, and as another option the smallest. So
-each takes no time, and what is compared is the search. A query is one price asked. The package's partitioner is told
-which layers are equal (`layer_keys`), and to begin with takes it that a run costs at least what its parts do (`growth`);
-below it, without that assumption. Random search and learning look at 1,000 partitions each; the others at every number
-of stages that divides the devices.
+all-reduces inside a submesh, gradients all-reduced over its data-parallel groups, ZeRO-1, each layer's input kept and
+the rest computed again; of the splits into data and model parallelism the quickest, and as another option the smallest.
+So each takes no time, and what is compared is the search. A query is one price asked. The package's partitioner is told
+which layers are equal (`layer_keys`), and to begin with takes it that a run costs at least what its parts do
+(`growth`); below it, without that assumption. Random search and learning look at 1,000 partitions each; the others at
+every number of stages that divides the devices.
 
 Programs: GPT 39B (48 equal layers, an embedding, a head) on 8 hosts of 8 V100s; ResNet-152 on 2 hosts of 8 V100s, whose
 blocks differ in FLOPs, bytes between them and parameters; GPT 6.7B on one host of 8 A100s and two of 8 V100s.

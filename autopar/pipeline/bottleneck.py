@@ -1,7 +1,7 @@
 """Minimise a sum plus a maximum, with prices that are asked as late as possible.
 
-In: for each of several variants, what gives the least sum under a limit on the maximum. Out: the optimum, or the best so
-far and a bound. Of an interval (a, b] of maxima the sum under b, plus a, is a bound. Intervals are taken in order of
+In: for each of several variants, what gives the least sum under a limit on the maximum. Out: the optimum, or the best
+so far and a bound. Of an interval (a, b] of maxima the sum under b, plus a, is a bound. Intervals are taken in order of
 their bounds and cut: below the maximum found, and below what leaves no room for the best so far. The sums are by
 optimistic prices; a partition counts when all its prices were asked, else these are asked and the interval is looked at
 again. Where the bound of what is left reaches the best, that is proven.
@@ -126,8 +126,8 @@ class Search:
         return Status.CLOSE if self.bound >= self._enough() else Status.STEPPED
 
     def _settle(self, number: int, low: float, high: float, bound: float) -> list[tuple[float, int, float, float]]:
-        """What is left of an interval: smaller ones, with their bounds; or itself, where its bound turns out to be higher
-        than another one's, which is then to be looked at first."""
+        """What is left of an interval: smaller ones, with their bounds; or itself, where its bound turns out to be
+        higher than another one's, which is then to be looked at first."""
         variant = self._variants[number]
         next_bound = min((item[0] for item in self._open[1:3]), default=math.inf)
         while True:
@@ -191,8 +191,8 @@ class Search:
 
 
 def searched(variants: Sequence[Variant], prices: Prices, budget: Budget, progress: Progress | None) -> Search:
-    """A search that is over. Where prices turn out lower than `growth` lets them be, it is begun anew with less trust in
-    it; what was asked stays known."""
+    """A search that is over. Where prices turn out lower than `growth` lets them be, it is begun anew with less trust
+    in it; what was asked stays known."""
     search = Search(variants, budget, progress)
     search.run()
     while prices.overstated:

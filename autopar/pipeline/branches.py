@@ -1,15 +1,15 @@
 """Branches of a model side by side: submeshes in parts, each with branches of its own.
 
-In: a `PartitionProblem`, and the edges between its layers, which are numbered in topological order. Out: the same problem
-with more shapes: a submesh split into equal parts. On such a one a run of layers is cut into segments; what is not
-connected within a segment, its branches, is spread over the parts; and what a branch makes away from the first part is
-sent there. So fork, branches and join are segments of an Inception module, and a stage may be many modules long. A
+In: a `PartitionProblem`, and the edges between its layers, which are numbered in topological order. Out: the same
+problem with more shapes: a submesh split into equal parts. On such a one a run of layers is cut into segments; what is
+not connected within a segment, its branches, is spread over the parts; and what a branch makes away from the first part
+is sent there. So fork, branches and join are segments of an Inception module, and a stage may be many modules long. A
 segment takes as long as its slowest part, the forward and the backward pass each for itself:
 
     sum over segments of  max over parts of (sum of its branches' forward_s + transfers)  +  the same backward
 
-Segments and the parts of branches are chosen to make that least, exactly, for up to so many branches. The partition of the
-new problem is never worse than that of the old one, whose shapes it has too. Bytes are those of the part with most.
+Segments and the parts of branches are chosen to make that least, exactly, for up to ten branches of a segment. The partition of
+the new problem is never worse than that of the old one, whose shapes it has too. Bytes are those of the part with most.
 """
 
 from __future__ import annotations

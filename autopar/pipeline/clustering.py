@@ -7,8 +7,8 @@ In: operators in the order of the program, their FLOPs, and the bytes that pass 
     subject to  (1 - delta) mean <= FLOPs of a layer <= (1 + delta) mean
 
 An operator that alone exceeds the mean cannot be cut: it counts as one mean, and the rest is balanced among the other
-layers. Where nothing keeps to delta, it is widened by half until something does. Modules that repeat are recognised by their
-operators, so as many layers as there are modules, or a part of them, can be asked for by leaving the number out.
+layers. Where nothing keeps to delta, it is widened by half until something does. Modules that repeat are recognised by
+their operators, so as many layers as there are modules, or a part of them, can be asked for by leaving the number out.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Layers to virtual stages: several runs of layers on each of equal submeshes, in turns.
 
-In: a `PartitionProblem` whose objective prices virtual stages (`objectives.interleaved`), and how many runs a submesh has,
-v. Out: a `Partition` of v p stages on p submeshes: stage j is on submesh j mod p. For every shape and every p, so many
-submeshes side by side. The objective is
+In: a `PartitionProblem` whose objective prices virtual stages (`objectives.interleaved`), and how many runs a submesh
+has, v. Out: a `Partition` of v p stages on p submeshes: stage j is on submesh j mod p. For every shape and every p, so
+many submeshes side by side. The objective is
 
     sum_j once_j  +  max_j repeated_j
 
 which for equal stages is the published makespan, p t / v + (m v - 1) t / v. What a submesh holds couples its stages:
 state of all its runs, the most that one of them works with, and microbatches in flight as if all were of the run that
-holds most for one. The cheapest stages without that coupling are found first; where they do not fit, a depth-first search
-with their cost as its bound, in so many steps; then one among runs that would fit beside equal ones.
+holds most for one. The cheapest stages without that coupling are found first; where they do not fit, a depth-first
+search with their cost as its bound, in so many steps; then one among runs that would fit beside equal ones.
 """
 
 from __future__ import annotations

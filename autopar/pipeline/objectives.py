@@ -1,7 +1,7 @@
 """What each schedule makes of the prices of stages: time, and microbatches in flight.
 
-In: the number of microbatches, B. Out: `Objective`s for `PartitionProblem`. With equal stages of t = F + B (+ W) each is the
-schedule's published makespan, m t + bubble for m microbatches:
+In: the number of microbatches, B. Out: `Objective`s for `PartitionProblem`. With equal stages of t = F + B (+ W) each
+is the schedule's published makespan, m t + bubble for m microbatches:
 
     1F1B, GPipe      bubble (p - 1) t                    once t                 repeated (m - 1) t
     ZB-H1            bubble (p - 1) (F + B - 2 W)        once max(0, F + B - 2 W)   repeated m t - once
@@ -10,8 +10,8 @@ schedule's published makespan, m t + bubble for m microbatches:
     one at a time    every stage waits for all others    once m t               repeated 0
 
 An update follows a stage's last microbatch and overlaps with other stages: it counts where the slowest stage does. In
-1F1B a stage waits for its neighbour's answer, so the transfer counts as part of the stage each time; where the forward and
-backward passes each flow through (GPipe, inference) only once.
+1F1B a stage waits for its neighbour's answer, so the transfer counts as part of the stage each time; where the forward
+and backward passes each flow through (GPipe, inference) only once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def one_at_a_time(num_microbatches: int) -> Objective:
 def interleaved(num_microbatches: int, virtual: int) -> Objective:
     """Interleaved 1F1B with `virtual` stages on each submesh (Narayanan et al. 2021); the stages that it prices are
     virtual ones, and with equal ones p t / v + (m v - 1) t / v is the published makespan. In flight: virtual stages'
-    microbatches on a submesh that has so many submeshes after it, as Megatron-LM warms up; one virtual stage each is 1F1B."""
+    microbatches on a submesh that has so many submeshes after it, as Megatron-LM warms up; one virtual stage each is
+    1F1B."""
     repeats = num_microbatches * virtual - 1
 
     def in_flight(after: int, num_submeshes: int) -> float:

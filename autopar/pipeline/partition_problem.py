@@ -67,8 +67,8 @@ class Objective:
 
 
 class Growth(Enum):
-    """What may be taken for granted of prices that were not asked yet. An assumption: where a price contradicts it, it is
-    trusted less; what is called optimal is so if no price that was not asked contradicts it more."""
+    """What may be taken for granted of prices that were not asked yet. An assumption: where a price contradicts it, it
+    is trusted less; what is called optimal is so if no price that was not asked contradicts it more."""
 
     UNKNOWN = "nothing"
     MONOTONE = "a run of layers takes at least the time and bytes of each run in it, on the same submesh"

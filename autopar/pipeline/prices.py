@@ -97,7 +97,8 @@ class Prices:
     # -- bounds ----------------------------------------------------------------------------------
 
     def loosen(self) -> None:
-        """Trust `growth` less: let joining two runs save as much as it does by the prices that are known, and some more."""
+        """Trust `growth` less: let joining two runs save as much as it does by the prices that are known, and some
+        more."""
         for number in range(len(self._tables)):
             none, most = np.zeros(len(self.shapes)), self._saved(number, np.zeros(len(self.shapes)))
             if not most.any():

@@ -1,7 +1,7 @@
 """Stages with equal numbers of layers, or of equal FLOPs, on equal submeshes: as one would cut a model by hand.
 
-In: a `PartitionProblem`. Out: the best of these over the numbers of stages that the cluster can be divided into. Where it has
-two kinds of devices, each has its share of the stages by its number of devices.
+In: a `PartitionProblem`. Out: the best of these over the numbers of stages that the cluster can be divided into. Where
+it has two kinds of devices, each has its share of the stages by its number of devices.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def on_places(line: Line, places: Sequence[int], starts: Sequence[int], num_laye
 
 
 def equal_submeshes(problem: PartitionProblem, line: Line) -> Iterator[list[int]]:
-    """Places that divide all devices, for each number of stages that allows it: of one shape within each kind, and of one
-    option within all."""
+    """Places that divide all devices, for each number of stages that allows it: of one shape within each kind, and of
+    one option within all."""
     options = sorted({shape.option for shape in problem.all_shapes})
     for count, option in itertools.product(range(1, problem.most_stages + 1), options):
         places: list[int] = []

@@ -1,8 +1,8 @@
 """Stages by minimum cut: the fewest bytes between them, on equal submeshes.
 
-In: a `PartitionProblem`, the FLOPs of its layers, and the bytes between them. The layers are cut in two where the fewest
-bytes pass, of the places that leave either side a third of its share of the FLOPs; then each part likewise (recursive
-bisection, as METIS does it; in a chain every minimum cut is one of its places).
+In: a `PartitionProblem`, the FLOPs of its layers, and the bytes between them. The layers are cut in two where the
+fewest bytes pass, of the places that leave either side a third of its share of the FLOPs; then each part likewise
+(recursive bisection, as METIS does it; in a chain every minimum cut is one of its places).
 """
 
 from __future__ import annotations

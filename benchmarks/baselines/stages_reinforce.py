@@ -2,9 +2,9 @@
 
 After Placeto (Addanki et al. 2019): a policy goes through the layers, sees features of the place it is at, and decides;
 a finished partition's objective, against a running mean, is its reward, and its parameters follow the policy gradient
-(REINFORCE, Williams 1992). Placeto's graph network has a chain to look at here, so its embedding is a few sums: the share of
-the work since the stage began, before it and behind it, of the devices left, and of what comes next. A layer either stays
-in the stage, or begins one on the next submesh of some size. The policy is one hidden layer, in NumPy.
+(REINFORCE, Williams 1992). Placeto's graph network has a chain to look at here, so its embedding is a few sums: the
+share of the work since the stage began, before it and behind it, of the devices left, and of what comes next. A layer
+either stays in the stage, or begins one on the next submesh of some size. The policy is one hidden layer, in NumPy.
 """
 
 from __future__ import annotations
