@@ -8,8 +8,9 @@ segment takes as long as its slowest part, the forward and the backward pass eac
 
     sum over segments of  max over parts of (sum of its branches' forward_s + transfers)  +  the same backward
 
-Segments and the parts of branches are chosen to make that least, exactly, for up to ten branches of a segment. The partition of
-the new problem is never worse than that of the old one, whose shapes it has too. Bytes are those of the part with most.
+Segments and the parts of branches are chosen to make that least, exactly, for up to ten branches of a segment. The
+partition of the new problem is never worse than that of the old one, whose shapes it has too. Bytes are those of the
+part with most.
 """
 
 from __future__ import annotations
