@@ -13,6 +13,10 @@ class MeshError(AutoparError):
     """A mesh that cannot be read, or does not match the devices there are."""
 
 
+class ClusterError(AutoparError):
+    """A cluster that cannot be, or whose devices are of a kind that is not known."""
+
+
 class HardwareError(AutoparError):
     """A hardware profile that is unknown, incomplete or damaged."""
 

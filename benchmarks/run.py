@@ -89,6 +89,16 @@ BENCHMARKS = {
         module="pipeline.parts",
         sources_of={"theory": ("pipeline/theory.py",)},
     ),
+    "pipeline_partition": Benchmark(
+        ("GPT 39B, 8x8 V100", "ResNet-152, 2x8 V100", "GPT 6.7B, 8 A100 and 2x8 V100"),
+        "",
+        sources=(
+            "baselines/stages_equal.py",
+            "baselines/stages_min_cut.py",
+            "baselines/stages_random.py",
+            "baselines/stages_reinforce.py",
+        ),
+    ),
     "planning_time": Benchmark(("gpt2_small",), "--xla_gpu_autotune_level=0"),
     "proof": Benchmark(
         ("gpt2_small", "llama_1b", "bert_base", "resnet50", "demo_gpt", "vit_base", "bart_base"),

@@ -1,1 +1,1 @@
-"""Plans over several submeshes: stages, the order in which they run their microbatches, and pictures of it."""
+"""Plans over several submeshes: a step cut into stages, where they stand, and the order in which they run."""

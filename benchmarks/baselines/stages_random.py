@@ -1,0 +1,51 @@
+"""Random partitions: any number of stages, any cuts, any submeshes in line; the best that fits is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.pipeline.cluster import Line, lines
+from autopar.pipeline.partition_problem import Partition, PartitionProblem, Stage
+from autopar.pipeline.prices import Prices
+from benchmarks.baselines.stages_equal import best, on_places
+
+
+@dataclass(frozen=True, slots=True)
+class RandomSearch:
+    """A `Partitioner`.
+
+    Args:
+        num_samples: partitions that are looked at.
+        seed: of its random numbers.
+    """
+
+    num_samples: int = 1000
+    seed: int = 0
+
+    def partition(self, problem: PartitionProblem) -> Partition:
+        """The best met."""
+        rng = np.random.default_rng(self.seed)
+        every = lines(problem.cluster, problem.all_shapes)
+        drawn = [_draw(problem, every[int(rng.integers(len(every)))], rng) for _ in range(self.num_samples)]
+        return best(Prices(problem), drawn)
+
+
+def _draw(problem: PartitionProblem, line: Line, rng: np.random.Generator) -> tuple[Stage, ...]:
+    places: list[int] = []
+    wanted = int(rng.integers(1, problem.most_stages + 1))
+    at = 0
+    while len(places) < wanted:
+        here = np.flatnonzero(line.start == at)
+        if not len(here):
+            break
+        # Leave each of the others a device where that can be.
+        room = problem.cluster.num_devices - at - (wanted - len(places) - 1)
+        small = [p for p in here.tolist() if line.end[p] - at <= max(room, 1)]
+        if not small:
+            break
+        places.append(int(rng.choice(small)))
+        at = int(line.end[places[-1]])
+    cuts = rng.choice(np.arange(1, problem.num_layers), len(places) - 1, replace=False)
+    return on_places(line, places, [0, *sorted(int(cut) for cut in cuts)], problem.num_layers)
