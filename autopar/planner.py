@@ -173,7 +173,7 @@ def plan_program(
 
 def _asked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that are not what they are by default, but for those that are read for what they mean."""
-    given = [p for f in (_plan_program, _plan_in_parts) for p in inspect.signature(f).parameters.values()]
+    given = [p for f in (plan_and_parts, _plan_in_parts) for p in inspect.signature(f).parameters.values()]
     usual = {parameter.name: parameter.default for parameter in given}  # said or not, the same is asked for
     known = ("mesh", "num_devices", "hardware", "progress")
     return {name: value for name, value in options.items() if name not in known and value != usual.get(name, options)}
@@ -242,10 +242,10 @@ def plan_in_microbatches(program: Program, count: int, *, own_statistics: bool =
     Raises:
         NothingFitsError: nothing does; the ways out are not priced yet, which takes planning of its own.
     """
-    return _plan_program(program.as_traced.in_microbatches(count, own_statistics=own_statistics), **options)
+    return plan_and_parts(program.as_traced.in_microbatches(count, own_statistics=own_statistics), **options)[0]
 
 
-def _plan_program(
+def plan_and_parts(
     program: Program,
     *,
     mesh: str | MeshShape | jax.sharding.Mesh | None = None,
@@ -259,7 +259,12 @@ def _plan_program(
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
-) -> Plan:
+) -> tuple[Plan, Made]:
+    """`plan_in_microbatches` of a program as it is, and what the plan was made of.
+
+    Raises:
+        NothingFitsError: as there.
+    """
     layouts = {**(told or {}), **(pin or {})}
     report = progress or (lambda stage, fraction: None)
     profile = _profile(hardware)
@@ -271,26 +276,27 @@ def _plan_program(
     one = resolve_pins(layouts, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms]
     search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits}
-    plans: list[Plan] = []
+    found: list[tuple[Plan, Made]] = []
     failures: list[tuple[MeshShape, NothingFitsError]] = []
     for i, shape in enumerate(distinct):
         report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
         try:
             pins = resolve_pins(layouts, program.graph, shape)
             keep_to = budget * (1 - BUDGET_MARGIN)
-            plans.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, limited, search))
+            found.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, limited, search))
         except NothingFitsError as short:
             failures.append((shape, short))
     report("done", 1.0)
-    if not plans:
+    if not found:
         raise failures[0][1]
-    best = min(plans, key=lambda p: p.prediction.step_time_s)
-    return replace(
+    best, made = min(found, key=lambda one: one[0].prediction.step_time_s)
+    plan = replace(
         best,
         memory_budget_bytes=memory_budget_bytes,
-        rejected=_rejected(best, plans, failures, twins),
+        rejected=_rejected(best, [plan for plan, _ in found], failures, twins),
         pins={path: str(spec) for path, spec in (pin or {}).items()},
     )
+    return plan, made
 
 
 # -- one mesh --------------------------------------------------------------------------------
@@ -310,7 +316,7 @@ def _group(graph: Graph, pins: Mapping[int, TensorSharding]) -> _Grouped:
     return _Grouped(form_groups(graph, rules, absorbable), unknown)
 
 
-def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]], *given: Any) -> Plan:
+def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]], *given: Any) -> tuple[Plan, Made]:
     """A plan of the step that sees dims as two where it splits these before memory is looked at; else one of the step
     as it was written, which can be split in ways that the other cannot."""
     *seeing_two, whole = forms
@@ -364,8 +370,8 @@ class _Free:
         made = planning.made(program, f, solver.solve(f.problem))
         return cls(mesh, program, grouped.unknown, made, planning, budget, search, started)
 
-    def kept_to_budget(self) -> Plan:
-        """The plan, made anew where it takes too much memory.
+    def kept_to_budget(self) -> tuple[Plan, Made]:
+        """The plan and what it was made of, made anew where it takes too much memory.
 
         Raises:
             NothingFitsError: nothing fits.
@@ -375,7 +381,7 @@ class _Free:
         if memory_bound:  # only now is memory worth its constraints
             made = within_budget(self.budget, made, self.planning, **self.search)
         parts, solution, graph = made.parts, made.solution, made.formulation.graph
-        return Plan(
+        plan = Plan(
             program=program.signature,
             mesh=mesh,
             hardware=made.formulation.profile.name,
@@ -398,6 +404,7 @@ class _Free:
             in_tree=program.trace.in_tree,
             out_tree=program.trace.out_tree,
         )
+        return plan, made
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:

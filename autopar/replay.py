@@ -292,7 +292,9 @@ class Part:
 
     def leave(self, n: int) -> Any:
         """What a piece takes out of a trip of its loop."""
-        return self.replay._as_carried(n, self.replay._taken(self.scope, n, 0, self.replay.trace.equations[n].operands[0]))
+        return self.replay._as_carried(
+            n, self.replay._taken(self.scope, n, 0, self.replay.trace.equations[n].operands[0])
+        )
 
     def define(self, n: int, value: Any) -> None:
         """Let an equation have made a value."""

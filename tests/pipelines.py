@@ -53,7 +53,7 @@ def pipelined(
     program = program_of(step, args, carry=None, donate=None)
     cuttable = Cuttable.of(program)
     count = num_stages * virtual
-    stages = cuttable.stages(equal_starts(cuttable.chain, count), range(count), num_microbatches)
+    stages = cuttable.layers(equal_starts(cuttable.chain, count), num_microbatches).stages(range(count))
     built = build(schedule, num_stages, num_microbatches, virtual=virtual)
     per_submesh = len(jax.devices()) // num_stages
     submesh_of = {task.stage: submesh for task, submesh in built.submesh_of().items()}

@@ -98,5 +98,3 @@ def in_stages(training: Training, **options: Any) -> Trained:
 def test_models_of_others(name: str, num_stages: int) -> None:
     training = getattr(small, name)()
     assert_same(in_stages(training, num_stages=num_stages, num_microbatches=2), train(training))
-
-

@@ -371,7 +371,7 @@ class _Classifier:
     def _add_between_layers_after(self) -> None:
         """Where the step is cut into layers, terms of two layers are added to one another after the loop: in place of
         a term of each microbatch, their sum passes from one to the other."""
-        read_inside = {v: 0 for v in self.maker}
+        read_inside = dict.fromkeys(self.maker, 0)
         for i in self.sides["inside"]:
             for value in self.items[i].operands:
                 if value in read_inside:

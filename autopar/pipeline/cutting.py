@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from autopar.microbatch.classify import classify
 from autopar.microbatch.places import Places
 from autopar.microbatch.rewrite import check_divides, laid_for_parts, rewritten
-from autopar.pipeline.extract import Cut, Port, StageTrace, stage_traces
+from autopar.pipeline.extract import Cut, Port, StageTrace, stage_trace, stage_traces
 from autopar.pipeline.flow import Chain, Flow, chain_of
 from autopar.pipeline.homes import homes_of, labelled
 from autopar.program import Program, program_of_trace
+from autopar.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,11 @@ class Cuttable:
         """Its forward pass."""
         return chain_of(self.flow)
 
-    def stages(self, starts: Sequence[int], stage_of: Sequence[int], num_microbatches: int) -> tuple[StageProgram, ...]:
-        """The programs of the stages.
+    def layers(self, starts: Sequence[int], num_microbatches: int) -> Layers:
+        """The step with a loop over microbatches, and the layer of all that it does.
 
         Args:
             starts: of each layer, the position in the chain of its first unit; the first is 0.
-            stage_of: of each layer, its stage.
 
         Raises:
             MicrobatchError: where the batch has not so many equal parts.
@@ -80,8 +80,42 @@ class Cuttable:
         split = classify(trace, flow.graph, self.places, own_statistics=self.own_statistics)
         looped = rewritten(trace, flow.graph, self.places, split, num_microbatches)
         inputs = frozenset(flow.graph.inputs) & flow.free_values
-        cut = Cut(tuple(stage_of), inputs, homes.lies, flow.graph.carried)
-        return tuple(_program(one) for one in stage_traces(looped, cut))
+        return Layers(looped, inputs, homes.lies, flow.graph.carried, tuple(starts), num_microbatches)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A step in microbatches whose equations know their layers. Made by `Cuttable.layers`.
+
+    Args:
+        free: inputs that every stage may have. homes: of the others, the layer.
+        carried: positions of inputs and outputs that hold the same state.
+    """
+
+    trace: Trace
+    free: frozenset[int]
+    homes: dict[int, int]
+    carried: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...]
+    num_microbatches: int
+
+    def stages(self, stage_of: Sequence[int]) -> tuple[StageProgram, ...]:
+        """The programs of the stages.
+
+        Args:
+            stage_of: of each layer, its stage.
+        """
+        return tuple(_program(one) for one in stage_traces(self.trace, self._cut(stage_of)))
+
+    def run_of(self, first: int, last: int) -> StageProgram:
+        """The program of a stage of the layers from `first` to `last`, wherever the others are."""
+        stage_of = [0 if layer < first else 1 if layer <= last else 2 for layer in range(len(self.starts))]
+        used = sorted(set(stage_of))
+        cut = self._cut([used.index(stage) for stage in stage_of])
+        return _program(stage_trace(self.trace, cut, used.index(1)))
+
+    def _cut(self, stage_of: Sequence[int]) -> Cut:
+        return Cut(tuple(stage_of), self.free, self.homes, self.carried)
 
 
 def _program(stage: StageTrace) -> StageProgram:

@@ -79,6 +79,11 @@ def stage_traces(trace: Trace, cut: Cut) -> tuple[StageTrace, ...]:
     return _Cutting(trace, cut).run()
 
 
+def stage_trace(trace: Trace, cut: Cut, stage: int) -> StageTrace:
+    """The program of one stage, by who wants no other."""
+    return _Cutting(trace, cut).one(stage)
+
+
 @dataclass(slots=True)
 class _Stage:
     """What a stage runs, as far as it has been found."""
@@ -123,6 +128,11 @@ class _Cutting:
             made = tuple(self._finished(s, stage) for s, stage in enumerate(self.stages))
             if not self._drop_unread(made):
                 return made
+
+    def one(self, stage: int) -> StageTrace:
+        """One stage alone; it may send what none reads."""
+        self._find_imports()
+        return self._finished(stage, self.stages[stage])
 
     def _drop_unread(self, made: Sequence[StageTrace]) -> bool:
         """Let no stage send what none reads: of what it was to read, a stage may drop some as dead. Whether any was."""

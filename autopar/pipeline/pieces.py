@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.equations import Region
-from autopar.graph.ir import Graph
 from autopar.microbatch.units import Unit
 from autopar.pipeline.extract import Port
 from autopar.trace import Trace
@@ -110,6 +108,27 @@ class Layout:
                 backward.update(unit.results)
         self.backward = backward
 
+    def phases(self, splits_backward: bool = False) -> dict[int, str]:
+        """When each equation of the loop's body runs."""
+        needed = self.waited_for() if splits_backward else set[int]()
+        found: dict[int, str] = {}
+        for unit in self.body:
+            phase = "forward"
+            if any(v in self.backward for v in unit.results):
+                phase = "backward"
+                if splits_backward:
+                    phase = "input" if any(v in needed for v in unit.results) else "weight"
+            found.update(dict.fromkeys(range(unit.start, unit.stop), phase))
+        return found
+
+    def waited_for(self) -> set[int]:
+        """Values of the backward pass that what other stages wait for is made of."""
+        needed = {v for v in self.gives_inside.values() if v in self.backward}
+        for unit in reversed(self.body):
+            if any(v in needed for v in unit.results):
+                needed.update(v for v in unit.operands if v in self.backward)
+        return needed
+
     def _units(self, start: int, stop: int) -> Iterator[Unit]:
         """What is not to be taken apart: a loop, a branch, equations that stand for one."""
         n = start
@@ -185,26 +204,13 @@ class _Taking:
 
     def _inside(self) -> None:
         layout = self.layout
-        needed = self._waited_for() if self.splits_backward else set[int]()
+        phases = layout.phases(self.splits_backward)
         for unit in layout.body:
-            key = "forward"
-            if any(v in layout.backward for v in unit.results):
-                key = "backward"
-                if self.splits_backward:
-                    key = "input" if any(v in needed for v in unit.results) else "weight"
-            self._put(key, "run", unit.start, unit.stop, unit.operands, unit.results, "each")
+            self._put(phases[unit.start], "run", unit.start, unit.stop, unit.operands, unit.results, "each")
         for enter, leave in layout.carries.items():
             self._leave(leave, Slot("carry", self.equations[enter].results[0]))
         for leave in layout.stacks:
             self._leave(leave, Slot("each", self.equations[leave].results[0]))
-
-    def _waited_for(self) -> set[int]:
-        """Values of the backward pass that what other stages wait for is made of."""
-        needed = {v for v in self.layout.gives_inside.values() if v in self.layout.backward}
-        for unit in reversed(self.layout.body):
-            if any(v in needed for v in unit.results):
-                needed.update(v for v in unit.operands if v in self.layout.backward)
-        return needed
 
     def _leave(self, leave: int, slot: Slot) -> None:
         """What leaves a trip is given by the piece that makes it."""
