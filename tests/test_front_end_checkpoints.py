@@ -41,7 +41,7 @@ def test_a_front_ends_state_is_restored_on_other_devices(name: str, tmp_path: Pa
     resumed, fresh = on(case, 4), case.create()
     names = resumed.called.parameters
     checkpoints = autopar.Checkpoints(tmp_path / "run", resumed)
-    batch = {names[-1]: front_ends.make_batch(1)}
+    batch: dict[str, Any] = {names[-1]: front_ends.make_batch(1)}
     restored = checkpoints.restore(fresh[0] if len(fresh) == 1 else fresh, **batch)
     restored = (restored,) if len(fresh) == 1 else restored
     for found, expected in zip(arrays(case, restored), before, strict=True):
