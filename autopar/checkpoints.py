@@ -23,6 +23,7 @@ from autopar import checkpoint_state
 from autopar.api import ParallelStep
 from autopar.diff import PlanDiff, diff
 from autopar.errors import CheckpointError, PlanFileError
+from autopar.front_ends.state import makes_state, state_apart
 from autopar.plan import Plan
 from autopar.version import __version__
 
@@ -127,14 +128,16 @@ class Checkpoints:
                 cannot be written to. Where writing failed in the background, the next call says so.
         """
         number = _whole_number(number)
-        plan, names = self._plan_of(state)
-        tree = checkpoint_state.stored(state)
+        with state_apart(state) as (arrays, _):
+            plan, names = self._plan_of(arrays)
+            tree = checkpoint_state.stored(arrays)
+            leaves = checkpoint_state.leaves_of(arrays)
         parts = {
             _ABOUT: {
                 "format": FORMAT,
                 "version": VERSION,
                 "arguments": list(names),
-                "leaves": checkpoint_state.to_json(checkpoint_state.leaves_of(state)),
+                "leaves": checkpoint_state.to_json(leaves),
                 "versions": {"autopar": __version__, "jax": jax.__version__},
             },
             _PLAN: self._plan_json(plan),
@@ -208,6 +211,25 @@ class Checkpoints:
         number = self._existing(at)
         saved, names_before = self._about(number)
         target = self._step.abstract_state(create_state, *create_args, **step_args)
+        with state_apart(target) as (arrays, _):
+            values = self._restored(number, saved, names_before, arrays)
+        with state_apart(create_state if not makes_state(create_state) else target) as (arrays, anew):
+            template, structure = jax.tree.flatten(arrays)
+            return anew(jax.tree.unflatten(structure, map(_as_given, values, template)))
+
+    def restore_or_init(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
+        """The latest checkpoint restored; or, where there is none, `step.init` with the same arguments."""
+        self.wait()
+        if self.latest is None:
+            return self._step.init(create_state, *create_args, **step_args)
+        return self.restore(create_state, *create_args, **step_args)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _restored(
+        self, number: int, saved: Sequence[checkpoint_state.Leaf], names_before: Sequence[str], target: Any
+    ) -> list[Any]:
+        """The arrays of a checkpoint, laid out as those of `target`."""
         plan, names = self._plan_of(target)
         what = checkpoint_state.difference(saved, checkpoint_state.leaves_of(target))
         if what is not None:
@@ -224,17 +246,7 @@ class Checkpoints:
             raise self._damaged(number, _first_line(error)) from error
         self._last_map = planned
         _log.info("restored step %d from %s: %s", number, self.directory, planned.words)
-        template, structure = jax.tree.flatten(target if _is_function(create_state) else create_state)
-        return jax.tree.unflatten(structure, map(_as_given, values, template))
-
-    def restore_or_init(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
-        """The latest checkpoint restored; or, where there is none, `step.init` with the same arguments."""
-        self.wait()
-        if self.latest is None:
-            return self._step.init(create_state, *create_args, **step_args)
-        return self.restore(create_state, *create_args, **step_args)
-
-    # -- inside ------------------------------------------------------------------------------
+        return values
 
     def _existing(self, at: int | None) -> int:
         self.wait()  # what was saved just now is there, too
@@ -341,10 +353,6 @@ def _json(extra: Any) -> Any:
             f"`extra` must be what JSON takes: dicts with text as keys, lists, texts and numbers ({error}). Arrays"
             " belong into the state"
         ) from error
-
-
-def _is_function(create_state: Any) -> bool:
-    return callable(create_state) and jax.tree_util.all_leaves([create_state])
 
 
 def _as_given(value: Any, template: Any) -> Any:

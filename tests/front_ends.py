@@ -409,7 +409,8 @@ def _scaled() -> Case:
 
     def create() -> tuple[Any, ...]:
         params = create_params()
-        return params, tx.init(params), DynamicScale(scale=jnp.float32(2.0**10), growth_interval=2)
+        scale: Any = jnp.float32(2.0**10)
+        return params, tx.init(params), DynamicScale(scale=scale, growth_interval=2)
 
     def step(params: Any, opt_state: Any, scale: DynamicScale, batch: Any) -> Any:
         grad_fn = scale.value_and_grad(lambda p: cross_entropy(predict(p, batch["x"]), batch))

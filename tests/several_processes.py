@@ -64,7 +64,7 @@ def run(
             env=os.environ
             | {
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(PROGRAMS.parent)]),
                 "COORDINATOR": f"127.0.0.1:{port}",
                 "PROCESSES": str(processes),

@@ -143,7 +143,7 @@ def test_a_process_with_fewer_devices_restores_it(saved: Saved, tmp_path: Path, 
 def environment(num_devices: int) -> dict[str, str]:
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }
 

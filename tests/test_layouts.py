@@ -166,8 +166,9 @@ def test_metadata_that_cannot_be() -> None:
         autopar.plan(step, params, x, mesh="2x4", **HARDWARE)
     hinted = autopar.plan(step, params, x, mesh="2x4", metadata="hint", **HARDWARE)
     assert any("were not held to" in note for note in hinted.notes)
+    unknown: Any = "follow"
     with pytest.raises(errors.PinError, match='give "pin", "hint" or "ignore"'):
-        autopar.plan(step, params, x, mesh="2x4", metadata="follow", **HARDWARE)
+        autopar.plan(step, params, x, mesh="2x4", metadata=unknown, **HARDWARE)
 
 
 # -- another step's layout -------------------------------------------------------------------

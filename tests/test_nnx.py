@@ -51,12 +51,13 @@ def test_a_state_is_built_sharded_and_trains() -> None:
     built: Any = step.init(create, batch=batch)
     model, opt, metric = built
     assert type(model) is NnxClassifier
-    assert model.layers[0].kernel[...].sharding.spec == jax.P("data")
+    kernel: Any = model.layers[0].kernel
+    assert kernel[...].sharding.spec == jax.P("data")
     plain = create()
     expected = nnx.jit(nnx_step)(*plain, batch)
     np.testing.assert_allclose(step(model, opt, metric, batch), expected, rtol=2e-4)
     close(nnx_values([model, opt, metric]), nnx_values(plain))
-    assert model.layers[0].kernel[...].sharding.spec == jax.P("data")
+    assert kernel[...].sharding.spec == jax.P("data")
     assert len(step._known) == 1, "the state that was built is the state that was planned"
 
 

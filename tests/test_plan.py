@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pickle
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,7 +208,7 @@ def test_file_is_made_for_version_control(tmp_path: Path) -> None:
     assert max(map(len, lines)) < 400
 
 
-def test_large_plan_is_small_and_fast(tmp_path: Path) -> None:
+def test_large_plan_is_small(tmp_path: Path) -> None:
     """About what GPT-2 small needs: 450 inputs, 6,000 constraints, 1,500 decisions."""
     plan = make_plan(110)
     activations = [d for d in plan.decisions if d.kind == "activation"]
@@ -219,13 +218,10 @@ def test_large_plan_is_small_and_fast(tmp_path: Path) -> None:
         decisions=plan.decisions + tuple(activations * 11),
         constraints=tuple(Constraint(value=i, shardings=shardings, node=i, operand=1) for i in range(6000)),
     )
-    started = time.process_time()
     plan.save(tmp_path / "p.json")
     loaded = load_plan(tmp_path / "p.json")
-    took = time.process_time() - started
     assert loaded == plan
     assert (tmp_path / "p.json").stat().st_size < 2e6
-    assert took < 1.0
 
 
 def test_interrupted_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,13 @@ def abstract_of(create_state: Any, create_args: Sequence[Any]) -> Any:
         return new.value
 
 
+@contextmanager
+def state_apart(state: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+    """A state's arrays as a tree, and what makes such a state of a tree like it; in place of objects, new ones."""
+    with opened(Step.of(lambda state: state), (state,), {}) as call:
+        yield call.trees[0], lambda tree: call.arguments_anew([tree])["state"]
+
+
 def makes_state(create_state: Any) -> bool:
     """Whether it is a function that makes a state, not a state; a module can be called, too."""
     is_leaf = not is_object(create_state) and jax.tree_util.all_leaves([create_state])
