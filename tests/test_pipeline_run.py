@@ -12,6 +12,7 @@ import pytest
 from pipelines import pipelined
 from same_steps import Trained, _gradients, _initial, assert_same, train
 
+from autopar.pipeline.run import Pipeline
 from benchmarks.zoo import small
 from benchmarks.zoo.training import Training
 
@@ -80,6 +81,18 @@ def test_one_microbatch() -> None:
     check_mlp(schedule="gpipe", num_stages=2, num_microbatches=1)
 
 
+def passing_bytes(pipeline: Pipeline) -> tuple[int, int]:
+    """What one microbatch sends from stage to stage, to later and to earlier ones."""
+    stages = [stage.program for stage in pipeline.stages]
+    makers = {port: s for s, stage in enumerate(stages) for port in stage.outputs if port.kind == "inside"}
+    sums = [0, 0]
+    for s, stage in enumerate(stages):
+        for port, struct in zip(stage.inputs, jax.tree.leaves(stage.program.trace.arguments), strict=True):
+            if port.kind == "inside":
+                sums[makers[port] > s] += struct.size * struct.dtype.itemsize
+    return sums[0], sums[1]
+
+
 def in_stages(training: Training, **options: Any) -> Trained:
     state, batch = _initial(training), training.make_batch(0)
     run, pipeline = pipelined(training.step, (state, batch), **options)
@@ -89,12 +102,12 @@ def in_stages(training: Training, **options: Any) -> Trained:
         state, loss = run(state, training.make_batch(seed))
         losses.append(float(loss))
         gradients = gradients or _gradients(state)
-    for stage in pipeline.stages:  # one activation comes in and its cotangent goes out, at most
-        assert sum(port.kind == "inside" for port in stage.program.inputs) <= 2
+    forward, backward = passing_bytes(pipeline)
+    assert 0 < backward <= forward  # no more cotangents come back than activations were sent
     return Trained(losses, gradients)
 
 
-@pytest.mark.parametrize(("name", "num_stages"), [("gpt2", 2), ("gpt2", 4), ("bert", 2), ("llama", 2)])
+@pytest.mark.parametrize(("name", "num_stages"), [("gpt2", 2), ("gpt2", 4), ("bert", 2), ("bart", 4), ("vit", 2)])
 def test_models_of_others(name: str, num_stages: int) -> None:
     training = getattr(small, name)()
     assert_same(in_stages(training, num_stages=num_stages, num_microbatches=2), train(training))

@@ -369,25 +369,30 @@ class _Classifier:
                 self.kinds.update(dict.fromkeys(self.items[j].results, "sum"))
 
     def _add_between_layers_after(self) -> None:
-        """Where the step is cut into layers, terms of two layers are added to one another after the loop: in place of
-        a term of each microbatch, their sum passes from one to the other."""
-        read_inside = dict.fromkeys(self.maker, 0)
-        for i in self.sides["inside"]:
+        """Where the step is cut into layers, terms of two layers are added to one another after the loop, and so is
+        what is added to that: in place of a term of each microbatch, their sum passes from one to the other."""
+        readers: dict[int, list[int]] = {}
+        for i in sorted(self.sides["inside"]):
             for value in self.items[i].operands:
-                if value in read_inside:
-                    read_inside[value] += 1
-        for i in sorted(self.sides["inside"], reverse=True):
-            item = self.items[i]
-            is_sum = all(self.kinds.get(v) == "sum" for v in item.results) and not self._has_batch(item)
-            read = any(read_inside[v] for v in item.results)
-            if is_sum and not read and item.region is None and self._meets_layers(item):
-                self.sides["inside"].discard(i)
-                self.sides["after"].add(i)
-                for value in item.operands:
-                    if value in read_inside:
-                        read_inside[value] -= 1
-                for value in item.results:
-                    del self.kinds[value]
+                readers.setdefault(value, []).append(i)
+        for i in sorted(self.sides["inside"]):
+            if i not in self.sides["inside"] or not self._only_adds(i) or not self._meets_layers(self.items[i]):
+                continue
+            moved = [i]
+            for j in moved:
+                moved += [r for v in self.items[j].results for r in readers.get(v, ()) if r not in moved]
+            if all(self._only_adds(j) for j in moved):
+                self.sides["inside"].difference_update(moved)
+                self.sides["after"].update(moved)
+                for j in moved:
+                    for value in self.items[j].results:
+                        self.kinds.pop(value, None)
+
+    def _only_adds(self, i: int) -> bool:
+        """Whether a unit makes terms of terms."""
+        item = self.items[i]
+        is_sum = all(self.kinds.get(v) == "sum" for v in item.results)
+        return is_sum and item.region is None and not self._has_batch(item)
 
     def _meets_layers(self, item: Unit) -> bool:
         """Whether a unit reads terms that two layers make."""

@@ -101,20 +101,20 @@ class _Homes:
         held = [(v, self.present[v]) for v, maker in known if maker not in flow.backward and self.present.get(v)]
         if not held:
             are_terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.operands)
-            of_parameter = None if are_terms else self._renews(unit.results)
-            return most if of_parameter is None else min(most, of_parameter)
+            of_parameter = set[int]() if are_terms else self._renews(unit.results)
+            return max((layer for layer in of_parameter if layer <= most), default=most)
         common = [layer for layer in set.intersection(*(where for _, where in held)) if layer <= most]
         if common:
             return max(common)
         largest = max(held, key=lambda one: flow.graph.values[one[0]].num_bytes)[1]
         return max((layer for layer in largest if layer <= most), default=most)
 
-    def _renews(self, terms: Sequence[int]) -> int | None:
-        """The layer of the parameter that terms of a gradient go to: the first that meets values of their size after
+    def _renews(self, terms: Sequence[int]) -> set[int]:
+        """The layers of the parameter that terms of a gradient go to: the first that meets values of their size after
         the loop."""
         flow = self.flow
         if not any(flow.split.kinds.get(v) in PARTIAL for v in terms):
-            return None
+            return set()
         size = max(flow.graph.values[v].size for v in terms)
         waiting, seen = list(terms), set(terms)
         for value in waiting:
@@ -122,11 +122,11 @@ class _Homes:
                 unit = flow.units[reader]
                 for other in unit.operands:
                     if other not in flow.maker and flow.graph.values[other].size == size and self.present.get(other):
-                        return min(self.present[other])
+                        return self.present[other]
                 new = [v for v in unit.results if flow.graph.values[v].size == size and v not in seen]
                 seen.update(new)
                 waiting += new
-        return None
+        return set()
 
     def _settle_undecided(self) -> None:
         """A backward unit that reads no cotangent, as what is computed again, may stand where it is read."""
