@@ -51,7 +51,7 @@ def stage_cost(made: Made, layout: Layout, *, splits_backward: bool = False) -> 
     )
     told = made.parts.prediction
     state = told.parameter_bytes + told.optimizer_bytes + told.data_bytes + told.output_bytes - passing
-    state += sum(_accumulated(device, layout))
+    state += _accumulated(device, layout)
     return StageCost(
         forward_s=seconds(lambda op: phase_of.get(op.node) == "forward"),
         backward_s=seconds(lambda op: phase_of.get(op.node) in ("backward", "input")),
@@ -83,11 +83,7 @@ def _is_kept(layout: Layout, port: Port, phase_of: dict[int, str]) -> bool:
     return "forward" in read and len(read) > 1
 
 
-def _accumulated(device: DeviceProgram, layout: Layout) -> list[float]:
+def _accumulated(device: DeviceProgram, layout: Layout) -> float:
     """Bytes of what is summed up from microbatch to microbatch."""
-    carried = {layout.trace.equations[n].results[0] for n in layout.carries}
-    sizes: dict[int, float] = {}
-    for buffer in device.buffers:
-        if buffer.value in carried:
-            sizes[buffer.value] = max(buffer.num_bytes, sizes.get(buffer.value, 0.0))
-    return list(sizes.values())
+    held = {b for op in device.ops if op.node in layout.carries for b in op.writes}
+    return sum(device.buffers[b].num_bytes for b in held if not device.buffers[b].argument)

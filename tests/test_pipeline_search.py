@@ -1,0 +1,118 @@
+"""Stages found for real steps: what layers cost where, and which stages are worth it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.cost.hardware import HardwareProfile, LinkProfile, load
+from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
+from autopar.pipeline.clustering import Clustering, cluster_layers
+from autopar.pipeline.cutting import Cuttable
+from autopar.pipeline.partition_problem import StageCost
+from autopar.pipeline.search import StagedStep, StageSearch
+from autopar.pipeline.stage_costs import StageCosts
+from autopar.program import program_of
+
+LAYERS, WIDTH, BATCH, MICROBATCHES = 8, 8192, 16384, 8
+H100 = load("h100-sxm")
+#: Hosts that are joined by links a hundred times slower than those inside.
+SLOW = replace(H100, network_link=LinkProfile(H100.host_link.bytes_per_s / 100, 1e-5), devices_per_host=2)
+
+
+def step(params: Any, x: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for kernel in params:
+            h = jnp.tanh(h @ kernel)
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return [p - 0.1 * g for p, g in zip(params, gradients, strict=True)], value
+
+
+@cache
+def cuttable() -> tuple[Cuttable, Clustering]:
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+    args = (params, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
+    found = Cuttable.of(program_of(step, args, carry=None, donate=None))
+    chain = found.chain
+    return found, cluster_layers(chain.flops, [0.0, *chain.cut_bytes], num_layers=LAYERS)
+
+
+def prices(profile: HardwareProfile, num_microbatches: int = MICROBATCHES) -> StageCosts:
+    found, clusters = cuttable()
+    layers = found.layers(clusters.starts, num_microbatches)
+    return StageCosts(layers, {profile.name: profile}, clusters.keys, splits_backward=True)
+
+
+def search(profile: HardwareProfile, hosts: int, per_host: int, num_microbatches: int = MICROBATCHES) -> StagedStep:
+    found, clusters = cuttable()
+    cuts = [0.0, *found.chain.cut_bytes]
+    cluster = Cluster((DeviceGroup(profile.name, hosts, per_host),))
+    best = StageSearch(
+        cost=prices(profile, num_microbatches).cost,
+        keys=clusters.keys,
+        boundary_bytes=[cuts[start] / num_microbatches for start in clusters.starts],
+        cluster=cluster,
+        profiles={profile.name: profile},
+        budget_bytes={profile.name: profile.usable_bytes},
+        shapes=cluster.shapes(),
+        num_microbatches=num_microbatches,
+    ).best()
+    assert best is not None
+    return best
+
+
+def test_a_run_of_equal_layers_is_priced_by_shorter_ones() -> None:
+    costs = prices(H100)
+    one = SubmeshShape(H100.name, 1, 2)
+    first, last = 1, LAYERS - 2
+    assert len(set(costs.keys[first : last + 1])) == 1
+    told, planned = costs.cost(first, last, one), costs.planned(first, last, one).cost
+    assert told is not None
+    for field in fields(StageCost):
+        expected = getattr(planned, field.name)
+        assert getattr(told, field.name) == pytest.approx(expected, rel=0.15, abs=1e-5 if "_s" in field.name else 1e6)
+
+
+def test_what_a_stage_takes_is_what_its_program_says() -> None:
+    """On one device all can be counted: the products' FLOPs, parameters, what the backward pass needs."""
+    costs = prices(H100)
+    cost = costs.cost(1, 2, SubmeshShape(H100.name, 1, 1))
+    assert cost is not None
+    rows = BATCH // MICROBATCHES
+    product_s = 2 * rows * WIDTH**2 / H100.matrix_rate("float32")
+    assert cost.forward_s == pytest.approx(2 * product_s, rel=0.5)
+    assert cost.backward_s + cost.weight_s == pytest.approx(4 * product_s, rel=0.5)
+    assert cost.weight_s == pytest.approx(2 * product_s, rel=0.5)
+    parameters = 2 * WIDTH * WIDTH * 4
+    assert cost.state_bytes == pytest.approx(2 * parameters, rel=0.1)  # and as large a sum of gradients
+    activation = rows * WIDTH * 4
+    assert 2 * activation <= cost.flight_bytes <= 5 * activation
+
+
+def test_where_nothing_is_gained_there_is_one_stage() -> None:
+    assert len(search(H100, 1, 2, num_microbatches=1).stages) == 1
+
+
+def test_slow_links_between_hosts_are_a_reason_for_stages() -> None:
+    best = search(SLOW, 2, 2)
+    assert [stage.submesh.shape.num_devices for stage in best.stages] == [2, 2]
+    whole = prices(SLOW).cost(0, LAYERS - 1, SubmeshShape(SLOW.name, 2, 2))
+    assert whole is not None
+    alone = MICROBATCHES * (whole.forward_s + whole.backward_s + whole.weight_s) + whole.update_s
+    assert best.step_time_s < alone
+
+
+def test_a_budget_that_one_stage_breaks_is_kept_by_more() -> None:
+    found = search(H100, 1, 4)
+    limit = 0.6 * max(found.peak_bytes) if len(found.stages) == 1 else max(found.peak_bytes)
+    tight = replace(H100, hbm_bytes=int(limit / H100.usable_fraction))
+    kept = search(tight, 1, 4)
+    assert max(kept.peak_bytes) <= tight.usable_bytes
