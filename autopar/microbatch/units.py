@@ -5,10 +5,10 @@ In: a trace and its graph. Out: `Unit`s in order. Who splits a step, over time o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.equations import Region
+from autopar.equations import Equation, Region
 from autopar.graph.ir import Graph
 from autopar.trace import Trace
 
@@ -27,6 +27,17 @@ class Unit:
     region: Region | None
     operands: tuple[int, ...]
     results: tuple[int, ...]
+
+
+def backward_of(units: Iterable[Unit], equations: Sequence[Equation]) -> list[Unit]:
+    """Those of the backward pass: what is traced as such, and what reads it."""
+    found: list[Unit] = []
+    made: set[int] = set()
+    for unit in units:
+        if equations[unit.start].phase == "backward" or any(v in made for v in unit.operands):
+            found.append(unit)
+            made.update(unit.results)
+    return found
 
 
 def units_of(trace: Trace, graph: Graph) -> Iterator[Unit]:

@@ -178,15 +178,14 @@ class _Cutting:
                 self.stage.update(dict.fromkeys(piece.results, s))
 
     def _is_free(self, item: Item) -> bool:
-        equations = [item] if isinstance(item, Equation) else list(_equations(item))
+        equations = list(_equations(item))
         if any(equation.effects or equation.primitive in CONTRACTIONS for equation in equations):
             return False
         made = set[int]().union(*(equation.results for equation in equations))
         return all(v in self.free or v in made for equation in equations for v in _read(equation))
 
     def _stage_of(self, item: Item) -> int:
-        first = item if isinstance(item, Equation) else next(_equations(item))
-        return self.cut.stage_of[first.layer or 0]
+        return self.cut.stage_of[next(_equations(item)).layer or 0]
 
     # -- what crosses ------------------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class _Cutting:
         for s, stage in enumerate(self.stages):
             entered: dict[int, None] = {}
             for item in stage.body:
-                for equation in [item] if isinstance(item, Equation) else _equations(item):
+                for equation in _equations(item):
                     for value in _read(equation):
                         if value in enters:
                             entered[value] = None

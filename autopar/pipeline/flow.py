@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.graph.ir import Graph
 from autopar.microbatch.classify import Split
-from autopar.microbatch.units import Unit, units_of
+from autopar.microbatch.units import Unit, backward_of, units_of
 from autopar.rules.factors import Rule
 from autopar.rules.groups import CONTRACTIONS, SMALL_SIZE
 from autopar.trace import Trace
@@ -65,15 +65,10 @@ class Flow:
 
     @functools.cached_property
     def backward(self) -> frozenset[int]:
-        """Of these, those of the backward pass: what is traced as such, and what reads it."""
-        found: set[int] = set()
-        for i, unit in enumerate(self.units):
-            if i not in self.inside:
-                continue
-            is_backward = self.trace.equations[unit.start].phase == "backward"
-            if is_backward or any(self.maker.get(v) in found for v in unit.operands):
-                found.add(i)
-        return frozenset(found)
+        """Of these, those of the backward pass."""
+        at = {unit.start: i for i, unit in enumerate(self.units)}
+        inside = [self.units[i] for i in sorted(self.inside)]
+        return frozenset(at[unit.start] for unit in backward_of(inside, self.trace.equations))
 
     @functools.cached_property
     def free_values(self) -> frozenset[int]:

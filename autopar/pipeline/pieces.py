@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.microbatch.units import Unit
+from autopar.microbatch.units import Unit, backward_of
 from autopar.pipeline.extract import Port
 from autopar.trace import Trace
 
@@ -71,7 +71,7 @@ class Pieces:
 class Layout:
     """Where things stand in the trace of a stage."""
 
-    def __init__(self, trace: Trace, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
+    def __init__(self, trace: Trace, inputs: Sequence[Port]) -> None:
         self.trace = trace
         self.inputs = dict(zip(trace.inputs, inputs, strict=True))
         loop = next(region for region in trace.regions if region.source is trace.microbatches)
@@ -102,11 +102,7 @@ class Layout:
                 self.enters.append(n)
                 if leave is not None:
                     self.carries[n] = leave
-        backward: set[int] = set()
-        for unit in self.body:
-            if equations[unit.start].phase == "backward" or any(v in backward for v in unit.operands):
-                backward.update(unit.results)
-        self.backward = backward
+        self.backward = {v for unit in backward_of(self.body, equations) for v in unit.results}
 
     def phases(self, splits_backward: bool = False) -> dict[int, str]:
         """When each equation of the loop's body runs."""

@@ -61,9 +61,7 @@ class Pipeline:
         self.stages, self.schedule = tuple(stages), schedule
         self.num_outputs, self.literals = num_outputs, dict(literals)
         splits_backward = any(task.phase == "input" for task in schedule.tasks)
-        layouts = [
-            Layout(one.program.program.of(one.plan).trace, one.program.inputs, one.program.outputs) for one in stages
-        ]
+        layouts = [Layout(one.program.program.of(one.plan).trace, one.program.inputs) for one in stages]
         pieces = [
             pieces_of(layout, level, splits_backward)
             for layout, level in zip(layouts, _levels(stages, layouts), strict=True)

@@ -110,7 +110,7 @@ class StageCosts:
         return PlannedRun(stage, plan, self._figures(stage, made))
 
     def _figures(self, stage: StageProgram, made: Made) -> StageCost:
-        layout = Layout(made.program.trace, stage.inputs, stage.outputs)
+        layout = Layout(made.program.trace, stage.inputs)
         return stage_cost(made, layout, splits_backward=self.splits_backward)
 
     def _shorter(self, first: int, last: int) -> tuple[tuple[int, int], tuple[int, int], int] | None:

@@ -46,6 +46,11 @@ class EvenPipeline:
         """The whole backward pass."""
         return self.input_s + self.weight_s
 
+    @property
+    def filling_and_draining_s(self) -> float:
+        """(p - 1)(F + B), of one stage: where a submesh has v, that is a v-th of its work."""
+        return (self.shape.num_submeshes - 1) * (self.forward_s + self.backward_s)
+
 
 def anything(shape: PipelineShape) -> None:
     """No requirement."""

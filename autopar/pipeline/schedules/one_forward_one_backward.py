@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.pipeline.schedules.kind import EvenPipeline, PipelineShape, ScheduleKind, one_stage_each
+from autopar.pipeline.schedules.kind import PipelineShape, ScheduleKind, one_stage_each
 from autopar.pipeline.tasks import Orders, Task
 
 
@@ -69,18 +69,13 @@ def _whole_rounds(shape: PipelineShape) -> str | None:
     return None
 
 
-def _bubble_s(even: EvenPipeline) -> float:
-    """(p - 1)(F + B), of one stage: where a submesh has v, that is a v-th of its work."""
-    return (even.shape.num_submeshes - 1) * (even.forward_s + even.backward_s)
-
-
 ONE_F_ONE_B = ScheduleKind(
     name="1f1b",
     words="Forward and backward by turns: as quick as gpipe, with only as many microbatches held as there are stages.",
     orders=_one_stage_each,
     requires=one_stage_each,
     bubble="(p - 1)(F + B)",
-    bubble_s=_bubble_s,
+    bubble_s=lambda even: even.filling_and_draining_s,
     in_flight=lambda shape: tuple(
         min(shape.num_submeshes - submesh, shape.num_microbatches) for submesh in range(shape.num_submeshes)
     ),
@@ -92,7 +87,7 @@ INTERLEAVED = ScheduleKind(
     requires=_whole_rounds,
     bubble="(p - 1)(F + B) / v",
     where="m a multiple of p, the only numbers it takes",
-    bubble_s=_bubble_s,
+    bubble_s=lambda even: even.filling_and_draining_s,
     in_flight=lambda shape: tuple(
         min(_interleaved_warm_up(shape, submesh) + 1, shape.virtual * shape.num_microbatches)
         for submesh in range(shape.num_submeshes)

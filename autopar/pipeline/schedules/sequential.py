@@ -6,7 +6,7 @@ GPipe, 2019) fill the pipeline and drain it.
 
 from __future__ import annotations
 
-from autopar.pipeline.schedules.kind import EvenPipeline, PipelineShape, ScheduleKind, one_stage_each
+from autopar.pipeline.schedules.kind import PipelineShape, ScheduleKind, one_stage_each
 from autopar.pipeline.tasks import Orders, Task
 
 
@@ -32,11 +32,6 @@ def _forward_then_backward(shape: PipelineShape) -> Orders:
     )
 
 
-def _filling_and_draining_s(even: EvenPipeline) -> float:
-    """(p - 1)(F + B)"""
-    return (even.shape.num_submeshes - 1) * (even.forward_s + even.backward_s)
-
-
 def _of_each(number: int, shape: PipelineShape) -> tuple[int, ...]:
     return (number,) * shape.num_submeshes
 
@@ -47,7 +42,7 @@ NONE = ScheduleKind(
     orders=_one_after_another,
     requires=one_stage_each,
     bubble="m(p - 1)(F + B)",
-    bubble_s=lambda even: even.shape.num_microbatches * _filling_and_draining_s(even),
+    bubble_s=lambda even: even.shape.num_microbatches * even.filling_and_draining_s,
     in_flight=lambda shape: _of_each(1, shape),
 )
 INFERENCE = ScheduleKind(
@@ -66,6 +61,6 @@ GPIPE = ScheduleKind(
     orders=_forward_then_backward,
     requires=one_stage_each,
     bubble="(p - 1)(F + B)",
-    bubble_s=_filling_and_draining_s,
+    bubble_s=lambda even: even.filling_and_draining_s,
     in_flight=lambda shape: _of_each(shape.num_microbatches, shape),
 )
