@@ -8,12 +8,13 @@ from autopar.diagnosis import Diagnosis as Diagnosis
 from autopar.diff import PlanDiff as PlanDiff
 from autopar.diff import diff as diff
 from autopar.explain import explain as explain
+from autopar.pipeline.plan import PipelinePlan as PipelinePlan
 from autopar.plan import Plan as Plan
-from autopar.plan import load_plan as load_plan
-from autopar.planner import plan as plan
+from autopar.plan_step import plan as plan
 from autopar.processes.watch import Watch as Watch
 from autopar.processes.watch import watch as watch
 from autopar.rules.registered import register_rule as register_rule
+from autopar.saved_plans import load_plan as load_plan
 from autopar.step_report import StepReport as StepReport
 from autopar.verification import Verification as Verification
 from autopar.verify import verify as verify

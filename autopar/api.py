@@ -5,46 +5,55 @@ In: a user's step. Out: a callable that plans at its first call and from then on
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from autopar import execute, planner
+from autopar import execute, plan_step
 from autopar.calls import Calls
 from autopar.errors import StepSignatureError
-from autopar.front_ends.call import Call, Results, opened
+from autopar.front_ends.call import Call, opened
 from autopar.front_ends.state import abstract_of, new_state, state_arguments, state_like
 from autopar.front_ends.step import Step
 from autopar.jax_compat import placed_struct, shape_struct
 from autopar.measure_step import FEWEST_STEPS, measure
-from autopar.plan import Plan, load_plan
-from autopar.processes.arguments import Arguments, shard_batch
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.plan import Plan
+from autopar.prepared import Prepared, built, prepared_of
+from autopar.processes.arguments import shard_batch
 from autopar.processes.exchange import among_processes
 from autopar.processes.local_batch import check_equal
 from autopar.processes.step_clock import StepClock
 from autopar.program import Program
-from autopar.step_plans import Planned, StepPlans
+from autopar.saved_plans import load_plan
+from autopar.step_plans import StepPlans
 from autopar.step_report import StepReport
 
+#: The plans of a step: of one program, or, where stages are asked for, of either kind.
+P = TypeVar("P", bound=AnyPlan)
+
 
 @overload
 def parallelize(
-    step: Callable[..., Any], /, *, plan: Plan | str | Path | None = None, **options: Any
-) -> ParallelStep: ...
+    step: Callable[..., Any], /, *, plan: AnyPlan | str | Path | None = None, **options: Any
+) -> ParallelStep[Plan]: ...
+@overload
+def parallelize(  # pyright: ignore[reportOverlappingOverload]
+    *, plan: AnyPlan | str | Path | None = None, stages: int | Literal["auto"], **options: Any
+) -> Callable[[Callable[..., Any]], ParallelStep[AnyPlan]]: ...
 @overload
 def parallelize(
-    *, plan: Plan | str | Path | None = None, **options: Any
-) -> Callable[[Callable[..., Any]], ParallelStep]: ...
+    *, plan: AnyPlan | str | Path | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], ParallelStep[Plan]]: ...
 def parallelize(
-    step: Callable[..., Any] | None = None, /, *, plan: Plan | str | Path | None = None, **options: Any
+    step: Callable[..., Any] | None = None, /, *, plan: AnyPlan | str | Path | None = None, **options: Any
 ) -> Any:
     """Run a step sharded over devices, by a plan that autopar finds.
 
@@ -55,16 +64,16 @@ def parallelize(
         step: a function of pytrees of arrays that runs under `jax.jit`, e.g. a Flax train step
             `(state, batch) -> (state, loss)`; or of objects that it changes in place, as Flax NNX modules and
             optimizers. It is not changed.
-        plan: a saved plan (a path, or a `Plan`) to run instead of planning; refused for another program.
-        options: those of `autopar.plan`: mesh, num_devices, hardware, memory_budget_bytes, pin, static_argnames,
-            carry, donate, metadata, logical_axis_rules, solver, time_limit_s, progress, cache; `like` may be another
-            step made by `parallelize`, too. Here `cache` is on unless it is said otherwise: the plan and the compiled
+        plan: a saved plan (a path, a `Plan` or a `PipelinePlan`) to run instead of planning; refused for another program.
+        options: those of `autopar.plan`: mesh, num_devices, hardware, memory_budget_bytes, stages, num_microbatches,
+            schedule, pin, static_argnames, carry, donate, metadata, logical_axis_rules, solver, time_limit_s, progress,
+            cache; `like` may be another step made by `parallelize`, too. Here `cache` is on unless it is said otherwise: the plan and the compiled
             program are kept on disk, and a second start finds both.
 
     Raises:
         TypeError: an option that `autopar.plan` does not have.
     """
-    parameters = inspect.signature(planner.plan).parameters.values()
+    parameters = inspect.signature(plan_step.plan).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "kwargs"]
     for name in options:
         if name not in known:
@@ -74,10 +83,12 @@ def parallelize(
     return ParallelStep(step, plan, options)
 
 
-class ParallelStep:
+class ParallelStep(Generic[P]):
     """A step that runs by a plan. Made by `parallelize`."""
 
-    def __init__(self, step: Callable[..., Any], fixed: Plan | str | Path | None, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, step: Callable[..., Any], fixed: AnyPlan | str | Path | None, options: Mapping[str, Any]
+    ) -> None:
         self.called = Step.of(step, options.get("static_argnames"))
         functools.update_wrapper(self, self.called.function)
         given = load_plan(fixed) if isinstance(fixed, str | Path) else fixed
@@ -85,10 +96,10 @@ class ParallelStep:
         self._like = {"like": like} if isinstance(like, ParallelStep) else {}
         own = {**options, "like": like._plans} if isinstance(like, ParallelStep) else options
         self._plans = StepPlans(self.called, given, own)
-        self._known: dict[Any, _Prepared] = {}  # by what a plan is made for; the last one used comes last
+        self._known: dict[Any, Prepared] = {}  # by what a plan is made for; the last one used comes last
         self._fast: Any = None  # the jitted replay of the last call, where it takes the arguments as they are
         self._fast_key: Any = None
-        self._last: _Prepared | None = None  # what ran the last call
+        self._last: Prepared | None = None  # what ran the last call
         self._calls = Calls()  # of that
         self.clock: StepClock | None = None  # set by `watch`
 
@@ -108,14 +119,14 @@ class ParallelStep:
         return self._plans.fixed is not None
 
     @property
-    def latest_plan(self) -> Plan | None:
+    def latest_plan(self) -> P | None:
         """The plan that was made or used last; None before the first."""
-        return self._plans.latest
+        return cast("P | None", self._plans.latest)
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[P, ...]:
         """Those it has run by or laid a state out by, one for each shape of its arguments; the last one used comes last."""
-        return tuple(prepared.plan for prepared in self._known.values())
+        return tuple(cast("P", prepared.plan) for prepared in self._known.values())
 
     def planning_options(self) -> dict[str, Any]:
         """Its options as `plan_program` takes them: without those that tracing has used, `like` as a plan.
@@ -131,15 +142,15 @@ class ParallelStep:
             return self._dispatch(args, kwargs)[0]
         return self.clock.timed(lambda: self._dispatch(args, kwargs), self._probed)[0]
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> P:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is compiled."""
         return self.planned(*args, **kwargs)[0]
 
-    def planned(self, *args: Any, **kwargs: Any) -> tuple[Plan, Program]:
+    def planned(self, *args: Any, **kwargs: Any) -> tuple[P, Program]:
         """The plan, and the traced program it was made for or has been compared with."""
         with opened(self.called, args, kwargs) as call:
             planned = self._plans.of(call)
-            return planned.plan, planned.program
+            return cast("P", planned.plan), planned.program
 
     def init(self, create_state: Callable[..., Any], *create_args: Any, **step_args: Any) -> Any:
         """Build the carried state already sharded: it never exists whole on one device.
@@ -162,10 +173,9 @@ class ParallelStep:
             if exchange is not None:
                 given = zip(new.call.input_paths, jax.tree.leaves(new.call.trees), strict=True)
                 check_equal(exchange, f"`init` of `{self.name}`", dict(given))
-            whole = NamedSharding(prepared.mesh, PartitionSpec())
-            shardings = [planned.get(id(leaf), whole) for leaf in jax.tree.leaves(new.shapes)]
+            shardings = [planned.get(id(leaf), prepared.whole) for leaf in jax.tree.leaves(new.shapes)]
             with self._plans.compiled_kept(prepared.plan):
-                return new.finish(jax.jit(new.leaves, out_shardings=shardings)(*new.call.trees))
+                return new.finish(built(new.leaves, new.call.trees, shardings))
 
     def abstract_state(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
         """The carried state as `jax.ShapeDtypeStruct`s with the shardings of the plan; nothing is run.
@@ -219,6 +229,11 @@ class ParallelStep:
                 the visible ones.
         """
         plan, program = self.planned(*args, **kwargs)
+        if isinstance(plan, PipelinePlan):
+            raise StepSignatureError(
+                f"`{self.name}` runs in {len(plan.stages)} stages, each of which is several programs: there is none to"
+                " lower. `autopar.verify` compiles those of all stages"
+            )
         mesh = self._plans.mesh(plan) if mesh is None else mesh
         return execute.lower(execute.jit_plan(plan, program.trace, mesh), program.trace.arguments, mesh)
 
@@ -238,7 +253,7 @@ class ParallelStep:
                 f" arguments of the same shapes; the first compiles, and {self._calls.num_steps} have been timed since"
             )
         hardware = self._plans.options.get("hardware")
-        return measure(last.plan, last.program, last.jitted, last.compiled_for, self._calls, last.mesh, hardware)
+        return measure(last.plan, last.program, last.run, last.compiled_for, self._calls, last.mesh, hardware)
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -256,11 +271,11 @@ class ParallelStep:
         with opened(self.called, args, kwargs) as call:
             known = call.key == self._fast_key
             prepared = self._prepare(call)
-            trees = execute.placed(prepared.plan, prepared.mesh, prepared.arguments.whole(call.trees))
+            trees = prepared.placed(call.trees)
             if failed is not None and known and all(map(operator.is_, jax.tree.leaves(trees), jax.tree.leaves(args))):
                 raise failed
             is_fast = call.is_plain and prepared.results.is_plain
-            self._fast, self._fast_key = (prepared.jitted, call.key) if is_fast else (None, None)
+            self._fast, self._fast_key = (prepared.run, call.key) if is_fast else (None, None)
             if prepared is not self._last or not prepared.is_compiled:
                 self._calls.start_anew()
             elif failed is None:  # else it has been noted
@@ -269,12 +284,12 @@ class ParallelStep:
             arrays = self._run(prepared, trees)
             return call.finish(prepared.results, arrays), arrays
 
-    def _run(self, prepared: _Prepared, trees: Sequence[Any]) -> Any:
+    def _run(self, prepared: Prepared, trees: Sequence[Any]) -> Any:
         if prepared.is_compiled:
-            return prepared.jitted(*trees)
+            return prepared.run(*trees)
         prepared.compiled_for = jax.tree.map(placed_struct, tuple(trees))
         with self._plans.compiled_kept(prepared.plan):
-            arrays = prepared.jitted(*trees)
+            arrays = prepared.run(*trees)
         prepared.is_compiled = True
         return arrays
 
@@ -288,55 +303,14 @@ class ParallelStep:
         args, kwargs = self.called.by_name(state_arguments(self.called, state, step_args, caller))
         return opened(self.called, args, kwargs)
 
-    def _prepare(self, call: Call) -> _Prepared:
+    def _prepare(self, call: Call) -> Prepared:
         prepared = self._known.pop(call.key, None)
         if prepared is None:
             planned = self._plans.of(call, to_run=True)
-            prepared = _Prepared.of(self.name, planned, self._plans.mesh(planned.plan))
+            plan, program = planned.plan, planned.program
+            devices = self._plans.devices() if isinstance(plan, PipelinePlan) else self._plans.mesh(plan)
+            prepared = prepared_of(self.name, plan, program, planned.results, devices)
         else:
             self._plans.latest = prepared.plan
         self._known[call.key] = prepared
         return prepared
-
-
-@dataclasses.dataclass(slots=True)
-class _Prepared:
-    """What runs a plan.
-
-    Args:
-        results: what the step's result is beside its arrays.
-        arguments: as the plan takes them, of what processes have.
-        jitted: the replay.
-        probe: position of the smallest output that no later call takes over.
-        compiled_for: shapes and shardings of what it was given first.
-    """
-
-    plan: Plan
-    program: Program
-    results: Results
-    mesh: Mesh
-    arguments: Arguments
-    jitted: Any
-    probe: int | None
-    is_compiled: bool = False
-    compiled_for: tuple[Any, ...] = ()
-
-    @classmethod
-    def of(cls, name: str, planned: Planned, mesh: Mesh) -> _Prepared:
-        plan, program = planned.plan, planned.program
-        carried = {position for _, position in plan.carried}
-        free = [(tensor.num_bytes, i) for i, tensor in enumerate(plan.outputs) if i not in carried]
-        return cls(
-            plan=plan,
-            program=program,
-            results=planned.results,
-            mesh=mesh,
-            arguments=Arguments(name, plan, mesh),
-            jitted=execute.jit_plan(plan, program.trace, mesh),
-            probe=min(free)[1] if free else None,
-        )
-
-    @property
-    def in_shardings(self) -> list[NamedSharding]:
-        """Of each array of the arguments."""
-        return jax.tree.leaves(self.plan.in_shardings(self.mesh))

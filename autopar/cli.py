@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, PinError, PlanFileError, TargetError
 from autopar.explain import explain_json, plain_text, render, render_summary
-from autopar.plan import Plan, load_plan
+from autopar.plan import Plan
+from autopar.saved_plans import load_plan
 from autopar.target import load_target
 from autopar.version import __version__
 
@@ -497,7 +498,7 @@ def _show(draw: Callable[[Console], None]) -> None:
 def _plan_target(options: argparse.Namespace) -> Plan:
     more = _planning(options)
     step, args = load_target(options.target)
-    from autopar.planner import plan
+    from autopar.plan_step import plan
 
     with _progress() as report:
         return plan(step, *args, progress=report, **more)

@@ -27,7 +27,7 @@ from autopar.hand_sharded import HandSharded, read_hand_sharded
 from autopar.mesh import MeshShape
 from autopar.pinned_plans import PinnedPlans
 from autopar.plan import Plan
-from autopar.planner import Program, program_of
+from autopar.program import Program, program_of
 from autopar.units import human_bytes
 
 #: The part of the difference to autopar's plan that changes are looked for.

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.errors import MeshError
 from autopar.mesh import MeshShape
 from autopar.partition_spec import check_mesh, named_shardings
-from autopar.plan import Plan
+from autopar.plan import Placement, Plan
 from autopar.processes.device_order import cluster_text, in_host_order
 from autopar.replay import Replay
 from autopar.trace import Trace
@@ -80,7 +80,7 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
     )
 
 
-def placed(plan: Plan, mesh: Mesh, trees: Sequence[Any]) -> tuple[Any, ...]:
+def placed(plan: Placement, shardings: Sequence[NamedSharding], trees: Sequence[Any]) -> tuple[Any, ...]:
     """Arguments as a jitted plan takes them.
 
     An array that lies otherwise than planned is moved, as a state that another plan has laid out. State that nothing has
@@ -90,8 +90,7 @@ def placed(plan: Plan, mesh: Mesh, trees: Sequence[Any]) -> tuple[Any, ...]:
     leaves, structure = jax.tree.flatten(tuple(trees))
     count = Counter(id(leaf) for leaf in leaves)
     carried, donated = {position for position, _ in plan.carried}, set(plan.donated)
-    planned = named_shardings([tensor.sharding for tensor in plan.inputs], mesh)
-    for position, (leaf, sharding) in enumerate(zip(leaves, planned, strict=True)):
+    for position, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         lies = isinstance(leaf, jax.Array) and leaf.committed
         if position in donated and isinstance(leaf, jax.Array) and count[id(leaf)] > 1:
             leaf = jax.numpy.copy(leaf)

@@ -1,25 +1,21 @@
 """The plan: everything decided about one program on one mesh, as plain data.
 
 In: filled by `planner`. Out: run by `execute`, told by `explain`, kept as JSON by `Plan.save` and
-`load_plan`. Reading a plan file never runs code: it is JSON, checked field by field. JAX is imported
+`saved_plans`. Reading a plan file never runs code: it is JSON, checked field by field. JAX is imported
 only by the methods that speak its types, so that a saved plan is read and explained without it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from autopar.errors import PlanFileError, PlanMismatchError
+from autopar.errors import PlanMismatchError
 from autopar.graph.ir import Phase
 from autopar.mesh import MeshShape
-from autopar.plan_file import WrongFieldError, decoder, encode, layout
+from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
 from autopar.sharding import TensorSharding
 
 if TYPE_CHECKING:
@@ -432,16 +428,7 @@ class Plan:
         Raises:
             PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
         """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanFileError(f'it is not a plan: a plan is a JSON object with "format": "{FORMAT}"')
-        if data.get("version") != VERSION:
-            raise PlanFileError(f"it is of version {data.get('version')!r}; this autopar reads version {VERSION}")
-        try:
-            plan = decoder(cls)({k: v for k, v in data.items() if k not in ("format", "version")})
-            _check(plan)
-        except WrongFieldError as wrong:
-            raise PlanFileError(str(wrong)) from None
-        return plan
+        return read_document(data, FORMAT, VERSION, decoder(cls), _check)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, one record a line, made for version control.
@@ -451,23 +438,7 @@ class Plan:
         Raises:
             PlanFileError: where it cannot be written.
         """
-        target = Path(os.path.realpath(path))
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-        text = layout(self.to_json()) + "\n"
-        try:
-            with temporary.open("x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        except OSError as error:
-            raise PlanFileError(
-                f"cannot write the plan to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
-                " exists and can be written to."
-            ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        write_document(self.to_json(), path)
 
 
 def split_dims(constraints: Sequence[Constraint]) -> frozenset[tuple[int, int]]:
@@ -479,30 +450,6 @@ def split_dims(constraints: Sequence[Constraint]) -> frozenset[tuple[int, int]]:
         for d, axes in enumerate(sharding.dims)
         if axes
     )
-
-
-def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file. It is data: nothing in it is ever run.
-
-    Raises:
-        PlanFileError: where it is missing, damaged, not a plan, or of another version.
-    """
-    name = os.fspath(path)
-    try:
-        return Plan.from_json(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant))
-    except PlanFileError as error:
-        what = str(error)
-    except OSError as error:
-        what = f"it cannot be read ({error.strerror})"
-    except json.JSONDecodeError as error:
-        what = f"it is damaged: not JSON at line {error.lineno}, column {error.colno} ({error.msg})"
-    except (ValueError, RecursionError) as error:
-        what = f"it is damaged: {error}"
-    raise PlanFileError(f"cannot use the plan file {name!r}: {what}. Plan again with `autopar plan TARGET -o {name}`.")
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _check(plan: Plan) -> None:
@@ -517,11 +464,40 @@ def _check(plan: Plan) -> None:
             raise WrongFieldError(place, f"uses an axis twice: {sharding}")
         if shape is not None and len(sharding.dims) != len(shape):
             raise WrongFieldError(place, f"has {len(sharding.dims)} dims for a tensor of {len(shape)}")
+    check_positions(plan)
+    for index in [index for decision in plan.decisions for index in decision.collectives]:
+        if not 0 <= index < len(plan.collectives):
+            raise WrongFieldError("decisions", f"points at position {index} of a list of {len(plan.collectives)}")
+
+
+class Placement(Protocol):
+    """What plans of any kind say of the arguments and results of a step."""
+
+    @property
+    def program(self) -> ProgramSignature: ...
+    @property
+    def inputs(self) -> tuple[TensorPlan, ...]: ...
+    @property
+    def outputs(self) -> tuple[TensorPlan, ...]: ...
+    @property
+    def carried(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def donated(self) -> tuple[int, ...]: ...
+    @property
+    def in_tree(self) -> Any: ...
+    def to_json(self) -> dict[str, Any]: ...
+
+
+def check_positions(plan: Placement) -> None:
+    """Refuse a plan read from a file whose arguments and results are not those of its program.
+
+    Raises:
+        WrongFieldError: naming the field.
+    """
     num_inputs, num_outputs = len(plan.inputs), len(plan.outputs)
     positions = [("donated", index, num_inputs) for index in plan.donated]
     positions += [("carried", index, num_inputs) for index, _ in plan.carried]
     positions += [("carried", index, num_outputs) for _, index in plan.carried]
-    positions += [("decisions", index, len(plan.collectives)) for d in plan.decisions for index in d.collectives]
     for place, index, size in positions:
         if not 0 <= index < size:
             raise WrongFieldError(place, f"points at position {index} of a list of {size}")

@@ -18,10 +18,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from autopar.errors import PlanFileError
-from autopar.plan import Plan
+from autopar.plan import Placement
 from autopar.plan_key import PlanKey, UnkeyedError, key_of
 from autopar.program import Program
 
@@ -31,6 +31,16 @@ MOST_PLANS = 200
 _FORMAT = "autopar-kept-plan 1"
 
 _log = logging.getLogger(__name__)
+
+
+class KeptPlan(Placement, Protocol):
+    """What is asked of a plan that is kept: a dataclass, of one program or of several."""
+
+    @property
+    def outcome(self) -> Any: ...
+
+
+P = TypeVar("P", bound=KeptPlan)
 
 
 def default_folder() -> Path:
@@ -57,13 +67,16 @@ def folder_of(cache: bool | str | os.PathLike[str] | None) -> Path | None:
         return None
 
 
-def kept(program: Program, asked: Mapping[str, Any], folder: Path, make: Callable[[], Plan]) -> Plan:
+def kept(
+    program: Program, asked: Mapping[str, Any], folder: Path, make: Callable[[], P], read: Callable[[Any], P]
+) -> P:
     """A program's plan, from the cache or made.
 
     Args:
         asked: all options of planning, as they were understood.
         folder: of the cache; made where it is not there.
         make: plans.
+        read: such a plan from JSON types.
     """
     try:
         key = key_of(program, asked)
@@ -73,7 +86,7 @@ def kept(program: Program, asked: Mapping[str, Any], folder: Path, make: Callabl
         )
         return make()
     path = folder / "plans" / f"{key.name}.plan"
-    found = _read(path, program)
+    found = _read(path, program, read)
     if found is not None:
         _log.info("the plan of `%s` was kept from an earlier start (%s)", program.signature.name, path)
         return found
@@ -84,7 +97,7 @@ def kept(program: Program, asked: Mapping[str, Any], folder: Path, make: Callabl
     return plan
 
 
-def _read(path: Path, program: Program) -> Plan | None:
+def _read(path: Path, program: Program, read: Callable[[Any], P]) -> P | None:
     """The plan of an entry; None where there is none, or none that can be used."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -99,7 +112,7 @@ def _read(path: Path, program: Program) -> Plan | None:
         if about["format"] != _FORMAT or about["sha256"] != _sha256(body):
             raise ValueError("its checksum is another")
         lines = {old: program.as_traced.forms[-1].graph.nodes[node].source for old, node in about["sources"]}
-        plan = Plan.from_json(_with_lines(json.loads(body), lines))
+        plan = read(_with_lines(json.loads(body), lines))
         if plan.program.name != program.signature.name or len(plan.inputs) != len(program.graph.inputs):
             raise ValueError("it is of another program")
     except (ValueError, KeyError, IndexError, TypeError, RecursionError, PlanFileError) as error:
@@ -107,7 +120,7 @@ def _read(path: Path, program: Program) -> Plan | None:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # it was used now
-    return replace(plan, in_tree=program.trace.in_tree, out_tree=program.trace.out_tree)
+    return replace(plan, in_tree=program.trace.in_tree, out_tree=program.trace.out_tree)  # type: ignore[type-var]
 
 
 def _say_damaged(path: Path, program: Program, error: Exception) -> None:
@@ -129,7 +142,7 @@ def _say_if_stale(path: Path, key: PlanKey, name: str) -> None:
     _log.warning("the plan kept for `%s` is stale (%s): it is made anew", name, what)
 
 
-def _write(path: Path, plan: Plan, program: Program, key: PlanKey) -> None:
+def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:
     """Write an entry beside its place and move it there: whoever reads finds the old one, the new one or none."""
     body = json.dumps(plan.to_json(), allow_nan=False)
     nodes = program.as_traced.forms[-1].graph.nodes

@@ -1,6 +1,6 @@
 """How the records of a plan are written as JSON and read back, checked field by field.
 
-In: frozen dataclasses; JSON types. Out: the other. Nothing here knows which fields a plan has: the
+In: frozen dataclasses; JSON types; a path. Out: the other. Nothing here knows which fields a plan has: the
 readers are composed from type annotations, and reading runs no code from the file.
 """
 
@@ -11,12 +11,15 @@ import functools
 import json
 import math
 import numbers
+import os
 import types
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanFileError
 from autopar.mesh import MeshShape
 from autopar.sharding import TensorSharding
 
@@ -32,8 +35,58 @@ class WrongFieldError(Exception):
         return f"its field `{self.place.lstrip('.')}` {self.words}"
 
 
+_T = TypeVar("_T")
+
+
+def write_document(document: Any, path: str | os.PathLike[str]) -> None:
+    """Write JSON, one record a line. The file appears whole or not at all; an older one stays until then.
+
+    Raises:
+        PlanFileError: where it cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    text = layout(document) + "\n"
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError as error:
+        raise PlanFileError(
+            f"cannot write the plan to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
+            " exists and can be written to."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T], check: Callable[[_T], None]) -> _T:
+    """A plan from JSON types.
+
+    Args:
+        name, number: the format that it must say it is of, and the version.
+        decode: of its fields. check: refuses what is well typed, but does not agree.
+
+    Raises:
+        PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
+    """
+    if not isinstance(data, dict) or data.get("format") != name:
+        raise PlanFileError(f'it is not a plan: a plan is a JSON object with "format": "{name}"')
+    if data.get("version") != number:
+        raise PlanFileError(f"it is of version {data.get('version')!r}; this autopar reads version {number}")
+    try:
+        plan = decode({k: v for k, v in data.items() if k not in ("format", "version")})
+        check(plan)
+    except WrongFieldError as wrong:
+        raise PlanFileError(str(wrong)) from None
+    return plan
+
+
 def encode(value: Any) -> Any:
-    """JSON types. Infinity becomes "inf"; a record leaves out what equals its default."""
+    """JSON types. Infinity becomes "inf"; a record leaves out what equals its default, or is not compared."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, tuple | list):
@@ -44,7 +97,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, MeshShape):
         return [list(pair) for pair in zip(value.axis_names, value.axis_sizes, strict=True)]
     if is_dataclass(value):
-        pairs = ((f, getattr(value, f.name)) for f in fields(value))
+        pairs = ((f, getattr(value, f.name)) for f in fields(value) if f.compare)
         return {f.name: encode(item) for f, item in pairs if f.default is MISSING or item != f.default}
     if isinstance(value, Mapping):
         return {key: encode(value[key]) for key in sorted(value)}
@@ -180,7 +233,10 @@ def _record_decoder(record: Any) -> _Decoder:
                 values[name] = decoders[name](item)
             except WrongFieldError as wrong:
                 raise WrongFieldError(f".{name}{wrong.place}", wrong.words) from None
-        return record(**values)
+        try:
+            return record(**values)
+        except AutoparError as error:
+            raise WrongFieldError("", f"cannot be: {error}") from None
 
     return decode
 

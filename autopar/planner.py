@@ -1,8 +1,8 @@
 """The straight line from a function to a plan.
 
-    fn -> Trace -> Graph -> groups -> Formulation (Problem) -> Solution -> Plan
+    Program (Trace, Graph) -> groups -> Formulation (Problem) -> Solution -> Plan
 
-In: a step and abstract arguments, a mesh (or a device count), a hardware profile. Out: `Plan`.
+In: a traced program, a mesh (or a device count), a hardware profile. Out: `Plan`.
 Nothing is compiled and no device is touched, unless neither mesh nor device count is given.
 """
 
@@ -34,7 +34,7 @@ from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
-from autopar.program import Program, program_of
+from autopar.program import Program
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
 from autopar.rules.registered import called, needs_local, template
@@ -57,89 +57,6 @@ _LIMITED_GAP = 5e-3
 _HINT_TOLERANCE = 0.05
 
 
-def plan(
-    step: Callable[..., Any],
-    *args: Any,
-    mesh: str | MeshShape | jax.sharding.Mesh | None = None,
-    num_devices: int | None = None,
-    hardware: str | HardwareProfile | None = None,
-    memory_budget_bytes: float | None = None,
-    pin: Mapping[str, Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    carry: Sequence[str] | None = None,
-    donate: Sequence[str] | None = None,
-    metadata: Metadata = "pin",
-    logical_axis_rules: Rules | None = None,
-    like: Plan | None = None,
-    num_microbatches: int | Literal["auto"] = 1,
-    per_microbatch_statistics: bool = False,
-    rematerialize: bool = True,
-    solver: Solver | None = None,
-    time_limit_s: float = 60.0,
-    progress: Progress | None = None,
-    cache: bool | str | os.PathLike[str] = False,
-) -> Plan:
-    """Choose how to split every tensor of a step.
-
-    Args:
-        step: a function of pytrees of arrays, e.g. `(state, batch) -> (state, loss)`, or of objects that it changes in
-            place, as Flax NNX modules. What else is among the leaves (texts, functions, settings) is static.
-        args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
-        mesh: `"2x4"`, `"data=2,model=4"`, a `MeshShape` or a `jax.sharding.Mesh`.
-        num_devices: with this alone, every mesh of at most two axes is planned and the cheapest kept.
-            With neither, the visible devices are counted.
-        hardware: name of a profile, path of a profile file, or a profile; by default that of the
-            visible devices.
-        memory_budget_bytes: per device; by default what the hardware profile says is usable.
-        pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
-        kwargs: the step's keyword arguments.
-        static_argnames: names of arguments that are no arrays but part of what is traced, as of `jax.jit`.
-        carry: names of arguments that come back updated; by default found by structure.
-        donate: names of arguments whose buffers the step may reuse; by default the carried ones.
-        metadata: what is done with metadata on the arguments that say how to split them (`nn.Partitioned`, logical axis
-            names, NNX `out_sharding`): `"pin"` holds to them; `"hint"` plans with and without, and holds to them unless
-            a plan without is predicted faster by more than 5 %; `"ignore"` does not read them.
-        logical_axis_rules: from logical names in them to mesh axes; by default the active `nn.logical_axis_rules`.
-        like: a plan of another step, on whose mesh this one is planned, and whose layout the state takes that both have.
-        num_microbatches: split the batch over time into so many parts, whose gradients are summed: the same numbers
-            for less memory. `"auto"`: of the numbers that fit the budget the one whose step is fastest, with forward
-            values computed again where that is needed.
-        per_microbatch_statistics: allow that of a step whose batch feeds back, as batch normalisation does, in which
-            each microbatch then has its own statistics.
-        rematerialize: whether forward values may be computed again in the backward pass, where a step would not
-            fit otherwise.
-        solver: by default `Ilp(time_limit_s)`, which proves the optimum; where memory is short, within half a percent.
-        time_limit_s: seconds for the solver, per problem: one for each mesh, and several where memory is short.
-        progress: called with a stage's name and the fraction done.
-        cache: a folder in which plans are kept, so that the same step asked for in the same way is not planned twice;
-            True is the user's own cache folder. `parallelize` and the command line keep them there by default.
-
-    Raises:
-        AutoparError: one of its subclasses, naming what to change.
-    """
-    if progress is not None:
-        progress("trace", 0.0)
-    return plan_program(
-        program_of(step, args, carry=carry, donate=donate, kwargs=kwargs, static_argnames=static_argnames),
-        metadata=metadata,
-        logical_axis_rules=logical_axis_rules,
-        like=like,
-        mesh=mesh,
-        num_devices=num_devices,
-        hardware=hardware,
-        memory_budget_bytes=memory_budget_bytes,
-        pin=pin,
-        num_microbatches=num_microbatches,
-        per_microbatch_statistics=per_microbatch_statistics,
-        rematerialize=rematerialize,
-        solver=solver,
-        time_limit_s=time_limit_s,
-        progress=progress,
-        cache=cache,
-    )
-
-
 def plan_program(
     program: Program,
     *,
@@ -149,7 +66,11 @@ def plan_program(
     cache: bool | str | os.PathLike[str] | None = False,
     **options: Any,
 ) -> Plan:
-    """`plan`, for a program already traced."""
+    """The plan of a traced program; options are those of `plan_step.plan`.
+
+    Raises:
+        AutoparError: one of its subclasses, naming what to change.
+    """
     if like is not None:
         options = options_like(like, options)
     meshes = asked_meshes(options.get("mesh"), options.get("num_devices"))
@@ -164,11 +85,13 @@ def plan_program(
         return _plan_told(program, own, shared, options, is_hint=is_hint)
     asked = _asked(options) | {
         "meshes": meshes,
-        "hardware": _profile(options.get("hardware")),
+        "hardware": asked_profile(options.get("hardware")),
         "told by metadata": (own, is_hint),
         "told by a plan": shared,
     }
-    return plan_cache.kept(program, asked, folder, lambda: _plan_told(program, own, shared, options, is_hint=is_hint))
+    return plan_cache.kept(
+        program, asked, folder, lambda: _plan_told(program, own, shared, options, is_hint=is_hint), Plan.from_json
+    )
 
 
 def _asked(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,7 +190,7 @@ def plan_and_parts(
     """
     layouts = {**(told or {}), **(pin or {})}
     report = progress or (lambda stage, fraction: None)
-    profile = _profile(hardware)
+    profile = asked_profile(hardware)
     meshes = meshes_with_pinned_axes(meshes_of_program(asked_meshes(mesh, num_devices), program.graph), layouts)
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
@@ -570,7 +493,8 @@ def _rejected(
     return tuple(out)
 
 
-def _profile(hardware: str | HardwareProfile | None) -> HardwareProfile:
+def asked_profile(hardware: str | HardwareProfile | None) -> HardwareProfile:
+    """The profile of a name, or of the visible devices."""
     if isinstance(hardware, HardwareProfile):
         return hardware
     if hardware is None:

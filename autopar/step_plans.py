@@ -15,27 +15,37 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from autopar import execute, plan_cache, planner
+from autopar import execute, plan_cache, plan_step, planner
 from autopar.compiled_cache import compiled_kept_in
 from autopar.errors import PlanMismatchError
 from autopar.front_ends.call import Call, Results
 from autopar.front_ends.step import Step
 from autopar.layouts import options_like
 from autopar.mesh import MeshShape
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plan import Plan
 from autopar.processes.agreement import agreed_plan, with_hosts
+from autopar.processes.device_order import in_host_order
 from autopar.processes.exchange import among_processes
 from autopar.program import Program, program_of_call
+from autopar.saved_plans import plan_from_json
 
 #: After how many plans for the same shapes a user is told of it.
 _MANY = 4
+
+
+def _of(program: Program, plan: AnyPlan) -> Program:
+    """The step in the form that a plan is of; of stages, as it was written."""
+    if isinstance(plan, PipelinePlan):
+        return program.as_traced.forms[-1]
+    return program.of(plan)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
     """A plan, what it was made for, and what the step's result is beside its arrays."""
 
-    plan: Plan
+    plan: AnyPlan
     program: Program
     results: Results
 
@@ -48,14 +58,14 @@ class StepPlans:
         options: of `autopar.plan`; `like` may be another step's plans.
     """
 
-    def __init__(self, called: Step, fixed: Plan | None, options: Mapping[str, Any]) -> None:
+    def __init__(self, called: Step, fixed: AnyPlan | None, options: Mapping[str, Any]) -> None:
         self.called, self.fixed = called, fixed
         like = options.get("like")
         shared = (
             {k: v for k, v in like.options.items() if k in ("mesh", "hardware")} if isinstance(like, StepPlans) else {}
         )
         self.options: dict[str, Any] = shared | dict(options)  # on its devices, unless others are given
-        self.latest: Plan | None = None  # made or used last
+        self.latest: AnyPlan | None = None  # made or used last
         self._known: dict[Any, Planned] = {}  # by what a plan is made for
 
     def of(self, call: Call, *, to_run: bool = False) -> Planned:
@@ -76,9 +86,14 @@ class StepPlans:
         return self._known[call.key]
 
     def mesh(self, plan: Plan) -> Mesh:
-        """The devices that a plan runs on."""
+        """The devices that a plan of one program runs on."""
         given = self.options.get("mesh")
         return given if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
+
+    def devices(self) -> list[Any]:
+        """Those that stages stand on, in their order."""
+        given = self.options.get("mesh")
+        return list(given.devices.flat) if isinstance(given, Mesh) else in_host_order(jax.devices())
 
     def planning_options(self) -> dict[str, Any]:
         """The options as `plan_program` takes them: without those that tracing has used, `like` as a plan.
@@ -98,39 +113,40 @@ class StepPlans:
             options["like"] = like.latest
         return options
 
-    def compiled_kept(self, plan: Plan) -> AbstractContextManager[None]:
+    def compiled_kept(self, plan: AnyPlan) -> AbstractContextManager[None]:
         """While entered, what is compiled for a plan is kept on disk, and looked for there."""
         folder = plan_cache.folder_of(self.options.get("cache", True))
         return compiled_kept_in(folder and folder / "compiled" / plan.program.fingerprint)
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _made(self, call: Call, to_run: bool) -> tuple[Plan, Program]:
+    def _made(self, call: Call, to_run: bool) -> tuple[AnyPlan, Program]:
         def traced() -> Program:
             if to_run and not isinstance(self.options.get("mesh"), Mesh):
-                execute.check_devices(self._mesh_shape(), jax.devices())  # before the time it takes to plan
+                self._check_devices()  # before the time it takes to plan
             return program_of_call(call, carry=self.options.get("carry"), donate=self.options.get("donate"))
 
-        def planned(program: Program) -> Plan:
+        def planned(program: Program) -> AnyPlan:
             options = self.planning_options()
-            if exchange is not None and self._mesh_shape().num_devices == jax.device_count():
-                options["hardware"] = with_hosts(options.get("hardware"))
-            return planner.plan_program(program, **options)
+            hardware = options.get("hardware")
+            if exchange is not None and not isinstance(hardware, Mapping) and self._num_devices() == jax.device_count():
+                options["hardware"] = with_hosts(hardware)
+            return plan_step.plan_program(program, **options)
 
         exchange = among_processes()
         if exchange is not None:
             options = self.options | ({} if self.fixed is not None else self.planning_options())
-            agreed = agreed_plan(exchange, self.called.name, traced, planned, options, self.fixed)
-            return agreed if self.fixed is None else self._held(self.fixed, agreed[1])
-        program = traced()
-        if self.fixed is not None:
-            return self._held(self.fixed, program)
-        plan = planned(program)
-        return plan, program.of(plan)
+            plan, program = agreed_plan(
+                exchange, self.called.name, traced, planned, plan_from_json, options, self.fixed
+            )
+        else:
+            program = traced()
+            plan = planned(program) if self.fixed is None else self.fixed
+        return (plan, _of(program, plan)) if self.fixed is None else self._held(self.fixed, program)
 
-    def _held(self, fixed: Plan, program: Program) -> tuple[Plan, Program]:
+    def _held(self, fixed: AnyPlan, program: Program) -> tuple[AnyPlan, Program]:
         """A given plan, held against the program."""
-        program = program.of(fixed)
+        program = _of(program, fixed)
         difference = fixed.program.difference(program.signature)
         if difference is not None:
             raise PlanMismatchError(
@@ -140,9 +156,32 @@ class StepPlans:
         trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # not in the file
         return dataclasses.replace(fixed, **trees), program
 
-    def _mesh_shape(self) -> MeshShape:
-        """Of the mesh it runs on; or one of as many devices, where the planner chooses."""
+    def _check_devices(self) -> None:
+        """Refuse to plan for devices that are not here."""
+        if self._is_staged():
+            num_devices = self._num_devices()
+            if len(jax.devices()) != num_devices:
+                execute.check_devices(MeshShape(("device",), (num_devices,)), jax.devices())
+        else:
+            execute.check_devices(self._mesh_shape(), jax.devices())
+
+    def _is_staged(self) -> bool:
         if self.fixed is not None:
+            return isinstance(self.fixed, PipelinePlan)
+        return self.options.get("stages", 1) != 1
+
+    def _num_devices(self) -> int:
+        """That it runs on."""
+        if isinstance(self.fixed, PipelinePlan):
+            return self.fixed.cluster.num_devices
+        if not self._is_staged():
+            return self._mesh_shape().num_devices
+        given = (self.options.get(name) for name in ("hardware", "num_devices", "mesh"))
+        return plan_step.cluster_of(*given)[0].num_devices
+
+    def _mesh_shape(self) -> MeshShape:
+        """Of the mesh that one program runs on; or one of as many devices, where the planner chooses."""
+        if isinstance(self.fixed, Plan):
             return self.fixed.mesh
         options = self.planning_options()
         if options.get("like") is not None:

@@ -73,7 +73,10 @@ class ExactPartitioner:
 
 
 def _num_stages(problem: PartitionProblem) -> list[int | None]:
-    """Numbers of stages that must be looked at one by one: all where the microbatches in flight depend on it."""
+    """Numbers of stages that must be looked at one by one: the one that is asked for, or all where the microbatches in
+    flight depend on it."""
+    if problem.num_stages is not None:
+        return [problem.num_stages]
     in_flight, most = problem.objective.in_flight, problem.most_stages
     for after in range(most):
         if len({in_flight(after, count) for count in range(after + 1, most + 1)}) > 1:

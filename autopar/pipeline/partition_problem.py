@@ -91,7 +91,7 @@ class PartitionProblem:
         growth: what else is known of prices.
         layer_keys: layers with equal keys are equal: runs of equal layers are asked once.
         shapes: of submeshes; by default all that the cluster has.
-        max_stages: at most so many.
+        max_stages: at most so many. num_stages: exactly so many.
 
     Raises:
         ClusterError: a kind of device without a budget.
@@ -108,6 +108,7 @@ class PartitionProblem:
     layer_keys: Sequence[Hashable] | None = None
     shapes: tuple[SubmeshShape, ...] = ()
     max_stages: int | None = None
+    num_stages: int | None = None
 
     def __post_init__(self) -> None:
         assert self.num_layers > 0, "no layers"
@@ -115,6 +116,11 @@ class PartitionProblem:
         self.cluster.check_kinds(self.budget_bytes, "a memory budget")
         if self.max_stages is not None and self.max_stages < 1:
             raise ClusterError(f"at most {self.max_stages} stages leave no place for a layer: allow at least 1")
+        if self.num_stages is not None and not 1 <= self.num_stages <= self.most_stages:
+            raise ClusterError(
+                f"{self.num_stages} stages were asked for, but {self.num_layers} layers on {self.cluster.num_devices}"
+                f" devices make at most {self.most_stages}: ask for 1 to {self.most_stages}"
+            )
 
     @property
     def all_shapes(self) -> tuple[SubmeshShape, ...]:

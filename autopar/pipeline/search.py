@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.pipeline.cluster import Cluster, SubmeshShape
-from autopar.pipeline.in_flight import held_most
 from autopar.pipeline.objectives import forward_only, gpipe, one_at_a_time, one_f_one_b, zb_h1
 from autopar.pipeline.partition import ExactPartitioner
 from autopar.pipeline.partition_problem import (
@@ -26,9 +26,9 @@ from autopar.pipeline.partition_problem import (
 )
 from autopar.pipeline.schedules.kind import PipelineShape
 from autopar.pipeline.schedules.table import build, find, unmet
-from autopar.pipeline.simulate import simulate
 from autopar.pipeline.spans import PipelineTimeline
-from autopar.pipeline.tasks import Schedule, Task
+from autopar.pipeline.staged_time import staged_peaks, staged_timeline
+from autopar.pipeline.tasks import Schedule
 
 #: Of each schedule that stages may be cut for, what it makes of their prices.
 OBJECTIVES: Mapping[str, Callable[[int], Objective]] = {
@@ -77,6 +77,7 @@ class StageSearch:
         profiles: by kind of device.
         budget_bytes: what a device of each kind may hold.
         shapes: of submeshes.
+        num_stages: exactly so many; None: any number.
     """
 
     cost: Cost
@@ -87,6 +88,7 @@ class StageSearch:
     budget_bytes: Mapping[str, float]
     shapes: tuple[SubmeshShape, ...]
     num_microbatches: int
+    num_stages: int | None = None
 
     def best(
         self, schedules: Sequence[str] = ("1f1b", "gpipe", "zb-h1"), partitioner: Partitioner | None = None
@@ -108,11 +110,18 @@ class StageSearch:
         senders = min(source.num_devices, target.num_devices)
         return 2 * (self.boundary_bytes[boundary] / senders / rate + latency)
 
+    def sends_s(self, stages: Sequence[Stage]) -> list[float]:
+        """Seconds of what one microbatch sends from each stage to the next, one way."""
+        return [
+            self.transfer_s(b.first, a.submesh.shape, b.submesh.shape, a.submesh.shares_host(b.submesh)) / 2
+            for a, b in pairwise(stages)
+        ]
+
     # -- inside ------------------------------------------------------------------------------
 
     def _steps(self, name: str, partitioner: Partitioner) -> Iterator[StagedStep]:
         splits = find(name).backward == "split"
-        cost = self.cost if splits else _joined(self.cost)
+        cost = self.cost if splits else _all_joined(self.cost)
         problem = PartitionProblem(
             num_layers=len(self.keys),
             cluster=self.cluster,
@@ -123,6 +132,7 @@ class StageSearch:
             growth=Growth.SUPERADDITIVE,
             layer_keys=self.keys,
             shapes=self.shapes,
+            num_stages=self.num_stages,
         )
         partition = partitioner.partition(problem)
         for stages in dict.fromkeys((partition.stages, *partition.others)):
@@ -140,34 +150,20 @@ class StageSearch:
             assert price is not None, "it is part of a partition"
             costs.append(price)
 
-        def seconds(task: Task) -> float:
-            own = costs[task.stage]
-            return {
-                "forward": own.forward_s,
-                "backward": own.backward_s,
-                "input": own.backward_s,
-                "weight": own.weight_s,
-                "update": own.update_s,
-            }[task.phase]
-
-        def transfer_s(source: Task, target: Task) -> float:
-            first, second = sorted((stages[source.stage], stages[target.stage]), key=lambda stage: stage.first)
-            if first is second:
-                return 0.0
-            one, other = first.submesh, second.submesh
-            return self.transfer_s(second.first, one.shape, other.shape, one.shares_host(other)) / 2
-
-        held = held_most(schedule, lambda stage: costs[stage].flight_bytes)
-        peaks = tuple(one.state_bytes + one.working_bytes + most for one, most in zip(costs, held, strict=True))
-        timeline = simulate(schedule, seconds, transfer_s)
-        return StagedStep(tuple(stages), tuple(costs), schedule, timeline, peaks, partition)
+        timeline = staged_timeline(schedule, costs, self.sends_s(stages))
+        return StagedStep(tuple(stages), tuple(costs), schedule, timeline, staged_peaks(schedule, costs), partition)
 
 
-def _joined(cost: Cost) -> Cost:
+def joined(cost: StageCost) -> StageCost:
+    """The price of a stage whose backward pass is not split."""
+    return replace(cost, backward_s=cost.backward_s + cost.weight_s, weight_s=0.0)
+
+
+def _all_joined(cost: Cost) -> Cost:
     """Prices of a backward pass that is not split."""
 
-    def joined(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+    def of(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
         found = cost(first, last, shape)
-        return found and replace(found, backward_s=found.backward_s + found.weight_s, weight_s=0.0)
+        return found and joined(found)
 
-    return joined
+    return of

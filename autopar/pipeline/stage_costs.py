@@ -85,17 +85,11 @@ class StageCosts:
         """Layers planned on a submesh."""
         key = (first, last, shape)
         if key not in self._planned:
-            self._planned[key] = self._plan(self._program(first, last), shape)
+            self._planned[key] = self.plan_stage(self._program(first, last), shape)
         return self._planned[key]
 
-    # -- inside ------------------------------------------------------------------------------
-
-    def _program(self, first: int, last: int) -> StageProgram:
-        if (first, last) not in self._programs:
-            self._programs[first, last] = self.layers.run_of(first, last)
-        return self._programs[first, last]
-
-    def _plan(self, stage: StageProgram, shape: SubmeshShape) -> PlannedRun:
+    def plan_stage(self, stage: StageProgram, shape: SubmeshShape) -> PlannedRun:
+        """A stage's program planned on a submesh, as runs of layers are."""
         profile = replace(self.profiles[shape.kind], devices_per_host=shape.devices_per_host)
         given = {"num_devices": shape.num_devices, "hardware": profile} | self.options
         endless = 1e6 * profile.hbm_bytes  # what it may hold depends on how many microbatches are in flight
@@ -108,6 +102,13 @@ class StageCosts:
             plan, made = plan_and_parts(program, memory_budget_bytes=endless, mesh=plan.mesh, hardware=profile)
             plan = replace(plan, recomputed=rung)
         return PlannedRun(stage, plan, self._figures(stage, made))
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _program(self, first: int, last: int) -> StageProgram:
+        if (first, last) not in self._programs:
+            self._programs[first, last] = self.layers.run_of(first, last)
+        return self._programs[first, last]
 
     def _figures(self, stage: StageProgram, made: Made) -> StageCost:
         layout = Layout(made.program.trace, stage.inputs)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,12 +21,15 @@ import numpy as np
 from autopar.cost.hardware import HardwareProfile, detect, load
 from autopar.equations import LiteralOperand
 from autopar.errors import ProcessError
-from autopar.plan import Plan, ProgramSignature
+from autopar.plan import Placement, ProgramSignature
 from autopar.plan_file import decoder, encode
 from autopar.processes.device_order import devices_per_host
 from autopar.processes.exchange import Exchange, Given, Member, named
 from autopar.program import Program
 from autopar.version import __version__
+
+#: A plan of one program, or of several; a dataclass.
+P = TypeVar("P", bound=Placement)
 
 #: Options of a step that need not be the same: they change no plan.
 _OWN_OPTIONS = ("progress", "cache")
@@ -36,16 +39,18 @@ def agreed_plan(
     exchange: Exchange,
     name: str,
     traced: Callable[[], Program],
-    planned: Callable[[Program], Plan],
+    planned: Callable[[Program], P],
+    read: Callable[[Any], P],
     options: Mapping[str, Any],
-    fixed: Plan | None,
-) -> tuple[Plan, Program]:
-    """The plan of a step, the same on all processes, and this process's program.
+    fixed: P | None,
+) -> tuple[P, Program]:
+    """The plan of a step, the same on all processes, and this process's program as traced.
 
     Args:
         name: of the step.
         traced: traces it here.
         planned: makes a plan of a program; called on process 0 only, and not where there is a fixed plan.
+        read: a plan from JSON types.
         options: those of `autopar.plan`.
         fixed: a given plan, which the caller holds against the program.
 
@@ -69,7 +74,7 @@ def agreed_plan(
     assert program is not None
     if fixed is not None:
         return fixed, program
-    mine, made = program, list[Plan]()
+    mine, made = program, list[P]()
 
     def make() -> Any:
         made.append(planned(mine))
@@ -77,11 +82,10 @@ def agreed_plan(
 
     told = exchange.made_once(f"the plan of `{name}`", make)
     if made:
-        return made[0], program.of(made[0])
-    plan = Plan.from_json(told)
-    program = program.of(plan)
+        return made[0], program
+    plan = read(told)
     trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # not in what is told
-    return replace(plan, **trees), program
+    return replace(plan, **trees), program  # type: ignore[type-var]
 
 
 def with_hosts(hardware: Any) -> HardwareProfile:
@@ -97,7 +101,7 @@ def with_hosts(hardware: Any) -> HardwareProfile:
 
 
 def _description(
-    program: Program | None, failure: Exception | None, options: Mapping[str, Any], fixed: Plan | None
+    program: Program | None, failure: Exception | None, options: Mapping[str, Any], fixed: Placement | None
 ) -> dict[str, Any]:
     devices = jax.local_devices()
     described: dict[str, Any] = {
@@ -117,7 +121,7 @@ def _option_text(value: Any) -> str:
     """An option as text that is the same in every process."""
     if isinstance(value, jax.sharding.Mesh):
         return f"{dict(value.shape)} of devices {[device.id for device in value.devices.flat]}"
-    if isinstance(value, Plan):
+    if hasattr(value, "to_json"):
         return _digest(json.dumps(value.to_json(), sort_keys=True))
     if isinstance(value, Mapping):
         return str({key: str(item) for key, item in sorted(value.items())})

@@ -1,4 +1,4 @@
-"""A step's arguments, laid out for one plan on one mesh.
+"""A step's arguments, laid out for one plan.
 
 In: what a user has on this process: host arrays, a share of a batch. Out: the same pytrees of global arrays, as the
 planned step takes them.
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding
 
 from autopar.errors import BatchError
 from autopar.front_ends.paths import leaf_paths
-from autopar.plan import Plan
+from autopar.plan import Placement
 from autopar.processes.exchange import among_processes
 from autopar.processes.local_batch import Place, is_global, lay_out, on_host
 
@@ -32,11 +32,15 @@ class Argument:
 
 @dataclass(slots=True)
 class Arguments:
-    """Of a planned step."""
+    """Of a planned step.
+
+    Args:
+        shardings: of each array.
+    """
 
     step: str
-    plan: Plan
-    mesh: Mesh
+    plan: Placement
+    shardings: Sequence[NamedSharding]
     _places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
     _checked: set[str] = field(default_factory=set)
 
@@ -99,8 +103,9 @@ class Arguments:
 
     def _places_of(self, argument: Argument) -> tuple[Place, ...]:
         if argument.name not in self._places:
-            tensors = self.plan.inputs[argument.start : argument.stop]
-            self._places[argument.name] = tuple(Place.of(tensor, self.mesh) for tensor in tensors)
+            own = slice(argument.start, argument.stop)
+            pairs = zip(self.plan.inputs[own], self.shardings[own], strict=True)
+            self._places[argument.name] = tuple(Place.of(tensor, sharding) for tensor, sharding in pairs)
         return self._places[argument.name]
 
 

@@ -1,6 +1,6 @@
 """Global arrays from what each process has: its share of the examples, or the same whole values everywhere.
 
-In: arrays on the host (whatever `numpy.asarray` takes), the plan's tensors, a mesh. Out: global arrays, laid out by the
+In: arrays on the host (whatever `numpy.asarray` takes), the plan's tensors and their shardings. Out: global arrays, laid out by the
 plan. Of each tensor a process gives the whole, or its share: of the first dim, one equal part for each process, in the
 order of processes, whatever the plan. Where the plan puts a process's share on its own devices nothing moves; else
 devices exchange it. What is given whole must be equal on all processes, which the first batch is checked for.
@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import BatchError
-from autopar.partition_spec import partition_spec
 from autopar.plan import TensorPlan
 from autopar.processes.exchange import Exchange, Given, named
 
@@ -41,9 +40,8 @@ class Place:
     stays: bool
 
     @classmethod
-    def of(cls, tensor: TensorPlan, mesh: Mesh) -> Place:
-        sharding = NamedSharding(mesh, partition_spec(tensor.sharding))
-        processes = sorted({device.process_index for device in mesh.devices.flat})
+    def of(cls, tensor: TensorPlan, sharding: NamedSharding) -> Place:
+        processes = sorted({device.process_index for device in sharding.device_set})
         return cls(tensor, sharding, len(processes), _stays(sharding, tensor.shape, processes))
 
     @property

@@ -39,6 +39,8 @@ class _Body:
     """What is known where the pass stands in one body: by value, what stands for it from here on."""
 
     renamed: dict[int, int] = field(default_factory=dict)
+    #: The same before anything was computed again; None until then.
+    forward: dict[int, int] | None = None
     #: Values made in this body so far, and whether in the backward pass.
     made: dict[int, bool] = field(default_factory=dict)
     #: Of those of the backward pass, the ones made since anything was last computed again, and those made before.
@@ -153,16 +155,19 @@ class _Rewriting:
         return new
 
     def _left(self, nest: Nest, piece: Equation, inners: Sequence[_Body]) -> Equation:
-        """A piece that comes out, reading what stands for its operands where its section ends."""
+        """A piece that comes out, reading what stands for its operands where its section ends; of the forward pass,
+        where that ends: who reads it outside need not wait for what is computed again."""
 
         def body_of(i: int) -> _Body:
             if piece.piece == "exit_branch":
                 return inners[i]
             return inners[0] if piece.piece == "predicate" else inners[-1]
 
-        operands = tuple(
-            body_of(i).renamed.get(a, a) if isinstance(a, int) else a for i, a in enumerate(piece.operands)
-        )
+        def standing_for(value: int, body: _Body) -> int:
+            ended = body.renamed if body.forward is None or body.made.get(value, False) else body.forward
+            return ended.get(value, value)
+
+        operands = tuple(standing_for(a, body_of(i)) if isinstance(a, int) else a for i, a in enumerate(piece.operands))
         return self._standing_for(piece, replace(piece, operands=operands))
 
     def _reading(self, equation: Equation, body: _Body) -> Equation:
@@ -189,6 +194,7 @@ class _Rewriting:
 
     def _again(self, again: Again, following: Sequence[Item], body: _Body) -> list[Item]:
         """The barrier, and the equations behind it; what follows in this body reads their results."""
+        body.forward = dict(body.renamed) if body.forward is None else body.forward
         here = self._known_here(again)
         sources = [self.trace.equations[n] for n in again.nodes]
         own = {value for equation in sources for value in equation.results}

@@ -1,0 +1,209 @@
+"""The plan of a step in stages, as plain data: which layers on which devices, the schedule, and a `Plan` for each stage.
+
+In: filled by `planning`. Out: run by `staged_step`, told by `explain`, kept as JSON like any plan.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from autopar.pipeline.cluster import Cluster, Submesh
+from autopar.pipeline.partition_problem import StageCost
+from autopar.pipeline.schedules.table import build
+from autopar.pipeline.spans import PipelineTimeline
+from autopar.pipeline.staged_time import staged_timeline
+from autopar.pipeline.tasks import Schedule
+from autopar.plan import Plan, ProgramSignature, TensorPlan, check_positions
+from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
+
+#: What the file of such a plan says it is, and the version of its fields.
+FORMAT, VERSION = "autopar-pipeline-plan", 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """A run of layers on a submesh.
+
+    Args:
+        first_layer, last_layer: both included.
+        cost: the price that it was chosen by; bytes are per device.
+        sends_bytes: what one microbatch sends to the next stage, from all devices together. sends_s: seconds of that,
+            and of the gradients that come back.
+        plan: of the stage's own program.
+    """
+
+    first_layer: int
+    last_layer: int
+    submesh: Submesh
+    cost: StageCost
+    sends_bytes: float
+    sends_s: float
+    plan: Plan
+
+    @property
+    def devices(self) -> range:
+        """Their numbers, host after host."""
+        return self.submesh.devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePrediction:
+    """What is expected of a step in stages.
+
+    Args:
+        step_time_s: by the simulator. bubble_fraction: the share of all devices' time in which they wait.
+        stage_bytes: on one device of each submesh, at most.
+    """
+
+    step_time_s: float
+    bubble_fraction: float
+    stage_bytes: tuple[float, ...]
+
+    @property
+    def peak_bytes(self) -> float:
+        """On the device that holds most."""
+        return max(self.stage_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesTried:
+    """Another way to run the step; `step_time_s` is `inf` where nothing fitted.
+
+    Args:
+        schedule: "" for one program on all devices.
+    """
+
+    schedule: str
+    num_stages: int
+    num_microbatches: int
+    step_time_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOutcome:
+    """How the stages were found.
+
+    Args:
+        gap: (cost - lower bound) / cost of the partition, by its objective.
+        num_planned: runs of layers that were planned to be priced.
+    """
+
+    status: str
+    gap: float
+    num_layers: int
+    num_planned: int
+    search_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """Everything decided about a step in stages. `in_tree` / `out_tree` are JAX tree structures, absent from files.
+
+    Args:
+        program: of the step as traced.
+        starts: where in the forward pass each layer begins.
+        virtual: stages on each submesh.
+        own_statistics: where the batch feeds back, each microbatch has its own statistics.
+        inputs, outputs: of the step; each lies on the submesh of a stage, `input_stages`, `output_stages`.
+        carried: positions of inputs and outputs that hold the same state.
+    """
+
+    program: ProgramSignature
+    cluster: Cluster
+    memory_budget_bytes: float | None
+    words: str
+    schedule: str
+    num_microbatches: int
+    starts: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    inputs: tuple[TensorPlan, ...]
+    outputs: tuple[TensorPlan, ...]
+    input_stages: tuple[int, ...]
+    output_stages: tuple[int, ...]
+    carried: tuple[tuple[int, int], ...]
+    donated: tuple[int, ...]
+    prediction: PipelinePrediction
+    outcome: SearchOutcome
+    virtual: int = 1
+    own_statistics: bool = False
+    tried: tuple[StagesTried, ...] = ()
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    in_tree: Any = field(default=None, compare=False, repr=False)
+    out_tree: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def hardware(self) -> str:
+        """The kinds of device, for people."""
+        return " + ".join(self.cluster.kinds)
+
+    @property
+    def num_submeshes(self) -> int:
+        """Each runs `virtual` stages."""
+        return len(self.stages) // self.virtual
+
+    @property
+    def stage_of(self) -> tuple[int, ...]:
+        """By layer, its stage."""
+        return tuple(s for s, stage in enumerate(self.stages) for _ in range(stage.first_layer, stage.last_layer + 1))
+
+    def tasks(self) -> Schedule:
+        """The schedule, task by task."""
+        return build(self.schedule, self.num_submeshes, self.num_microbatches, virtual=self.virtual)
+
+    def timeline(self) -> PipelineTimeline:
+        """One step, simulated."""
+        return staged_timeline(self.tasks(), [one.cost for one in self.stages], [one.sends_s for one in self.stages])
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON types: what `save` writes. `in_tree` and `out_tree` are left out."""
+        body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
+        return {"format": FORMAT, "version": VERSION, **body}
+
+    @classmethod
+    def from_json(cls, data: Any) -> PipelinePlan:
+        """The inverse of `to_json`.
+
+        Raises:
+            PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
+        """
+        return read_document(data, FORMAT, VERSION, decoder(cls), _check)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, as `Plan.save` does.
+
+        Raises:
+            PlanFileError: where it cannot be written.
+        """
+        write_document(self.to_json(), path)
+
+
+def _check(plan: PipelinePlan) -> None:
+    """Refuse what is well typed but points nowhere."""
+    check_positions(plan)
+    if not plan.stages or len(plan.stages) % plan.virtual:
+        raise WrongFieldError("stages", f"has {len(plan.stages)} entries, which is no multiple of {plan.virtual}")
+    layer = 0
+    for number, stage in enumerate(plan.stages):
+        if stage.first_layer != layer or stage.last_layer < layer:
+            raise WrongFieldError(f"stages[{number}].first_layer", f"must be {layer}, and last_layer at least that")
+        layer = stage.last_layer + 1
+        if stage.devices.stop > plan.cluster.num_devices:
+            raise WrongFieldError(f"stages[{number}].submesh", f"goes beyond {plan.cluster}")
+        if stage.plan.mesh.num_devices != len(stage.devices):
+            raise WrongFieldError(f"stages[{number}].plan.mesh", f"is not of {len(stage.devices)} devices")
+    if layer != len(plan.starts):
+        raise WrongFieldError("starts", f"has {len(plan.starts)} layers, but the stages have {layer}")
+    for name, stages, tensors in (
+        ("input_stages", plan.input_stages, plan.inputs),
+        ("output_stages", plan.output_stages, plan.outputs),
+    ):
+        if len(stages) != len(tensors) or any(not 0 <= s < len(plan.stages) for s in stages):
+            raise WrongFieldError(name, f"must name a stage for each of {len(tensors)}")
+
+
+#: Of one program, or of several.
+AnyPlan = Plan | PipelinePlan

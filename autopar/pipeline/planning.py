@@ -1,0 +1,293 @@
+"""From a traced step to the plan of its stages.
+
+    Program -> Cuttable -> layers -> prices of their runs -> stages, schedule, microbatches -> a Plan for each stage
+
+In: a `Program` and what is asked for. Out: `PipelinePlan`. Nothing is compiled and no device is touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any, Literal
+
+from autopar.cost.hardware import HardwareProfile
+from autopar.errors import BudgetError, MicrobatchError
+from autopar.graph.ir import Graph
+from autopar.microbatch.places import num_examples
+from autopar.pipeline.cluster import Cluster
+from autopar.pipeline.clustering import cluster_layers
+from autopar.pipeline.cutting import Cuttable, Layers, StageProgram
+from autopar.pipeline.partition_problem import Partitioner
+from autopar.pipeline.plan import PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
+from autopar.pipeline.schedules.kind import ScheduleKind
+from autopar.pipeline.schedules.table import build, find
+from autopar.pipeline.search import OBJECTIVES, StagedStep, StageSearch, joined
+from autopar.pipeline.stage_costs import OPTIONS, PlannedRun, StageCosts
+from autopar.pipeline.staged_time import staged_peaks, staged_timeline
+from autopar.plan import TensorPlan
+from autopar.program import Program
+from autopar.sharding import TensorSharding
+from autopar.units import human_bytes
+from autopar.version import __version__
+from autopar.within_budget import BUDGET_MARGIN
+
+#: Schedules of a training step that are tried where none is asked for.
+_TRAINING = ("1f1b", "gpipe", "zb-h1")
+#: Numbers of microbatches that are tried where none is asked for: powers of two up to so many for each device.
+_MOST_PER_DEVICE = 4
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesAsked:
+    """What stages are to be found.
+
+    Args:
+        profiles: by kind of device of the cluster.
+        memory_budget_bytes: per device; None: what the profile says is usable.
+        partitioner: by default the package's, which proves the optimum of its prices.
+        planning: options of `planner.plan_and_parts`, for each stage.
+    """
+
+    cluster: Cluster
+    profiles: Mapping[str, HardwareProfile]
+    stages: int | Literal["auto"] = "auto"
+    num_microbatches: int | Literal["auto"] = "auto"
+    schedule: str | ScheduleKind = "auto"
+    own_statistics: bool = False
+    memory_budget_bytes: float | None = None
+    partitioner: Partitioner | None = None
+    planning: Mapping[str, Any] = field(default_factory=dict)
+    progress: Progress | None = None
+
+    @property
+    def budgets(self) -> dict[str, float]:
+        """Bytes that a device of each kind may hold."""
+        keep = 1 - BUDGET_MARGIN
+        return {k: (self.memory_budget_bytes or p.usable_bytes) * keep for k, p in self.profiles.items()}
+
+
+def plan_stages(program: Program, asked: StagesAsked) -> PipelinePlan:
+    """Cut a step into stages, and plan each.
+
+    Raises:
+        MicrobatchError: where its batch cannot be split over time as asked.
+        BudgetError: nothing fits.
+        ClusterError, ScheduleError: what is asked for cannot be.
+    """
+    return _Planning(program, asked).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Stages found for one number of microbatches."""
+
+    layers: Layers
+    costs: StageCosts
+    search: StageSearch
+    step: StagedStep
+
+
+class _Planning:
+    """Plans one step."""
+
+    def __init__(self, program: Program, asked: StagesAsked) -> None:
+        self.asked, self.started = asked, time.perf_counter()
+        traced = program.as_traced
+        self.program = traced.whole or traced
+        self.report = asked.progress or (lambda stage, fraction: None)
+        self.report("layers", 0.0)
+        self.cuttable = Cuttable.of(program, own_statistics=asked.own_statistics)
+        chain = self.cuttable.chain
+        self.cuts = [0.0, *chain.cut_bytes]
+        self.clustering = cluster_layers(chain.flops, self.cuts)
+        self.tried: list[StagesTried] = []
+
+    def run(self) -> PipelinePlan:
+        counts = self._counts()
+        found: list[_Candidate] = []
+        for i, count in enumerate(counts):
+            self.report(f"stages for {count} microbatches", 0.05 + 0.85 * i / len(counts))
+            candidate = self._searched(count)
+            if candidate is not None:
+                found.append(candidate)
+        if not found:
+            budget = " or ".join(sorted({human_bytes(b) for b in self.asked.budgets.values()}))
+            raise BudgetError(
+                f"no stages of `{self.program.signature.name}` fit {budget} a device of {self.asked.cluster}"
+                f" ({len(self.clustering.starts)} layers, microbatches tried: {', '.join(map(str, counts))}):"
+                " give more devices, another schedule, or a larger memory budget"
+            )
+        best = min(found, key=lambda one: one.step.step_time_s)
+        self.report("plan stages", 0.9)
+        plan = self._plan(best)
+        self.report("done", 1.0)
+        return plan
+
+    # -- the search --------------------------------------------------------------------------
+
+    def _counts(self) -> list[int]:
+        asked = self.asked.num_microbatches
+        if asked != "auto":
+            if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+                raise MicrobatchError(f'`num_microbatches` is {asked!r}: give 1 or more, or "auto"')
+            return [asked]
+        examples = num_examples(self.cuttable.flow.graph)
+        most = _MOST_PER_DEVICE * self.asked.cluster.num_devices
+        return [n for n in (2**k for k in range(examples.bit_length())) if examples % n == 0 and n <= most]
+
+    def _searched(self, count: int) -> _Candidate | None:
+        asked = self.asked
+        layers = self.cuttable.layers(self.clustering.starts, count)
+        costs = StageCosts(layers, asked.profiles, self.clustering.keys, splits_backward=True, **asked.planning)
+        shapes = [replace(s, option=o) for s in asked.cluster.shapes() for o in range(len(OPTIONS))]
+        search = StageSearch(
+            cost=costs.cost,
+            keys=self.clustering.keys,
+            boundary_bytes=[self.cuts[start] / count for start in self.clustering.starts],
+            cluster=asked.cluster,
+            profiles=asked.profiles,
+            budget_bytes=asked.budgets,
+            shapes=tuple(shapes),
+            num_microbatches=count,
+            num_stages=None if asked.stages == "auto" else asked.stages,
+        )
+        best = None
+        for name in self._schedules():
+            step = search.best((name,), asked.partitioner)
+            missed = float("inf")
+            self.tried.append(
+                StagesTried(
+                    schedule=name,
+                    num_stages=len(step.stages) if step else 0,
+                    num_microbatches=count,
+                    step_time_s=step.step_time_s if step else missed,
+                    peak_bytes=max(step.peak_bytes) if step else missed,
+                )
+            )
+            if step is not None and (best is None or step.step_time_s < best.step_time_s):
+                best = step
+        return best and _Candidate(layers, costs, search, best)
+
+    def _schedules(self) -> Sequence[str]:
+        if self.asked.schedule == "auto":
+            return _TRAINING if self.cuttable.flow.backward else ("inference",)
+        kind = find(self.asked.schedule)
+        assert kind.name in OBJECTIVES, kind.name
+        return (kind.name,)
+
+    # -- the plan ----------------------------------------------------------------------------
+
+    def _plan(self, found: _Candidate) -> PipelinePlan:
+        asked, step = self.asked, found.step
+        stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
+        programs = found.layers.stages(stage_of)
+        runs = [
+            found.costs.plan_stage(program, stage.submesh.shape)
+            for program, stage in zip(programs, step.stages, strict=True)
+        ]
+        schedule = build(step.schedule.name, len(step.stages), found.layers.num_microbatches)
+        splits = find(schedule.name).backward == "split"
+        costs = [run.cost if splits else joined(run.cost) for run in runs]
+        sends = found.search.sends_s(step.stages)
+        stages = [
+            StagePlan(
+                first_layer=stage.first,
+                last_layer=stage.last,
+                submesh=stage.submesh,
+                cost=cost,
+                sends_bytes=found.search.boundary_bytes[stage.last + 1] if sent is not None else 0.0,
+                sends_s=sent or 0.0,
+                plan=run.plan,
+            )
+            for stage, cost, run, sent in zip(step.stages, costs, runs, [*sends, None], strict=True)
+        ]
+        timeline = staged_timeline(schedule, costs, sends)
+        graph = self.program.graph
+        inputs = _placed(graph, programs, runs, "argument")
+        outputs = _placed(graph, programs, runs, "result")
+        return PipelinePlan(
+            program=self.program.signature,
+            cluster=asked.cluster,
+            memory_budget_bytes=asked.memory_budget_bytes,
+            words=_words(stages, schedule.name, found.layers.num_microbatches),
+            schedule=schedule.name,
+            num_microbatches=found.layers.num_microbatches,
+            starts=found.layers.starts,
+            stages=tuple(stages),
+            inputs=tuple(tensor for tensor, _ in inputs),
+            outputs=tuple(tensor for tensor, _ in outputs),
+            input_stages=tuple(stage for _, stage in inputs),
+            output_stages=tuple(stage for _, stage in outputs),
+            carried=graph.carried,
+            donated=self.program.donated,
+            prediction=PipelinePrediction(
+                step_time_s=timeline.makespan_s,
+                bubble_fraction=timeline.bubble_fraction,
+                stage_bytes=staged_peaks(schedule, costs),
+            ),
+            outcome=SearchOutcome(
+                status=step.partition.status.value,
+                gap=_gap(step.partition.cost_s, step.partition.lower_bound_s),
+                num_layers=len(found.layers.starts),
+                num_planned=found.costs.num_planned,
+                search_time_s=time.perf_counter() - self.started,
+            ),
+            own_statistics=asked.own_statistics,
+            tried=tuple(self.tried),
+            versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
+            in_tree=self.program.trace.in_tree,
+            out_tree=self.program.trace.out_tree,
+        )
+
+
+def _gap(cost: float, bound: float) -> float:
+    return max(0.0, (cost - bound) / cost) if cost else 0.0
+
+
+def _placed(
+    graph: Graph, programs: Sequence[StageProgram], runs: Sequence[PlannedRun], kind: Literal["argument", "result"]
+) -> list[tuple[TensorPlan, int]]:
+    """Arguments or results of the step: how each lies, and on which stage. What is carried lies where it is renewed; what
+    several stages take, where the first does; what none takes or makes, whole on the first."""
+    given = kind == "argument"
+    values, paths = (graph.inputs, graph.input_paths) if given else (graph.outputs, graph.output_paths)
+    found: dict[int, tuple[TensorPlan, int]] = {}
+    for s, (program, run) in enumerate(zip(programs, runs, strict=True)):
+        ports, tensors = (program.inputs, run.plan.inputs) if given else (program.outputs, run.plan.outputs)
+        renewed = {position for position, _ in program.program.graph.carried} if given else set[int]()
+        for position, (port, tensor) in enumerate(zip(ports, tensors, strict=True)):
+            if port.kind == kind and (port.value not in found or position in renewed):
+                found[port.value] = replace(tensor, path=paths[port.value]), s
+    for position, value in enumerate(values):
+        if position not in found:
+            found[position] = _whole(graph, paths[position], value), 0
+    return [found[position] for position in range(len(values))]
+
+
+def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:
+    """Of what no stage takes or makes."""
+    info = None if value is None else graph.values[value]
+    shape = info.shape if info else ()
+    return TensorPlan(
+        path=path,
+        shape=shape,
+        dtype=info.dtype if info else "literal",
+        role="data",
+        sharding=TensorSharding(((),) * len(shape)),
+        num_bytes=info.num_bytes if info else 0.0,
+    )
+
+
+def _words(stages: Sequence[StagePlan], schedule: str, num_microbatches: int) -> str:
+    """What the plan does, in a line."""
+    inside = list(dict.fromkeys(stage.plan.words for stage in stages))
+    sizes = " + ".join(str(len(stage.devices)) for stage in stages)
+    count = f"{len(stages)} stages on {sizes} devices" if len(stages) > 1 else f"one stage on {sizes} devices"
+    batches = f"{num_microbatches} microbatches" if num_microbatches > 1 else "1 microbatch"
+    within = f"; inside: {inside[0]}" if len(inside) == 1 else f"; inside: {' | '.join(inside)}"
+    return f"{count}, {schedule}, {batches}{within}"

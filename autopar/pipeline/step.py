@@ -1,0 +1,70 @@
+"""A step that runs in stages: from its plan and its program to a callable.
+
+In: `PipelinePlan`, the traced program, devices. Out: `PipelinedStep`: the step's arguments as pytrees in, its results out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar import execute
+from autopar.equations import LiteralOperand
+from autopar.errors import PlanMismatchError
+from autopar.pipeline.cutting import Cuttable, StageProgram
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.run import Pipeline, PlannedStage
+from autopar.program import Program
+
+
+def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, ...]:
+    """The programs of a plan's stages, each in the form that it was planned in.
+
+    Raises:
+        PlanMismatchError: the plan was made by another autopar, or of another program.
+    """
+    cuttable = Cuttable.of(program, own_statistics=plan.own_statistics)
+    stages = cuttable.layers(plan.starts, plan.num_microbatches).stages(plan.stage_of)
+    for number, (stage, planned) in enumerate(zip(stages, plan.stages, strict=True)):
+        here = stage.program.of(planned.plan)
+        difference = planned.plan.program.difference(here.signature)
+        if difference is not None:
+            raise PlanMismatchError(
+                f"stage {number} of the plan of `{plan.program.name}` is another program than the step makes here:"
+                f" {difference}. Plan again."
+            )
+    return stages
+
+
+class PipelinedStep:
+    """A step that runs in stages on devices that are here.
+
+    Args:
+        devices: as many as the plan's cluster has, host after host.
+    """
+
+    def __init__(self, plan: PipelinePlan, program: Program, devices: Sequence[Any]) -> None:
+        self.plan = plan
+        trace = program.as_traced.trace
+        self.out_tree = trace.out_tree
+        self.meshes = [execute.make_mesh(stage.plan.mesh, [devices[i] for i in stage.devices]) for stage in plan.stages]
+        stages = [
+            PlannedStage(stage, planned.plan, mesh)
+            for stage, planned, mesh in zip(stage_programs(plan, program), plan.stages, self.meshes, strict=True)
+        ]
+        literals = {i: out.value for i, out in enumerate(trace.outputs) if isinstance(out, LiteralOperand)}
+        self.pipeline = Pipeline(stages, plan.tasks(), len(trace.outputs), literals)
+
+    @property
+    def in_shardings(self) -> list[NamedSharding]:
+        """Of each array of the arguments."""
+        known = self.pipeline.in_shardings
+        whole = NamedSharding(self.meshes[0], PartitionSpec())
+        return [known.get(position, whole) for position in range(len(self.plan.inputs))]
+
+    def __call__(self, *trees: Any) -> Any:
+        """The step: pytrees of arrays as it was planned for."""
+        return jax.tree.unflatten(self.out_tree, self.pipeline.run(jax.tree.leaves(trees)))

@@ -1,0 +1,111 @@
+"""What runs a plan: one jitted program on a mesh, or the stages of a step on theirs.
+
+In: a plan, the program it is of, devices. Out: `Prepared`: called with the step's arguments as pytrees of arrays, it returns
+its results; where each array of the arguments lies; and a new state built there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar import execute
+from autopar.front_ends.call import Results
+from autopar.partition_spec import named_shardings
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.step import PipelinedStep
+from autopar.processes.arguments import Arguments
+from autopar.program import Program
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What runs a plan.
+
+    Args:
+        results: what the step's result is beside its arrays.
+        run: from pytrees of arrays to those of the result; jitted, where it is one program.
+        in_shardings: of each array of the arguments.
+        mesh: of all devices of one program; of stages, of the first.
+        probe: position of the smallest output that no later call takes over.
+        compiled_for: shapes and shardings of what it was given first.
+    """
+
+    plan: AnyPlan
+    program: Program
+    results: Results
+    run: Any
+    in_shardings: list[NamedSharding]
+    mesh: Mesh
+    arguments: Arguments
+    probe: int | None
+    is_compiled: bool = False
+    compiled_for: tuple[Any, ...] = field(default=())
+
+    def placed(self, trees: Sequence[Any]) -> tuple[Any, ...]:
+        """Arguments as they must lie."""
+        return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees))
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Where an array goes that the plan does not know: to every device of the mesh."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def prepared_of(
+    name: str, plan: AnyPlan, program: Program, results: Results, devices: Mesh | Sequence[Any]
+) -> Prepared:
+    """What runs a plan.
+
+    Args:
+        name: of the step.
+        devices: the mesh of one program; or of stages, all devices in their order.
+    """
+    if isinstance(plan, PipelinePlan):
+        assert not isinstance(devices, Mesh)
+        run = PipelinedStep(plan, program, devices)
+        shardings, mesh = run.in_shardings, run.meshes[0]
+    else:
+        assert isinstance(devices, Mesh)
+        run, mesh = execute.jit_plan(plan, program.trace, devices), devices
+        shardings = named_shardings([tensor.sharding for tensor in plan.inputs], devices)
+    carried = {position for _, position in plan.carried}
+    free = [(tensor.num_bytes, i) for i, tensor in enumerate(plan.outputs) if i not in carried]
+    return Prepared(
+        plan=plan,
+        program=program,
+        results=results,
+        run=run,
+        in_shardings=list(shardings),
+        mesh=mesh,
+        arguments=Arguments(name, plan, shardings),
+        probe=min(free)[1] if free else None,
+    )
+
+
+def built(create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """Arrays that a function makes, each made where it is to lie.
+
+    Args:
+        create: from pytrees to as many arrays as there are shardings. It is compiled once for each mesh among these,
+            to what lies there.
+    """
+    places: dict[Any, list[int]] = {}
+    for position, sharding in enumerate(shardings):
+        places.setdefault(sharding.mesh, []).append(position)
+    found: list[Any] = [None] * len(shardings)
+    for own in places.values():
+
+        def part(*given: Any, own: Sequence[int] = tuple(own)) -> list[Any]:
+            made = create(*given)
+            return [made[position] for position in own]
+
+        part.__name__ = getattr(create, "__name__", "create")
+        arrays = jax.jit(part, out_shardings=[shardings[position] for position in own])(*trees)
+        for position, array in zip(own, arrays, strict=True):
+            found[position] = array
+    return found
