@@ -18,11 +18,13 @@ from jax.sharding import Mesh
 
 from autopar import execute, plan_step
 from autopar.calls import Calls
+from autopar.cost.hardware import HardwareProfile
 from autopar.errors import StepSignatureError
 from autopar.front_ends.call import Call, opened
 from autopar.front_ends.state import abstract_of, new_state, state_arguments, state_like
 from autopar.front_ends.step import Step
 from autopar.jax_compat import placed_struct, shape_struct
+from autopar.measure_stages import measure_stages
 from autopar.measure_step import FEWEST_STEPS, measure
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plan import Plan
@@ -47,7 +49,7 @@ def parallelize(
 @overload
 def parallelize(  # pyright: ignore[reportOverlappingOverload]
     *, plan: AnyPlan | str | Path | None = None, stages: int | Literal["auto"], **options: Any
-) -> Callable[[Callable[..., Any]], ParallelStep[AnyPlan]]: ...
+) -> Callable[[Callable[..., Any]], ParallelStep[Any]]: ...
 @overload
 def parallelize(
     *, plan: AnyPlan | str | Path | None = None, **options: Any
@@ -135,6 +137,10 @@ class ParallelStep(Generic[P]):
             PlanMismatchError: `like` is a step that has no plan yet.
         """
         return self._plans.planning_options()
+
+    def profiles(self, plan: PipelinePlan) -> dict[str, HardwareProfile]:
+        """Of each kind of device that a plan of stages is for."""
+        return self._plans.profiles(plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. The first call with new shapes traces, plans and compiles."""
@@ -252,6 +258,10 @@ class ParallelStep(Generic[P]):
                 f"`{self.name}` has run too few steps to report on: call it at least {FEWEST_STEPS + 2} times with"
                 f" arguments of the same shapes; the first compiles, and {self._calls.num_steps} have been timed since"
             )
+        if isinstance(last.plan, PipelinePlan):
+            devices = self._plans.devices()
+            profiles = self._plans.profiles(last.plan)
+            return measure_stages(last.plan, last.program, self._calls, devices, profiles)
         hardware = self._plans.options.get("hardware")
         return measure(last.plan, last.program, last.run, last.compiled_for, self._calls, last.mesh, hardware)
 

@@ -19,7 +19,7 @@ from autopar import jax_compat
 from autopar.errors import CheckpointError
 from autopar.front_ends.paths import leaf_keys
 from autopar.front_ends.pytrees import shape_and_dtype
-from autopar.plan import Plan
+from autopar.plan import Placement
 
 #: How many leaves an error names.
 _NAMED = 3
@@ -143,7 +143,7 @@ def difference(saved: Sequence[Leaf], here: Sequence[Leaf]) -> str | None:
     return "; ".join(found) or None
 
 
-def arguments_of(plan: Plan, state: Any) -> tuple[str, ...] | None:
+def arguments_of(plan: Placement, state: Any) -> tuple[str, ...] | None:
     """The arguments of a planned step that a state is: one that has its leaves, or several in order where the state is
     a tuple of them; None where there are none."""
     if plan.in_tree is None:

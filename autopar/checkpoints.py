@@ -24,7 +24,8 @@ from autopar.api import ParallelStep
 from autopar.diff import PlanDiff, diff
 from autopar.errors import CheckpointError, PlanFileError
 from autopar.front_ends.state import makes_state, state_apart
-from autopar.plan import Plan
+from autopar.pipeline.plan import AnyPlan
+from autopar.saved_plans import plan_from_json
 from autopar.version import __version__
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.directory!r} is a file: give a folder for the checkpoints")
         self._step, self._keep = step, keep
         self._writer: orbax_store.Writer | None = None
-        self._encoded: tuple[Plan, Any] | None = None
+        self._encoded: tuple[AnyPlan, Any] | None = None
         self._last_map: PlanDiff | None = None
 
     # -- what is there -----------------------------------------------------------------------
@@ -96,11 +97,11 @@ class Checkpoints:
         """From the plan of the checkpoint that was restored last to the plan that it was restored under."""
         return self._last_map
 
-    def plan(self, at: int | None = None) -> Plan:
+    def plan(self, at: int | None = None) -> AnyPlan:
         """The plan under which a checkpoint was saved, by default the latest."""
         number = self._existing(at)
         try:
-            return Plan.from_json(self._part(number, _PLAN))
+            return plan_from_json(self._part(number, _PLAN))
         except PlanFileError as error:
             raise self._damaged(number, f"its plan cannot be read: {error}") from error
 
@@ -283,7 +284,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise self._damaged(number, f"its part `{name}` cannot be read ({error})") from error
 
-    def _plan_of(self, state: Any) -> tuple[Plan, tuple[str, ...]]:
+    def _plan_of(self, state: Any) -> tuple[AnyPlan, tuple[str, ...]]:
         """The plan by which the step was called last with such a state."""
         for plan in reversed(self._step.plans):
             names = checkpoint_state.arguments_of(plan, state)
@@ -300,7 +301,7 @@ class Checkpoints:
             " step takes and returns, whole. Anything else goes along as `extra`, or into an argument of the step"
         )
 
-    def _plan_json(self, plan: Plan) -> Any:
+    def _plan_json(self, plan: AnyPlan) -> Any:
         if self._encoded is None or self._encoded[0] is not plan:
             self._encoded = plan, plan.to_json()
         return self._encoded[1]
@@ -334,7 +335,7 @@ def _whole_number(number: Any) -> int:
     return number
 
 
-def _renamed(plan: Plan, before: Sequence[str], after: Sequence[str]) -> Plan:
+def _renamed(plan: AnyPlan, before: Sequence[str], after: Sequence[str]) -> AnyPlan:
     """A plan with the arguments that are the state called as in another."""
     names = dict(zip(before, after, strict=False))
 

@@ -8,12 +8,10 @@ user's, 130 interrupted. It parses and prints; every decision is the planner's.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -21,41 +19,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError, PinError, PlanFileError, TargetError
-from autopar.explain import explain_json, plain_text, render, render_summary
+from autopar.cli_options import parse_hardware, parse_pin, parser_of
+from autopar.errors import AutoparError, PlanFileError, PlotError, TargetError
+from autopar.explain import explain_json, render, render_summary
+from autopar.explain_tables import plain_text
+from autopar.pipeline.perfetto import perfetto_trace
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.timeline_svg import timeline_svg
 from autopar.plan import Plan
 from autopar.saved_plans import load_plan
 from autopar.target import load_target
-from autopar.version import __version__
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
     from rich.console import Console
 
     from autopar.cost.hardware import HardwareProfile
     from autopar.mesh import MeshShape
-
-_DESCRIPTION = "Plan how to split a JAX train step over many devices, and say why. No device of the target is needed."
-_EXAMPLES = """\
-examples:
-  autopar plan train.py:make --mesh 2x4 --hardware h100-sxm -o gpt.plan.json
-  autopar plan my_package.train:make --devices 8 --memory-budget 40GB -o gpt.plan.json
-  autopar plan train.py:make --devices 8 --pin 'state/params/*/kernel=P(None, "model")'
-  autopar plan small.py:make large.py:make --compare v100-sxm-16,a100-sxm-40,h100-sxm
-  autopar explain gpt.plan.json
-  autopar explain train.py:make --devices 8 --json
-  autopar diff old.plan.json gpt.plan.json
-  autopar explain --collectives --mesh 2x8 --hardware h100-sxm --plot all-reduce.png
-  autopar calibrate -o mine.toml
-  autopar verify train.py:make --mesh 8 --hardware h100-sxm
-  autopar verify train.py:make --plan gpt.plan.json
-  autopar verify train.py:make_sharded --as-is --hardware h100-sxm
-
-TARGET is path/file.py:function or package.module:function. The function takes nothing and returns
-(step, args): the train step and the tuple of its arguments, arrays or jax.ShapeDtypeStructs.
-"""
-_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. `--help`, `--version` and arguments that argparse refuses raise `SystemExit`.
     """
-    options = _parser().parse_args(argv)
+    options = parser_of(_COMMANDS).parse_args(argv)
     try:
         with _said_on_stderr():
             code = options.run(options)
@@ -82,169 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code or 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("autopar", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw)
-    parser.add_argument("--version", action="version", version=f"autopar {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    shared: dict[str, Any] = {"epilog": _EXAMPLES, "formatter_class": raw, "parents": [_planning_options()]}
-    about = "plan a step, print a summary, and save the plan"
-    plan = commands.add_parser("plan", help=about, description=about, **shared)
-    about = "file.py:function or package.module:function; several with --compare"
-    plan.add_argument("target", nargs="+", metavar="TARGET", help=about)
-    plan.add_argument("-o", "--output", metavar="FILE", help="where the plan goes, e.g. gpt.plan.json")
-    about = "instead of a plan: on which of these hardware profiles a step fits, on one device and on how many at the"
-    about += " least, of at most --devices (default: 1024)"
-    plan.add_argument("--compare", metavar="NAME,NAME...", help=about)
-    plan.set_defaults(run=_run_plan)
-    about = "say what a plan does and why: of a saved plan, or of a target planned for this"
-    explain = commands.add_parser("explain", help=about, description=about, **shared)
-    about = "a target as for `plan`, or a saved plan"
-    explain.add_argument("target", metavar="TARGET|PLAN.json", nargs="?", help=about)
-    about = "instead of a plan: what an all-reduce costs by each algorithm, over each axis of the mesh"
-    explain.add_argument("--collectives", action="store_true", help=about)
-    explain.add_argument("--plot", metavar="FILE.png", help="with --collectives: draw it too (needs `autopar[plot]`)")
-    explain.set_defaults(run=_run_explain)
-    about = "two saved plans beside each other: what is split otherwise, and what each device must fetch"
-    diff = commands.add_parser("diff", help=about, description=about)
-    diff.add_argument("before", metavar="A.json", help="a saved plan, or the folder of a checkpoint (CHECKPOINTS/100)")
-    diff.add_argument("after", metavar="B.json", help="another")
-    diff.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
-    diff.set_defaults(run=_run_diff)
-    about = "measure the devices of this machine, and write a hardware profile that --hardware takes"
-    calibrate = commands.add_parser("calibrate", help=about, description=about)
-    where = "the profile, .toml; its samples go beside it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"
-    calibrate.add_argument("-o", "--output", metavar="FILE", help=where)
-    calibrate.add_argument("--seconds", type=_seconds, default=150.0, metavar="S", help="how long (default: 150)")
-    about = "profile for what cannot be measured here, e.g. the network (default: that of the devices)"
-    calibrate.add_argument("--base", metavar="NAME", help=about)
-    calibrate.set_defaults(run=_run_calibrate)
-    about = "hold a plan against the program that XLA compiles from it, for GPUs that need not exist"
-    verify = commands.add_parser("verify", help=about, description=about, **shared)
-    verify.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
-    verify.add_argument("--plan", metavar="PLAN.json", help="verify this saved plan of the target; do not plan")
-    verify.add_argument(
-        "--hosts", type=_count, metavar="N", help="spread the GPUs over N hosts (default: as few as can be)"
-    )
-    about = "run the step too, and measure it; needs the GPUs themselves on this machine"
-    verify.add_argument("--run", dest="run_step", action="store_true", help=about)
-    about = "instead of a plan: a TARGET whose step is jitted with shardings given by hand; what it costs, which collectives"
-    about += " nobody meant, and the few changes that help most"
-    verify.add_argument("--as-is", action="store_true", help=about)
-    about = "with --as-is: predict the changes, and do not compile them"
-    verify.add_argument("--no-check", action="store_true", help=about)
-    about = "save the verified plan, which is a tighter one where the first took too much memory"
-    verify.add_argument("-o", "--output", metavar="FILE", help=about)
-    verify.set_defaults(run=_run_verify)
-    return parser
-
-
-def _planning_options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(add_help=False)
-    group = options.add_argument_group("planning")
-    where = group.add_mutually_exclusive_group()
-    about = "plan every mesh of at most two axes, keep the best (default: as many as here)"
-    where.add_argument("--devices", type=_count, metavar="N", help=about)
-    where.add_argument("--mesh", metavar="MESH", help="plan this mesh alone: 8, 2x4 or data=2,model=4")
-    group.add_argument("--hardware", metavar="NAME", help="hardware profile, e.g. h100-sxm (default: what is here)")
-    about = "per device: 40GB, 512MiB or bytes (default: what the device has)"
-    group.add_argument("--memory-budget", type=_size, metavar="SIZE", help=about)
-    about = "do not compute forward values again in the backward pass, even where nothing fits otherwise"
-    group.add_argument("--no-rematerialize", action="store_true", help=about)
-    about = "fix a sharding; PATH may be a glob; may be repeated"
-    group.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=about)
-    about = 'split the batch over time into N parts, whose gradients are summed; "auto": as is fastest and fits'
-    group.add_argument("--num-microbatches", type=_microbatches, metavar="N", help=about)
-    about = "allow it of a step whose batch feeds back (batch normalisation): each part has its own statistics"
-    group.add_argument("--per-microbatch-statistics", action="store_true", default=None, help=about)
-    group.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver, per problem")
-    keep = group.add_mutually_exclusive_group()
-    about = "folder in which plans are kept, so that none is made twice (default: the user's cache folder)"
-    keep.add_argument("--cache", metavar="FOLDER", help=about)
-    keep.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing")
-    options.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
-    return options
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of devices: write 1 or more")
-    return int(text)
-
-
-def _microbatches(text: str) -> int | str:
-    if text == "auto":
-        return text
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of microbatches: write 1 or more, or auto")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds above 0")
-    return seconds
-
-
-def _size(text: str) -> float:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def parse_size(text: str) -> float:
-    """Bytes of `40GB` (SI), `512MiB` (binary) or a plain number of bytes.
-
-    Raises:
-        ValueError: where it is none of these, or not above zero.
-
-    >>> parse_size("40GB"), parse_size("1.5 KiB"), parse_size("1e9")
-    (40000000000.0, 1536.0, 1000000000.0)
-    """
-    match = re.fullmatch(r"\s*(\d+\.?\d*(?:[eE]\+?\d+)?|\.\d+)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) == 0:
-        raise ValueError(f"{text!r} is no size: write e.g. 40GB (10^9 bytes), 40GiB (2^30 bytes) or a number of bytes")
-    return float(match[1]) * unit
-
-
-def parse_pin(text: str) -> tuple[str, PartitionSpec]:
-    """Read `PATH=P(...)`; the spec is parsed, never run.
-
-    Raises:
-        PinError: where it cannot be read.
-
-    >>> parse_pin("state/params/*/kernel=P(None, ('data', 'model'))")
-    ('state/params/*/kernel', P(None, ('data', 'model')))
-    """
-    from jax.sharding import PartitionSpec
-
-    path, _, spec = text.partition("=")
-    try:
-        call = ast.parse(spec.strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or call.keywords or ast.unparse(call.func) not in ("P", "PartitionSpec"):
-            raise ValueError
-        entries = [ast.literal_eval(entry) for entry in call.args]
-        if not path.strip() or not all(map(_is_entry, entries)):
-            raise ValueError
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise PinError(
-            f"cannot read the pin {text!r}: write PATH=P(...), one entry per dim, each None, an axis name or a tuple of"
-            " names, e.g. --pin 'state/params/*/kernel=P(None, \"model\")'"
-        ) from None
-    return path.strip(), PartitionSpec(*entries)
-
-
-def _is_entry(entry: Any) -> bool:
-    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-    return all(isinstance(name, str) for name in names)
 
 
 # The commands.
@@ -275,7 +91,11 @@ def _run_plan(options: argparse.Namespace) -> int | None:
 
 
 def _run_compare(options: argparse.Namespace) -> int:
-    useless = [name for name in ("mesh", "hardware", "memory_budget", "pin", "output") if getattr(options, name)]
+    useless = [
+        name
+        for name in ("mesh", "hardware", "memory_budget", "pin", "output", "stages", "schedule")
+        if getattr(options, name)
+    ]
     if useless:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in useless)
         raise TargetError(
@@ -322,17 +142,50 @@ def _run_explain(options: argparse.Namespace) -> None:
         missing = "a TARGET or a saved plan" if options.target is None else "--collectives with --plot"
         raise TargetError(f"`autopar explain` needs {missing}; `autopar explain --collectives` prices all-reduces")
     plan = _load_saved(options) if _is_plan_file(options.target) else _plan_target(options)
+    if options.timeline is not None or options.stage is not None:
+        staged = _staged(plan)
+        if options.timeline is not None:
+            _draw_timeline(staged, options.timeline)
+        if options.stage is not None:
+            plan = _stage(staged, options.stage)
     if options.json:
         _print_json(plan)
     else:
         _show(lambda console: render(plan, console))
 
 
+def _staged(plan: AnyPlan) -> PipelinePlan:
+    if isinstance(plan, PipelinePlan):
+        return plan
+    raise TargetError(
+        f"the plan of `{plan.program.name}` is of one program, on mesh {plan.mesh.describe()}: --stage and --timeline are of"
+        " plans of stages, which `autopar plan --stages` makes"
+    )
+
+
+def _stage(plan: PipelinePlan, number: int) -> Plan:
+    if 0 <= number < len(plan.stages):
+        return plan.stages[number].plan
+    raise TargetError(f"there is no stage {number}: the plan has stages 0 to {len(plan.stages) - 1}")
+
+
+def _draw_timeline(plan: PipelinePlan, path: str) -> None:
+    timeline = plan.timeline()
+    text = json.dumps(perfetto_trace(timeline)) if path.endswith(".json") else timeline_svg(timeline)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlotError(
+            f"cannot write {path!r}: {error.strerror}. Give a file in a folder that can be written to"
+        ) from error
+    print(f"drawn to {path}", file=sys.stderr)
+
+
 def _run_collectives(options: argparse.Namespace) -> None:
     from autopar.explain_collectives import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
     of_programs = ("target", "memory_budget", "no_rematerialize", "pin")
-    of_programs = (*of_programs, "num_microbatches", "per_microbatch_statistics", "time_limit")
+    of_programs = (*of_programs, "num_microbatches", "per_microbatch_statistics", "time_limit", "stages", "schedule")
     useless = [name for name in of_programs if getattr(options, name)]
     if useless:
         flags = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in useless)
@@ -412,6 +265,7 @@ def _run_verify(options: argparse.Namespace) -> int:
         step, args = load_target(options.target)
         from autopar.verification import render_verification
         from autopar.verify import verify
+        from autopar.verify_stages import StagesVerification, render_stages_verification
 
         more |= {"hosts": options.hosts, "run": options.run_step, "compiler": compiler}
         with _progress() as report:
@@ -421,7 +275,10 @@ def _run_verify(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(told.to_json(), indent=2, allow_nan=False))
         return 0 if told.holds else 1
-    _show(lambda console: render_verification(told, console))
+    if isinstance(told, StagesVerification):
+        _show(lambda console: render_stages_verification(told, console))
+    else:
+        _show(lambda console: render_verification(told, console))
     if options.output is not None:
         print(f"\nThe plan is saved to {options.output}.")
     return 0 if told.holds else 1
@@ -465,7 +322,7 @@ def _is_plan_file(target: str) -> bool:
     return target.endswith(".json") or (Path(target).is_file() and not target.endswith(".py"))
 
 
-def _load_saved(options: argparse.Namespace) -> Plan:
+def _load_saved(options: argparse.Namespace) -> AnyPlan:
     _refuse_planning(options, options.target, "or explain a TARGET")
     return load_plan(options.target)
 
@@ -473,14 +330,14 @@ def _load_saved(options: argparse.Namespace) -> Plan:
 def _refuse_planning(options: argparse.Namespace, saved: str, else_do: str, allowed: Sequence[str] = ()) -> None:
     """A saved plan takes no options of planning."""
     names = ("devices", "mesh", "hardware", "memory_budget", "no_rematerialize", "pin")
-    names = (*names, "num_microbatches", "per_microbatch_statistics", "time_limit")
+    names = (*names, "num_microbatches", "per_microbatch_statistics", "time_limit", "stages", "schedule")
     given = [name for name in names if getattr(options, name) not in (None, [], False) and name not in allowed]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise TargetError(f"{saved!r} is a saved plan, already decided: drop {flags}, {else_do}")
 
 
-def _print_json(plan: Plan) -> None:
+def _print_json(plan: AnyPlan) -> None:
     print(json.dumps(explain_json(plan), indent=2, allow_nan=False))
 
 
@@ -495,7 +352,7 @@ def _show(draw: Callable[[Console], None]) -> None:
         print(plain_text(draw))
 
 
-def _plan_target(options: argparse.Namespace) -> Plan:
+def _plan_target(options: argparse.Namespace) -> AnyPlan:
     more = _planning(options)
     step, args = load_target(options.target)
     from autopar.plan_step import plan
@@ -506,13 +363,13 @@ def _plan_target(options: argparse.Namespace) -> Plan:
 
 def _planning(options: argparse.Namespace) -> dict[str, Any]:
     """What the options say to the planner."""
-    if options.hardware and (options.devices or options.mesh):
+    if options.hardware and (options.devices or options.mesh or "=" in options.hardware):
         _use_cpu_only()
     pins = dict(parse_pin(text) for text in options.pin)
     return _how_to_plan(options) | {
         "mesh": options.mesh,
         "num_devices": options.devices,
-        "hardware": options.hardware,
+        "hardware": parse_hardware(options.hardware),
         "memory_budget_bytes": options.memory_budget,
         "pin": pins or None,
         "cache": options.cache or not options.no_cache,
@@ -526,6 +383,9 @@ def _how_to_plan(options: argparse.Namespace) -> dict[str, Any]:
         more["num_microbatches"] = options.num_microbatches
     if options.per_microbatch_statistics:
         more["per_microbatch_statistics"] = True
+    for name in ("stages", "schedule"):
+        if getattr(options, name) is not None:
+            more[name] = getattr(options, name)
     return more | ({"rematerialize": False} if options.no_rematerialize else {})
 
 
@@ -572,3 +432,12 @@ def _progress() -> Iterator[Callable[[str, float], None] | None]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("start", total=1.0)
         yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "plan": _run_plan,
+    "explain": _run_explain,
+    "diff": _run_diff,
+    "calibrate": _run_calibrate,
+    "verify": _run_verify,
+}

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from autopar.compiled_costs import Cost
 from autopar.diagnosis_rows import Place, TensorChange
-from autopar.explain import plain_text, short_source
+from autopar.explain_tables import plain_text, short_source
 from autopar.extra_collectives import Extra
 from autopar.mesh import MeshShape
 from autopar.plan import Plan

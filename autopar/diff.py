@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from autopar.explain import plain_text
 from autopar.explain_diff import render_diff
+from autopar.explain_tables import plain_text
+from autopar.mesh import MeshShape
 from autopar.moves import Move, move
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plan import Decision, Plan, TensorPlan
 from autopar.sharding import TensorSharding
 from autopar.units import human_bytes
@@ -76,8 +78,8 @@ class PlanDiff:
             memory, this is what must be sent to it.
     """
 
-    before: Plan
-    after: Plan
+    before: AnyPlan
+    after: AnyPlan
     state: tuple[TensorChange, ...]
     data: tuple[TensorChange, ...]
     activations: tuple[ActivationChange, ...]
@@ -96,9 +98,8 @@ class PlanDiff:
     @property
     def words(self) -> str:
         """The map of the state in one line."""
-        meshes = f"mesh {self.before.mesh} -> {self.after.mesh}"
-        if self.before.mesh == self.after.mesh:
-            meshes = f"mesh {self.after.mesh}"
+        before, after = (_layout(plan) for plan in (self.before, self.after))
+        meshes = after if before == after else f"{before} -> {after.removeprefix('mesh ')}"
         if self.same_state:
             return f"{meshes}: all {self.num_state} tensors of the state stay where they are"
         most, total = max(self.fetched_bytes, default=0.0), sum(self.fetched_bytes)
@@ -134,7 +135,7 @@ class PlanDiff:
         return _finite(document)
 
 
-def diff(before: Plan, after: Plan) -> PlanDiff:
+def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
     """The map from one plan to another: `print(autopar.diff(plan_a, plan_b))`.
 
     Args:
@@ -142,12 +143,14 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     """
     earlier = {tensor.path: tensor for tensor in before.inputs}
     later = {tensor.path: tensor for tensor in after.inputs}
+    was = {tensor.path: before.place(position) for position, tensor in enumerate(before.inputs)}
+    lies = {tensor.path: after.place(position) for position, tensor in enumerate(after.inputs)}
     unlike = [f"`{path}` is in the first plan alone" for path in earlier if path not in later]
     unlike += [f"`{path}` is in the second plan alone" for path in later if path not in earlier]
     state_unlike = sum(earlier[path].role != "data" for path in earlier if path not in later)
     state_unlike += sum(later[path].role != "data" for path in later if path not in earlier)
-    held = [0.0] * after.mesh.num_devices
-    fetched = [0.0] * after.mesh.num_devices
+    held = [0.0] * after.num_devices
+    fetched = [0.0] * after.num_devices
     state: list[TensorChange] = []
     data: list[TensorChange] = []
     num_state = 0
@@ -159,12 +162,14 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
             unlike.append(f"`{path}` is {_type(old)} in the first plan, {_type(new)} in the second")
             state_unlike += new.role != "data"
             continue
-        moved, itemsize = move(new.shape, old.sharding, before.mesh, new.sharding, after.mesh), _itemsize(after, new)
+        (mesh_before, first_before), (mesh, first) = was[path], lies[path]
+        moved = move(new.shape, old.sharding, mesh_before, new.sharding, mesh, first - first_before)
+        itemsize = _itemsize(new, mesh)
         if new.role != "data":
             num_state += 1
-            for device in range(after.mesh.num_devices):
-                held[device] += itemsize * moved.held[device]
-                fetched[device] += itemsize * moved.fetched[device]
+            for device in range(mesh.num_devices):
+                held[first + device] += itemsize * moved.held[device]
+                fetched[first + device] += itemsize * moved.fetched[device]
         if not moved.same:
             (data if new.role == "data" else state).append(_change(old, new, moved, itemsize))
     activations, num_activations = _activations(before, after)
@@ -199,17 +204,26 @@ def _change(old: TensorPlan, new: TensorPlan, moved: Move, itemsize: float) -> T
     )
 
 
-def _itemsize(plan: Plan, tensor: TensorPlan) -> float:
+def _layout(plan: AnyPlan) -> str:
+    """What it runs on, in words."""
+    if isinstance(plan, PipelinePlan):
+        return f"{len(plan.stages)} stages on {plan.cluster}"
+    return f"mesh {plan.mesh}"
+
+
+def _itemsize(tensor: TensorPlan, mesh: MeshShape) -> float:
     """Bytes of one element; a plan keeps those of one device's part."""
-    return tensor.num_bytes / max(1, tensor.sharding.local_size(tensor.shape, plan.mesh))
+    return tensor.num_bytes / max(1, tensor.sharding.local_size(tensor.shape, mesh))
 
 
 def _type(tensor: TensorPlan) -> str:
     return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
 
 
-def _activations(before: Plan, after: Plan) -> tuple[tuple[ActivationChange, ...], int]:
-    """Decisions on values of one place and type, in order: the first with the first."""
+def _activations(before: AnyPlan, after: AnyPlan) -> tuple[tuple[ActivationChange, ...], int]:
+    """Decisions on values of one place and type, in order: the first with the first. Stages are not compared."""
+    if isinstance(before, PipelinePlan) or isinstance(after, PipelinePlan):
+        return (), 0
     earlier: dict[tuple[Any, ...], list[Decision]] = defaultdict(list)
     for one in _decided(before):
         earlier[_place(one)].append(one)
@@ -248,19 +262,28 @@ def _place(one: Decision) -> tuple[Any, ...]:
 # -- as JSON ---------------------------------------------------------------------------------
 
 
-def _side_json(plan: Plan) -> dict[str, Any]:
-    return {
+def _side_json(plan: AnyPlan) -> dict[str, Any]:
+    about = {
         "program": plan.program.name,
         "fingerprint": plan.program.fingerprint,
-        "mesh": dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
         "hardware": plan.hardware,
         "strategy": plan.words,
-        "num_microbatches": plan.microbatches.count if plan.microbatches else 1,
-        "recomputed": len(plan.recomputed),
         "prediction": asdict(plan.prediction) | {"peak_bytes": plan.prediction.peak_bytes},
-        "collectives": len(plan.collectives),
         "versions": plan.versions,
     }
+    if isinstance(plan, PipelinePlan):
+        stages = [{"devices": list(stage.devices), "mesh": _mesh_json(stage.plan.mesh)} for stage in plan.stages]
+        return about | {"stages": stages, "schedule": plan.schedule, "num_microbatches": plan.num_microbatches}
+    return about | {
+        "mesh": _mesh_json(plan.mesh),
+        "num_microbatches": plan.microbatches.count if plan.microbatches else 1,
+        "recomputed": len(plan.recomputed),
+        "collectives": len(plan.collectives),
+    }
+
+
+def _mesh_json(mesh: MeshShape) -> dict[str, int]:
+    return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
 def _change_json(change: TensorChange | ActivationChange) -> dict[str, Any]:

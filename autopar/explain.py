@@ -1,439 +1,54 @@
-"""Why a plan is as it is, in words and tables: reads a `Plan` and nothing else.
+"""Why a plan is as it is, whichever kind of plan: of one program, or of stages.
 
-In: a plan, fresh or from a file. Out: `explain(plan)`, an `Explanation` that prints as plain text;
-`render(plan, console)` for a terminal; `explain_json(plan)` for programs. Rows that differ only in
-a layer number are one row: `h_{0..11}/attn/kernel`, x12.
+In: a plan, fresh or from a file. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a terminal;
+`explain_json(plan)` for programs.
 """
 
 from __future__ import annotations
 
-import io
-import math
-import re
-import textwrap
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, overload
 
-from rich.box import Box
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
-from autopar.explain_rows import (
-    CollectiveRow,
-    Span,
-    StateRow,
-    TensorRow,
-    collapse,
-    largest_first,
-    merge_collectives,
-    merge_state,
-    merge_tensors,
-    of_activation,
-    of_input,
+from autopar.explain_program import Explanation, explain_program, program_json, render_program, render_program_summary
+from autopar.explain_stages import (
+    StagesExplanation,
+    explain_stages,
+    render_stages,
+    render_stages_summary,
+    stages_json,
 )
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plan import Plan
-from autopar.units import human_bytes, human_seconds
-
-#: Columns of an explanation as text.
-TEXT_WIDTH = 100
-#: A path longer than this is broken after a slash.
-PATH_WIDTH = 30
-#: Rows shown of a table that can grow without end; the JSON has all.
-MAX_ROWS = 16
-#: Modules named of those that run again; the JSON has all.
-MAX_NAMED = 4
-#: Headings underlined with dashes, nothing else, in ASCII: safe to pipe anywhere.
-_BOX = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
-_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-_LEGEND = (
-    "How to read it: P('data', None) splits dim 0 of a tensor over the mesh axis `data` and leaves dim 1 whole;"
-    " P() keeps a copy on every device. `cost` is what the choice takes of a step, for one tensor: its own time and"
-    " the collectives next to it. `runner-up` is the next best sharding of this tensor, all others kept, and what it"
-    " would add to the step. A `-` stands where a tensor is too small to be worth a decision. Layers alike share a"
-    " row: `h_{0..11}/kernel` x12."
-)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Explanation:
-    """A plan in tables. Printed, it is plain text of `TEXT_WIDTH` columns."""
-
-    plan: Plan
-    parameters: tuple[TensorRow, ...]
-    optimizer: tuple[StateRow, ...]
-    data: tuple[TensorRow, ...]
-    activations: tuple[TensorRow, ...]
-    collectives: tuple[CollectiveRow, ...]
-
-    def __str__(self) -> str:
-        return plain_text(lambda console: _print(self, console))
-
-    __repr__ = __str__
-
-
-def explain(plan: Plan) -> Explanation:
+@overload
+def explain(plan: Plan) -> Explanation: ...
+@overload
+def explain(plan: PipelinePlan) -> StagesExplanation: ...
+@overload
+def explain(plan: AnyPlan) -> Explanation | StagesExplanation: ...
+def explain(plan: AnyPlan) -> Explanation | StagesExplanation:
     """Say what a plan does and why: `print(autopar.explain(plan))`."""
-    decisions = {decision.path: decision for decision in plan.decisions if decision.kind != "activation"}
-    inputs = [(tensor, of_input(plan, tensor, decisions.get(tensor.path))) for tensor in plan.inputs]
-    activations = [of_activation(plan, decision) for decision in plan.decisions if decision.kind == "activation"]
-    return Explanation(
-        plan=plan,
-        parameters=merge_tensors([row for tensor, row in inputs if tensor.role == "parameter"]),
-        optimizer=merge_state(plan, [tensor for tensor in plan.inputs if tensor.role == "optimizer"]),
-        data=merge_tensors([row for tensor, row in inputs if tensor.role == "data"]),
-        activations=largest_first(merge_tensors(activations)),
-        collectives=merge_collectives(plan.collectives),
-    )
+    return explain_stages(plan) if isinstance(plan, PipelinePlan) else explain_program(plan)
 
 
-def render(plan: Plan, console: Console) -> None:
+def render(plan: AnyPlan, console: Console) -> None:
     """Print the explanation to a console, with styles where it has them."""
-    _print(explain(plan), console)
-
-
-def plain_text(draw: Callable[[Console], None]) -> str:
-    """What `draw` prints to a console, as text of `TEXT_WIDTH` columns without styles."""
-    console = Console(file=io.StringIO(), width=TEXT_WIDTH, force_terminal=False, color_system=None)
-    with console.capture() as captured:
-        draw(console)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def render_summary(plan: Plan, console: Console) -> None:
-    """Print the head alone: what, how good, how long, how much memory."""
-    console.print(Group(*_head(plan), *_totals(plan), *_closing(plan)))
-
-
-def explain_json(plan: Plan) -> dict[str, Any]:
-    """The explanation as JSON types: every row, raw seconds and bytes, null for what is infinite."""
-    told = explain(plan)
-    rows = {name: getattr(told, name) for name in ("parameters", "optimizer", "data", "activations", "collectives")}
-    document = {
-        "format": "autopar-explanation",
-        "version": 1,
-        "program": plan.program.name,
-        "mesh": dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
-        "hardware": plan.hardware,
-        "strategy": plan.words,
-        "memory_budget_bytes": plan.memory_budget_bytes,
-        "prediction": {**asdict(plan.prediction), "peak_bytes": plan.prediction.peak_bytes},
-        "outcome": asdict(plan.outcome),
-        "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
-        **{name: [asdict(row) for row in table] for name, table in rows.items()},
-        "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
-        "regions": [asdict(region) for region in plan.regions],
-        "recomputed": [
-            {"path": one.path, "num_nodes": len(one.again.nodes), "saved_bytes": one.saved_bytes, "time_s": one.time_s}
-            for one in plan.recomputed
-        ],
-        "notes": plan.notes,
-        "pins": plan.pins,
-        "versions": plan.versions,
-    }
-    return _finite(document)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# From rows to text. Every text is a `Text`: a user's paths and types are never read as markup.
-
-
-def _print(told: Explanation, console: Console) -> None:
-    plan = told.plan
-    console.print(Group(*_head(plan), *_totals(plan), Text(_LEGEND, "dim"), Text()))
-    for title, rows in (("Parameters", told.parameters), ("Data and other arguments", told.data)):
-        console.print(Group(*_tensor_section(title, rows)))
-    console.print(Group(*_state_section(told.optimizer), *_activation_section(told.activations)))
-    console.print(Group(*_collective_section(told.collectives), *_rejected_section(plan), *_closing(plan)))
-
-
-def _head(plan: Plan) -> list[RenderableType]:
-    outcome = plan.outcome
-    if outcome.gap <= 1e-6:
-        alike = " that computes the same again" if plan.recomputed else ""
-        sure = f"proven optimal: in the solver's model none{alike} is faster"
-    elif math.isfinite(outcome.gap):
-        sure = f"within {100 * outcome.gap:.2g} % of the best there can be; {outcome.status}"
+    if isinstance(plan, PipelinePlan):
+        render_stages(plan, console)
     else:
-        sure = f"not bounded; {outcome.status}"
-    size = f"{outcome.num_nodes:,} decisions, {outcome.num_strategies:,} strategies"
-    facts = [
-        ("Strategy", plan.words),
-        ("Certainty", f"{sure} ({size}, solved in {human_seconds(outcome.solve_time_s)})"),
-        *_microbatches(plan),
-        *(("Recomputed", text) for text in _recomputed(plan)),
-        *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
-    ]
-    devices = "device" if plan.mesh.num_devices == 1 else "devices"
-    where = f"{plan.mesh.num_devices} {plan.hardware} {devices}, mesh {plan.mesh.describe()}"
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, text in facts:
-        table.add_row(Text(name), Text(text))
-    return [Text(f"Plan of `{plan.program.name}` for {where}", "bold"), Text(), _inset(table), Text()]
+        render_program(plan, console)
 
 
-def _microbatches(plan: Plan) -> list[tuple[str, str]]:
-    """What is split over time, what that takes, and what it saves."""
-    told = plan.microbatches
-    if told is None:
-        return []
-    each = told.num_examples // told.count
-    text = (
-        f"{told.count} of {each} examples, one after another; {told.num_accumulated} sums, gradients above all,"
-        f" accumulated from one to the next in {human_bytes(told.accumulated_bytes)} on each device"
-    )
-    if told.own_statistics:
-        text += "; each has its own batch statistics, so this is not quite the step as written"
-    for other in told.tried:
-        if not math.isfinite(other.step_time_s):
-            text += f". With {other.count}, nothing fits"
-            continue
-        saved = other.peak_bytes - plan.prediction.peak_bytes
-        slower = plan.prediction.step_time_s / other.step_time_s - 1
-        again = ", which computes values again" if other.recomputes else ""
-        text += f". Beside {other.count}{again}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
-        text += f" at the peak, {100 * slower:+.1f} % step time"
-    return [("Microbatches", text)]
+def render_summary(plan: AnyPlan, console: Console) -> None:
+    """Print the head alone: what, how good, how long, how much memory."""
+    if isinstance(plan, PipelinePlan):
+        render_stages_summary(plan, console)
+    else:
+        render_program_summary(plan, console)
 
 
-def _recomputed(plan: Plan) -> list[str]:
-    """What is computed again in the backward pass, what that saves and what it takes."""
-    if not plan.recomputed:
-        return []
-    saved, seconds = (sum(getattr(one, name) for one in plan.recomputed) for name in ("saved_bytes", "time_s"))
-    named = [pattern for pattern, _ in collapse([one.path for one in plan.recomputed if one.path])]
-    where = ", ".join(f"`{name}`" for name in named[:MAX_NAMED]) or "the step"
-    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
-    share = _share(seconds, plan.prediction.step_time_s)
-    price = f"saves {human_bytes(saved)} per device for {human_seconds(seconds)} ({share} of the step)"
-    return [f"{price}: parts of {where}{more} run again in the backward pass"]
-
-
-def _totals(plan: Plan) -> list[RenderableType]:
-    told, peak = plan.prediction, plan.prediction.peak_bytes
-    parts = [("compute", told.compute_s), *sorted(told.exposed_s.items(), key=lambda item: -item[1])]
-    budget = plan.memory_budget_bytes
-    of = f"of {human_bytes(budget)} ({_share(peak, budget)})" if budget else "(no budget given: what the device has)"
-    memory = [
-        ("parameters", told.parameter_bytes),
-        ("optimizer state", told.optimizer_bytes),
-        ("data", told.data_bytes),
-        ("temporaries", told.temporary_bytes),
-    ]
-    if told.output_bytes > 0.005 * peak:  # a loss and a few metrics are no matter
-        memory.append(("outputs", told.output_bytes))
-    return [
-        Text(f"Predicted step time: {human_seconds(told.step_time_s)}", "bold"),
-        _inset(_bars(parts, told.step_time_s, human_seconds)),
-        Text(),
-        Text(f"Predicted peak memory per device: {human_bytes(peak)} {of}", "bold"),
-        _inset(_bars(memory, peak, human_bytes)),
-        Text(),
-    ]
-
-
-def _bars(parts: Sequence[tuple[str, float]], total: float, human: Callable[[float], str]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=18)
-    table.add_column(justify="right", min_width=8)
-    table.add_column(justify="right", min_width=5)
-    table.add_column(style="cyan")
-    for name, value in parts:
-        bar = "#" * round(40 * max(0.0, value) / total) if total > 0 else ""
-        table.add_row(Text(name), Text(human(value)), Text(_share(value, total)), Text(bar))
-    return table
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %" if whole > 0 and math.isfinite(whole) else ""
-
-
-def _table(*headings: str, right: Sequence[str] = ()) -> Table:
-    """A table under plain underlined headings; numbers go to the `right`."""
-    table = Table(box=_BOX, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for heading in headings:
-        justify = "right" if heading in right else "left"
-        table.add_column(heading, justify=justify, overflow="fold")
-    return table
-
-
-def _inset(content: RenderableType) -> Padding:
-    return Padding(content, (0, 0, 0, 2))
-
-
-def _section(title: str, table: Table, left_out: str = "") -> list[RenderableType]:
-    return [Text(title, "bold"), Text(), _inset(table), *([_inset(Text(left_out, "dim"))] if left_out else []), Text()]
-
-
-def _tensor_section(title: str, rows: Sequence[TensorRow]) -> list[RenderableType]:
-    whole, local = sum(row.num_bytes for row in rows), sum(row.local_bytes for row in rows)
-    count = sum(row.count for row in rows)
-    size = f"{count} tensor{'s' * (count > 1)}, {human_bytes(whole)}, {human_bytes(local)} on each device"
-    return _tensor_table(f"{title}: {size}", "tensor", rows) if rows else []
-
-
-def _common_root(paths: Sequence[str]) -> str:
-    """The folders that all paths share, with the slash; "" for a single path."""
-    if len(paths) < 2:
-        return ""
-    shared = []
-    for parts in zip(*(path.split("/")[:-1] for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return "".join(f"{part}/" for part in shared)
-
-
-def _tensor_table(title: str, heading: str, rows: Sequence[TensorRow], left_out: str = "") -> list[RenderableType]:
-    root = _common_root([row.path for row in rows])
-    table = _table(heading, "sharding", "cost", "runner-up, collectives caused", right=["cost"])
-    for row in rows:
-        table.add_row(
-            _stacked(row.path[len(root) :], *_details(row)),
-            Text(row.sharding + ("\npinned" if row.pinned else ""), "cyan"),
-            Text(_span_text(row.cost_s)),
-            Text("\n".join(filter(None, (_runner_up(row), *_caused(row))))),
-        )
-    return _section(title + _under(root), table, left_out)
-
-
-def _under(root: str) -> str:
-    return f"; paths under {root}" if root else ""
-
-
-def _stacked(first: str, *rest: str) -> Text:
-    """A line, broken after slashes if long; and, indented and dimmed, what belongs to it."""
-    if len(first) > PATH_WIDTH and " " not in first:
-        spaced = textwrap.wrap(first.replace("/", "/ "), PATH_WIDTH + 4, subsequent_indent="  ")
-        first = "\n".join(line.replace("/ ", "/") for line in spaced)
-    return Text.assemble(first, *((f"\n  {line}", "dim") for line in rest if line))
-
-
-def _details(row: TensorRow) -> tuple[str, ...]:
-    times = f"  x{row.count}" if row.count > 1 else ""
-    made = (f"{row.phase} {row.primitive}", short_source(row.source)) if row.kind == "activation" else ()
-    return _type_text(row.dtype, row.shape) + times, *made
-
-
-def _runner_up(row: TensorRow) -> str:
-    if row.pinned or row.cost_s is None:
-        return "" if row.pinned else "-"
-    if row.runner_up_extra_s is None:
-        return "no other choice"
-    others = " or ".join(row.runner_up[:2]) + (" or others" if len(row.runner_up) > 2 else "")
-    extra = _span_text(row.runner_up_extra_s)
-    return f"{others}: the same" if row.runner_up_extra_s[1] == 0 else f"{others}: +{extra}"
-
-
-def _caused(row: TensorRow) -> list[str]:
-    return [f"{kind} over {', '.join(axes)}: {human_seconds(time_s)}" for kind, axes, time_s in row.collectives]
-
-
-def _span_text(span: Span | None) -> str:
-    if span is None:
-        return "-"
-    low, high = map(human_seconds, span)
-    if span[1] <= 1.02 * span[0] or low == high:
-        return low
-    return f"{low.split()[0]}-{high}" if low.split()[1] == high.split()[1] else f"{low} - {high}"
-
-
-def _state_section(rows: Sequence[StateRow]) -> list[RenderableType]:
-    if not rows:
-        return []
-    root = _common_root([row.example for row in rows])
-    numbers = ["tensors", "whole", "on each device"]
-    table = _table("sharding", *numbers, "the largest", right=numbers)
-    for row in rows:
-        sizes = human_bytes(row.num_bytes), human_bytes(row.local_bytes)
-        table.add_row(Text(row.sharding, "cyan"), str(row.num_tensors), *sizes, Text(row.example[len(root) :]))
-    return _section(f"Optimizer state, by sharding{_under(root)}", table)
-
-
-def _activation_section(rows: Sequence[TensorRow]) -> list[RenderableType]:
-    if not rows:
-        return []
-    shown = rows[:MAX_ROWS]
-    left_out = f"and {len(rows) - len(shown)} rows of smaller ones; --json has all" if len(rows) > len(shown) else ""
-    return _tensor_table("Large activations, the largest first", "made by", shown, left_out)
-
-
-def _collective_section(rows: Sequence[CollectiveRow]) -> list[RenderableType]:
-    if not rows:
-        return [Text("Collectives: none", "bold"), Text()]
-    numbers = ["count", "total time", "total data"]
-    table = _table("collective", *numbers, "what for", right=numbers)
-    for row in rows[:MAX_ROWS]:
-        where = (row.phase, short_source(row.source))
-        path = row.path if row.path and row.path not in row.cause else ""
-        table.add_row(
-            _stacked(row.kind, f"over {', '.join(row.axes)}"),
-            f"{row.count}{'*' if row.combinable else ' '}",
-            human_seconds(row.time_s),
-            human_bytes(row.num_bytes),
-            _stacked(row.cause, path, ", ".join(filter(None, where))),
-        )
-    rest = rows[MAX_ROWS:]
-    rest_s = human_seconds(sum(row.time_s for row in rest))
-    more = f"and {len(rest)} more rows, {rest_s}; --json has all" if rest else ""
-    star = "* XLA may merge these into fewer" if any(row.combinable for row in rows) else ""
-    total = f"{sum(row.count for row in rows)} in a step, {human_seconds(sum(row.time_s for row in rows))}"
-    left_out = "\n".join(filter(None, (more, star)))
-    return _section(f"Collectives: {total}; data per device", table, left_out)
-
-
-def _rejected_section(plan: Plan) -> list[RenderableType]:
-    if not plan.rejected:
-        return []
-    table = _table("mesh", "predicted step", "peak memory", "strategy", right=["predicted step", "peak memory"])
-    for other in sorted(plan.rejected, key=lambda other: other.step_time_s):
-        slower = other.step_time_s / plan.prediction.step_time_s - 1 if plan.prediction.step_time_s else math.inf
-        fits = math.isfinite(other.step_time_s)
-        price = f"{human_seconds(other.step_time_s)}, {100 * slower:+.1f} %" if fits else "does not fit"
-        peak = human_bytes(other.peak_bytes) if math.isfinite(other.peak_bytes) else "-"
-        table.add_row(Text(other.mesh.describe()), price, peak, Text(other.words))
-    return _section("Other meshes, planned and rejected", table)
-
-
-def _closing(plan: Plan) -> list[RenderableType]:
-    notes = [*plan.notes, *_regions_note(plan)]
-    if not notes:
-        return []
-    table = Table.grid(padding=(0, 1, 0, 0))
-    for note in notes:
-        table.add_row("-", Text(note))
-    return [Text("Notes", "bold"), _inset(table)]
-
-
-def _regions_note(plan: Plan) -> list[str]:
-    """One line of all nodes that are run as manual regions."""
-    if not plan.regions:
-        return []
-    counts = Counter(region.primitive for region in plan.regions)
-    named = ", ".join(f"`{name}`" + (f" x{count}" if count > 1 else "") for name, count in sorted(counts.items()))
-    return [f"{named}: each device runs its own part, under `jax.shard_map`; left to XLA they would not be split so."]
-
-
-def short_source(source: str) -> str:
-    """`/home/me/gpt.py:12 (loss)` as `gpt.py:12`."""
-    match = re.search(r"[^/\\]*:\d+", source)
-    return match[0] if match else source
-
-
-def _type_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """`f32[768,3072]`, as JAX's own printouts have it."""
-    match = re.fullmatch(r"([a-z]+)(\d.*)", dtype)
-    short = _DTYPES.get(match[1], match[1]) + match[2] if match else dtype
-    return f"{short}[{','.join(map(str, shape))}]"
+def explain_json(plan: AnyPlan) -> dict[str, Any]:
+    """The explanation as JSON types: every row, raw seconds and bytes, null for what is infinite."""
+    return stages_json(plan) if isinstance(plan, PipelinePlan) else program_json(plan)

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain import short_source
 from autopar.explain_rows import collapse
+from autopar.explain_tables import inset, short_source
+from autopar.pipeline.plan import AnyPlan, PipelinePlan, PipelinePrediction
 from autopar.plan import Plan
 from autopar.sharding import TensorSharding
 from autopar.units import human_bytes, human_seconds
@@ -39,23 +39,23 @@ def render_diff(told: PlanDiff, console: Console) -> None:
     """Print the map to a console, with styles where it has them."""
     name, other = told.before.program.name, told.after.program.name
     of = f"`{name}`" if name == other else f"`{name}` and `{other}`"
-    console.print(Text(f"Two plans of {of}", "bold"), Text(), _inset(_sides(told.before, told.after)), Text())
+    console.print(Text(f"Two plans of {of}", "bold"), Text(), inset(_sides(told.before, told.after)), Text())
     console.print(Text("State: " + told.words.removeprefix("mesh "), "bold"), Text())
     console.print(Group(*_state_section(told), *_data_section(told), *_activation_section(told), *_unlike(told)))
 
 
-def _sides(before: Plan, after: Plan) -> Table:
+def _sides(before: AnyPlan, after: AnyPlan) -> Table:
     """Figures of both, beside each other."""
     table = _table("", "first", "second", "", right=[])
     plans = (before, after)
-    table.add_row("devices", *(Text(f"{plan.mesh.num_devices} {plan.hardware}") for plan in plans), "")
-    table.add_row("mesh", *(Text(plan.mesh.describe()) for plan in plans), "")
+    table.add_row("devices", *(Text(f"{plan.num_devices} {plan.hardware}") for plan in plans), "")
+    table.add_row("mesh", *(Text(_mesh(plan)) for plan in plans), "")
     table.add_row("strategy", *(Text(plan.words) for plan in plans), "")
-    counts = [plan.microbatches.count if plan.microbatches else 1 for plan in plans]
+    counts = [_num_microbatches(plan) for plan in plans]
     if set(counts) != {1}:
         table.add_row("microbatches", *map(str, counts), "")
-    if any(plan.recomputed for plan in plans):
-        again = [sum(one.time_s for one in plan.recomputed) for plan in plans]
+    again = [sum(one.time_s for own in _programs(plan) for one in own.recomputed) for plan in plans]
+    if any(again):
         table.add_row("computed again", *map(human_seconds, again), "")
     for name, values in _seconds(before, after):
         table.add_row(Text(name), *map(human_seconds, values), _percent(*values))
@@ -64,21 +64,41 @@ def _sides(before: Plan, after: Plan) -> Table:
     return table
 
 
-def _seconds(before: Plan, after: Plan) -> Iterator[tuple[str, tuple[float, float]]]:
+def _seconds(before: AnyPlan, after: AnyPlan) -> Iterator[tuple[str, tuple[float, float]]]:
     old, new = before.prediction, after.prediction
     yield "step time", (old.step_time_s, new.step_time_s)
+    if isinstance(old, PipelinePrediction) or isinstance(new, PipelinePrediction):
+        return
     yield "  compute", (old.compute_s, new.compute_s)
     for kind in sorted({*old.exposed_s, *new.exposed_s}):
         yield f"  {kind}", (old.exposed_s.get(kind, 0.0), new.exposed_s.get(kind, 0.0))
 
 
-def _bytes(before: Plan, after: Plan) -> Iterator[tuple[str, tuple[float, float]]]:
+def _bytes(before: AnyPlan, after: AnyPlan) -> Iterator[tuple[str, tuple[float, float]]]:
     old, new = before.prediction, after.prediction
     yield "peak memory", (old.peak_bytes, new.peak_bytes)
+    if isinstance(old, PipelinePrediction) or isinstance(new, PipelinePrediction):
+        return
     for name in ("parameter", "optimizer", "data", "temporary", "output"):
         sizes = getattr(old, f"{name}_bytes"), getattr(new, f"{name}_bytes")
         if max(sizes) > 0.005 * max(old.peak_bytes, new.peak_bytes):
             yield f"  {name}", sizes
+
+
+def _mesh(plan: AnyPlan) -> str:
+    if isinstance(plan, PipelinePlan):
+        return "\n".join(f"stage {n}: {stage.plan.mesh.describe()}" for n, stage in enumerate(plan.stages))
+    return plan.mesh.describe()
+
+
+def _programs(plan: AnyPlan) -> list[Plan]:
+    return [stage.plan for stage in plan.stages] if isinstance(plan, PipelinePlan) else [plan]
+
+
+def _num_microbatches(plan: AnyPlan) -> int:
+    if isinstance(plan, PipelinePlan):
+        return plan.num_microbatches
+    return plan.microbatches.count if plan.microbatches else 1
 
 
 def _percent(before: float, after: float) -> str:
@@ -110,8 +130,8 @@ def _state_section(told: PlanDiff) -> list[RenderableType]:
         "`held`: what a device holds of these tensors by the second plan, and reads of a checkpoint. `lacking`: what it"
         " does not hold by the first, on the device that lacks most; device n of one mesh is device n of the other."
     )
-    under = [_inset(Text("\n".join(lines), "dim"))] if lines else []
-    return [_inset(table), *under, Text(), Text(legend, "dim"), Text()]
+    under = [inset(Text("\n".join(lines), "dim"))] if lines else []
+    return [inset(table), *under, Text(), Text(legend, "dim"), Text()]
 
 
 def _data_section(told: PlanDiff) -> list[RenderableType]:
@@ -120,7 +140,7 @@ def _data_section(told: PlanDiff) -> list[RenderableType]:
     table = _table("argument", "first -> second", right=[])
     for path, alike in _merged(told.data):
         table.add_row(_name(path, len(alike)), Text(_from_to(alike[0].before, alike[0].after), "cyan"))
-    return [Text("Data and other arguments, fed anew at each step", "bold"), Text(), _inset(table), Text()]
+    return [Text("Data and other arguments, fed anew at each step", "bold"), Text(), inset(table), Text()]
 
 
 def _activation_section(told: PlanDiff) -> list[RenderableType]:
@@ -135,8 +155,8 @@ def _activation_section(told: PlanDiff) -> list[RenderableType]:
         table.add_row(
             _name(path or "the step", len(alike)), Text(_from_to(first.before, first.after), "cyan"), Text(where, "dim")
         )
-    rest = [_inset(Text(_rest(len(rows)), "dim"))] if len(rows) > MAX_ROWS else []
-    return [Text(title, "bold"), Text(), _inset(table), *rest, Text()]
+    rest = [inset(Text(_rest(len(rows)), "dim"))] if len(rows) > MAX_ROWS else []
+    return [Text(title, "bold"), Text(), inset(table), *rest, Text()]
 
 
 def _unlike(told: PlanDiff) -> list[RenderableType]:
@@ -144,7 +164,7 @@ def _unlike(told: PlanDiff) -> list[RenderableType]:
         return []
     lines = list(told.unlike[:MAX_ROWS])
     lines += [_rest(len(told.unlike))] if len(told.unlike) > MAX_ROWS else []
-    return [Text("Not in both plans", "bold"), _inset(Text("\n".join(lines)))]
+    return [Text("Not in both plans", "bold"), inset(Text("\n".join(lines)))]
 
 
 def _merged(changes: Sequence[Any]) -> list[tuple[str, list[Any]]]:
@@ -187,7 +207,3 @@ def _table(*headings: str, right: Sequence[str]) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     return table
-
-
-def _inset(content: RenderableType) -> Padding:
-    return Padding(content, (0, 0, 0, 2))

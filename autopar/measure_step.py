@@ -45,7 +45,7 @@ def measure(
         hardware: what the plan was made for, where it was not found by its name.
     """
     num_steps = calls.num_steps
-    step_time_s, host_was_ahead = calls.step_time_s(_wait)
+    step_time_s, host_was_ahead = calls.step_time_s(wait)
     peak_bytes, memory_from = _peak_bytes(jitted, arguments, mesh)
     return report_on(
         plan,
@@ -60,7 +60,7 @@ def measure(
     )
 
 
-def _wait() -> None:
+def wait() -> None:
     """Until the devices have done all that was asked of them: no result of a step is kept here to wait for."""
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
 
@@ -69,16 +69,21 @@ def _peak_bytes(
     jitted: Any, arguments: Sequence[Any], mesh: Mesh
 ) -> tuple[float | None, Literal["devices", "compiled"] | None]:
     """The most that a device of this process held; or, where devices do not say, what XLA's program takes."""
-    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    stats = [device.memory_stats() for device in here]
-    peaks = [float(each["peak_bytes_in_use"]) for each in stats if each and "peak_bytes_in_use" in each]
-    if peaks:
-        return max(peaks), "devices"
+    peak = device_peak_bytes([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
+    if peak is not None:
+        return peak, "devices"
     sizes = jitted.lower(*arguments).compile().memory_analysis()  # JAX has it compiled already
     if sizes is None:
         return None, None
     held = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes
     return float(held - sizes.alias_size_in_bytes), "compiled"
+
+
+def device_peak_bytes(devices: Sequence[Any]) -> float | None:
+    """The most that one of these devices of this process held; None where they do not say."""
+    stats = [device.memory_stats() for device in devices]
+    peaks = [float(each["peak_bytes_in_use"]) for each in stats if each and "peak_bytes_in_use" in each]
+    return max(peaks, default=None)
 
 
 def report_on(

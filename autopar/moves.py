@@ -34,9 +34,17 @@ class Move:
 
 @functools.lru_cache(maxsize=4096)
 def move(
-    shape: tuple[int, ...], before: TensorSharding, mesh_before: MeshShape, after: TensorSharding, mesh_after: MeshShape
+    shape: tuple[int, ...],
+    before: TensorSharding,
+    mesh_before: MeshShape,
+    after: TensorSharding,
+    mesh_after: MeshShape,
+    shift: int = 0,
 ) -> Move:
     """From one sharding to another. Hundreds of tensors of a step share a few: each is worked out once.
+
+    Args:
+        shift: by how many devices the second mesh begins after the first.
 
     >>> data, whole = TensorSharding((("data",), ())), TensorSharding(((), ()))
     >>> move((8, 2), data, MeshShape(("data",), (4,)), data, MeshShape(("data",), (2,)))
@@ -46,14 +54,14 @@ def move(
     """
     starts, stops = _parts(shape, before, mesh_before)
     new_starts, new_stops = _parts(shape, after, mesh_after)
-    both = min(mesh_before.num_devices, mesh_after.num_devices)
-    overlap = np.minimum(stops[:both], new_stops[:both]) - np.maximum(starts[:both], new_starts[:both])
-    kept = np.prod(np.maximum(overlap, 0), axis=1, dtype=np.int64)
+    first, last = max(0, -shift), min(mesh_after.num_devices, mesh_before.num_devices - shift)
+    own, old = slice(first, max(first, last)), slice(first + shift, max(first, last) + shift)  # devices of both
+    overlap = np.minimum(stops[old], new_stops[own]) - np.maximum(starts[old], new_starts[own])
     held = np.prod(np.maximum(new_stops - new_starts, 0), axis=1, dtype=np.int64)
     fetched = held.copy()
-    fetched[:both] -= kept
+    fetched[own] -= np.prod(np.maximum(overlap, 0), axis=1, dtype=np.int64)
     held_before = np.prod(np.maximum(stops - starts, 0), axis=1, dtype=np.int64)
-    same = not fetched.any() and bool((held == held_before[: len(held)]).all())  # a new device has fetched
+    same = not fetched.any() and bool((held[own] == held_before[old]).all())  # a new device has fetched
     return Move(tuple(held.tolist()), tuple(fetched.tolist()), same)
 
 

@@ -360,6 +360,15 @@ class Plan:
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
 
+    @property
+    def num_devices(self) -> int:
+        """That it runs on."""
+        return self.mesh.num_devices
+
+    def place(self, position: int) -> tuple[MeshShape, int]:
+        """Where an input lies: a mesh, and the number of its first device."""
+        return self.mesh, 0
+
     def in_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
         """What `jax.jit(step, in_shardings=...)` takes: a tuple, one pytree of `NamedSharding` per argument.
 

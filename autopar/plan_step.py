@@ -39,9 +39,7 @@ _OF_ONE_PROGRAM = ("mesh", "pin", "like", "rematerialize")
 @overload
 def plan(step: Callable[..., Any], *args: Any, stages: Literal[1] = 1, **options: Any) -> Plan: ...
 @overload
-def plan(
-    step: Callable[..., Any], *args: Any, stages: int | Literal["auto"], **options: Any
-) -> Plan | PipelinePlan: ...
+def plan(step: Callable[..., Any], *args: Any, stages: int | Literal["auto"], **options: Any) -> Any: ...
 def plan(
     step: Callable[..., Any],
     *args: Any,

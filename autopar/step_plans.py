@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from autopar import execute, plan_cache, plan_step, planner
 from autopar.compiled_cache import compiled_kept_in
+from autopar.cost.hardware import HardwareProfile
 from autopar.errors import PlanMismatchError
 from autopar.front_ends.call import Call, Results
 from autopar.front_ends.step import Step
@@ -94,6 +95,14 @@ class StepPlans:
         """Those that stages stand on, in their order."""
         given = self.options.get("mesh")
         return list(given.devices.flat) if isinstance(given, Mesh) else in_host_order(jax.devices())
+
+    def profiles(self, plan: PipelinePlan) -> dict[str, HardwareProfile]:
+        """Of each kind of device of a plan's cluster; those that it was planned for, where they were given."""
+        given = self.options.get("hardware")
+        if isinstance(given, HardwareProfile):
+            return {given.name: given}
+        names = given if isinstance(given, Mapping) else [given] if given is not None else plan.cluster.kinds
+        return {profile.name: profile for profile in map(planner.asked_profile, names)}
 
     def planning_options(self) -> dict[str, Any]:
         """The options as `plan_program` takes them: without those that tracing has used, `like` as a plan.

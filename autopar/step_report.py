@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain import plain_text
+from autopar.explain_tables import plain_text
 from autopar.units import human_bytes, human_seconds
 
 

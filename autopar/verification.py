@@ -23,7 +23,7 @@ from autopar.compare import (
     names_off,
 )
 from autopar.compiler import CompiledStep
-from autopar.explain import plain_text, short_source
+from autopar.explain_tables import plain_text, short_source
 from autopar.plan import Plan
 from autopar.units import human_bytes, human_seconds
 from autopar.within_budget import BUDGET_MARGIN

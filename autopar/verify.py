@@ -12,24 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 
-from autopar import execute
-from autopar.absent import target_text, topology_text
+from autopar.absent import topology_text
 from autopar.api import ParallelStep, parallelize
-from autopar.compare import match_collectives, memory_figures, step_time_figure
-from autopar.compiler import Arguments, CompiledStep, Compiler
+from autopar.compile_plan import compile_plan, held_against, hosts_needed
+from autopar.compiler import CompiledStep, Compiler
 from autopar.cost.hardware import HardwareProfile, detect, load
-from autopar.errors import BudgetError, TimeLimitError
+from autopar.errors import BudgetError, TimeLimitError, VerifyError
 from autopar.front_ends.step import Step
-from autopar.jax_compat import kept_inputs, module_bytes, raw_struct
 from autopar.mesh import MeshShape, parse_mesh
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plan import Plan
 from autopar.planner import Program, plan_program
 from autopar.units import human_bytes
 from autopar.verification import Attempt, Verification
+from autopar.verify_stages import StagesVerification, verify_stages
 from autopar.within_budget import BUDGET_MARGIN
 
 #: How often a plan whose compiled program takes more than the memory budget is made anew.
@@ -44,20 +44,28 @@ class _Made:
     compiled: CompiledStep
 
 
+@overload
+def verify(  # pyright: ignore[reportOverlappingOverload]
+    step: Callable[..., Any], *args: Any, plan: PipelinePlan, **options: Any
+) -> StagesVerification: ...
+@overload
+def verify(step: Callable[..., Any], *args: Any, stages: int | Literal["auto"], **options: Any) -> Any: ...
+@overload
+def verify(step: Callable[..., Any], *args: Any, **options: Any) -> Verification: ...
 def verify(
     step: Callable[..., Any],
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
-    plan: Plan | str | Path | None = None,
+    plan: AnyPlan | str | Path | None = None,
     hosts: int | None = None,
     run: bool = False,
     compiler: Compiler | None = None,
     **options: Any,
-) -> Verification:
+) -> Any:
     """Compile the planned step for its GPUs, none of which need exist, and compare.
 
     A plan made here whose compiled program takes more than the memory budget is made anew for a
-    tighter one, at most twice.
+    tighter one, at most twice. Of a plan of stages, each stage's program is compiled: `StagesVerification`.
 
     Args:
         step: a function as for `autopar.plan`, or a step made by `autopar.parallelize`, whose plan and
@@ -113,11 +121,13 @@ class _Verifier:
         self.elsewhere_s = 0.0  # planning, and XLA's own work
         self.attempts: list[Attempt] = []
 
-    def verify(self) -> Verification:
+    def verify(self) -> Verification | StagesVerification:
         """All but the overhead, in whose place stands what is no overhead."""
         before = time.perf_counter()
         plan, program = self.parallel.planned(*self.args, **self.kwargs)
         self.elsewhere_s += time.perf_counter() - before
+        if isinstance(plan, PipelinePlan):
+            return self._of_stages(plan, program)
         profile = _profile(self.options.get("hardware"), plan)
         budget = profile.usable_bytes if plan.memory_budget_bytes is None else plan.memory_budget_bytes
         made, planned_for = _Made(plan, self._compile(plan, program, profile)), budget * (1 - BUDGET_MARGIN)
@@ -131,36 +141,32 @@ class _Verifier:
             other = _Made(replanned, self._compile(replanned, program, profile))
             self._note(other, limit * (1 - BUDGET_MARGIN))
             made = min(made, other, key=lambda one: one.compiled.peak_bytes)
-        plan, compiled = made.plan, made.compiled
-        matched = match_collectives(plan, compiled.hlo_text, compiled.hosts)
-        # V100 and A100 have no such figures, and XLA's estimate is not to be believed there.
-        believable = "matrix_unit_description" in (profile.xla_target or {})
-        return Verification(
-            plan=plan,
-            topology=topology_text(plan.mesh.num_devices, self._num_hosts(plan, profile)),
-            memory=memory_figures(plan, _argument_bytes(plan, program), compiled),
-            matched=matched,
-            step_time=step_time_figure(plan, compiled, believable),
-            compiled=compiled,
+        return held_against(
+            made.plan,
+            program,
+            made.compiled,
+            profile,
+            self._num_hosts(made.plan, profile),
             budget_bytes=budget,
-            attempts=tuple(self.attempts),
+            attempts=self.attempts,
             overhead_s=self.elsewhere_s,
         )
 
+    def _of_stages(self, plan: PipelinePlan, program: Program) -> StagesVerification:
+        if self.run:
+            raise VerifyError(
+                f"`{plan.program.name}` is planned in {len(plan.stages)} stages, and `run` runs one program: leave it out"
+            )
+        told = verify_stages(plan, program, self.parallel.profiles(plan), self.compiler, self.report)
+        self.elsewhere_s += sum(one.compiled.compile_s for one in told.verified)
+        return replace(told, overhead_s=self.elsewhere_s)
+
     def _num_hosts(self, plan: Plan, profile: HardwareProfile) -> int:
-        return -(-plan.mesh.num_devices // profile.devices_per_host) if self.hosts is None else self.hosts
+        return hosts_needed(plan, profile) if self.hosts is None else self.hosts
 
     def _compile(self, plan: Plan, program: Program, profile: HardwareProfile) -> CompiledStep:
-        num_hosts = self._num_hosts(plan, profile)
-        topology_text(plan.mesh.num_devices, num_hosts)  # refused before lowering, as is
-        target_text(profile)  # a profile without a GPU
-        self.report("lower", 1.0)
-        trace = program.of(plan).trace
-        jitted = execute.jit_plan(plan, trace, execute.abstract_mesh(plan.mesh))
-        lowered = execute.lower_for("cuda", jitted, trace.arguments)
-        arguments = [_arguments(plan, program, kept_inputs(lowered))] if self.run else []
-        self.report("XLA compiles", 1.0)
-        compiled = self.compiler.compile(module_bytes(lowered), profile, plan.mesh.num_devices, num_hosts, *arguments)
+        hosts = self._num_hosts(plan, profile)
+        compiled = compile_plan(plan, program.of(plan), profile, hosts, self.compiler, self.report, run=self.run)
         self.elsewhere_s += compiled.compile_s
         return compiled
 
@@ -222,25 +228,3 @@ def _spread(options: Mapping[str, Any], hosts: int) -> HardwareProfile:
 
 def _profile(given: Any, plan: Plan) -> HardwareProfile:
     return given if isinstance(given, HardwareProfile) else load(given or plan.hardware)
-
-
-def _arguments(plan: Plan, program: Program, kept: Sequence[int]) -> Arguments:
-    """What to run the step on: the inputs that the lowered program takes."""
-    trace, place = program.trace, {position: n for n, position in enumerate(kept)}
-    inputs = []
-    for position in kept:
-        raw, dims = raw_struct(trace.avals[trace.inputs[position]]), plan.inputs[position].sharding.dims
-        inputs.append((tuple(raw.shape), str(raw.dtype), tuple(map(tuple, dims))))
-    return Arguments(
-        mesh_axes=plan.mesh.axis_names,
-        mesh_sizes=plan.mesh.axis_sizes,
-        inputs=tuple(inputs),
-        donated=tuple(place[position] for position in plan.donated if position in place),
-        carried=tuple((place[before], after) for before, after in plan.carried if before in place),
-    )
-
-
-def _argument_bytes(plan: Plan, program: Program) -> float:
-    graph = program.graph
-    read = {value for node in graph.nodes for value in node.operands} | set(graph.outputs)
-    return sum(tensor.num_bytes for tensor, value in zip(plan.inputs, graph.inputs, strict=True) if value in read)

@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec as P
 from test_plan import make_plan
 
 from autopar import cli
-from autopar.cli import load_target, main, parse_pin, parse_size
+from autopar.cli import load_target, main
+from autopar.cli_options import parse_pin, parse_size
 from autopar.errors import BudgetError, PinError, TargetError
-from autopar.explain import TEXT_WIDTH, explain
-from autopar.plan import load_plan
+from autopar.explain import explain
+from autopar.explain_tables import TEXT_WIDTH
+from autopar.saved_plans import load_plan
 
 TARGET = """\
 def step(state, batch):

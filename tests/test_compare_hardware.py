@@ -20,8 +20,8 @@ from autopar.cli import main
 from autopar.compare_hardware import Compared, Comparison, compare, profiles_of
 from autopar.cost.hardware import HardwareProfile, load
 from autopar.errors import HardwareError
-from autopar.explain import plain_text
 from autopar.explain_comparison import comparison_json, render_comparison
+from autopar.explain_tables import plain_text
 from autopar.least_devices import Fit, fits, meshes_of, numbers_of_devices, state_of
 from autopar.plan import Plan
 from autopar.planner import plan_in_microbatches

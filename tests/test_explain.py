@@ -11,16 +11,10 @@ import pytest
 from rich.console import Console
 from test_plan import make_plan
 
-from autopar.explain import (
-    MAX_ROWS,
-    TEXT_WIDTH,
-    explain,
-    explain_json,
-    render,
-    render_summary,
-    short_source,
-)
+from autopar.explain import explain, explain_json, render, render_summary
+from autopar.explain_program import MAX_ROWS
 from autopar.explain_rows import collapse
+from autopar.explain_tables import TEXT_WIDTH, short_source
 from autopar.plan import Plan
 from autopar.units import human_bytes, human_seconds
 

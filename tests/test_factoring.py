@@ -24,6 +24,7 @@ from autopar.equations import LiteralOperand
 from autopar.factoring.rewrite import factor_dims
 from autopar.graph.check import check
 from autopar.graph.from_jaxpr import graph_of
+from autopar.program import program_of
 from autopar.trace import Trace, trace
 
 PROFILE = str(Path(__file__).parent / "profiles" / "alpha_beta.toml")
@@ -312,7 +313,7 @@ def test_a_loop_that_is_not_split_is_compiled_as_it_was_written() -> None:
     """The same under a plan of the program that sees it as two, as where another loop is split."""
     program, _ = by_head(batch=16)
     args = program.abstract_args()
-    traced = planner.program_of(program.step, args, carry=None, donate=None)
+    traced = program_of(program.step, args, carry=None, donate=None)
     assert traced.whole is not None
     texts = []
     for form in (dataclasses.replace(traced, whole=None), traced.whole):

@@ -30,6 +30,7 @@ from test_rules_forced import ONE_DEVICE_ONLY
 
 from autopar import execute, planner
 from autopar.mesh import parse_mesh
+from autopar.program import program_of
 from autopar.rules.table import RULES
 
 NUM_PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "500"))
@@ -82,7 +83,7 @@ def compiled(function: Any, args: Any) -> Any:
 def mismatches(program: RandomProgram) -> list[str]:
     """Outputs that the planned program computes otherwise."""
     args = program.arguments()
-    traced = planner.program_of(program.step, args, carry=None, donate=None)
+    traced = program_of(program.step, args, carry=None, donate=None)
     plan = planner.plan_program(
         traced, mesh=program.mesh, hardware="cpu-host", solver=oracles.RandomSolver(program.strategies)
     )
@@ -156,7 +157,7 @@ def primitives(operation: Operation) -> Iterator[str]:
     drawn = random_program(EachName(0), [operation], least=40, most=40)
     for mode in ("forward", "gradient"):
         program = replace(drawn, mode=mode)
-        traced = planner.program_of(program.step, program.arguments(), carry=None, donate=None)
+        traced = program_of(program.step, program.arguments(), carry=None, donate=None)
         yield from (equation.primitive for equation in traced.trace.equations)
 
 

@@ -13,7 +13,8 @@ import pytest
 from autopar.graph.check import check
 from autopar.graph.ir import Graph
 from autopar.mesh import parse_mesh
-from autopar.planner import program_of, rules_of
+from autopar.planner import rules_of
+from autopar.program import program_of
 from autopar.rules.factors import Factor, Rule
 from autopar.rules.groups import SMALL_SIZE, Group, form_groups
 from autopar.rules.registry import NodeView

@@ -21,9 +21,10 @@ from autopar.errors import BudgetError, MicrobatchError
 from autopar.explain import explain
 from autopar.microbatch.classify import classify
 from autopar.microbatch.places import Place, Places
-from autopar.plan import Plan, load_plan
+from autopar.plan import Plan
 from autopar.planner import plan_program
 from autopar.program import Program, program_of
+from autopar.saved_plans import load_plan
 from benchmarks.zoo import small
 
 Array = jax.Array

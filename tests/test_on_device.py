@@ -24,7 +24,8 @@ from autopar.lowering import Instruction, InstructionKind, LocalProgram
 from autopar.mesh import parse_mesh
 from autopar.on_device import _together, device_program
 from autopar.pins import resolve_pins
-from autopar.planner import _group, program_of
+from autopar.planner import _group
+from autopar.program import program_of
 from autopar.solve.ilp import Ilp
 from autopar.timeline import simulate
 

@@ -29,8 +29,8 @@ from autopar.plan import (
     RejectedMesh,
     Role,
     TensorPlan,
-    load_plan,
 )
+from autopar.saved_plans import load_plan
 from autopar.sharding import TensorSharding, replicated
 
 MESH = MeshShape(("data", "model"), (2, 4))
@@ -184,6 +184,7 @@ def test_round_trip(tmp_path: Path) -> None:
     plan = make_plan()
     plan.save(tmp_path / "a.plan.json")
     loaded = load_plan(tmp_path / "a.plan.json")
+    assert isinstance(loaded, Plan)
     assert loaded == plan
     assert loaded.rejected[1].step_time_s == math.inf
     assert loaded.in_tree is None

@@ -291,7 +291,7 @@ def test_many_may_write_one_entry_at_once(
 
     def use(_: int) -> autopar.Plan:
         asked = {"which": next(counter) % 3}
-        return plan_cache.kept(program, asked, tmp_path, lambda: plan)
+        return plan_cache.kept(program, asked, tmp_path, lambda: plan, autopar.Plan.from_json)
 
     with ThreadPoolExecutor(8) as pool:
         assert all(found == plan for found in pool.map(use, range(60)))
@@ -307,7 +307,7 @@ def test_what_was_used_longest_ago_goes_first(
     plan = plan_of(mlp, False)
 
     def use(which: int) -> None:
-        plan_cache.kept(program, {"which": which}, tmp_path, lambda: plan)
+        plan_cache.kept(program, {"which": which}, tmp_path, lambda: plan, autopar.Plan.from_json)
 
     use(0)
     use(1)

@@ -298,6 +298,7 @@ def test_the_planned_step_computes_the_same(scanned: bool, tmp_path: Any) -> Non
     plan = planned_within(scanned, 0.6)
     plan.save(tmp_path / "plan.json")
     saved = autopar.load_plan(tmp_path / "plan.json")
+    assert isinstance(saved, autopar.Plan)
     assert saved.recomputed == plan.recomputed
     mesh = execute.make_mesh(plan.mesh, jax.devices()[:1])
     of_plan = replace(saved, in_tree=program.trace.in_tree, out_tree=program.trace.out_tree)

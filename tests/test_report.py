@@ -18,7 +18,7 @@ from autopar.calls import REMEMBERED, Calls
 from autopar.cost.hardware import load
 from autopar.errors import StepSignatureError
 from autopar.measure_step import model_flops, report_on
-from autopar.planner import program_of
+from autopar.program import program_of
 from autopar.step_report import StepReport
 
 # -- timing -----------------------------------------------------------------------------------

@@ -173,6 +173,7 @@ def test_a_saved_plan_needs_the_function_again(tmp_path: Path) -> None:
     plan = planned(other)
     plan.save(tmp_path / "plan.json")
     loaded = autopar.load_plan(tmp_path / "plan.json")
+    assert isinstance(loaded, autopar.Plan)
     assert loaded.regions == plan.regions != ()
     autopar.register_rule("shifted_elsewhere", "rows . -> rows .")
     with pytest.raises(RuleError, match=r"runs `shifted_elsewhere` in parts.*none is registered here"):

@@ -20,7 +20,7 @@ from same_steps import Trained, assert_same, splits, train
 
 import autopar
 from autopar.mesh import parse_mesh
-from autopar.planner import plan
+from autopar.plan_step import plan
 from benchmarks.zoo import language, vision
 from benchmarks.zoo.training import Training
 

@@ -21,9 +21,10 @@ from autopar.cost.hardware import HardwareProfile, load
 from autopar.execute import abstract_mesh, jit_plan, lower_for
 from autopar.hlo import Collective
 from autopar.jax_compat import module_bytes
-from autopar.plan import Plan, load_plan
-from autopar.planner import program_of
+from autopar.plan import Plan
+from autopar.program import program_of
 from autopar.rules.window import LocalWindow, Window
+from autopar.saved_plans import load_plan
 
 Params = list[jax.Array]
 Layer = tuple[tuple[int, int, int, int], dict[str, Any]]  # a kernel's shape, and how it is applied
@@ -182,7 +183,8 @@ def cheap_links() -> HardwareProfile:
 def test_a_plan_with_regions_is_read_back(wide: Plan, tmp_path: Any) -> None:
     path = tmp_path / "plan.json"
     wide.save(path)
-    assert load_plan(path).regions == wide.regions != ()
+    loaded = load_plan(path)
+    assert isinstance(loaded, Plan) and loaded.regions == wide.regions != ()
 
 
 WINDOWS = {

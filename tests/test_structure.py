@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import autopar
 from autopar.errors import PinError
 from autopar.plan import Plan
-from autopar.planner import program_of
+from autopar.program import program_of
 from autopar.trace import Trace, trace
 
 LAYERS, WIDTH, ROWS = 4, 32, 16

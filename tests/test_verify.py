@@ -363,7 +363,7 @@ def test_the_command_exits_with_1_where_a_figure_is_off(
     printed = capsys.readouterr().out
     assert "off: arguments" in printed
     assert f"saved to {output}" in printed
-    assert autopar.load_plan(output).mesh.num_devices == 2
+    assert autopar.load_plan(output).num_devices == 2
     assert main(["verify", *arguments, "-o", str(tmp_path)]) == 2
 
 
@@ -532,7 +532,7 @@ def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
 def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices stand in for GPUs: the same process, the same messages; carried state goes round."""
     from autopar import execute, jax_compat
-    from autopar.verify import _arguments
+    from autopar.compile_plan import _arguments
 
     monkeypatch.setattr(compiler, "own_flags", lambda text: ["--xla_force_host_platform_device_count=4"])
     program = programs.mlp(batch=64, width=64, num_layers=2, optimizer="adam")

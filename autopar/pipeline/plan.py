@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from autopar.mesh import MeshShape
 from autopar.pipeline.cluster import Cluster, Submesh
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.schedules.table import build
@@ -139,6 +140,16 @@ class PipelinePlan:
     def hardware(self) -> str:
         """The kinds of device, for people."""
         return " + ".join(self.cluster.kinds)
+
+    @property
+    def num_devices(self) -> int:
+        """Of the cluster."""
+        return self.cluster.num_devices
+
+    def place(self, position: int) -> tuple[MeshShape, int]:
+        """Where an input lies: a mesh, and the number of its first device."""
+        stage = self.stages[self.input_stages[position]]
+        return stage.plan.mesh, stage.devices.start
 
     @property
     def num_submeshes(self) -> int:

@@ -202,7 +202,7 @@ class _Planning:
                 cost=cost,
                 sends_bytes=found.search.boundary_bytes[stage.last + 1] if sent is not None else 0.0,
                 sends_s=sent or 0.0,
-                plan=run.plan,
+                plan=replace(run.plan, memory_budget_bytes=None),  # the schedule's to keep
             )
             for stage, cost, run, sent in zip(step.stages, costs, runs, [*sends, None], strict=True)
         ]

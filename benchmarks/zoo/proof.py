@@ -13,7 +13,8 @@ from typing import Any
 
 import autopar
 from autopar.mesh import parse_mesh
-from autopar.planner import Program, program_of
+from autopar.planner import Program
+from autopar.program import program_of
 from autopar.rules.factors import Rule
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for, unknown_rule

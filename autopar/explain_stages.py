@@ -1,0 +1,204 @@
+"""What a plan of stages does, in words, tables and a picture: reads a `PipelinePlan` and nothing else.
+
+In: a plan, fresh or from a file. Out: `explain_stages(plan)`, a `StagesExplanation` that prints as plain text and holds the
+timeline; `render_stages(plan, console)` for a terminal; `stages_json(plan)` for programs. Each stage has a plan of its own,
+which is explained like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from autopar.explain_tables import (
+    TEXT_WIDTH,
+    bars,
+    facts_table,
+    finite,
+    inset,
+    new_table,
+    notes_section,
+    plain_text,
+    section,
+    share_text,
+)
+from autopar.pipeline.plan import PipelinePlan, StagePlan
+from autopar.pipeline.schedules.table import SCHEDULES
+from autopar.pipeline.spans import PipelineTimeline
+from autopar.pipeline.timeline_text import timeline_text
+from autopar.units import human_bytes, human_seconds
+
+#: Other ways to run the step that are shown; the JSON has all.
+MAX_TRIED = 8
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StagesExplanation:
+    """A plan of stages in tables. Printed, it is plain text.
+
+    Args:
+        timeline: of one step, simulated: `timeline_svg(told.timeline)` draws it.
+    """
+
+    plan: PipelinePlan
+    timeline: PipelineTimeline
+
+    def __str__(self) -> str:
+        return plain_text(lambda console: _print(self, console))
+
+    __repr__ = __str__
+
+
+def explain_stages(plan: PipelinePlan) -> StagesExplanation:
+    """Say what a plan of stages does: `print(explain_stages(plan))`."""
+    return StagesExplanation(plan, plan.timeline())
+
+
+def render_stages(plan: PipelinePlan, console: Console) -> None:
+    """Print the explanation to a console, with styles where it has them."""
+    _print(explain_stages(plan), console)
+
+
+def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
+    """Print it without the timeline and what else was tried."""
+    console.print(Group(*_head(plan), *_totals(plan), *_stages(plan), *notes_section(plan.notes)))
+
+
+def stages_json(plan: PipelinePlan) -> dict[str, Any]:
+    """The explanation as JSON types: raw seconds and bytes, null for what is infinite."""
+    timeline = plan.timeline()
+    document = {
+        "format": "autopar-stages-explanation",
+        "version": 1,
+        "program": plan.program.name,
+        "cluster": [asdict(group) for group in plan.cluster.groups],
+        "strategy": plan.words,
+        "schedule": plan.schedule,
+        "num_microbatches": plan.num_microbatches,
+        "memory_budget_bytes": plan.memory_budget_bytes,
+        "prediction": asdict(plan.prediction) | {"peak_bytes": plan.prediction.peak_bytes},
+        "outcome": asdict(plan.outcome),
+        "stages": [_stage_json(stage) for stage in plan.stages],
+        "timeline": [
+            {"submesh": span.submesh, "start_s": span.start_s, "end_s": span.end_s, **span.task._asdict()}
+            for span in timeline.spans
+        ],
+        "tried": [asdict(other) for other in plan.tried],
+        "notes": plan.notes,
+        "versions": plan.versions,
+    }
+    return finite(document)
+
+
+def _stage_json(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "layers": [stage.first_layer, stage.last_layer],
+        "devices": [stage.devices.start, stage.devices.stop - 1],
+        "hardware": stage.submesh.shape.kind,
+        "mesh": dict(zip(stage.plan.mesh.axis_names, stage.plan.mesh.axis_sizes, strict=True)),
+        "strategy": stage.plan.words,
+        "cost": asdict(stage.cost),
+        "sends_bytes": stage.sends_bytes,
+        "sends_s": stage.sends_s,
+    }
+
+
+def _print(told: StagesExplanation, console: Console) -> None:
+    plan = told.plan
+    console.print(Group(*_head(plan), *_totals(plan), *_stages(plan)))
+    console.print(Text("Timeline of a step, simulated", "bold"), Text())
+    console.print(inset(timeline_text(told.timeline, width=min(console.width, TEXT_WIDTH) - 4)), Text())
+    console.print(Group(*_tried(plan.tried, plan), *notes_section(plan.notes)))
+
+
+def _head(plan: PipelinePlan) -> list[RenderableType]:
+    outcome = plan.outcome
+    sure = f"stages {outcome.status}" if outcome.gap <= 1e-6 else f"stages within {100 * outcome.gap:.2g} %"
+    if not math.isfinite(outcome.gap):
+        sure = f"not bounded; {outcome.status}"
+    looked = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
+    what = SCHEDULES[plan.schedule].words if plan.schedule in SCHEDULES else ""
+    facts = [
+        ("Strategy", plan.words),
+        ("Certainty", f"{sure}, by the prices of planned layers ({looked}, {human_seconds(outcome.search_time_s)})"),
+        ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
+    ]
+    if plan.own_statistics:
+        text = "each microbatch has its own batch statistics, so this is not quite the step as written"
+        facts.append(("Statistics", text))
+    count = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "one stage"
+    where = f"{plan.cluster.num_devices} devices ({plan.cluster})"
+    return [Text(f"Plan of `{plan.program.name}` in {count} for {where}", "bold"), Text(), facts_table(facts), Text()]
+
+
+def _totals(plan: PipelinePlan) -> list[RenderableType]:
+    told, budget = plan.prediction, plan.memory_budget_bytes
+    of = f"of {human_bytes(budget)} ({share_text(told.peak_bytes, budget)})" if budget else ""
+    waiting = told.bubble_fraction * told.step_time_s
+    parts = [("busy", told.step_time_s - waiting), ("bubble", waiting)]
+    memory = [(f"submesh {i}", size) for i, size in enumerate(told.stage_bytes)]
+    return [
+        Text(f"Predicted step time: {human_seconds(told.step_time_s)}", "bold"),
+        inset(bars(parts, told.step_time_s, human_seconds)),
+        Text(),
+        Text(f"Predicted peak memory per device: {human_bytes(told.peak_bytes)} {of}".rstrip(), "bold"),
+        inset(bars(memory, told.peak_bytes, human_bytes)),
+        Text(),
+    ]
+
+
+def _stages(plan: PipelinePlan) -> list[RenderableType]:
+    split = any(stage.cost.weight_s for stage in plan.stages)
+    numbers = ["forward", "input" if split else "backward", *(["weight"] if split else []), "update", "sends"]
+    table = new_table("stage", "layers", "devices", *numbers, "mesh and strategy", right=numbers)
+    for number, stage in enumerate(plan.stages):
+        cost = stage.cost
+        seconds = [cost.forward_s, cost.backward_s, *([cost.weight_s] if split else []), cost.update_s]
+        sends = f"{human_bytes(stage.sends_bytes)}\n{human_seconds(stage.sends_s)}" if stage.sends_bytes else "-"
+        table.add_row(
+            str(number),
+            _range(stage.first_layer, stage.last_layer),
+            f"{_range(stage.devices.start, stage.devices.stop - 1)}\n{stage.submesh.shape.kind}",
+            *map(human_seconds, seconds),
+            sends,
+            Text(f"{stage.plan.mesh.describe()}\n{stage.plan.words}" + _again(stage)),
+        )
+    under = "seconds of one microbatch, `update` of a step; `sends`: what one microbatch sends on, one way"
+    return section("Stages", table, under)
+
+
+def _again(stage: StagePlan) -> str:
+    """What it computes again."""
+    if not stage.plan.recomputed:
+        return ""
+    return f"\ncomputes again what takes {human_seconds(sum(one.time_s for one in stage.plan.recomputed))} a microbatch"
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _tried(tried: Sequence[Any], plan: PipelinePlan) -> list[RenderableType]:
+    """The best of what else was found."""
+    if len(tried) < 2:
+        return []
+    numbers = ["microbatches", "predicted step", "peak memory"]
+    table = new_table("schedule", "stages", *numbers, right=numbers)
+    best = sorted(tried, key=lambda other: other.step_time_s)
+    for other in best[:MAX_TRIED]:
+        fits = math.isfinite(other.step_time_s)
+        slower = other.step_time_s / plan.prediction.step_time_s - 1 if fits else math.inf
+        table.add_row(
+            Text(other.schedule or "one program"),
+            str(other.num_stages) if fits else "-",
+            str(other.num_microbatches),
+            f"{human_seconds(other.step_time_s)}, {100 * slower:+.1f} %" if fits else "does not fit",
+            human_bytes(other.peak_bytes) if fits else "-",
+        )
+    left = f"and {len(best) - MAX_TRIED} more" if len(best) > MAX_TRIED else ""
+    return section("What was tried, the fastest first", table, left)
