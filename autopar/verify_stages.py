@@ -52,8 +52,12 @@ class StagesVerification:
     def off(self) -> tuple[str, ...]:
         """The names of the figures that are off, with their stage; empty where all hold."""
         names = [f"stage {n}: {name}" for n, one in enumerate(self.stages) for name in one.off]
-        pairs = zip(self.peak_bytes, self.budget_bytes, strict=True)
-        return (*names, *(f"submesh {n}: memory budget" for n, (peak, budget) in enumerate(pairs) if peak > budget))
+        return tuple(names) if self.fits else (*names, "memory budget")
+
+    @property
+    def fits(self) -> bool:
+        """Whether XLA's programs keep to the memory budget, with the microbatches in flight."""
+        return all(peak <= budget for peak, budget in zip(self.peak_bytes, self.budget_bytes, strict=True))
 
     @property
     def holds(self) -> bool:
