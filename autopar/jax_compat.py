@@ -213,6 +213,11 @@ def scan_of(length: int) -> Any:
     return open_jaxpr(closed)[0].eqns[0]
 
 
+def scan_with_length(equation: Any, length: int) -> Any:
+    """The equation of a `scan`, of so many trips."""
+    return equation.replace(params={**equation.params, "length": length})
+
+
 def staged(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """The jaxpr of a function of arrays with these types: `.invars`, `.eqns`, `.outvars`."""
     jaxpr, constants = open_jaxpr(jax.make_jaxpr(function)(*map(shape_struct, avals)))

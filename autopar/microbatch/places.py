@@ -126,9 +126,10 @@ class Places:
             MicrobatchError: no input but carried state has a dim.
         """
         size, inputs = leading_dim(self.graph)
-        return Batch(size, inputs, self._spread(size, [(self.graph.inputs[i], Place(0)) for i in inputs]))
+        return Batch(size, inputs, self.follow(size, [(self.graph.inputs[i], Place(0)) for i in inputs]))
 
-    def _spread(self, size: int, seeds: Iterable[tuple[int, Place]]) -> dict[int, frozenset[Place]]:
+    def follow(self, size: int, seeds: Iterable[tuple[int, Place]]) -> dict[int, frozenset[Place]]:
+        """Where a loop of so many iterations stands that some values are known to hold."""
         found: dict[int, set[Place]] = defaultdict(set)
         waiting = list(seeds)
         while waiting:
@@ -144,6 +145,13 @@ class Places:
         return {value: frozenset(places) for value, places in found.items()}
 
     # -- one node ----------------------------------------------------------------------------
+
+    def flops(self, node: int) -> float:
+        """Operations of a step, on all devices together."""
+        rule = self.rules[node]
+        if rule is None:
+            return 0.0
+        return math.prod(f.size for f in rule.factors) * rule.flops_per_point * self.graph.nodes[node].repeat
 
     def factor(self, node: int, batch: Batch) -> Factor | None:
         """The loop of a node that is the batch, where all its tensors agree and examples do not meet in it."""

@@ -1,21 +1,26 @@
 """From a step to the programs of its stages.
 
 In: a `Program`, where layers begin, which stage each belongs to, and how many microbatches. Out: `StageProgram`s, which
-are planned like any other program.
+are planned like any other program. A loop over layers counts as many units of the forward pass as it has trips; once it
+is known which of them belong together, it is cut into loops of so many trips.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autopar.graph.from_jaxpr import graph_of
 from autopar.microbatch.classify import classify
 from autopar.microbatch.places import Places
 from autopar.microbatch.rewrite import check_divides, laid_for_parts, rewritten
 from autopar.pipeline.extract import Cut, Port, StageTrace, stage_trace, stage_traces
 from autopar.pipeline.flow import Chain, Flow, chain_of
 from autopar.pipeline.homes import homes_of, labelled
+from autopar.pipeline.stacks import Stack, stack_of, stacks_of
+from autopar.pipeline.unstack import Unstacked, as_it_is, unstacked
 from autopar.program import Program, program_of_trace
 from autopar.trace import Trace
 
@@ -38,9 +43,14 @@ class Cuttable:
     """A step that may be cut between any two units of its forward pass.
 
     Args:
+        whole: the step, its loops uncut. stacks: of its loops, those that can be cut.
+        cut: the same, with loops cut; all that follows is of it.
         own_statistics: as in `classify`.
     """
 
+    whole: Unstacked
+    stacks: tuple[Stack, ...]
+    cut: Unstacked
     flow: Flow
     places: Places
     own_statistics: bool
@@ -56,8 +66,30 @@ class Cuttable:
         form = traced.whole or traced
         trace, graph = laid_for_parts(form.trace, form.graph)
         places = Places(graph)
-        split = classify(trace, graph, places, own_statistics=own_statistics)
-        return cls(Flow.of(trace, graph, split, places.rules), places, own_statistics)
+        stacks = tuple(stacks_of(trace, graph, places))
+        each = [_equal_starts(stack.length) for stack in stacks]
+        return cls._with(as_it_is(trace, graph), stacks, each, own_statistics)
+
+    @classmethod
+    def _with(
+        cls, whole: Unstacked, stacks: tuple[Stack, ...], starts: Sequence[Sequence[int]], own_statistics: bool
+    ) -> Cuttable:
+        """A step whose loops are cut.
+
+        Args:
+            starts: of each stack, the first trips of its parts.
+        """
+        cut, graph = whole, graph_of(whole.trace, whole.carried)
+        places = Places(graph)
+        for stack, firsts in zip(stacks, starts, strict=True):
+            if len(firsts) > 1:
+                loops = [cut.origins.index((loop, 0)) for loop in stack.loops]
+                cut = unstacked(cut, places, stack_of(cut.trace, graph, places, loops), firsts)
+                graph = graph_of(cut.trace, cut.carried)
+                places = Places(graph)
+        split = classify(cut.trace, graph, places, own_statistics=own_statistics)
+        flow = Flow.of(cut.trace, graph, split, places)
+        return cls(whole, stacks, cut, flow, places, own_statistics)
 
     @functools.cached_property
     def chain(self) -> Chain:
@@ -73,14 +105,42 @@ class Cuttable:
         Raises:
             MicrobatchError: where the batch has not so many equal parts.
         """
-        flow = self.flow
-        check_divides(flow.graph, num_microbatches)
-        homes = homes_of(flow, starts)
+        check_divides(self.flow.graph, num_microbatches)
+        coarse, at = self._joined(starts)
+        flow = coarse.flow
+        homes = homes_of(flow, at)
         trace = labelled(flow, homes.layers)
-        split = classify(trace, flow.graph, self.places, own_statistics=self.own_statistics)
-        looped = rewritten(trace, flow.graph, self.places, split, num_microbatches)
+        split = classify(trace, flow.graph, coarse.places, own_statistics=self.own_statistics)
+        looped = rewritten(trace, flow.graph, coarse.places, split, num_microbatches)
         inputs = frozenset(flow.graph.inputs) & flow.free_values
-        return Layers(looped, inputs, homes.lies, flow.graph.carried, tuple(starts), num_microbatches)
+        return Layers(self, coarse.cut, looped, inputs, homes.lies, tuple(starts), num_microbatches)
+
+    def _joined(self, starts: Sequence[int]) -> tuple[Cuttable, Sequence[int]]:
+        """The step with those trips of a loop in one that are in one layer, and where its layers begin."""
+        if not self.stacks:
+            return self, starts
+        layer_of: dict[tuple[int, int], int] = {}
+        firsts = set(starts)
+        layer = -1
+        for position, unit in enumerate(self._chain_origins()):
+            layer += position in firsts
+            layer_of.setdefault(unit, layer)
+        bounds: list[Sequence[int]] = []
+        for stack in self.stacks:
+            of_trip = {trip: layer for (n, trip), layer in layer_of.items() if n in stack.loops}
+            trips = sorted(of_trip)
+            cuts = [b for a, b in itertools.pairwise(trips) if of_trip[a] != of_trip[b]]
+            bounds.append((0, *cuts))
+        coarse = Cuttable._with(self.whole, self.stacks, bounds, self.own_statistics)
+        reached, at = 0, [0]
+        for position, unit in enumerate(coarse._chain_origins()):
+            reached = max(reached, layer_of.get(unit, reached))
+            at += [position] * (reached + 1 - len(at))
+        return coarse, at
+
+    def _chain_origins(self) -> list[tuple[int, int]]:
+        """Of each unit of the chain, what it is in the step whose loops are whole."""
+        return [self.cut.origins[self.flow.units[i].start] for i in self.flow.forward]
 
 
 @dataclass(frozen=True)
@@ -88,14 +148,16 @@ class Layers:
     """A step in microbatches whose equations know their layers. Made by `Cuttable.layers`.
 
     Args:
+        cuttable: the step. cut: with its loops cut where layers begin.
+        trace: in microbatches.
         free: inputs that every stage may have. homes: of the others, the layer.
-        carried: positions of inputs and outputs that hold the same state.
     """
 
+    cuttable: Cuttable
+    cut: Unstacked
     trace: Trace
     free: frozenset[int]
     homes: dict[int, int]
-    carried: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
     num_microbatches: int
 
@@ -105,20 +167,45 @@ class Layers:
         Args:
             stage_of: of each layer, its stage.
         """
-        return tuple(_program(one) for one in stage_traces(self.trace, self._cut(stage_of)))
+        layers, stages = self._joined(stage_of)
+        return tuple(map(layers._program, stage_traces(layers.trace, layers._cut(stages))))
 
     def run_of(self, first: int, last: int) -> StageProgram:
         """The program of a stage of the layers from `first` to `last`, wherever the others are."""
         stage_of = [0 if layer < first else 1 if layer <= last else 2 for layer in range(len(self.starts))]
         used = sorted(set(stage_of))
-        cut = self._cut([used.index(stage) for stage in stage_of])
-        return _program(stage_trace(self.trace, cut, used.index(1)))
+        layers, stages = self._joined([used.index(stage) for stage in stage_of])
+        return layers._program(stage_trace(layers.trace, layers._cut(stages), used.index(1)))
+
+    def _joined(self, stage_of: Sequence[int]) -> tuple[Layers, Sequence[int]]:
+        """Layers of one stage that follow one another as one, where loops are cut between them; the stage of each."""
+        begins = [n for n in range(len(stage_of)) if n == 0 or stage_of[n] != stage_of[n - 1]]
+        if not self.cuttable.stacks or len(begins) == len(stage_of):
+            return self, stage_of
+        starts = tuple(self.starts[n] for n in begins)
+        return self.cuttable.layers(starts, self.num_microbatches), [stage_of[n] for n in begins]
 
     def _cut(self, stage_of: Sequence[int]) -> Cut:
-        return Cut(tuple(stage_of), self.free, self.homes, self.carried)
+        return Cut(tuple(stage_of), self.free, self.homes, self.cut.carried)
+
+    def _program(self, stage: StageTrace) -> StageProgram:
+        positions = tuple(position for position, _ in stage.carried)
+        program = program_of_trace(stage.trace, stage.carried, positions, positions)
+        return StageProgram(program, *(tuple(map(self._of_leaf, ports)) for ports in (stage.inputs, stage.outputs)))
+
+    def _of_leaf(self, port: Port) -> Port:
+        """A port by the leaf of the step as it was traced."""
+        if port.kind not in ("argument", "result"):
+            return port
+        leaf = (self.cut.inputs if port.kind == "argument" else self.cut.outputs)[port.value]
+        return replace(port, value=leaf.position, rows=leaf.rows)
 
 
-def _program(stage: StageTrace) -> StageProgram:
-    positions = tuple(position for position, _ in stage.carried)
-    program = program_of_trace(stage.trace, stage.carried, positions, positions)
-    return StageProgram(program, stage.inputs, stage.outputs)
+def _equal_starts(length: int) -> Sequence[int]:
+    """Where the parts of a loop begin that are as fine as they get."""
+    parts = min(length, _FINEST)
+    return sorted({length * i // parts for i in range(parts)})
+
+
+#: A loop of more trips is cut between some of them only.
+_FINEST = 96
