@@ -41,6 +41,7 @@ INLINED = {
     "custom_lin": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "core_closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
 }
 
 _LIBRARY_FOLDERS = tuple({sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]})
