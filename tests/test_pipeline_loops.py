@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
-from pipelines import pipelined
+from pipelines import assert_alike, crossing, pipelined
 
 from autopar.pipeline.run import Pipeline
 
@@ -58,32 +57,8 @@ def batch_of(seed: int) -> Any:
     return jax.random.normal(one, (BATCH, WIDTH)), jax.random.normal(other, (BATCH, WIDTH))
 
 
-def check(step: Any, state: Any, steps: int = 2, **options: Any) -> Pipeline:
-    """The pipeline, once it has given the unsharded step's numbers."""
-    run, pipeline = pipelined(step, (state, batch_of(0)), **options)
-    plain = jax.jit(step)
-    here = there = state
-    for seed in range(steps):
-        here, loss = run(here, batch_of(seed))
-        there, expected = plain(there, batch_of(seed))
-        np.testing.assert_allclose(loss, expected, rtol=1e-5)
-        assert jax.tree.structure(here) == jax.tree.structure(there)
-        for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
-            assert one.shape == other.shape
-            np.testing.assert_allclose(np.asarray(one), other, rtol=1e-5, atol=1e-6)
-    return pipeline
-
-
-def crossing(pipeline: Pipeline, kind: str) -> list[tuple[int, ...]]:
-    """Shapes of what stages get from others."""
-    return [
-        struct.shape
-        for stage in pipeline.stages
-        for port, struct in zip(
-            stage.program.inputs, jax.tree.leaves(stage.program.program.trace.arguments), strict=True
-        )
-        if port.kind == kind
-    ]
+def check(step: Any, state: Any, **options: Any) -> Pipeline:
+    return assert_alike(step, state, batch_of, **options)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
@@ -110,3 +85,74 @@ def test_a_leaf_in_equal_parts_is_an_array_over_all_stages() -> None:
     assert len(kernel.sharding.device_set) == len(jax.devices())
     rows = {shard.index[0].indices(LAYERS)[:2] for shard in kernel.addressable_shards}
     assert {stop - start for start, stop in rows} == {LAYERS // 2}
+
+
+def shared_weight(params: Any, batch: Any) -> jax.Array:
+    """Each trip reads a weight that all share: each stage adds up a gradient of it."""
+
+    def block(h: jax.Array, one: Any) -> tuple[jax.Array, None]:
+        return h + jnp.tanh(layer(h, one)[0] @ params["first"]), None
+
+    h, _ = lax.scan(block, batch[0], params["layers"])
+    return jnp.mean((h @ params["last"] - batch[1]) ** 2)
+
+
+def test_a_weight_that_all_trips_share() -> None:
+    """Its gradient passes once a step, however many microbatches there are."""
+    pipeline = check(step_of(ADAM, shared_weight), state_of(ADAM), num_stages=2, num_microbatches=2)
+    assert crossing(pipeline, "inside") == [(BATCH // 2, WIDTH)] * 2
+    assert [shape for shape in crossing(pipeline, "outside") if shape] == [(WIDTH, WIDTH)]
+
+
+def random_and_recomputed(params: Any, batch: Any) -> jax.Array:
+    """Keys are carried from layer to layer, or stacked; a layer is computed again; each adds a term to the loss."""
+
+    def block(carry: Any, one: Any) -> Any:
+        h, key = carry
+        weights, stacked = one
+        key, own = jax.random.split(key)
+        kept = jax.random.bernoulli(own, 0.8, h.shape) & jax.random.bernoulli(stacked, 0.8, h.shape)
+        h = h + jnp.where(kept, jnp.tanh(h @ weights["kernel"] + weights["bias"]), 0.0)
+        return (h, key), jnp.mean(h**2)
+
+    keys = jax.random.split(jax.random.key(4), LAYERS)
+    start = (batch[0] @ params["first"], jax.random.PRNGKey(3))
+    (h, _), sizes = lax.scan(jax.checkpoint(block), start, (params["layers"], keys))
+    return jnp.mean((h @ params["last"] - batch[1]) ** 2) + 0.1 * jnp.sum(sizes)
+
+
+def test_layers_with_dropout_that_are_computed_again() -> None:
+    pipeline = check(step_of(ADAM, random_and_recomputed), state_of(ADAM), num_stages=2, num_microbatches=2)
+    assert sorted(crossing(pipeline, "inside")) == [(2,), (BATCH // 2, WIDTH), (BATCH // 2, WIDTH)]
+
+
+def two_loops(params: Any, batch: Any) -> jax.Array:
+    """An encoder, and a decoder each of whose layers reads what it made; layers of one are stacked along another dim."""
+
+    def decode(h: jax.Array, one: Any) -> tuple[jax.Array, None]:
+        return h + jnp.tanh(h @ one + encoded), None
+
+    encoded, _ = lax.scan(layer, batch[0] @ params["first"], params["layers"])
+    h, _ = lax.scan(decode, batch[1], jnp.moveaxis(params["decoder"], 1, 0))
+    return jnp.mean((h @ params["last"] - batch[1]) ** 2)
+
+
+def test_two_loops_of_as_many_trips() -> None:
+    params, _ = state_of(ADAM)
+    params["decoder"] = 0.2 * jax.random.normal(jax.random.key(9), (WIDTH, LAYERS, WIDTH))
+    state = params, ADAM.init(params)
+    pipeline = check(step_of(ADAM, two_loops), state, num_stages=4, num_microbatches=2)
+    assert set(crossing(pipeline, "inside")) == {(BATCH // 2, WIDTH)}
+    assert all(shape == () for shape in crossing(pipeline, "outside"))
+
+
+def test_a_leaf_whose_layers_are_renewed_as_a_whole_is_read_as_a_whole() -> None:
+    """What is no elementwise update, here one that mixes layers, is done to all layers together."""
+
+    def step(params: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss_of)(params, batch)
+        kernels = gradients["layers"]["kernel"]
+        gradients["layers"]["kernel"] = kernels + 0.1 * jnp.cumsum(kernels, 0) + 0.1 * kernels[::-1]
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    check(step, state_of(SGD)[0], num_stages=2, num_microbatches=2)

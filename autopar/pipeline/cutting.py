@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from autopar.errors import MicrobatchError
 from autopar.graph.from_jaxpr import graph_of
 from autopar.microbatch.classify import classify
 from autopar.microbatch.places import Places
@@ -46,6 +48,7 @@ class Cuttable:
         whole: the step, its loops uncut. stacks: of its loops, those that can be cut.
         cut: the same, with loops cut; all that follows is of it.
         own_statistics: as in `classify`.
+        refusal: why it runs in one microbatch only; None where it may run in more.
     """
 
     whole: Unstacked
@@ -54,17 +57,16 @@ class Cuttable:
     flow: Flow
     places: Places
     own_statistics: bool
+    refusal: MicrobatchError | None
 
     @classmethod
     def of(cls, program: Program, *, own_statistics: bool = False) -> Cuttable:
-        """A step as traced.
-
-        Raises:
-            MicrobatchError: where its batch cannot be split over time.
-        """
+        """A step as traced."""
         traced = program.as_traced
         form = traced.whole or traced
-        trace, graph = laid_for_parts(form.trace, form.graph)
+        trace, graph = form.trace, form.graph
+        with suppress(MicrobatchError):  # it has no batch
+            trace, graph = laid_for_parts(trace, graph)
         places = Places(graph)
         stacks = tuple(stacks_of(trace, graph, places))
         each = [_equal_starts(stack.length) for stack in stacks]
@@ -87,9 +89,13 @@ class Cuttable:
                 cut = unstacked(cut, places, stack_of(cut.trace, graph, places, loops), firsts)
                 graph = graph_of(cut.trace, cut.carried)
                 places = Places(graph)
-        split = classify(cut.trace, graph, places, own_statistics=own_statistics)
+        refusal = None
+        try:
+            split = classify(cut.trace, graph, places, own_statistics=own_statistics)
+        except MicrobatchError as error:
+            split, refusal = classify(cut.trace, graph, places, alone=True), error
         flow = Flow.of(cut.trace, graph, split, places)
-        return cls(whole, stacks, cut, flow, places, own_statistics)
+        return cls(whole, stacks, cut, flow, places, own_statistics, refusal)
 
     @functools.cached_property
     def chain(self) -> Chain:
@@ -103,14 +109,18 @@ class Cuttable:
             starts: of each layer, the position in the chain of its first unit; the first is 0.
 
         Raises:
-            MicrobatchError: where the batch has not so many equal parts.
+            MicrobatchError: where the batch has not so many equal parts, or cannot be split over time at all.
         """
-        check_divides(self.flow.graph, num_microbatches)
+        if num_microbatches > 1:
+            if self.refusal is not None:
+                raise self.refusal
+            check_divides(self.flow.graph, num_microbatches)
         coarse, at = self._joined(starts)
         flow = coarse.flow
         homes = homes_of(flow, at)
         trace = labelled(flow, homes.layers)
-        split = classify(trace, flow.graph, coarse.places, own_statistics=self.own_statistics)
+        alone = self.refusal is not None
+        split = classify(trace, flow.graph, coarse.places, own_statistics=self.own_statistics, alone=alone)
         looped = rewritten(trace, flow.graph, coarse.places, split, num_microbatches)
         inputs = frozenset(flow.graph.inputs) & flow.free_values
         return Layers(self, coarse.cut, looped, inputs, homes.lies, tuple(starts), num_microbatches)

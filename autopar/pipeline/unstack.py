@@ -135,7 +135,7 @@ class _Unstacking:
     def _stand_at(self, n: int) -> None:
         equation = self.trace.equations[n]
         self.like = replace(equation, repeat=1.0, piece=None)
-        self.at = (self.before.origins[n][0], 0)
+        self.at = self.before.origins[n]
 
     # -- one equation ------------------------------------------------------------------------
 
