@@ -78,8 +78,15 @@ def num_examples(graph: Graph) -> int:
 
 
 def leading_dim(graph: Graph) -> tuple[int, tuple[int, ...]]:
-    """The length of the leading dim of most of the data, and the inputs that are as long."""
+    """The length of the leading dim of most of the data, and the inputs that are as long.
+
+    Of a step that gives examples back, what it predicts, it is one of the lengths of these: weights that it does not
+    train are no data.
+    """
     carried = {position for position, _ in graph.carried}
+    renewed = {position for _, position in graph.carried}
+    given = [graph.values[v].shape for i, v in enumerate(graph.outputs) if v is not None and i not in renewed]
+    lengths = {shape[0] for shape in given if shape}
     sizes: dict[int, float] = defaultdict(float)
     leading: dict[int, list[int]] = defaultdict(list)
     for position, value in enumerate(graph.inputs):
@@ -92,7 +99,7 @@ def leading_dim(graph: Graph) -> tuple[int, tuple[int, ...]]:
             "the step has no batch to split into microbatches: no argument but carried state holds an array with"
             " a leading dim. Pass the batch as an argument, or give `carry` if the batch was taken for state"
         )
-    size = max(sizes, key=lambda s: (sizes[s], s))
+    size = max(sizes, key=lambda s: (s in lengths, sizes[s], s))
     return size, tuple(leading[size])
 
 

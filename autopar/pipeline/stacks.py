@@ -9,11 +9,13 @@ optimizer's moments. So nothing is said of a loop over time, whose trips share t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from autopar.equations import Region
+from autopar.errors import MicrobatchError
 from autopar.graph.ir import Graph
-from autopar.microbatch.places import Batch, Place, Places
+from autopar.microbatch.places import Batch, Place, Places, leading_dim
 from autopar.trace import Trace
 
 #: Loops with less than this share of the step's work are left whole.
@@ -44,7 +46,7 @@ def stacks_of(trace: Trace, graph: Graph, places: Places) -> Iterator[Stack]:
         graph, places: of the trace.
     """
     outer = {region.enter[0]: region for region in _outermost(trace.regions) if region.kind == "scan"}
-    state = {graph.inputs[position] for position, _ in graph.carried}
+    state = _parameters(graph)
     work = {start: sum(map(places.flops, range(start, one.exit[1]))) for start, one in outer.items()}
     least = _WORTH * sum(map(places.flops, range(len(graph.nodes))))
     taken = set[int]()
@@ -76,6 +78,15 @@ def stack_of(trace: Trace, graph: Graph, places: Places, loops: Iterable[int]) -
     where = places.follow(length, [seed for region in regions for seed in _seeds(trace, region)])
     inputs = tuple(i for i, value in enumerate(graph.inputs) if _is_whole(graph, value, length, where))
     return Stack(tuple(sorted(region.enter[0] for region in regions)), Batch(length, inputs, where))
+
+
+def _parameters(graph: Graph) -> set[int]:
+    """What each layer has of its own: what a step trains, or takes besides its data."""
+    if graph.carried:
+        return {graph.inputs[position] for position, _ in graph.carried}
+    with suppress(MicrobatchError):  # it has no data
+        return set(graph.inputs) - {graph.inputs[position] for position in leading_dim(graph)[1]}
+    return set(graph.inputs)
 
 
 def _length(region: Region) -> int:
