@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar import execute, planner
 from autopar.equations import LiteralOperand
-from autopar.pipeline.cutting import Cuttable
+from autopar.pipeline.cutting import Cuttable, StageProgram
 from autopar.pipeline.flow import Chain
 from autopar.pipeline.run import Pipeline, PlannedStage
 from autopar.pipeline.schedules.table import build
@@ -57,14 +57,8 @@ def pipelined(
     count = num_stages * virtual
     stages = cuttable.layers(equal_starts(cuttable.chain, count), num_microbatches).stages(range(count))
     built = build(schedule, num_stages, num_microbatches, virtual=virtual)
-    per_submesh = len(jax.devices()) // num_stages
     submesh_of = {task.stage: submesh for task, submesh in built.submesh_of().items()}
-    planned = []
-    for number, stage in enumerate(stages):
-        plan = planner.plan_program(stage.program, mesh=mesh, num_devices=per_submesh, hardware="cpu-host")
-        first = submesh_of[number] * per_submesh
-        devices = jax.devices()[first : first + per_submesh]
-        planned.append(PlannedStage(stage, plan, execute.make_mesh(plan.mesh, devices)))
+    planned = planned_stages(stages, [submesh_of[number] for number in range(count)], mesh=mesh)
     literals = {i: o.value for i, o in enumerate(program.trace.outputs) if isinstance(o, LiteralOperand)}
     pipeline = Pipeline(planned, built, len(program.trace.outputs), literals, compiler_options=QUICKLY)
 
@@ -72,6 +66,19 @@ def pipelined(
         return jax.tree.unflatten(program.trace.out_tree, pipeline.run(jax.tree.leaves(args)))
 
     return run, pipeline
+
+
+def planned_stages(
+    stages: Sequence[StageProgram], submesh_of: Sequence[int], *, mesh: str | None = None
+) -> list[PlannedStage]:
+    """Stages, each planned for its submesh: an equal share of all devices."""
+    per_submesh = len(jax.devices()) // (max(submesh_of) + 1)
+    planned: list[PlannedStage] = []
+    for stage, submesh in zip(stages, submesh_of, strict=True):
+        plan = planner.plan_program(stage.program, mesh=mesh, num_devices=per_submesh, hardware="cpu-host")
+        devices = jax.devices()[submesh * per_submesh : (submesh + 1) * per_submesh]
+        planned.append(PlannedStage(stage, plan, execute.make_mesh(plan.mesh, devices)))
+    return planned
 
 
 def assert_alike(

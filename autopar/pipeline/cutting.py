@@ -20,7 +20,7 @@ from autopar.microbatch.places import Places
 from autopar.microbatch.rewrite import check_divides, laid_for_parts, rewritten
 from autopar.pipeline.extract import Cut, Port, StageTrace, stage_trace, stage_traces
 from autopar.pipeline.flow import Chain, Flow, chain_of
-from autopar.pipeline.homes import homes_of, labelled
+from autopar.pipeline.homes import Homes, homes_of, labelled
 from autopar.pipeline.stacks import Stack, stack_of, stacks_of
 from autopar.pipeline.unstack import Unstacked, as_it_is, unstacked
 from autopar.program import Program, program_of_trace
@@ -111,42 +111,46 @@ class Cuttable:
         Raises:
             MicrobatchError: where the batch has not so many equal parts, or cannot be split over time at all.
         """
+        begun = itertools.accumulate(position in set(starts[1:]) for position in range(len(self.flow.forward)))
+        return self.layered(list(begun), num_microbatches)
+
+    def layered(self, layer_of: Sequence[int], num_microbatches: int) -> Layers:
+        """The same with layers that are any units, branches of a model for instance.
+
+        Args:
+            layer_of: of each unit of the chain, its layer. A layer reads none with a higher number.
+        """
         if num_microbatches > 1:
             if self.refusal is not None:
                 raise self.refusal
             check_divides(self.flow.graph, num_microbatches)
-        coarse, at = self._joined(starts)
+        coarse, coarsely = self._joined(layer_of)
         flow = coarse.flow
-        homes = homes_of(flow, at)
+        homes = homes_of(flow, coarsely)
         trace = labelled(flow, homes.layers)
         alone = self.refusal is not None
         split = classify(trace, flow.graph, coarse.places, own_statistics=self.own_statistics, alone=alone)
         looped = rewritten(trace, flow.graph, coarse.places, split, num_microbatches)
         inputs = frozenset(flow.graph.inputs) & flow.free_values
-        return Layers(self, coarse.cut, looped, inputs, homes.lies, tuple(starts), num_microbatches)
+        return Layers(self, coarse.cut, looped, inputs, homes, tuple(layer_of), num_microbatches)
 
-    def _joined(self, starts: Sequence[int]) -> tuple[Cuttable, Sequence[int]]:
-        """The step with those trips of a loop in one that are in one layer, and where its layers begin."""
+    def _joined(self, layer_of: Sequence[int]) -> tuple[Cuttable, Sequence[int]]:
+        """The step with those trips of a loop in one that are in one layer, and the layer of each unit of that."""
         if not self.stacks:
-            return self, starts
-        layer_of: dict[tuple[int, int], int] = {}
-        firsts = set(starts)
-        layer = -1
-        for position, unit in enumerate(self._chain_origins()):
-            layer += position in firsts
-            layer_of.setdefault(unit, layer)
+            return self, layer_of
+        known: dict[tuple[int, int], int] = {}
+        for origin, layer in zip(self._chain_origins(), layer_of, strict=True):
+            known.setdefault(origin, layer)
         bounds: list[Sequence[int]] = []
         for stack in self.stacks:
-            of_trip = {trip: layer for (n, trip), layer in layer_of.items() if n in stack.loops}
-            trips = sorted(of_trip)
-            cuts = [b for a, b in itertools.pairwise(trips) if of_trip[a] != of_trip[b]]
+            of_trip = {trip: layer for (n, trip), layer in known.items() if n in stack.loops}
+            cuts = [b for a, b in itertools.pairwise(sorted(of_trip)) if of_trip[a] != of_trip[b]]
             bounds.append((0, *cuts))
         coarse = Cuttable._with(self.whole, self.stacks, bounds, self.own_statistics)
-        reached, at = 0, [0]
-        for position, unit in enumerate(coarse._chain_origins()):
-            reached = max(reached, layer_of.get(unit, reached))
-            at += [position] * (reached + 1 - len(at))
-        return coarse, at
+        layers: list[int] = []
+        for origin in coarse._chain_origins():
+            layers.append(known.get(origin, layers[-1] if layers else 0))
+        return coarse, layers
 
     def _chain_origins(self) -> list[tuple[int, int]]:
         """Of each unit of the chain, what it is in the step whose loops are whole."""
@@ -160,43 +164,48 @@ class Layers:
     Args:
         cuttable: the step. cut: with its loops cut where layers begin.
         trace: in microbatches.
-        free: inputs that every stage may have. homes: of the others, the layer.
+        free: inputs that every stage may have. homes: of all else, the layer.
+        layer_of: of each unit of the step's chain, its layer.
     """
 
     cuttable: Cuttable
     cut: Unstacked
     trace: Trace
     free: frozenset[int]
-    homes: dict[int, int]
-    starts: tuple[int, ...]
+    homes: Homes
+    layer_of: tuple[int, ...]
     num_microbatches: int
 
+    @property
+    def num_layers(self) -> int:
+        return max(self.layer_of) + 1
+
     def stages(self, stage_of: Sequence[int]) -> tuple[StageProgram, ...]:
-        """The programs of the stages.
+        """The programs of the stages. `edges_of` says which feeds which.
 
         Args:
-            stage_of: of each layer, its stage.
+            stage_of: of each layer, its stage. A stage reads none with a higher number.
         """
         layers, stages = self._joined(stage_of)
         return tuple(map(layers._program, stage_traces(layers.trace, layers._cut(stages))))
 
     def run_of(self, first: int, last: int) -> StageProgram:
         """The program of a stage of the layers from `first` to `last`, wherever the others are."""
-        stage_of = [0 if layer < first else 1 if layer <= last else 2 for layer in range(len(self.starts))]
+        stage_of = [0 if layer < first else 1 if layer <= last else 2 for layer in range(self.num_layers)]
         used = sorted(set(stage_of))
         layers, stages = self._joined([used.index(stage) for stage in stage_of])
         return layers._program(stage_trace(layers.trace, layers._cut(stages), used.index(1)))
 
     def _joined(self, stage_of: Sequence[int]) -> tuple[Layers, Sequence[int]]:
-        """Layers of one stage that follow one another as one, where loops are cut between them; the stage of each."""
-        begins = [n for n in range(len(stage_of)) if n == 0 or stage_of[n] != stage_of[n - 1]]
-        if not self.cuttable.stacks or len(begins) == len(stage_of):
+        """Each stage as one layer, where that is another program: trips of a loop are in one loop then, and cotangents
+        of branches that share a stage pass as one."""
+        if len(set(stage_of)) == len(stage_of) or (not self.cuttable.stacks and self.homes.is_chain):
             return self, stage_of
-        starts = tuple(self.starts[n] for n in begins)
-        return self.cuttable.layers(starts, self.num_microbatches), [stage_of[n] for n in begins]
+        layer_of = [stage_of[layer] for layer in self.layer_of]
+        return self.cuttable.layered(layer_of, self.num_microbatches), range(max(stage_of) + 1)
 
     def _cut(self, stage_of: Sequence[int]) -> Cut:
-        return Cut(tuple(stage_of), self.free, self.homes, self.cut.carried)
+        return Cut(tuple(stage_of), self.free, self.homes.lies, self.cut.carried)
 
     def _program(self, stage: StageTrace) -> StageProgram:
         positions = tuple(position for position, _ in stage.carried)
@@ -209,6 +218,13 @@ class Layers:
             return port
         leaf = (self.cut.inputs if port.kind == "argument" else self.cut.outputs)[port.value]
         return replace(port, value=leaf.position, rows=leaf.rows)
+
+
+def edges_of(stages: Sequence[StageProgram]) -> tuple[tuple[int, int], ...]:
+    """Which stage feeds which in each microbatch, as a schedule takes it: cotangents run the other way."""
+    makers = {port: s for s, stage in enumerate(stages) for port in stage.outputs if port.kind == "inside"}
+    between = {(makers[port], s) for s, stage in enumerate(stages) for port in stage.inputs if port.kind == "inside"}
+    return tuple(sorted({(min(pair), max(pair)) for pair in between}))
 
 
 def _equal_starts(length: int) -> Sequence[int]:
