@@ -174,14 +174,14 @@ class ParallelStep(Generic[P]):
         with new_state(create_state, create_args) as new:
             with self._opened_for("init", new.value, step_args) as call:
                 prepared = self._prepare(call)
-                planned = dict(zip(map(id, jax.tree.leaves(call.trees)), prepared.in_shardings, strict=True))
+                planned = dict(zip(map(id, jax.tree.leaves(call.trees)), prepared.places, strict=True))
             exchange = among_processes()
             if exchange is not None:
                 given = zip(new.call.input_paths, jax.tree.leaves(new.call.trees), strict=True)
                 check_equal(exchange, f"`init` of `{self.name}`", dict(given))
-            shardings = [planned.get(id(leaf), prepared.whole) for leaf in jax.tree.leaves(new.shapes)]
+            places = [planned.get(id(leaf), prepared.whole) for leaf in jax.tree.leaves(new.shapes)]
             with self._plans.compiled_kept(prepared.plan):
-                return new.finish(built(new.leaves, new.call.trees, shardings))
+                return new.finish(built(new.leaves, new.call.trees, places))
 
     def abstract_state(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
         """The carried state as `jax.ShapeDtypeStruct`s with the shardings of the plan; nothing is run.

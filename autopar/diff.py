@@ -15,7 +15,7 @@ from typing import Any, Literal
 from autopar.explain_diff import render_diff
 from autopar.explain_tables import plain_text
 from autopar.mesh import MeshShape
-from autopar.moves import Move, move
+from autopar.moves import Lies, Move, move
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plan import Decision, Plan, TensorPlan
 from autopar.sharding import TensorSharding
@@ -143,8 +143,8 @@ def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
     """
     earlier = {tensor.path: tensor for tensor in before.inputs}
     later = {tensor.path: tensor for tensor in after.inputs}
-    was = {tensor.path: before.place(position) for position, tensor in enumerate(before.inputs)}
-    lies = {tensor.path: after.place(position) for position, tensor in enumerate(after.inputs)}
+    lay = {tensor.path: before.lies(position) for position, tensor in enumerate(before.inputs)}
+    lies = {tensor.path: after.lies(position) for position, tensor in enumerate(after.inputs)}
     unlike = [f"`{path}` is in the first plan alone" for path in earlier if path not in later]
     unlike += [f"`{path}` is in the second plan alone" for path in later if path not in earlier]
     state_unlike = sum(earlier[path].role != "data" for path in earlier if path not in later)
@@ -162,14 +162,12 @@ def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
             unlike.append(f"`{path}` is {_type(old)} in the first plan, {_type(new)} in the second")
             state_unlike += new.role != "data"
             continue
-        (mesh_before, first_before), (mesh, first) = was[path], lies[path]
-        moved = move(new.shape, old.sharding, mesh_before, new.sharding, mesh, first - first_before)
-        itemsize = _itemsize(new, mesh)
+        moved, itemsize = move(new.shape, lay[path], lies[path]), _itemsize(new, lies[path])
         if new.role != "data":
             num_state += 1
-            for device in range(mesh.num_devices):
-                held[first + device] += itemsize * moved.held[device]
-                fetched[first + device] += itemsize * moved.fetched[device]
+            for device in range(len(moved.held)):
+                held[device] += itemsize * moved.held[device]
+                fetched[device] += itemsize * moved.fetched[device]
         if not moved.same:
             (data if new.role == "data" else state).append(_change(old, new, moved, itemsize))
     activations, num_activations = _activations(before, after)
@@ -211,9 +209,11 @@ def _layout(plan: AnyPlan) -> str:
     return f"mesh {plan.mesh}"
 
 
-def _itemsize(tensor: TensorPlan, mesh: MeshShape) -> float:
-    """Bytes of one element; a plan keeps those of one device's part."""
-    return tensor.num_bytes / max(1, tensor.sharding.local_size(tensor.shape, mesh))
+def _itemsize(tensor: TensorPlan, lies: Lies) -> float:
+    """Bytes of one element; a plan keeps those of one device's part, where it is largest."""
+    return tensor.num_bytes / max(
+        1, *(part.sharding.local_size(part.shape_of(tensor.shape), part.mesh) for part in lies)
+    )
 
 
 def _type(tensor: TensorPlan) -> str:

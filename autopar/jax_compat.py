@@ -41,6 +41,7 @@ INLINED = {
     "custom_lin": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "core_closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
 }
 
 _LIBRARY_FOLDERS = tuple({sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]})
@@ -211,6 +212,11 @@ def scan_of(length: int) -> Any:
     counts = jax.ShapeDtypeStruct((length,), "int32")
     closed = jax.make_jaxpr(lambda xs: jax.lax.scan(lambda carry, x: (carry, x), (), xs))(counts)
     return open_jaxpr(closed)[0].eqns[0]
+
+
+def scan_with_length(equation: Any, length: int) -> Any:
+    """The equation of a `scan`, of so many trips."""
+    return equation.replace(params={**equation.params, "length": length})
 
 
 def staged(function: Callable[..., Any], avals: Sequence[Any]) -> Any:

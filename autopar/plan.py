@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from autopar.errors import PlanMismatchError
 from autopar.graph.ir import Phase
 from autopar.mesh import MeshShape
+from autopar.moves import Lies, Part
 from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
 from autopar.sharding import TensorSharding
 
@@ -365,9 +366,9 @@ class Plan:
         """That it runs on."""
         return self.mesh.num_devices
 
-    def place(self, position: int) -> tuple[MeshShape, int]:
-        """Where an input lies: a mesh, and the number of its first device."""
-        return self.mesh, 0
+    def lies(self, position: int) -> Lies:
+        """Where an input lies."""
+        return (Part(self.inputs[position].sharding, self.mesh),)
 
     def in_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
         """What `jax.jit(step, in_shardings=...)` takes: a tuple, one pytree of `NamedSharding` per argument.

@@ -16,10 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import execute
 from autopar.front_ends.call import Results
 from autopar.partition_spec import named_shardings
+from autopar.pipeline.leaves import joined, rows_of
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.pipeline.step import PipelinedStep
+from autopar.pipeline.unstack import Rows
 from autopar.processes.arguments import Arguments
 from autopar.program import Program
+
+#: Where an array lies, or each part of it.
+Place = NamedSharding | dict[Rows, NamedSharding]
 
 
 @dataclass(slots=True)
@@ -29,7 +34,8 @@ class Prepared:
     Args:
         results: what the step's result is beside its arrays.
         run: from pytrees of arrays to those of the result; jitted, where it is one program.
-        in_shardings: of each array of the arguments.
+        in_shardings: of each array of the arguments. uneven: of those, stacks of layers that lie in unequal parts on the
+            submeshes of several stages, which no sharding says: how each part does.
         mesh: of all devices of one program; of stages, of the first.
         probe: position of the smallest output that no later call takes over.
         compiled_for: shapes and shardings of what it was given first.
@@ -43,12 +49,21 @@ class Prepared:
     mesh: Mesh
     arguments: Arguments
     probe: int | None
+    uneven: dict[int, dict[Rows, NamedSharding]] = field(default_factory=dict)
     is_compiled: bool = False
     compiled_for: tuple[Any, ...] = field(default=())
 
     def placed(self, trees: Sequence[Any]) -> tuple[Any, ...]:
         """Arguments as they must lie."""
-        return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees))
+        trees = self.arguments.whole(trees)
+        if isinstance(self.plan, PipelinePlan):  # which takes each part from where it lies
+            return execute.unaliased(self.plan, trees)
+        return execute.placed(self.plan, self.in_shardings, trees)
+
+    @property
+    def places(self) -> list[Place]:
+        """Where each array of the arguments lies."""
+        return [self.uneven.get(position, sharding) for position, sharding in enumerate(self.in_shardings)]
 
     @property
     def whole(self) -> NamedSharding:
@@ -73,6 +88,7 @@ def prepared_of(
         assert isinstance(devices, Mesh)
         run, mesh = execute.jit_plan(plan, program.trace, devices), devices
         shardings = named_shardings([tensor.sharding for tensor in plan.inputs], devices)
+    uneven = run.uneven if isinstance(run, PipelinedStep) else {}
     carried = {position for _, position in plan.carried}
     free = [(tensor.num_bytes, i) for i, tensor in enumerate(plan.outputs) if i not in carried]
     return Prepared(
@@ -84,28 +100,31 @@ def prepared_of(
         mesh=mesh,
         arguments=Arguments(name, plan, shardings),
         probe=min(free)[1] if free else None,
+        uneven=uneven,
     )
 
 
-def built(create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+def built(create: Callable[..., list[Any]], trees: Sequence[Any], places: Sequence[Place]) -> list[Any]:
     """Arrays that a function makes, each made where it is to lie.
 
     Args:
-        create: from pytrees to as many arrays as there are shardings. It is compiled once for each mesh among these,
-            to what lies there.
+        create: from pytrees to as many arrays as there are places. It is compiled once for each mesh among these, to what
+            lies there.
     """
-    places: dict[Any, list[int]] = {}
-    for position, sharding in enumerate(shardings):
-        places.setdefault(sharding.mesh, []).append(position)
-    found: list[Any] = [None] * len(shardings)
-    for own in places.values():
+    by_mesh: dict[Any, list[tuple[int, Rows | None, NamedSharding]]] = {}
+    for position, place in enumerate(places):
+        parts = {None: place} if isinstance(place, NamedSharding) else place
+        for rows, sharding in parts.items():
+            by_mesh.setdefault(sharding.mesh, []).append((position, rows, sharding))
+    found: list[dict[Rows | None, Any]] = [{} for _ in places]
+    for own in by_mesh.values():
 
-        def part(*given: Any, own: Sequence[int] = tuple(own)) -> list[Any]:
+        def some(*given: Any, own: Sequence[tuple[int, Rows | None, Any]] = tuple(own)) -> list[Any]:
             made = create(*given)
-            return [made[position] for position in own]
+            return [made[position] if rows is None else rows_of(made[position], rows) for position, rows, _ in own]
 
-        part.__name__ = getattr(create, "__name__", "create")
-        arrays = jax.jit(part, out_shardings=[shardings[position] for position in own])(*trees)
-        for position, array in zip(own, arrays, strict=True):
-            found[position] = array
-    return found
+        some.__name__ = getattr(create, "__name__", "create")
+        arrays = jax.jit(some, out_shardings=[sharding for _, _, sharding in own])(*trees)
+        for (position, rows, _), array in zip(own, arrays, strict=True):
+            found[position][rows] = array
+    return [joined(parts) for parts in found]

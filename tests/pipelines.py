@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar import execute, planner
 from autopar.equations import LiteralOperand
-from autopar.pipeline.cutting import Cuttable
+from autopar.pipeline.cutting import Cuttable, StageProgram
 from autopar.pipeline.flow import Chain
 from autopar.pipeline.run import Pipeline, PlannedStage
 from autopar.pipeline.schedules.table import build
@@ -43,26 +44,22 @@ def pipelined(
     schedule: str = "1f1b",
     virtual: int = 1,
     mesh: str | None = None,
+    own_statistics: bool = False,
 ) -> tuple[Callable[..., Any], Pipeline]:
     """The step, run in stages, and what runs it.
 
     Args:
         num_stages: submeshes; each runs `virtual` stages of the program.
         mesh: of each submesh; by default any of all its devices.
+        own_statistics: whether each microbatch may have its own.
     """
     program = program_of(step, args, carry=None, donate=None)
-    cuttable = Cuttable.of(program)
+    cuttable = Cuttable.of(program, own_statistics=own_statistics)
     count = num_stages * virtual
     stages = cuttable.layers(equal_starts(cuttable.chain, count), num_microbatches).stages(range(count))
     built = build(schedule, num_stages, num_microbatches, virtual=virtual)
-    per_submesh = len(jax.devices()) // num_stages
     submesh_of = {task.stage: submesh for task, submesh in built.submesh_of().items()}
-    planned = []
-    for number, stage in enumerate(stages):
-        plan = planner.plan_program(stage.program, mesh=mesh, num_devices=per_submesh, hardware="cpu-host")
-        first = submesh_of[number] * per_submesh
-        devices = jax.devices()[first : first + per_submesh]
-        planned.append(PlannedStage(stage, plan, execute.make_mesh(plan.mesh, devices)))
+    planned = planned_stages(stages, [submesh_of[number] for number in range(count)], mesh=mesh)
     literals = {i: o.value for i, o in enumerate(program.trace.outputs) if isinstance(o, LiteralOperand)}
     pipeline = Pipeline(planned, built, len(program.trace.outputs), literals, compiler_options=QUICKLY)
 
@@ -70,3 +67,60 @@ def pipelined(
         return jax.tree.unflatten(program.trace.out_tree, pipeline.run(jax.tree.leaves(args)))
 
     return run, pipeline
+
+
+def planned_stages(
+    stages: Sequence[StageProgram], submesh_of: Sequence[int], *, mesh: str | None = None
+) -> list[PlannedStage]:
+    """Stages, each planned for its submesh: an equal share of all devices."""
+    per_submesh = len(jax.devices()) // (max(submesh_of) + 1)
+    planned: list[PlannedStage] = []
+    for stage, submesh in zip(stages, submesh_of, strict=True):
+        plan = planner.plan_program(stage.program, mesh=mesh, num_devices=per_submesh, hardware="cpu-host")
+        devices = jax.devices()[submesh * per_submesh : (submesh + 1) * per_submesh]
+        planned.append(PlannedStage(stage, plan, execute.make_mesh(plan.mesh, devices)))
+    return planned
+
+
+def assert_alike(
+    step: Callable[..., Any],
+    state: Any,
+    batch_of: Callable[[int], Any],
+    *,
+    plain: Callable[..., Any] | None = None,
+    steps: int = 2,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> Pipeline:
+    """See that a step `(state, batch) -> (state, ...)` computes in stages what it does by itself.
+
+    Args:
+        plain: what computes the same; by default the step.
+        tolerance: relative to the largest element of a leaf.
+        options: of `pipelined`; by default each submesh has one axis.
+    """
+    options.setdefault("mesh", str(len(jax.devices()) // options["num_stages"]))
+    run, pipeline = pipelined(step, (state, batch_of(0)), **options)
+    plain = plain or jax.jit(step)
+    here = there = state
+    for seed in range(steps):
+        here, *found = run(here, batch_of(seed))
+        there, *expected = plain(there, batch_of(seed))
+        assert jax.tree.structure((here, found)) == jax.tree.structure((there, expected))
+        for one, other in zip(jax.tree.leaves((here, found)), jax.tree.leaves((there, expected)), strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
+                one, other = jax.random.key_data(one), jax.random.key_data(other)
+            scale = float(np.abs(np.asarray(other)).max(initial=0.1))
+            np.testing.assert_allclose(np.asarray(one), other, rtol=tolerance, atol=tolerance * scale)
+    return pipeline
+
+
+def crossing(pipeline: Pipeline, kind: str) -> list[tuple[int, ...]]:
+    """Shapes of what stages get from others: in each microbatch (`inside`), or once a step (`outside`)."""
+    found: list[tuple[int, ...]] = []
+    for stage in pipeline.stages:
+        structs = jax.tree.leaves(stage.program.program.trace.arguments)
+        ports = zip(stage.program.inputs, structs, strict=True)
+        found += [struct.shape for port, struct in ports if port.kind == kind]
+    return found

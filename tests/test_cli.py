@@ -33,7 +33,7 @@ def make():
 
 
 class FakePlanner:
-    """Stands in for `autopar.planner`: remembers its arguments, returns the hand-made plan."""
+    """Stands in for `autopar.plan_step`: remembers its arguments, returns the hand-made plan."""
 
     def __init__(self) -> None:
         self.args: tuple[Any, ...] = ()
@@ -52,7 +52,7 @@ class FakePlanner:
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch) -> FakePlanner:
     fake = FakePlanner()
-    monkeypatch.setitem(sys.modules, "autopar.planner", SimpleNamespace(plan=fake.plan))
+    monkeypatch.setitem(sys.modules, "autopar.plan_step", SimpleNamespace(plan=fake.plan))
     return fake
 
 

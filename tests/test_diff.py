@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.cli import main
 from autopar.mesh import MeshShape
-from autopar.moves import move
+from autopar.moves import Part, move
 from autopar.partition_spec import named_shardings
 from autopar.sharding import TensorSharding
 
@@ -81,7 +81,7 @@ def shardings(draw: st.DrawFn) -> tuple[TensorSharding, MeshShape]:
 def test_what_a_device_lacks_is_what_jax_puts_there_and_was_not(
     before: tuple[TensorSharding, MeshShape], after: tuple[TensorSharding, MeshShape]
 ) -> None:
-    told = move(SHAPE, before[0], before[1], after[0], after[1])
+    told = move(SHAPE, (Part(*before),), (Part(*after),))
     old, new = places(*before), places(*after)
     old += [set()] * (len(new) - len(old))
     assert told.held == tuple(map(len, new))

@@ -135,7 +135,7 @@ def test_a_plan_says_what_it_does() -> None:
     assert one.stages[0].last_layer + 1 == one.stages[1].first_layer
     assert one.prediction.step_time_s == pytest.approx(one.timeline().makespan_s)
     assert len(one.prediction.stage_bytes) == 2 and one.prediction.peak_bytes == max(one.prediction.stage_bytes)
-    stages = {t.path: s for t, s in zip(one.inputs, one.input_stages, strict=True)}
+    stages = {t.path: parts[0].stage for t, parts in zip(one.inputs, one.input_parts, strict=True)}
     assert stages["state/params/Dense_0/kernel"] == 0 and stages["state/params/Dense_3/kernel"] == 1
     assert {t.path: t.role for t in one.inputs}["state/opt_state/0/mu/Dense_3/kernel"] == "optimizer"
 
@@ -155,7 +155,9 @@ def test_a_saved_plan_is_the_same_and_runs(tmp_path: Path) -> None:
     [
         (lambda p: p["stages"][1].update(first_layer=0), "stages[1].first_layer"),
         (lambda p: p["stages"][1]["submesh"].update(first_device=6), "stages[1].submesh"),
-        (lambda p: p.update(input_stages=[0]), "input_stages"),
+        (lambda p: p.update(input_parts=[]), "input_parts"),
+        (lambda p: p["input_parts"][0][0].update(stage=2), "input_parts[0]"),
+        (lambda p: p["input_parts"][0][0].update(rows=[0, 1, 99]), "input_parts[0]"),
         (lambda p: p.update(virtual=3), "stages"),
         (lambda p: p["cluster"]["groups"][0].update(num_hosts=0), "cluster"),
         (lambda p: p.update(num_microbatches="four"), "num_microbatches"),
@@ -335,7 +337,7 @@ def test_a_state_goes_from_stages_to_one_program_and_back(tmp_path: Path) -> Non
     with autopar.Checkpoints(tmp_path / "a", whole) as restored:
         state = restored.restore(*shapes, batch=mlp().make_batch(0))
         jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(state), before)
-        assert "2 stages on 1x8 cpu-host -> 8" in restored.last_map.words
+        assert restored.last_map is not None and "2 stages on 1x8 cpu-host -> 8" in restored.last_map.words
         state, _ = whole(state, mlp().make_batch(1))
         restored.save(2, state)
     after = jax.tree.map(np.asarray, jax.tree.leaves(state))

@@ -19,6 +19,7 @@ from autopar.errors import MicrobatchError
 from autopar.graph.ir import Graph
 from autopar.microbatch.linear import adds_up, is_zero, passes_zero
 from autopar.microbatch.places import Batch, Factor, Places
+from autopar.microbatch.refusals import Refusals
 from autopar.microbatch.units import Unit, units_of
 from autopar.trace import Trace
 
@@ -50,7 +51,9 @@ class Split:
     own: frozenset[int]
 
 
-def classify(trace: Trace, graph: Graph, places: Places | None = None, *, own_statistics: bool = False) -> Split:
+def classify(
+    trace: Trace, graph: Graph, places: Places | None = None, *, own_statistics: bool = False, alone: bool = False
+) -> Split:
     """Say what of a step runs where.
 
     Args:
@@ -58,11 +61,13 @@ def classify(trace: Trace, graph: Graph, places: Places | None = None, *, own_st
         places: of the graph, where there are any yet.
         own_statistics: where a reduction over the batch is read by the examples again, let each microbatch take its
             own instead: not what the step computes.
+        alone: there is one microbatch only. So it may read whatever it has made, and nothing is refused: what is
+            traced as forward or backward runs inside.
 
     Raises:
         MicrobatchError: naming the equation in which the batch feeds back, or in which examples meet.
     """
-    return _Classifier(trace, graph, places or Places(graph), own_statistics).run()
+    return _Classifier(trace, graph, places or Places(graph), own_statistics, alone).run()
 
 
 class _BlockedError(Exception):
@@ -76,9 +81,11 @@ class _BlockedError(Exception):
 class _Classifier:
     """Walks through a step once; the one mutable object of this module."""
 
-    def __init__(self, trace: Trace, graph: Graph, places: Places, own_statistics: bool) -> None:
+    def __init__(self, trace: Trace, graph: Graph, places: Places, own_statistics: bool, alone: bool) -> None:
         self.trace, self.graph, self.places, self.own_statistics = trace, graph, places, own_statistics
-        self.batch = places.batch()
+        self.alone = alone
+        self.batch = _batch_or_none(places) if alone else places.batch()
+        self.words = Refusals(graph, places, self.batch, own_statistics)
         self.region_at = {region.enter[0]: region for region in trace.regions}
         self.items = list(units_of(trace, graph))
         self.maker = {value: i for i, item in enumerate(self.items) for value in item.results}
@@ -125,8 +132,10 @@ class _Classifier:
             found = self._inside(item)
         except _BlockedError as blocked:
             self.kinds = known
-            if not self._compute_before(item.results, i):
-                raise self._refused(blocked) from None
+            if self.alone:
+                self._bring(item.results)
+            elif not self._compute_before(item.results, i):
+                raise MicrobatchError(f"{_REFUSED}: {self.words.of(blocked.node)}: {blocked}") from None
             return
         self.sides["inside"].add(i)
         self.kinds.update(found)
@@ -138,6 +147,8 @@ class _Classifier:
         elif all(v in self.early or self.kinds.get(v) in ("same", "zero") for v in item.operands):
             self.sides["inside"].add(i)  # computed anew there, as what it is made of is
             self.kinds.update(self._kinds_of(item))
+        elif self.alone and self.trace.equations[item.start].phase != "update":
+            self._bring(item.results)
         else:
             self.sides["after"].add(i)
 
@@ -174,10 +185,13 @@ class _Classifier:
             return
         if self._compute_before([value]):
             return
+        if self.alone:
+            self._bring([value])
+            return
         if self.own_statistics and not has_batch:
             self._take_own(node, value)
             return
-        raise _BlockedError(node, self._feedback(node, value))
+        raise _BlockedError(node, self.words.feedback(node, value))
 
     def _is_summand(self, node: int, value: int) -> bool:
         """Whether a scatter adds to a value that is itself a term."""
@@ -218,12 +232,27 @@ class _Classifier:
         i = self.maker[value]
         item = self.items[i]
         if self._has_batch(item) or item.region is not None:
-            raise _BlockedError(node, self._feedback(node, value))
+            raise _BlockedError(node, self.words.feedback(node, value))
         for operand in item.operands:
             if operand not in self.early and self.kinds.get(operand) not in ("same", "zero", "own"):
                 self._take_own(node, operand)
         self.sides["inside"].add(i)
         self.kinds.update(dict.fromkeys(item.results, "own"))
+
+    def _bring(self, values: Sequence[int]) -> None:
+        """Have values inside, whatever they are made of."""
+        for value in values:
+            kind = self.kinds.get(value)
+            if value in self.early or kind in ("rows", "same", "zero", "own"):
+                continue
+            if kind in PARTIAL:
+                self.own.add(value)
+                continue
+            i = self.maker[value]
+            self._bring(self.items[i].operands)
+            self.sides["after"].discard(i)
+            self.sides["inside"].add(i)
+            self.kinds.update(dict.fromkeys(self.items[i].results, "own"))
 
     # -- kinds -------------------------------------------------------------------------------
 
@@ -299,7 +328,7 @@ class _Classifier:
             if equation.piece is not None:
                 return _joined(n, kinds)
             if not adds_up(equation, kinds):
-                raise _BlockedError(n, self._feedback(n, self._value(n, partial[0])))
+                raise _BlockedError(n, self.words.feedback(n, self._value(n, partial[0])))
             return "sum"
         if all(kind == "zero" for kind in kinds) and kinds and passes_zero(equation):
             return "zero"
@@ -308,7 +337,7 @@ class _Classifier:
     def _kind_with_batch(self, n: int, kinds: Sequence[Kind]) -> Kind:
         factor = self.places.factor(n, self.batch)
         if factor is None:
-            raise _BlockedError(n, self._meeting(n))
+            raise _BlockedError(n, self.words.meeting(n))
         self.factors[n] = factor
         node = self.graph.nodes[n]
         reduction = self.places.reduction(n, factor)
@@ -317,7 +346,7 @@ class _Classifier:
             if begins and kind != "zero" and kind != reduction:
                 raise _BlockedError(n, "it adds to what is not zero, which would count once for each microbatch")
             if kind in PARTIAL and not begins:
-                raise _BlockedError(n, self._feedback(n, self._value(n, i)))
+                raise _BlockedError(n, self.words.feedback(n, self._value(n, i)))
         return reduction or "rows"  # type: ignore[return-value]
 
     def _value(self, n: int, index: int) -> int:
@@ -403,6 +432,8 @@ class _Classifier:
 
     def _check_outputs(self) -> None:
         """Refuse a step of which nothing would run inside."""
+        if self.alone and self.sides["inside"]:
+            return
         if not any(self._has_batch(self.items[i]) for i in self.sides["inside"]):
             paths = ", ".join(f"`{self.graph.input_paths[p]}`" for p in self.batch.inputs[:3])
             raise MicrobatchError(
@@ -410,73 +441,16 @@ class _Classifier:
                 f" ({self.batch.size} examples)"
             )
 
-    def _refused(self, blocked: _BlockedError) -> MicrobatchError:
-        return MicrobatchError(f"the batch cannot be split into microbatches: {self._words(blocked.node)}: {blocked}")
 
-    def _words(self, n: int) -> str:
-        node = self.graph.nodes[n]
-        module = f" in `{node.path}`" if node.path else ""
-        return f"`{node.primitive}`{module} {self._line(n)} ({node.phase})"
-
-    def _line(self, n: int) -> str:
-        """Where it stands; of what a library's jitted function does, where something beside it stands."""
-        if self.graph.nodes[n].source:
-            return f"at {self.graph.nodes[n].source}"
-        waiting, seen = [n], {n}
-        for one in waiting:
-            node = self.graph.nodes[one]
-            beside = (m for v in (*node.operands, *node.results) if v is not None for m, _ in self.places.touching[v])
-            for other in beside:
-                if other not in seen:
-                    if self.graph.nodes[other].source:
-                        return f"near {self.graph.nodes[other].source}"
-                    seen.add(other)
-                    waiting.append(other)
-        return "at an unknown line"
-
-    def _meeting(self, n: int) -> str:
-        node = self.graph.nodes[n]
-        held = {
-            place for v in (*node.operands, *node.results) if v is not None for place in self.batch.places.get(v, ())
-        }
-        if self.places.rules[n] is None:
-            return (
-                "it has no sharding rule, so nobody knows whether examples meet in it. Give it one with `register_rule`"
-            )
-        if len(held) > 1 and any(len(self.batch.places.get(v, ())) > 1 for v in node.results):
-            return "in it each example meets all others, so a microbatch's result is not a part of the batch's"
-        return (
-            f"it does not run on a part of the {self.batch.size} examples by itself: it reorders, joins or cuts them,"
-            " or was made for one shape"
-        )
-
-    def _feedback(self, n: int, value: int) -> str:
-        origin = self._origin(value)
-        made = f"the result of {self._words(origin)}" if origin is not None else "a result"
-        change = (
-            ""
-            if self.own_statistics
-            else ". Each microbatch would have its own, so the step would compute something"
-            " else; where that is what you want, allow it with `per_microbatch_statistics=True`"
-        )
-        return f"it takes {made}, which is a reduction over all {self.batch.size} examples, back to single examples{change}"
-
-    def _origin(self, value: int) -> int | None:
-        """The first reduction over the batch that a value is made of."""
-        waiting, seen = [value], set[int]()
-        made = {v: n for n, node in enumerate(self.graph.nodes) for v in node.results}
-        while waiting:
-            one = waiting.pop(0)
-            if one in seen or one not in made:
-                continue
-            seen.add(one)
-            if one not in self.batch.places and self._touches(made[one]):
-                return made[one]
-            waiting += [v for v in self.graph.nodes[made[one]].operands if v is not None]
-        return None
-
-
+_REFUSED = "the batch cannot be split into microbatches"
 _UNARY = frozenset(["convert_element_type", "reshape", "transpose", "squeeze", "neg", "copy"])
+
+
+def _batch_or_none(places: Places) -> Batch:
+    try:
+        return places.batch()
+    except MicrobatchError:
+        return Batch(1, (), {})
 
 
 def _joined(node: int, kinds: Sequence[Kind]) -> Kind:

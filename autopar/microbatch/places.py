@@ -78,8 +78,15 @@ def num_examples(graph: Graph) -> int:
 
 
 def leading_dim(graph: Graph) -> tuple[int, tuple[int, ...]]:
-    """The length of the leading dim of most of the data, and the inputs that are as long."""
+    """The length of the leading dim of most of the data, and the inputs that are as long.
+
+    Of a step that gives examples back, what it predicts, it is one of the lengths of these: weights that it does not
+    train are no data.
+    """
     carried = {position for position, _ in graph.carried}
+    renewed = {position for _, position in graph.carried}
+    given = [graph.values[v].shape for i, v in enumerate(graph.outputs) if v is not None and i not in renewed]
+    lengths = {shape[0] for shape in given if shape}
     sizes: dict[int, float] = defaultdict(float)
     leading: dict[int, list[int]] = defaultdict(list)
     for position, value in enumerate(graph.inputs):
@@ -92,7 +99,7 @@ def leading_dim(graph: Graph) -> tuple[int, tuple[int, ...]]:
             "the step has no batch to split into microbatches: no argument but carried state holds an array with"
             " a leading dim. Pass the batch as an argument, or give `carry` if the batch was taken for state"
         )
-    size = max(sizes, key=lambda s: (sizes[s], s))
+    size = max(sizes, key=lambda s: (s in lengths, sizes[s], s))
     return size, tuple(leading[size])
 
 
@@ -126,9 +133,10 @@ class Places:
             MicrobatchError: no input but carried state has a dim.
         """
         size, inputs = leading_dim(self.graph)
-        return Batch(size, inputs, self._spread(size, [(self.graph.inputs[i], Place(0)) for i in inputs]))
+        return Batch(size, inputs, self.follow(size, [(self.graph.inputs[i], Place(0)) for i in inputs]))
 
-    def _spread(self, size: int, seeds: Iterable[tuple[int, Place]]) -> dict[int, frozenset[Place]]:
+    def follow(self, size: int, seeds: Iterable[tuple[int, Place]]) -> dict[int, frozenset[Place]]:
+        """Where a loop of so many iterations stands that some values are known to hold."""
         found: dict[int, set[Place]] = defaultdict(set)
         waiting = list(seeds)
         while waiting:
@@ -144,6 +152,13 @@ class Places:
         return {value: frozenset(places) for value, places in found.items()}
 
     # -- one node ----------------------------------------------------------------------------
+
+    def flops(self, node: int) -> float:
+        """Operations of a step, on all devices together."""
+        rule = self.rules[node]
+        if rule is None:
+            return 0.0
+        return math.prod(f.size for f in rule.factors) * rule.flops_per_point * self.graph.nodes[node].repeat
 
     def factor(self, node: int, batch: Batch) -> Factor | None:
         """The loop of a node that is the batch, where all its tensors agree and examples do not meet in it."""

@@ -27,9 +27,8 @@ from autopar.microbatch.draw import with_drawn_bits
 from autopar.microbatch.parts import Cut
 from autopar.microbatch.places import Places, leading_dim
 from autopar.microbatch.resize import resized
+from autopar.microbatch.writing import Atom, Writer
 from autopar.trace import Trace
-
-Atom = int | LiteralOperand
 
 
 def split_batch(trace: Trace, graph: Graph, num_microbatches: int, *, own_statistics: bool = False) -> Trace:
@@ -90,7 +89,8 @@ class _Rewriting:
 
     def __init__(self, trace: Trace, graph: Graph, places: Places, split: Split, m: int) -> None:
         self.trace, self.graph, self.places, self.split, self.m = trace, graph, places, split, m
-        self.avals, self.repeats = list(trace.avals), list(trace.repeats)
+        self.writer = Writer(trace)
+        self.avals, self.repeats = self.writer.avals, self.writer.repeats
         self.region_at = {region.enter[0]: region for region in trace.regions}
         self.maker = {value: n for n, equation in enumerate(trace.equations) for value in equation.results}
         self.constants = {value for value, _ in trace.constants}
@@ -104,7 +104,6 @@ class _Rewriting:
         self.inner: dict[int, Atom] = {}  # value -> what stands for it inside
         self.entered: dict[int, int] = {}  # value from outside -> the same, or a part of it, inside
         self.own: dict[int, Atom] = {}  # sum -> what a microbatch takes in its place
-        self.staged: dict[tuple[Any, ...], Any] = {}
         self.counter: int | None = None
         made = {v for n in split.before for v in trace.equations[n].results}
         self.early = {*trace.inputs, *self.constants, *made}
@@ -392,9 +391,7 @@ class _Rewriting:
     # -- equations ---------------------------------------------------------------------------
 
     def _new(self, aval: Any, repeat: float) -> int:
-        self.avals.append(aval)
-        self.repeats.append(repeat)
-        return len(self.avals) - 1
+        return self.writer.new(aval, repeat)
 
     def _cut(self, value: int) -> Cut | None:
         place = self.split.batch.of(value)
@@ -421,32 +418,4 @@ class _Rewriting:
 
     def _emit(self, equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> list[Atom]:
         """Write what a function of operands does, under an equation's name; what stands for its results."""
-        values = [atom for atom in atoms if isinstance(atom, int)]
-        avals = [self.avals[value] for value in values]
-        literals = repr([atom for atom in atoms if isinstance(atom, LiteralOperand)])
-        key = (what, equation.source.primitive.name, repr(avals), literals, tuple(isinstance(a, int) for a in atoms))
-        if key not in self.staged:
-            self.staged[key] = jax_compat.staged(_of_arrays(function, atoms), avals)
-        program = self.staged[key]
-        env: dict[Any, Atom] = dict(zip(program.invars, values, strict=True))
-
-        def read(atom: Any) -> Atom:
-            return LiteralOperand(atom.val) if isinstance(atom, jax_compat.Literal) else env[atom]
-
-        for source in program.eqns:
-            operands = tuple(map(read, source.invars))
-            results = tuple(self._new(var.aval, equation.repeat) for var in source.outvars)
-            env.update(zip(source.outvars, results, strict=True))
-            placed = jax_compat.placed_as(source, equation.source)
-            self.to.append(replace(equation, source=placed, operands=operands, results=results, piece=None))
-        return [read(var) for var in program.outvars]
-
-
-def _of_arrays(function: Any, atoms: Sequence[Atom]) -> Any:
-    """A function of all operands as one of those that are no literals."""
-
-    def of_arrays(*arrays: Any) -> Any:
-        values = iter(arrays)
-        return function([atom.value if isinstance(atom, LiteralOperand) else next(values) for atom in atoms])
-
-    return of_arrays
+        return self.writer.write(self.to, equation, what, atoms, function)

@@ -18,6 +18,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.equations import Equation, Item, LiteralOperand, Nest, items_of, laid, without_dead
+from autopar.pipeline.unstack import Rows
 from autopar.rules.groups import CONTRACTIONS
 from autopar.trace import Trace
 
@@ -32,10 +33,12 @@ class Port:
 
     Args:
         value: its number in the trace of the whole step; of an argument or a result, its position.
+        rows: of an argument or a result of which layers are stacked, those that it is; None for the whole.
     """
 
     kind: PortKind
     value: int
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True)

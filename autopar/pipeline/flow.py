@@ -8,14 +8,13 @@ and small values.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.graph.ir import Graph
 from autopar.microbatch.classify import Split
+from autopar.microbatch.places import Places
 from autopar.microbatch.units import Unit, backward_of, units_of
-from autopar.rules.factors import Rule
 from autopar.rules.groups import CONTRACTIONS, SMALL_SIZE
 from autopar.trace import Trace
 
@@ -30,19 +29,19 @@ class Flow:
     """The units of a step.
 
     Args:
-        rules: of each equation.
+        places: of the graph.
     """
 
     trace: Trace
     graph: Graph
     split: Split
-    rules: Sequence[Rule | None]
+    places: Places
     units: tuple[Unit, ...]
 
     @classmethod
-    def of(cls, trace: Trace, graph: Graph, split: Split, rules: Sequence[Rule | None]) -> Flow:
+    def of(cls, trace: Trace, graph: Graph, split: Split, places: Places) -> Flow:
         """The flow of a step that has been classified."""
-        return cls(trace, graph, split, rules, tuple(units_of(trace, graph)))
+        return cls(trace, graph, split, places, tuple(units_of(trace, graph)))
 
     @functools.cached_property
     def maker(self) -> dict[int, int]:
@@ -98,7 +97,7 @@ class Flow:
 
     def flops(self, unit: Unit) -> float:
         """Operations of one step, on all devices together."""
-        return sum(self._flops(n) for n in range(unit.start, unit.stop))
+        return sum(map(self.places.flops, range(unit.start, unit.stop)))
 
     def is_large(self, value: int) -> bool:
         """Whether a value is worth a thought where it lies."""
@@ -107,12 +106,6 @@ class Flow:
     def num_bytes(self, values: Iterator[int]) -> float:
         """Bytes of values that are large."""
         return sum(self.graph.values[v].num_bytes for v in values if self.is_large(v))
-
-    def _flops(self, n: int) -> float:
-        rule = self.rules[n]
-        if rule is None:
-            return 0.0
-        return math.prod(f.size for f in rule.factors) * rule.flops_per_point * self.graph.nodes[n].repeat
 
     def _is_cheap(self, unit: Unit) -> bool:
         nodes = self.graph.nodes[unit.start : unit.stop]

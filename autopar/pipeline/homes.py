@@ -1,8 +1,9 @@
 """Which layer each equation of a step belongs to.
 
-In: a step's flow, and where in the forward pass each layer begins. Out: of each unit, its layer. A backward unit belongs
-to the layer whose forward values it reads, as far as cotangents allow, which run from the last layer to the first: it
-reads what that layer made or was given, so that nothing but cotangents passes between layers. What runs around the loop
+In: a step's flow, and the layer of each unit of its forward pass. Out: of each unit, its layer. A backward unit belongs
+to the layer whose forward values it reads, as far as cotangents allow, which run from layers to those that these read:
+it reads what that layer made or was given, so that nothing but cotangents passes between layers. Layers need be no chain:
+where some fork and join, the cotangents of branches meet in the layer that all of them come from. What runs around the loop
 over microbatches belongs where most of what it reads lies: an optimizer's update to the layer of the gradient. Module
 names play no part.
 """
@@ -25,19 +26,21 @@ class Homes:
     Args:
         layers: by unit, its layer; None of what each layer that reads it makes for itself.
         lies: by value that no unit makes, its layer.
+        is_chain: whether each layer comes, perhaps through others, from all before it.
     """
 
     layers: tuple[int | None, ...]
     lies: dict[int, int]
+    is_chain: bool
 
 
-def homes_of(flow: Flow, starts: Sequence[int]) -> Homes:
+def homes_of(flow: Flow, layer_of: Sequence[int]) -> Homes:
     """Find the layer of each unit.
 
     Args:
-        starts: of each layer, the position in `Flow.forward` of its first unit; the first is 0.
+        layer_of: of each unit in `Flow.forward`, its layer; a layer reads none with a higher number.
     """
-    return _Homes(flow, starts).run()
+    return _Homes(flow, layer_of).run()
 
 
 def labelled(flow: Flow, layers: Sequence[int | None]) -> Trace:
@@ -52,12 +55,12 @@ def labelled(flow: Flow, layers: Sequence[int | None]) -> Trace:
 class _Homes:
     """Finds the layers; the one mutable object of this module."""
 
-    def __init__(self, flow: Flow, starts: Sequence[int]) -> None:
+    def __init__(self, flow: Flow, layer_of: Sequence[int]) -> None:
         self.flow = flow
-        self.layer: dict[int, int] = {}  # by unit
-        self.last = len(starts) - 1
-        for number, (start, stop) in enumerate(zip(starts, (*starts[1:], len(flow.forward)), strict=True)):
-            self.layer.update(dict.fromkeys(flow.forward[start:stop], number))
+        self.layer = dict(zip(flow.forward, layer_of, strict=True))  # by unit
+        self.last = max(layer_of, default=0)
+        #: Of each layer, those that it comes from, and itself.
+        self.sources = self._sources()
         #: By value that comes from outside the loop, its layer.
         self.lies: dict[int, int] = {}
         self.present = self._present()
@@ -70,7 +73,22 @@ class _Homes:
         self._pull_down()
         self._outside()
         layers = tuple(None if i in flow.free else self.layer.get(i, 0) for i in range(len(flow.units)))
-        return Homes(layers, self.lies)
+        is_chain = all(len(found) == layer + 1 for layer, found in enumerate(self.sources))
+        return Homes(layers, self.lies, is_chain)
+
+    def _sources(self) -> list[frozenset[int]]:
+        flow = self.flow
+        read: dict[int, set[int]] = defaultdict(set)
+        for i in flow.forward:
+            for value in flow.units[i].operands:
+                maker = flow.maker.get(value)
+                if maker in self.layer and self.layer[maker] != self.layer[i]:
+                    assert self.layer[maker] < self.layer[i], "a layer reads one with a higher number"
+                    read[self.layer[i]].add(self.layer[maker])
+        found: list[frozenset[int]] = []
+        for layer in range(self.last + 1):
+            found.append(frozenset({layer}).union(*(found[one] for one in read[layer])))
+        return found
 
     # -- the loop over microbatches ----------------------------------------------------------
 
@@ -96,18 +114,19 @@ class _Homes:
     def _backward(self, i: int) -> int:
         flow, unit = self.flow, self.flow.units[i]
         known = [(v, flow.maker.get(v)) for v in unit.operands if v not in flow.free_values]
-        before = [self.layer[maker] for _, maker in known if maker in flow.backward and maker in self.layer]
-        most = min(before, default=self.last)
+        before = {self.layer[maker] for _, maker in known if maker in flow.backward and maker in self.layer}
+        may = frozenset(range(self.last + 1)).intersection(*(self.sources[layer] for layer in before))
+        most = max(may, default=min(before, default=self.last))
         held = [(v, self.present[v]) for v, maker in known if maker not in flow.backward and self.present.get(v)]
         if not held:
             are_terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.operands)
             of_parameter = set[int]() if are_terms else self._renews(unit.results)
-            return max((layer for layer in of_parameter if layer <= most), default=most)
-        common = [layer for layer in set.intersection(*(where for _, where in held)) if layer <= most]
+            return max(of_parameter & may, default=most)
+        common = set.intersection(*(where for _, where in held)) & may
         if common:
             return max(common)
         largest = max(held, key=lambda one: flow.graph.values[one[0]].num_bytes)[1]
-        return max((layer for layer in largest if layer <= most), default=most)
+        return max(largest & may, default=most)
 
     def _renews(self, terms: Sequence[int]) -> set[int]:
         """The layers of the parameter that terms of a gradient go to: the first that meets values of their size after
@@ -153,7 +172,9 @@ class _Homes:
             if not below or max(below) >= self.layer[i]:
                 continue
             to = max(below)
-            anyway = {v for v in own if any(self.layer.get(r, to + 1) <= to for r in flow.readers[v] if r != i)}
+            if to not in self.sources[self.layer[i]] or not self.sources[to].issuperset(below):
+                continue
+            anyway = {v for v in own if any(self.layer.get(r) in self.sources[to] for r in flow.readers[v] if r != i)}
             terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.results)  # whose sum passes once a step
             if flow.num_bytes(iter(own - anyway)) <= (0 if terms else flow.num_bytes(iter(unit.results))):
                 self.layer[i] = to

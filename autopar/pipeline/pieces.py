@@ -223,23 +223,18 @@ class _Taking:
             operand = self.equations[n].operands[0]
             level = self.levels.get(operand, start) if isinstance(operand, int) else start
             entered.setdefault(level, []).append(n)
-        for unit in layout.outside:
-            level = max([start, *(self.levels.get(v, start) for v in unit.operands)])
-            if level[0]:
-                self._exits(level)
+        at = [max([start, *(self.levels.get(v, start) for v in unit.operands)]) for unit in layout.outside]
+        self._exits(min((level for level in at if level[0]), default=(1, 0)))
+        for unit, level in zip(layout.outside, at, strict=True):
             self._put(level, "run", unit.start, unit.stop, unit.operands, unit.results, "once")
         for level, pieces in sorted(entered.items()):
             for n in pieces:
                 operands = tuple(v for v in self.equations[n].operands if isinstance(v, int))
                 self._put(level, "enter", n, n, operands, (), "once")
                 self.makes[level][self.slot_of[self.equations[n].results[0]]] = None
-        if not any(isinstance(key, tuple) and key[0] for key in self.steps):
-            self._exits((1, 0))
 
     def _exits(self, level: Level) -> None:
         """The first piece after the loop takes out what the loop leaves."""
-        if any(isinstance(key, tuple) and key[0] for key in self.steps):
-            return
         self.steps.setdefault(level, [])
         self.reads.setdefault(level, {})
         self.makes.setdefault(level, {})

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from autopar.mesh import MeshShape
+from autopar.moves import Lies, Part
 from autopar.pipeline.cluster import Cluster, Submesh
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.schedules.table import build
@@ -18,6 +18,7 @@ from autopar.pipeline.staged_time import staged_timeline
 from autopar.pipeline.tasks import Schedule
 from autopar.plan import Plan, ProgramSignature, TensorPlan, check_positions
 from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
+from autopar.sharding import TensorSharding
 
 #: What the file of such a plan says it is, and the version of its fields.
 FORMAT, VERSION = "autopar-pipeline-plan", 1
@@ -47,6 +48,19 @@ class StagePlan:
     def devices(self) -> range:
         """Their numbers, host after host."""
         return self.submesh.devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafPart:
+    """An array of the step's arguments or results on the submesh of a stage, or some of its rows.
+
+    Args:
+        rows: the dim that counts layers, the first layer, and the one after the last; None for all of it.
+    """
+
+    stage: int
+    sharding: TensorSharding
+    rows: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +122,8 @@ class PipelinePlan:
         starts: where in the forward pass each layer begins.
         virtual: stages on each submesh.
         own_statistics: where the batch feeds back, each microbatch has its own statistics.
-        inputs, outputs: of the step; each lies on the submesh of a stage, `input_stages`, `output_stages`.
+        inputs, outputs: of the step. Their `sharding` is that of their first part.
+        input_parts, output_parts: on which submeshes each lies: on that of one stage, or a stack of layers on several.
         carried: positions of inputs and outputs that hold the same state.
     """
 
@@ -122,8 +137,8 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
     inputs: tuple[TensorPlan, ...]
     outputs: tuple[TensorPlan, ...]
-    input_stages: tuple[int, ...]
-    output_stages: tuple[int, ...]
+    input_parts: tuple[tuple[LeafPart, ...], ...]
+    output_parts: tuple[tuple[LeafPart, ...], ...]
     carried: tuple[tuple[int, int], ...]
     donated: tuple[int, ...]
     prediction: PipelinePrediction
@@ -146,10 +161,12 @@ class PipelinePlan:
         """Of the cluster."""
         return self.cluster.num_devices
 
-    def place(self, position: int) -> tuple[MeshShape, int]:
-        """Where an input lies: a mesh, and the number of its first device."""
-        stage = self.stages[self.input_stages[position]]
-        return stage.plan.mesh, stage.devices.start
+    def lies(self, position: int) -> Lies:
+        """Where an input lies."""
+        return tuple(
+            Part(part.sharding, self.stages[part.stage].plan.mesh, self.stages[part.stage].devices.start, part.rows)
+            for part in self.input_parts[position]
+        )
 
     @property
     def num_submeshes(self) -> int:
@@ -208,12 +225,19 @@ def _check(plan: PipelinePlan) -> None:
             raise WrongFieldError(f"stages[{number}].plan.mesh", f"is not of {len(stage.devices)} devices")
     if layer != len(plan.starts):
         raise WrongFieldError("starts", f"has {len(plan.starts)} layers, but the stages have {layer}")
-    for name, stages, tensors in (
-        ("input_stages", plan.input_stages, plan.inputs),
-        ("output_stages", plan.output_stages, plan.outputs),
+    for name, leaves, tensors in (
+        ("input_parts", plan.input_parts, plan.inputs),
+        ("output_parts", plan.output_parts, plan.outputs),
     ):
-        if len(stages) != len(tensors) or any(not 0 <= s < len(plan.stages) for s in stages):
-            raise WrongFieldError(name, f"must name a stage for each of {len(tensors)}")
+        if len(leaves) != len(tensors):
+            raise WrongFieldError(name, f"must have an entry for each of {len(tensors)}")
+        for position, (parts, tensor) in enumerate(zip(leaves, tensors, strict=True)):
+            if not parts or any(not 0 <= part.stage < len(plan.stages) for part in parts):
+                raise WrongFieldError(f"{name}[{position}]", f"must name stages from 0 to {len(plan.stages) - 1}")
+            dims = {len(part.sharding.dims) for part in parts}
+            in_range = all(p.rows is None or 0 <= p.rows[1] < p.rows[2] <= tensor.shape[p.rows[0]] for p in parts)
+            if dims != {len(tensor.shape)} or not in_range:
+                raise WrongFieldError(f"{name}[{position}]", f"does not fit a tensor of shape {tensor.shape}")
 
 
 #: Of one program, or of several.

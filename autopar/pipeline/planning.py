@@ -8,6 +8,7 @@ In: a `Program` and what is asked for. Out: `PipelinePlan`. Nothing is compiled 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -21,12 +22,13 @@ from autopar.pipeline.cluster import Cluster
 from autopar.pipeline.clustering import cluster_layers
 from autopar.pipeline.cutting import Cuttable, Layers, StageProgram
 from autopar.pipeline.partition_problem import Partitioner
-from autopar.pipeline.plan import PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
+from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
 from autopar.pipeline.schedules.kind import ScheduleKind
 from autopar.pipeline.schedules.table import build, find
 from autopar.pipeline.search import OBJECTIVES, StagedStep, StageSearch, joined
 from autopar.pipeline.stage_costs import OPTIONS, PlannedRun, StageCosts
 from autopar.pipeline.staged_time import staged_peaks, staged_timeline
+from autopar.pipeline.unstack import Rows
 from autopar.plan import TensorPlan
 from autopar.program import Program
 from autopar.sharding import TensorSharding
@@ -217,12 +219,12 @@ class _Planning:
             words=_words(stages, schedule.name, found.layers.num_microbatches),
             schedule=schedule.name,
             num_microbatches=found.layers.num_microbatches,
-            starts=found.layers.starts,
+            starts=self.clustering.starts,
             stages=tuple(stages),
             inputs=tuple(tensor for tensor, _ in inputs),
             outputs=tuple(tensor for tensor, _ in outputs),
-            input_stages=tuple(stage for _, stage in inputs),
-            output_stages=tuple(stage for _, stage in outputs),
+            input_parts=tuple(parts for _, parts in inputs),
+            output_parts=tuple(parts for _, parts in outputs),
             carried=graph.carried,
             donated=self.program.donated,
             prediction=PipelinePrediction(
@@ -233,7 +235,7 @@ class _Planning:
             outcome=SearchOutcome(
                 status=step.partition.status.value,
                 gap=_gap(step.partition.cost_s, step.partition.lower_bound_s),
-                num_layers=len(found.layers.starts),
+                num_layers=len(self.clustering.starts),
                 num_planned=found.costs.num_planned,
                 search_time_s=time.perf_counter() - self.started,
             ),
@@ -251,22 +253,32 @@ def _gap(cost: float, bound: float) -> float:
 
 def _placed(
     graph: Graph, programs: Sequence[StageProgram], runs: Sequence[PlannedRun], kind: Literal["argument", "result"]
-) -> list[tuple[TensorPlan, int]]:
-    """Arguments or results of the step: how each lies, and on which stage. What is carried lies where it is renewed; what
+) -> list[tuple[TensorPlan, tuple[LeafPart, ...]]]:
+    """Arguments or results of the step: how each lies, and on which stages. What is carried lies where it is renewed; what
     several stages take, where the first does; what none takes or makes, whole on the first."""
     given = kind == "argument"
     values, paths = (graph.inputs, graph.input_paths) if given else (graph.outputs, graph.output_paths)
-    found: dict[int, tuple[TensorPlan, int]] = {}
+    found: dict[int, dict[Rows | None, tuple[TensorPlan, int]]] = defaultdict(dict)
     for s, (program, run) in enumerate(zip(programs, runs, strict=True)):
         ports, tensors = (program.inputs, run.plan.inputs) if given else (program.outputs, run.plan.outputs)
         renewed = {position for position, _ in program.program.graph.carried} if given else set[int]()
         for position, (port, tensor) in enumerate(zip(ports, tensors, strict=True)):
-            if port.kind == kind and (port.value not in found or position in renewed):
-                found[port.value] = replace(tensor, path=paths[port.value]), s
+            if port.kind == kind and (port.rows not in found[port.value] or position in renewed):
+                found[port.value][port.rows] = tensor, s
+    placed = []
     for position, value in enumerate(values):
-        if position not in found:
-            found[position] = _whole(graph, paths[position], value), 0
-    return [found[position] for position in range(len(values))]
+        whole = _whole(graph, paths[position], value)
+        parts = sorted(found[position].items(), key=lambda item: item[0].start if item[0] else 0)
+        if parts:
+            largest = max(tensor.num_bytes for _, (tensor, _) in parts)
+            whole = replace(parts[0][1][0], path=whole.path, shape=whole.shape, num_bytes=largest)
+        placed.append((whole, tuple(_part(s, t, rows) for rows, (t, s) in parts) or (_part(0, whole, None),)))
+    return placed
+
+
+def _part(stage: int, tensor: TensorPlan, rows: Rows | None) -> LeafPart:
+    place = None if rows is None else (rows.dim, rows.start, rows.stop)
+    return LeafPart(stage=stage, sharding=tensor.sharding, rows=place)
 
 
 def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:

@@ -20,11 +20,16 @@ from jax.sharding import Mesh, NamedSharding
 from autopar.partition_spec import named_shardings
 from autopar.pipeline.cutting import StageProgram
 from autopar.pipeline.extract import Port
+from autopar.pipeline.leaves import joined, part_of, sharding_of_parts
 from autopar.pipeline.pieces import Layout, Level, Piece, Pieces, Slot, pieces_of, value_levels
 from autopar.pipeline.simulate import simulate
 from autopar.pipeline.tasks import Schedule, Task
+from autopar.pipeline.unstack import Rows
 from autopar.plan import Plan
 from autopar.replay import Replay
+
+#: By result, its parts.
+Results = dict[int, dict[Rows | None, Any]]
 
 #: Within one microbatch, pieces run in this order.
 _ORDER = {"forward": 0, "backward": 1, "input": 1, "weight": 2}
@@ -88,30 +93,34 @@ class Pipeline:
                     if slot is not None and readers[value]:
                         prepared.sends.append((slot, readers[value]))
 
-    def _homes(self) -> dict[int, int]:
-        """By argument, the stage whose own it is: whoever gives it back, else the first that takes it."""
-        homes: dict[int, int] = {}
+    def _homes(self) -> dict[Port, int]:
+        """By argument, or part of one, the stage whose own it is: whoever gives it back, else the first that takes it."""
+        homes: dict[Port, int] = {}
         for s, stage in enumerate(self.stages):
             carried = {position for position, _ in stage.program.program.graph.carried}
             for position, port in enumerate(stage.program.inputs):
-                if port.kind == "argument" and (port.value not in homes or position in carried):
-                    homes[port.value] = s
+                if port.kind == "argument" and (port not in homes or position in carried):
+                    homes[port] = s
         return homes
 
     @property
     def in_shardings(self) -> dict[int, NamedSharding]:
-        """By argument, where it lies."""
-        return {i: self.runners[s].shardings[Port("argument", i)] for i, s in self.homes.items()}
+        """By argument, where it lies; not of one whose layers lie on several submeshes, and in no equal parts."""
+        found: dict[int, dict[Rows | None, NamedSharding]] = defaultdict(dict)
+        for port, s in self.homes.items():
+            found[port.value][port.rows] = self.runners[s].shardings[port]
+        whole = {i: sharding_of_parts(parts) for i, parts in found.items()}
+        return {i: sharding for i, sharding in whole.items() if sharding is not None}
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """The step, from the leaves of its arguments to those of its results."""
         values = [_Values(self.schedule.num_microbatches) for _ in self.runners]
-        results: dict[int, Any] = dict(self.literals)
+        results: Results = {i: {None: value} for i, value in self.literals.items()}
         for s, (runner, own) in enumerate(zip(self.runners, values, strict=True)):
             for port, slot in runner.arguments:
-                own.once[slot] = jax.device_put(leaves[port.value], runner.shardings[port])
+                own.once[slot] = part_of(leaves[port.value], port.rows, runner.shardings[port])
             for port, slot in runner.passed_through:
-                results[port.value] = values[s].once[slot]
+                results.setdefault(port.value, {})[port.rows] = values[s].once[slot]
         before = [one for one in self.around if not one[0][0]]
         for level, s in before:
             self._once(level, s, values, results)
@@ -119,11 +128,11 @@ class Pipeline:
             self._each(task, values)
         for level, s in self.around[len(before) :]:
             self._once(level, s, values, results)
-        return [results[i] for i in range(self.num_outputs)]
+        return [joined(results[i]) for i in range(self.num_outputs)]
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _once(self, level: Level, s: int, values: Sequence[_Values], results: dict[int, Any]) -> None:
+    def _once(self, level: Level, s: int, values: Sequence[_Values], results: Results) -> None:
         prepared, own = self.runners[s].prepared[level], values[s]
         made, outputs = prepared.jitted(
             [own.once[slot] for slot in prepared.carries],
@@ -153,9 +162,9 @@ class Pipeline:
         for slot in prepared.frees:
             each.pop(slot, None)
 
-    def _give(self, port: Port, value: Any, values: Sequence[_Values], results: dict[int, Any]) -> None:
+    def _give(self, port: Port, value: Any, values: Sequence[_Values], results: Results) -> None:
         if port.kind == "result":
-            results[port.value] = value
+            results.setdefault(port.value, {})[port.rows] = value
             return
         for s, runner in enumerate(self.runners):
             slot = runner.outside.get(port)

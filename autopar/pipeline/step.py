@@ -14,9 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar import execute
 from autopar.equations import LiteralOperand
 from autopar.errors import PlanMismatchError
+from autopar.partition_spec import named_shardings
 from autopar.pipeline.cutting import Cuttable, StageProgram
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.run import Pipeline, PlannedStage
+from autopar.pipeline.unstack import Rows
 from autopar.program import Program
 
 
@@ -60,10 +62,24 @@ class PipelinedStep:
 
     @property
     def in_shardings(self) -> list[NamedSharding]:
-        """Of each array of the arguments."""
+        """Of each array of the arguments; of a stack of layers that lies in unequal parts, how it is made whole."""
         known = self.pipeline.in_shardings
         whole = NamedSharding(self.meshes[0], PartitionSpec())
         return [known.get(position, whole) for position in range(len(self.plan.inputs))]
+
+    @property
+    def uneven(self) -> dict[int, dict[Rows, NamedSharding]]:
+        """Stacks of layers that lie in unequal parts on several submeshes, and how each part does."""
+        known = self.pipeline.in_shardings
+        return {
+            position: {
+                Rows(*part.rows): named_shardings([part.sharding], self.meshes[part.stage])[0]
+                for part in parts
+                if part.rows is not None
+            }
+            for position, parts in enumerate(self.plan.input_parts)
+            if len(parts) > 1 and position not in known
+        }
 
     def __call__(self, *trees: Any) -> Any:
         """The step: pytrees of arrays as it was planned for."""

@@ -1,0 +1,67 @@
+"""A schedule for stages that are no chain, or that share submeshes in any way.
+
+In: which stage feeds which, and where each stands. Out: a `Schedule`, made as the tasks would run: a submesh that is free
+takes a backward pass if one is ready, else a forward pass, the earliest microbatch first. As in 1F1B, a stage holds no
+more microbatches than there are stages on the longest way from it to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.pipeline.check import check
+from autopar.pipeline.tasks import Edges, Phase, Schedule, Task, synchronous_needs, with_updates
+
+
+def as_they_come(
+    edges: Edges,
+    submesh_of: Sequence[int],
+    num_microbatches: int,
+    *,
+    seconds: Callable[[Task], float] = lambda task: 1.0,
+    has_backward: bool = True,
+) -> Schedule:
+    """Tasks in the order in which they would run.
+
+    Args:
+        edges: pairs of stages, the lower one feeds the higher one.
+        submesh_of: of each stage, the submesh that runs it.
+        seconds: of a task. Transfers count nothing.
+        has_backward: whether the program trains.
+
+    >>> schedule = as_they_come([(0, 1), (0, 2), (1, 3), (2, 3)], [0, 0, 1, 0], 1)
+    >>> [str(task) for task in schedule.orders[1]][:1]
+    ['forward of microbatch 0 on stage 2']
+    """
+    num_stages = len(submesh_of)
+    to_end = [1] * num_stages
+    for stage in reversed(range(num_stages)):
+        to_end[stage] += max((to_end[target] for source, target in edges if source == stage), default=0)
+    phases: tuple[Phase, ...] = ("forward", "backward") if has_backward else ("forward",)
+    heads = [Task(stage, 0, phase) for stage in range(num_stages) for phase in phases]
+    every = [Task(head.stage, microbatch, head.phase) for head in heads for microbatch in range(num_microbatches)]
+    needs = synchronous_needs((tuple(every),), edges)
+    ended: dict[Task, float] = {}
+    num_submeshes = max(submesh_of) + 1
+    free_at, held = [0.0] * num_submeshes, [0] * num_stages
+    orders: list[list[Task]] = [[] for _ in range(num_submeshes)]
+    while heads:
+        ready: list[tuple[float, bool, int, int, int]] = []
+        for n, task in enumerate(heads):
+            is_forward = task.phase == "forward"
+            full = has_backward and is_forward and held[task.stage] >= to_end[task.stage]
+            if not full and all(one in ended for one in needs[task]):
+                at = max([free_at[submesh_of[task.stage]], *(ended[one] for one in needs[task])])
+                ready.append((at, is_forward, task.microbatch, task.stage if is_forward else -task.stage, n))
+        at, is_forward, _, _, n = min(ready)
+        task = heads.pop(n)
+        submesh = submesh_of[task.stage]
+        held[task.stage] += 1 if is_forward else -1
+        ended[task] = free_at[submesh] = at + seconds(task)
+        orders[submesh].append(task)
+        if task.microbatch + 1 < num_microbatches:
+            heads.append(task._replace(microbatch=task.microbatch + 1))
+    laid = with_updates(tuple(map(tuple, orders)))
+    built = Schedule("as they come", laid, synchronous_needs(laid, edges))
+    check(built)
+    return built
