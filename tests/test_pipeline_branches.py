@@ -12,17 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from pipelines import QUICKLY, planned_stages
+from pipelines import QUICKLY, crossing, planned_stages
 
-from autopar.pipeline.cutting import Cuttable, edges_of
+from autopar.pipeline.branches import Branches
+from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
+from autopar.pipeline.cutting import Cuttable, StageProgram, edges_of
 from autopar.pipeline.forks import branch_layers
+from autopar.pipeline.objectives import one_f_one_b
+from autopar.pipeline.partition import ExactPartitioner
+from autopar.pipeline.partition_problem import PartitionProblem, StageCost
 from autopar.pipeline.run import Pipeline
 from autopar.pipeline.schedules.any_edges import as_they_come
 from autopar.pipeline.simulate import simulate
-from autopar.pipeline.tasks import Task
+from autopar.pipeline.tasks import Edges, Task
 from autopar.program import program_of
 
-BATCH, CHANNELS = 8, 4
+BATCH, CHANNELS = 8, 20
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
 
 
@@ -88,18 +93,51 @@ def test_branches_are_layers_of_their_own() -> None:
     assert {layer for layer, names in made.items() if any("pool" in n or "window" in n for n in names)} == {4, 9}
 
 
-#: Of the eleven layers, the stages, and where each stands: of each block, two branches here and two there.
-STAGE_OF = (0, 1, 2, 2, 1, 3, 4, 5, 5, 4, 6)
-SUBMESH_OF = (0, 0, 1, 0, 0, 1, 0)
+@cache
+def work() -> np.ndarray:
+    """FLOPs of the forward pass, by layer; all together 1."""
+    cuttable, layer_of = layered()
+    flops = [cuttable.flow.flops(cuttable.flow.units[i]) for i in cuttable.flow.forward]
+    found = np.bincount(layer_of, weights=flops)
+    return found / found.sum()
+
+
+@cache
+def found() -> tuple[tuple[StageProgram, ...], tuple[int, ...], tuple[int, ...]]:
+    """The stages of two microbatches, the stage of each layer, and where each stage stands, found by FLOPs for two
+    submeshes on which an operator that is split gains nothing."""
+    cuttable, layer_of = layered()
+
+    def cost(first: int, last: int, shape: SubmeshShape) -> StageCost:
+        taken = float(work()[first : last + 1].sum())
+        return StageCost(forward_s=taken, backward_s=2 * taken)
+
+    problem = PartitionProblem(
+        num_layers=len(work()),
+        cluster=Cluster((DeviceGroup("cpu", 1, 2),)),
+        cost=cost,
+        transfer_s=lambda *_: 1e-3,
+        objective=one_f_one_b(1),
+        budget_bytes={"cpu": 1.0},
+    )
+    whole = edges_of(cuttable.layered(layer_of, 2).stages(range(len(work()))))
+    branches = Branches(problem, whole, lambda layer, part, same_host: 1e-3)
+    stages = ExactPartitioner().partition(branches.widened()).stages
+    laid = branches.laid_out(stages)
+    places = sorted({(stage, part) for stage, part in laid.place_of})
+    return (
+        cuttable.layered(layer_of, 2).merged(laid.stage_of).stages(range(len(laid.place_of))),
+        laid.stage_of,
+        tuple(places.index(place) for place in laid.place_of),
+    )
 
 
 def test_branches_on_other_devices_give_the_steps_numbers() -> None:
-    cuttable, layer_of = layered()
-    stages = cuttable.layered(layer_of, 2).stages(STAGE_OF)
-    edges = edges_of(stages)
-    assert edges == ((0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (3, 5), (4, 6), (5, 6))
-    schedule = as_they_come(edges, SUBMESH_OF, 2)
-    planned = planned_stages(stages, SUBMESH_OF, mesh="4")
+    cuttable, _ = layered()
+    stages, _, submesh_of = found()
+    assert max(submesh_of) == 1
+    planned = planned_stages(stages, submesh_of, mesh="4")
+    schedule = as_they_come(edges_of(stages), submesh_of, 2)
     pipeline = Pipeline(planned, schedule, len(cuttable.flow.trace.outputs), {}, compiler_options=QUICKLY)
     tree = jax.tree.structure(jax.eval_shape(step, state(), batch_of(0)))
     here = there = state()
@@ -109,27 +147,23 @@ def test_branches_on_other_devices_give_the_steps_numbers() -> None:
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
         for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert {len(shape) for shape in crossing(pipeline, "inside")} == {4}  # images, there and back
+    assert {len(shape) for shape in crossing(pipeline, "outside")} == {0}
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_heavy_branches_side_by_side_take_less_time_than_a_chain(num_microbatches: int) -> None:
-    """By FLOPs: on two submeshes, against the best chain of two stages of the same layers."""
-    cuttable, layer_of = layered()
-    work = np.zeros(max(layer_of) + 1)
-    for i, layer in zip(cuttable.flow.forward, layer_of, strict=True):
-        work[layer] += cuttable.flow.flops(cuttable.flow.units[i])
+    """Simulated by FLOPs on two submeshes, against all chains of two stages of the same layers."""
+    stages, stage_of, submesh_of = found()
 
-    def makespan(stage_of: Sequence[int], edges: Any, submesh_of: Sequence[int]) -> float:
-        seconds = np.bincount(stage_of, weights=work, minlength=len(submesh_of))
+    def makespan(stage_of: Sequence[int], edges: Edges, submesh_of: Sequence[int]) -> float:
+        seconds = np.bincount(stage_of, weights=work())
 
         def of(task: Task) -> float:
             return {"forward": 1.0, "backward": 2.0}.get(task.phase, 0.0) * float(seconds[task.stage])
 
         return simulate(as_they_come(edges, submesh_of, num_microbatches, seconds=of), of).makespan_s
 
-    chains = [
-        makespan([int(layer >= cut) for layer in range(len(work))], [(0, 1)], [0, 1]) for cut in range(1, len(work))
-    ]
-    edges = ((0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (3, 5), (4, 6), (5, 6))
-    found = makespan(STAGE_OF, edges, SUBMESH_OF)
-    assert found < (1.0 if num_microbatches == 1 else 1.3) * min(chains)
+    chains = [[int(layer >= cut) for layer in range(len(work()))] for cut in range(1, len(work()))]
+    best = min(makespan(chain, [(0, 1)], [0, 1]) for chain in chains)
+    assert makespan(stage_of, edges_of(stages), submesh_of) < best

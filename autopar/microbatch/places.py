@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,8 +108,7 @@ class Places:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.views = [NodeView.of(node, graph) for node in graph.nodes]
-        self.rules: list[Rule | None] = [rule_for(view) for view in self.views]
+        self.rules = _rules(graph)
         self.touching: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for n, node in enumerate(graph.nodes):
             for i, value in enumerate(node.operands):
@@ -235,6 +234,19 @@ class Places:
                 if factor.index in names:
                     inner = names[names.index(factor.index) + 1 :]
                     yield value, Place(d, factor.minor * math.prod(rule.factors[i].size for i in inner))
+
+
+def _rules(graph: Graph) -> list[Rule | None]:
+    """The rule of each node; nodes that are alike have one."""
+    known: dict[tuple[str, str, Hashable], Rule | None] = {}
+    found: list[Rule | None] = []
+    for node in graph.nodes:
+        view = NodeView.of(node, graph)
+        key = (view.primitive, repr(view.params), (view.operand_shapes, view.result_shapes))
+        if key not in known:
+            known[key] = rule_for(view)
+        found.append(known[key])
+    return found
 
 
 #: Reductions that are run on a part of what they reduce by running them on a part of their operands.

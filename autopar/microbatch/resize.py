@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar import jax_compat
+from autopar.rules.elementwise import ELEMENTWISE
 
 Shape = tuple[int, ...]
 #: The parameters of an equation, its operands' and results' shapes before, and those of a part, to what changes.
@@ -28,6 +29,11 @@ def resized(source: Any, operands: Sequence[Any], whole: Sequence[Shape], result
     shapes = [getattr(operand, "shape", ()) for operand in operands]
     changed = change(source.params, whole, shapes, results) if change else {}
     return jax_compat.bind(source.replace(params={**source.params, **changed}), operands)
+
+
+def is_as_written(source: Any) -> bool:
+    """Whether a part is run by the very equation: an elementwise operation whose parameters hold no sizes."""
+    return source.primitive.name in ELEMENTWISE and not any(isinstance(v, tuple) for v in source.params.values())
 
 
 def _result(name: str) -> _Changed:

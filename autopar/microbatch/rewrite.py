@@ -26,7 +26,7 @@ from autopar.microbatch.classify import PARTIAL, Split, classify
 from autopar.microbatch.draw import with_drawn_bits
 from autopar.microbatch.parts import Cut
 from autopar.microbatch.places import Places, leading_dim
-from autopar.microbatch.resize import resized
+from autopar.microbatch.resize import is_as_written, resized
 from autopar.microbatch.writing import Atom, Writer
 from autopar.trace import Trace
 
@@ -182,12 +182,16 @@ class _Rewriting:
 
     def _equation(self, n: int) -> None:
         factor = self.split.factors.get(n)
-        if factor is None:
+        if factor is None or self._is_as_written(n):
             self.to.append(self._copied(n))
         elif self.places.created(n, factor):
             self._made(n)
         else:
             self._resized(n)
+
+    def _is_as_written(self, n: int) -> bool:
+        equation = self.trace.equations[n]
+        return equation.piece is None and is_as_written(equation.source)
 
     def _copied(self, n: int) -> Equation:
         """An equation whose parameters hold no size of the batch."""

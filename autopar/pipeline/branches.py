@@ -25,6 +25,19 @@ _MOST_BRANCHES = 10  # of a segment; more are joined, the smallest first
 Segment = tuple[tuple[int, ...], ...]  # layers of each part
 
 
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """Stages that fork and join, as programs are made of them.
+
+    Args:
+        stage_of: of each layer, its stage, of those that follow; none reads one with a higher number.
+        place_of: of each of these, the stage of the partition and the part of its submesh that it stands on.
+    """
+
+    stage_of: tuple[int, ...]
+    place_of: tuple[tuple[int, int], ...]
+
+
 @dataclass(slots=True)
 class Branches:
     """The layers as a graph.
@@ -107,6 +120,22 @@ class Branches:
         if stage.submesh.shape.parts == 1:
             return ((layers,),)
         return self._cut(stage.first, stage.last, stage.submesh.shape) or ()
+
+    def laid_out(self, stages: Sequence[Stage]) -> LaidOut:
+        """What each part of a submesh does in a segment as a stage of its own, together with what it alone does before
+        and after."""
+        stage_of: dict[int, int] = {}
+        place_of: list[tuple[int, int]] = []
+        for number, stage in enumerate(stages):
+            alone: int | None = None  # the part that has had all of the last segment
+            for segment in self.segments(stage):
+                busy = [part for part, layers in enumerate(segment) if layers]
+                for part in busy:
+                    if busy != [part] or alone != part:
+                        place_of.append((number, part))
+                    stage_of.update(dict.fromkeys(segment[part], len(place_of) - 1))
+                alone = busy[0] if len(busy) == 1 else None
+        return LaidOut(tuple(stage_of[layer] for layer in range(self.problem.num_layers)), tuple(place_of))
 
     def _cut(self, first: int, last: int, shape: SubmeshShape) -> tuple[Segment, ...] | None:
         """The quickest segments: a dynamic programme over where they end."""

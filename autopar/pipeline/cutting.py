@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import MicrobatchError
 from autopar.graph.from_jaxpr import graph_of
+from autopar.graph.ir import Graph
 from autopar.microbatch.classify import classify
 from autopar.microbatch.places import Places
 from autopar.microbatch.rewrite import check_divides, laid_for_parts, rewritten
@@ -40,6 +41,15 @@ class StageProgram:
     outputs: tuple[Port, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A step before any loop of it is cut."""
+
+    step: Unstacked
+    graph: Graph
+    places: Places
+
+
 @dataclass(frozen=True)
 class Cuttable:
     """A step that may be cut between any two units of its forward pass.
@@ -51,7 +61,7 @@ class Cuttable:
         refusal: why it runs in one microbatch only; None where it may run in more.
     """
 
-    whole: Unstacked
+    whole: Whole
     stacks: tuple[Stack, ...]
     cut: Unstacked
     flow: Flow
@@ -70,19 +80,18 @@ class Cuttable:
         places = Places(graph)
         stacks = tuple(stacks_of(trace, graph, places))
         each = [_equal_starts(stack.length) for stack in stacks]
-        return cls._with(as_it_is(trace, graph), stacks, each, own_statistics)
+        return cls._with(Whole(as_it_is(trace, graph), graph, places), stacks, each, own_statistics)
 
     @classmethod
     def _with(
-        cls, whole: Unstacked, stacks: tuple[Stack, ...], starts: Sequence[Sequence[int]], own_statistics: bool
+        cls, whole: Whole, stacks: tuple[Stack, ...], starts: Sequence[Sequence[int]], own_statistics: bool
     ) -> Cuttable:
         """A step whose loops are cut.
 
         Args:
             starts: of each stack, the first trips of its parts.
         """
-        cut, graph = whole, graph_of(whole.trace, whole.carried)
-        places = Places(graph)
+        cut, graph, places = whole.step, whole.graph, whole.places
         for stack, firsts in zip(stacks, starts, strict=True):
             if len(firsts) > 1:
                 loops = [cut.origins.index((loop, 0)) for loop in stack.loops]
@@ -186,23 +195,26 @@ class Layers:
         Args:
             stage_of: of each layer, its stage. A stage reads none with a higher number.
         """
-        layers, stages = self._joined(stage_of)
-        return tuple(map(layers._program, stage_traces(layers.trace, layers._cut(stages))))
+        return tuple(map(self._program, stage_traces(self.trace, self._cut(stage_of))))
 
     def run_of(self, first: int, last: int) -> StageProgram:
         """The program of a stage of the layers from `first` to `last`, wherever the others are."""
         stage_of = [0 if layer < first else 1 if layer <= last else 2 for layer in range(self.num_layers)]
         used = sorted(set(stage_of))
-        layers, stages = self._joined([used.index(stage) for stage in stage_of])
-        return layers._program(stage_trace(layers.trace, layers._cut(stages), used.index(1)))
+        cut = self._cut([used.index(stage) for stage in stage_of])
+        return self._program(stage_trace(self.trace, cut, used.index(1)))
 
-    def _joined(self, stage_of: Sequence[int]) -> tuple[Layers, Sequence[int]]:
-        """Each stage as one layer, where that is another program: trips of a loop are in one loop then, and cotangents
-        of branches that share a stage pass as one."""
-        if len(set(stage_of)) == len(stage_of) or (not self.cuttable.stacks and self.homes.is_chain):
-            return self, stage_of
-        layer_of = [stage_of[layer] for layer in self.layer_of]
-        return self.cuttable.layered(layer_of, self.num_microbatches), range(max(stage_of) + 1)
+    def merged(self, stage_of: Sequence[int]) -> Layers:
+        """The layers of each stage as one, once it is known which these are: trips of a loop are one loop then, and the
+        cotangents of branches that share a stage pass as one. Values have other numbers: stages of these layers
+        do not fit to those of the others.
+
+        Args:
+            stage_of: of each layer, its stage. A stage reads none with a higher number.
+        """
+        if list(stage_of) == list(range(self.num_layers)):
+            return self
+        return self.cuttable.layered([stage_of[layer] for layer in self.layer_of], self.num_microbatches)
 
     def _cut(self, stage_of: Sequence[int]) -> Cut:
         return Cut(tuple(stage_of), self.free, self.homes.lies, self.cut.carried)

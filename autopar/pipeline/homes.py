@@ -109,6 +109,13 @@ class _Homes:
             for value in unit.operands:
                 if found and value not in self.flow.free_values:
                     present[value] |= found
+        # And what the backward pass alone reads, such as a kernel turned round, is where it is made of.
+        for i in sorted(set(range(len(self.flow.units))) - self.flow.inside - self.flow.free):
+            unit = self.flow.units[i]
+            made_of = [present[v] for v in unit.operands if present.get(v)]
+            for value in unit.results if made_of else ():
+                if not present.get(value):
+                    present[value] |= set.intersection(*made_of) or set.union(*made_of)
         return present
 
     def _backward(self, i: int) -> int:

@@ -25,7 +25,7 @@ from autopar.graph.ir import Graph
 from autopar.graph.sums import Sums
 from autopar.microbatch.parts import COMBINE
 from autopar.microbatch.places import Place, Places
-from autopar.microbatch.resize import resized
+from autopar.microbatch.resize import is_as_written, resized
 from autopar.microbatch.writing import Atom, Writer
 from autopar.pipeline.stacks import Stack
 from autopar.trace import Trace
@@ -184,9 +184,13 @@ class _Unstacking:
             self._part(a, i) if is_held and isinstance(a, int) else self._whole(a)
             for a, is_held in zip(equation.operands, held, strict=True)
         ]
+        self.at = (self.at[0], bounds[0])
+        if equation.piece is None and is_as_written(equation.source):
+            results = [self.writer.new(aval, equation.repeat) for aval in avals]
+            self._add(replace(equation, operands=tuple(atoms), results=tuple(results)))
+            return list(results)
         params = sorted(equation.source.params.items(), key=lambda item: item[0])
         shapes = [aval.shape for aval in avals]
-        self.at = (self.at[0], bounds[0])
         made = self._write(
             ("part", repr(params), repr(whole), repr(shapes)),
             atoms,
