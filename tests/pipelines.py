@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar import execute, planner
@@ -108,7 +109,7 @@ def assert_alike(
         assert jax.tree.structure((here, found)) == jax.tree.structure((there, expected))
         for one, other in zip(jax.tree.leaves((here, found)), jax.tree.leaves((there, expected)), strict=True):
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            if jax.dtypes.issubdtype(other.dtype, jax.dtypes.prng_key):
+            if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
                 one, other = jax.random.key_data(one), jax.random.key_data(other)
             scale = float(np.abs(np.asarray(other)).max(initial=0.1))
             np.testing.assert_allclose(np.asarray(one), other, rtol=tolerance, atol=tolerance * scale)

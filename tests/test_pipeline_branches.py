@@ -67,7 +67,8 @@ def step(state: Any, batch: Any) -> Any:
     params, moments = state
 
     def loss(params: Any) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(Network().apply(params, batch[0]), batch[1]).mean()
+        logits: Any = Network().apply(params, batch[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
     value, gradients = jax.value_and_grad(loss)(params)
     updates, moments = OPTIMIZER.update(gradients, moments, params)
