@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pipelines import assert_alike, crossing, pipelined
 
+from autopar.pipeline.leaves import as_arrays, joined, part_of
 from autopar.pipeline.run import Pipeline
+from autopar.pipeline.unstack import Rows
 
 WIDTH, LAYERS, BATCH = 16, 6, 8
 SGD = optax.sgd(0.1)
@@ -61,8 +67,7 @@ def check(step: Any, state: Any, **options: Any) -> Pipeline:
     return assert_alike(step, state, batch_of, **options)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("optimizer", "num_stages"), [(SGD, 2), (ADAM, 4)], ids=["sgd-2", "adam-4"])
 def test_a_loop_over_layers_is_cut(optimizer: optax.GradientTransformation, num_stages: int) -> None:
     pipeline = check(step_of(optimizer), state_of(optimizer), num_stages=num_stages, num_microbatches=2)
     activations = crossing(pipeline, "inside")
@@ -156,3 +161,26 @@ def test_a_leaf_whose_layers_are_renewed_as_a_whole_is_read_as_a_whole() -> None
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
     check(step, state_of(SGD)[0], num_stages=2, num_microbatches=2)
+
+
+def test_a_leaf_in_unequal_parts_is_read_and_saved_as_one(tmp_path: Path) -> None:
+    """Its parts are split over their own submeshes, one of them along the layers themselves."""
+    whole = np.arange(6 * 8, dtype=np.float32).reshape(6, 8)
+    submeshes = [Mesh(np.array(jax.devices()[first : first + 4]), ("x",)) for first in (0, 4)]
+    shardings = {
+        Rows(0, 0, 4): NamedSharding(submeshes[0], PartitionSpec("x")),
+        Rows(0, 4, 6): NamedSharding(submeshes[1], PartitionSpec(None, "x")),
+    }
+    parts = {rows: part_of(whole, rows, sharding) for rows, sharding in shardings.items()}
+    leaf = joined(parts)
+    state = {"stack": leaf, "other": jnp.ones(3)}
+    assert jax.tree.structure(state) == jax.tree.structure({"stack": 0, "other": 0})
+    np.testing.assert_array_equal(np.asarray(leaf), whole)
+    np.testing.assert_array_equal(jnp.asarray(leaf), whole)
+    assert all(part_of(leaf, rows, sharding) is parts[rows] for rows, sharding in shardings.items())
+    other = NamedSharding(submeshes[1], PartitionSpec(None, "x"))
+    np.testing.assert_array_equal(part_of(leaf, Rows(0, 3, 5), other), whole[3:5])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", as_arrays(state))
+        checkpointer.wait_until_finished()
+        np.testing.assert_array_equal(checkpointer.restore(tmp_path / "state")["stack"], whole)

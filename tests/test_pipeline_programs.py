@@ -159,6 +159,27 @@ def test_a_step_of_many_parts() -> None:
     assert all(shape == () for shape in crossing(pipeline, "outside"))
 
 
+@pytest.mark.parametrize("form", ["layers", "loop"])
+def test_each_stage_computes_again_what_is_its_own(form: str) -> None:
+    """All layers are in one `jax.checkpoint`, and what it is given waits at one barrier."""
+
+    def forward(params: Any, x: jax.Array) -> jax.Array:
+        if form == "loop":
+            return jax.lax.scan(lambda h, kernel: (h + jnp.tanh(h @ kernel), None), x, params)[0]
+        for kernel in params:
+            x = x + jnp.tanh(x @ kernel)
+        return x
+
+    params = jnp.stack(kernels(6)) if form == "loop" else kernels(6)
+    step = module_step(ADAM, jax.checkpoint(forward))
+    pipeline = assert_alike(step, (params, ADAM.init(params)), vectors, num_stages=2, num_microbatches=2)
+    assert crossing(pipeline, "inside") == [(BATCH // 2, WIDTH)] * 2
+    assert all(shape == () for shape in crossing(pipeline, "outside"))
+    for stage in pipeline.stages:
+        made = [equation.primitive for equation in stage.program.program.trace.equations]
+        assert made.count("tanh") == (2 if form == "loop" else 6)  # forward, and again
+
+
 def module_step(optimizer: Any, apply: Any) -> Any:
     def step(state: Any, batch: Any) -> Any:
         params, moments = state

@@ -120,7 +120,7 @@ class Cuttable:
         Raises:
             MicrobatchError: where the batch has not so many equal parts, or cannot be split over time at all.
         """
-        begun = itertools.accumulate(position in set(starts[1:]) for position in range(len(self.flow.forward)))
+        begun = itertools.accumulate(int(position in starts[1:]) for position in range(len(self.flow.forward)))
         return self.layered(list(begun), num_microbatches)
 
     def layered(self, layer_of: Sequence[int], num_microbatches: int) -> Layers:
@@ -136,10 +136,13 @@ class Cuttable:
         coarse, coarsely = self._joined(layer_of)
         flow = coarse.flow
         homes = homes_of(flow, coarsely)
-        trace = labelled(flow, homes.layers)
+        trace, graph, places = labelled(flow, homes), flow.graph, coarse.places
+        if homes.twins:  # it reads other values now
+            graph = graph_of(trace, graph.carried)
+            places = Places(graph)
         alone = self.refusal is not None
-        split = classify(trace, flow.graph, coarse.places, own_statistics=self.own_statistics, alone=alone)
-        looped = rewritten(trace, flow.graph, coarse.places, split, num_microbatches)
+        split = classify(trace, graph, places, own_statistics=self.own_statistics, alone=alone)
+        looped = rewritten(trace, graph, places, split, num_microbatches)
         inputs = frozenset(flow.graph.inputs) & flow.free_values
         return Layers(self, coarse.cut, looped, inputs, homes, tuple(layer_of), num_microbatches)
 

@@ -151,7 +151,7 @@ class _Cutting:
     # -- who runs what -----------------------------------------------------------------------
 
     def _add(self, items: Iterable[Item], where: Literal["before", "body", "after"]) -> None:
-        for item in items:
+        for item in (part for whole in items for part in self._parts(whole)):
             if self._is_free(item):
                 self.free.update(_made(item))
                 runs: Sequence[_Stage] = self.stages
@@ -161,6 +161,17 @@ class _Cutting:
                 runs = [self.stages[s]]
             for stage in runs:
                 getattr(stage, where).append(item)
+
+    def _parts(self, item: Item) -> Iterator[Item]:
+        """What a barrier holds up, stage by stage."""
+        if isinstance(item, Equation) or item.kind != "barrier":
+            yield item
+            return
+        pieces: dict[int, list[Equation]] = {}
+        for piece in item.enter:
+            pieces.setdefault(-1 if piece.layer is None else self._stage_of(piece), []).append(piece)
+        for own in pieces.values():
+            yield Nest(item.kind, item.source, own, [], [])
 
     def _add_loop(self) -> None:
         leaving = [piece for piece in self.loop.exit if piece.piece == "exit_carry"]

@@ -41,7 +41,7 @@ class Flow:
     @classmethod
     def of(cls, trace: Trace, graph: Graph, split: Split, places: Places) -> Flow:
         """The flow of a step that has been classified."""
-        return cls(trace, graph, split, places, tuple(units_of(trace, graph)))
+        return cls(trace, graph, split, places, tuple(_units(trace, graph)))
 
     @functools.cached_property
     def maker(self) -> dict[int, int]:
@@ -113,6 +113,17 @@ class Flow:
             return False
         made = sum(self.graph.values[v].size for v in unit.results)
         return self.flops(unit) <= _CHEAP * max(made, SMALL_SIZE)
+
+
+def _units(trace: Trace, graph: Graph) -> Iterator[Unit]:
+    """What is to be together: an equation, a loop, a branch. What a barrier holds up need not be in one layer."""
+    for unit in units_of(trace, graph):
+        if unit.region is None or unit.region.kind != "barrier":
+            yield unit
+            continue
+        for n in range(unit.start, unit.stop):
+            operands = tuple(v for v in graph.nodes[n].operands if v is not None)
+            yield Unit(n, n + 1, None, operands, graph.nodes[n].results)
 
 
 @dataclass(frozen=True, slots=True)

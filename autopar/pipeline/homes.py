@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from autopar.microbatch.classify import PARTIAL
 from autopar.pipeline.flow import Flow
+from autopar.pipeline.twins import twins_of
 from autopar.trace import Trace
 
 
@@ -27,11 +28,13 @@ class Homes:
         layers: by unit, its layer; None of what each layer that reads it makes for itself.
         lies: by value that no unit makes, its layer.
         is_chain: whether each layer comes, perhaps through others, from all before it.
+        twins: of values that are computed again (`twins_of`).
     """
 
     layers: tuple[int | None, ...]
     lies: dict[int, int]
     is_chain: bool
+    twins: dict[int, int]
 
 
 def homes_of(flow: Flow, layer_of: Sequence[int]) -> Homes:
@@ -43,12 +46,18 @@ def homes_of(flow: Flow, layer_of: Sequence[int]) -> Homes:
     return _Homes(flow, layer_of).run()
 
 
-def labelled(flow: Flow, layers: Sequence[int | None]) -> Trace:
-    """The trace with the layer of each equation."""
+def labelled(flow: Flow, homes: Homes) -> Trace:
+    """The trace with the layer of each equation. What one layer computes again another does not read: it has what it was
+    given in the forward pass."""
     equations = list(flow.trace.equations)
-    for unit, layer in zip(flow.units, layers, strict=True):
+    layer_of = dict[int, int | None]()
+    for unit, layer in zip(flow.units, homes.layers, strict=True):
+        layer_of.update(dict.fromkeys(unit.results, layer))
+    for unit, layer in zip(flow.units, homes.layers, strict=True):
+        elsewhere = {v: t for v in unit.operands if (t := homes.twins.get(v)) is not None and layer_of[v] != layer}
         for n in range(unit.start, unit.stop):
-            equations[n] = replace(equations[n], layer=layer)
+            operands = tuple(elsewhere.get(a, a) if isinstance(a, int) else a for a in equations[n].operands)
+            equations[n] = replace(equations[n], layer=layer, operands=operands)
     return replace(flow.trace, equations=tuple(equations))
 
 
@@ -64,6 +73,7 @@ class _Homes:
         #: By value that comes from outside the loop, its layer.
         self.lies: dict[int, int] = {}
         self.present = self._present()
+        self.twins = twins_of(flow)
 
     def run(self) -> Homes:
         flow = self.flow
@@ -74,7 +84,7 @@ class _Homes:
         self._outside()
         layers = tuple(None if i in flow.free else self.layer.get(i, 0) for i in range(len(flow.units)))
         is_chain = all(len(found) == layer + 1 for layer, found in enumerate(self.sources))
-        return Homes(layers, self.lies, is_chain)
+        return Homes(layers, self.lies, is_chain, self.twins)
 
     def _sources(self) -> list[frozenset[int]]:
         flow = self.flow
@@ -110,8 +120,9 @@ class _Homes:
                 if found and value not in self.flow.free_values:
                     present[value] |= found
         # And what the backward pass alone reads, such as a kernel turned round, is where it is made of.
-        for i in sorted(set(range(len(self.flow.units))) - self.flow.inside - self.flow.free):
-            unit = self.flow.units[i]
+        for i, unit in enumerate(self.flow.units):
+            if unit.start not in self.flow.split.before or i in self.flow.free:
+                continue
             made_of = [present[v] for v in unit.operands if present.get(v)]
             for value in unit.results if made_of else ():
                 if not present.get(value):
@@ -120,7 +131,11 @@ class _Homes:
 
     def _backward(self, i: int) -> int:
         flow, unit = self.flow, self.flow.units[i]
-        known = [(v, flow.maker.get(v)) for v in unit.operands if v not in flow.free_values]
+        again = {self.layer.get(flow.maker.get(self.twins[v], -1)) for v in unit.results if v in self.twins}
+        if len(again) == 1 and None not in again:
+            return max(layer for layer in again if layer is not None)
+        read = dict.fromkeys(self.twins.get(v, v) for v in unit.operands)
+        known = [(v, flow.maker.get(v)) for v in read if v not in flow.free_values]
         before = {self.layer[maker] for _, maker in known if maker in flow.backward and maker in self.layer}
         may = frozenset(range(self.last + 1)).intersection(*(self.sources[layer] for layer in before))
         most = max(may, default=min(before, default=self.last))
@@ -159,7 +174,7 @@ class _Homes:
         flow = self.flow
         for i in sorted(flow.backward - flow.free, reverse=True):
             unit = flow.units[i]
-            if any(flow.maker.get(v) in flow.backward - flow.free for v in unit.operands):
+            if self.twins or any(flow.maker.get(v) in flow.backward - flow.free for v in unit.operands):
                 continue
             readers = [self.layer[r] for v in unit.results for r in flow.readers.get(v, ()) if r in self.layer]
             held = [self.present[v] for v in unit.operands if self.present.get(v)]

@@ -3,7 +3,7 @@
 In: its parts, each split over the submesh of a stage. Out: the leaf that the user has between two steps. Where all
 parts have as many layers and are laid out alike on equal submeshes, that is one `jax.Array`: the dim that counts layers
 is split over an axis of a mesh that spans the submeshes, and nothing is copied. JAX has no array in unequal parts: there
-the leaf is `StackedLeaf`, which holds the parts and puts them together for whoever reads it.
+the leaf is `StackedLeaf`, which holds the parts and puts them together for who asks for an array.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ STAGE_AXIS = "stage"
 
 
 class StackedLeaf:
-    """An array in parts that lie on several submeshes. For a pytree it is a leaf, for NumPy and `jax.numpy` an array.
+    """An array in parts that lie on several submeshes. For a pytree it is a leaf; `numpy.asarray` and
+    `jax.numpy.asarray` give the whole.
 
     Args:
         parts: by their layers, in order; none is missing.
@@ -59,7 +60,11 @@ class StackedLeaf:
     def joined(self) -> jax.Array:
         """The whole, on the devices of its first part."""
         parts = list(self.parts.values())
-        return jnp.concatenate([jax.device_put(part, parts[0].sharding) for part in parts], axis=self.dim)
+        sharding = parts[0].sharding
+        if isinstance(sharding, NamedSharding):  # as that is, but for layers: of others there may be other numbers
+            spec = [None if d == self.dim else names for d, names in enumerate(sharding.spec)]
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        return jnp.concatenate([jax.device_put(part, sharding) for part in parts], axis=self.dim)
 
     def block_until_ready(self) -> StackedLeaf:
         jax.block_until_ready(list(self.parts.values()))
@@ -75,6 +80,11 @@ class StackedLeaf:
     def __repr__(self) -> str:
         parts = ", ".join(f"{rows.start}:{rows.stop}" for rows in self.parts)
         return f"StackedLeaf({self.dtype}{list(self.shape)}, layers {parts})"
+
+
+def as_arrays(tree: Any) -> Any:
+    """A state all of whose leaves are `jax.Array`s, to be saved or handed to others."""
+    return jax.tree.map(lambda leaf: leaf.joined() if isinstance(leaf, StackedLeaf) else leaf, tree)
 
 
 def part_of(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> jax.Array:
