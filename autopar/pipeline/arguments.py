@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from autopar import jax_compat
 from autopar.errors import BatchError
-from autopar.pipeline.crossings import Crossing, Wire, as_it_lies, wire
+from autopar.pipeline.crossings import Crossing, Wire, as_it_lies, is_mine, wire
 from autopar.pipeline.piece_programs import StagePieces
 from autopar.pipeline.pieces import Slot
 
@@ -125,8 +125,7 @@ class PipelineArguments:
                 )
             if crossing.between_processes and (passing.target != sharding or raw.dtype != aval.dtype):
                 self._arrivals[s][slot] = sharding
-        is_mine = any(device.process_index == jax.process_index() for device in sharding.mesh.devices.flat)
-        taker = _Taker(s, slot, register, sharding, is_mine, crossing, prepare)
+        taker = _Taker(s, slot, register, sharding, is_mine(sharding), crossing, prepare)
         self.takers.setdefault(i, []).append(taker)
 
     def _from_home(self, leaf: Any, takers: Sequence[_Taker], values: Values) -> None:

@@ -43,7 +43,7 @@ def wire(shape: Shape, source: NamedSharding, target: NamedSharding) -> Wire:
     Between submeshes of the same size it passes in as small parts as either has it in: what is split on one side alone
     is sent in parts, and sliced before or gathered after. Between others, in as many parts as both sizes have in common.
     """
-    senders, receivers = source.mesh.devices, target.mesh.devices
+    senders, receivers = devices_of(source), devices_of(target)
     if senders.size == receivers.size:
         if _num_parts(target, shape) >= _num_parts(source, shape):
             return Wire(_on(target, senders), target)
@@ -59,9 +59,9 @@ def wire(shape: Shape, source: NamedSharding, target: NamedSharding) -> Wire:
 
 def as_it_lies(source: NamedSharding, target: NamedSharding) -> Wire | None:
     """The wire of a value that nobody lays anew before it is sent; None where it cannot pass as it lies."""
-    if source.mesh.devices.size != target.mesh.devices.size:
+    if source.mesh.size != target.mesh.size:
         return None
-    return Wire(source, _on(source, target.mesh.devices))
+    return Wire(source, _on(source, devices_of(target)))
 
 
 class Crossing:
@@ -78,7 +78,7 @@ class Crossing:
         self.shape, self.dtype, self.wire = shape, dtype, wire
         one, other = processes_of(wire.source), processes_of(wire.target)
         #: Whether sender and receiver are the same devices, and there is nothing to move.
-        self.is_here = tuple(wire.source.mesh.devices.flat) == tuple(wire.target.mesh.devices.flat)
+        self.is_here = tuple(devices_of(wire.source).flat) == tuple(devices_of(wire.target).flat)
         self.between_processes = not self.is_here and not (one == other and len(one) == 1)
         if self.between_processes and one & other:
             raise ProcessError(
@@ -104,7 +104,7 @@ class Crossing:
             arrived.append(jax.device_put(sent, target))
         if jax.process_index() not in processes_of(self.wire.target):
             return None
-        if len(arrived) == 1 and arrived[0].sharding.mesh.devices.size == self.wire.target.mesh.devices.size:
+        if len(arrived) == 1 and self._legs[0][1].mesh.size == self.wire.target.mesh.size:
             return _seen_as(arrived[0], self.wire.target)
         shards = [shard.data for one in arrived for shard in one.addressable_shards]
         return jax.make_array_from_single_device_arrays(self.shape, self.wire.target, shards, dtype=self.dtype)
@@ -112,14 +112,26 @@ class Crossing:
     def _part_of(self, value: Any, source: NamedSharding) -> Any:
         if source is self.wire.source:
             return value
-        wanted = set(source.mesh.devices.flat)
+        wanted = set(devices_of(source).flat)
         shards = [shard.data for shard in value.addressable_shards if shard.device in wanted]
         return jax.make_array_from_single_device_arrays(self.shape, source, shards, dtype=self.dtype)
 
 
+def devices_of(sharding: NamedSharding) -> np.ndarray:
+    """Its mesh's devices, as the mesh has them."""
+    devices = sharding.mesh.devices
+    assert devices is not None, "a pipeline's meshes are of devices"
+    return devices
+
+
+def is_mine(sharding: NamedSharding) -> bool:
+    """Whether this process has some of its devices."""
+    return jax.process_index() in processes_of(sharding)
+
+
 def processes_of(sharding: NamedSharding) -> frozenset[int]:
     """The processes that have its devices."""
-    return frozenset(device.process_index for device in sharding.mesh.devices.flat)
+    return frozenset(device.process_index for device in devices_of(sharding).flat)
 
 
 def without_shards(shape: Shape, dtype: Any, sharding: NamedSharding) -> Any:
@@ -134,9 +146,9 @@ def _absent(shape: Shape, dtype: Any, sharding: NamedSharding) -> Any:
 def _legs(shape: Shape, wire: Wire) -> list[tuple[NamedSharding, NamedSharding]]:
     """Between processes, as many devices receive as send: moves from one copy of the sender's to each of the receiver's."""
     source, target = wire.source, wire.target
-    if source.mesh.devices.size == target.mesh.devices.size:
+    if source.mesh.size == target.mesh.size:
         return [(source, target)]
-    senders, receivers = source.mesh.devices, target.mesh.devices
+    senders, receivers = devices_of(source), devices_of(target)
     start = source if senders.shape[1] == 1 else NamedSharding(_mesh(senders[:, :1], ("part", "copy")), source.spec)
     return [
         (start, NamedSharding(_mesh(receivers[:, i : i + 1], ("part", "copy")), target.spec))
@@ -154,10 +166,10 @@ def _seen_as(value: Any, sharding: NamedSharding) -> Any:
 
 def _on(sharding: NamedSharding, devices: np.ndarray) -> NamedSharding:
     """The same split over other devices, as many."""
-    mesh = sharding.mesh
-    if tuple(mesh.devices.flat) == tuple(devices.flat):
+    own = devices_of(sharding)
+    if tuple(own.flat) == tuple(devices.flat):
         return sharding
-    return NamedSharding(_mesh(devices.reshape(mesh.devices.shape), mesh.axis_names), sharding.spec)
+    return NamedSharding(_mesh(devices.reshape(own.shape), sharding.mesh.axis_names), sharding.spec)
 
 
 def _mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:

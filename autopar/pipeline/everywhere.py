@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.pipeline.crossings import Crossing, Wire
+from autopar.pipeline.crossings import Crossing, Wire, devices_of
 
 #: A result with at most so many elements is small.
 MOST_ELEMENTS = 1024
@@ -36,10 +36,10 @@ class Everywhere:
     def __init__(self, aval: Any, source: NamedSharding) -> None:
         self.aval, self.source = aval, source
         own: dict[int, Any] = {}
-        for device in (*source.mesh.devices.flat, *jax.devices()):
+        for device in (*devices_of(source).flat, *jax.devices()):
             own.setdefault(device.process_index, device)
-        first = source.mesh.devices.flat[0]
-        has_it = {device.process_index for device in source.mesh.devices.flat}
+        first = devices_of(source).flat[0]
+        has_it = {device.process_index for device in devices_of(source).flat}
         self.sharding = _whole([own[process] for process in sorted(own)])
         self.start = _whole([first])
         self.crossings = [

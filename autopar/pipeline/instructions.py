@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.pipeline.arguments import PipelineArguments, Values
-from autopar.pipeline.crossings import Crossing, wire, without_shards
+from autopar.pipeline.crossings import Crossing, is_mine, wire, without_shards
 from autopar.pipeline.everywhere import Everywhere, is_small
 from autopar.pipeline.extract import Port
 from autopar.pipeline.piece_programs import Key, PieceProgram, Send, StagePieces
@@ -319,7 +319,6 @@ class _Listing:
     def _result(self, result: int, s: int, register: int, sharding: NamedSharding) -> None:
         stage = self.stages[s]
         aval = stage.avals()[Port("result", result)]
-        is_mine = any(d.process_index == self.here for d in sharding.mesh.devices.flat)
         if jax.process_count() > 1 and result not in self.kept and is_small(aval):
             whole = NamedSharding(sharding.mesh, PartitionSpec())
             everywhere = Everywhere(aval, whole)
@@ -327,7 +326,7 @@ class _Listing:
             self.steps.append(Spread(everywhere, (register,), (copy,)))
             self.results[result], self.out_shardings[result] = Result(copy), everywhere.sharding
             return
-        absent = None if is_mine else without_shards(aval.shape, aval.dtype, sharding)
+        absent = None if is_mine(sharding) else without_shards(aval.shape, aval.dtype, sharding)
         self.results[result], self.out_shardings[result] = Result(register, absent), sharding
 
     # -- memory ------------------------------------------------------------------------------
