@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,23 +25,16 @@ from autopar.pipeline.pieces import Slot
 from autopar.pipeline.tasks import Task
 
 
-class Instruction(Protocol):
-    """One thing to do."""
-
-    #: Registers that are read, and those that are written.
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    #: Registers that nobody reads after it.
-    frees: tuple[int, ...]
-
-    def run(self, values: Values) -> None:
-        """Do it: dispatch, and wait for nothing."""
-        ...
-
-
 @dataclass(slots=True)
 class Call:
-    """A piece is run. `task` is None around the loop."""
+    """A piece is run.
+
+    Args:
+        task: None around the loop.
+        reads, writes: registers. frees: those that nobody reads after it.
+        donated: places among `reads` that it may write over, known once what comes before it has run. after_first: to be
+            called when it has been compiled.
+    """
 
     program: PieceProgram
     stage: int
@@ -92,6 +85,7 @@ class Spread:
     everywhere: Everywhere
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    task: Task | None = None
     frees: tuple[int, ...] = ()
 
     def run(self, values: Values) -> None:
