@@ -335,6 +335,14 @@ def cross_host_address() -> str:
     return _xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value
 
 
+def copying_to(sharding: jax.sharding.NamedSharding) -> Callable[[Any], Any]:
+    """What `jax.device_put(array, sharding)` comes to in the end where the array lies so on other devices, as many: copies
+    from device to device, in a tenth of the time that it takes to find that out."""
+    devices = sharding._internal_device_list
+    copy, as_is = _xla_client.batched_copy_array_to_devices_with_sharding, _xla_client.ArrayCopySemantics.REUSE_INPUT
+    return lambda array: copy([array], [devices], [sharding], [as_is])[0]
+
+
 def leave_without_waiting() -> None:
     """Let this process end at once: JAX would first wait for the others to end too, which hang or are gone."""
     state = _distributed.global_state

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from autopar import jax_compat
 from autopar.errors import BatchError
-from autopar.pipeline.crossings import Crossing, Wire, as_it_lies, is_mine, wire
+from autopar.pipeline.crossings import Crossing, as_it_lies, is_mine, wire
 from autopar.pipeline.piece_programs import StagePieces
 from autopar.pipeline.pieces import Slot
 
@@ -31,7 +31,7 @@ class _Taker:
 
     Args:
         sharding: as it wants it.
-        crossing: from where the argument lies at home; None at home itself.
+        crossing: from where the argument lies at home, between processes; None inside one.
         prepare: lays it for the wire first, where it cannot pass as it lies.
     """
 
@@ -116,14 +116,14 @@ class PipelineArguments:
                 passing = wire(raw.shape, at_home, sharding)
             crossing = Crossing(raw.shape, raw.dtype, passing)
             if not crossing.between_processes:
-                crossing = Crossing(raw.shape, raw.dtype, Wire(at_home, sharding))
+                crossing = None
             elif passing.source != at_home or raw.dtype != aval.dtype:
                 is_key = raw.dtype != aval.dtype
                 prepare = jax.jit(
                     (lambda value: jax.random.key_data(value)) if is_key else (lambda value: value),
                     out_shardings=passing.source,
                 )
-            if crossing.between_processes and (passing.target != sharding or raw.dtype != aval.dtype):
+            if crossing is not None and (passing.target != sharding or raw.dtype != aval.dtype):
                 self._arrivals[s][slot] = sharding
         taker = _Taker(s, slot, register, sharding, is_mine(sharding), crossing, prepare)
         self.takers.setdefault(i, []).append(taker)
@@ -132,7 +132,9 @@ class PipelineArguments:
         home, *others = takers
         values[home.register] = leaf if home.is_mine else None
         for one in others:
-            assert one.crossing is not None
+            if one.crossing is None:
+                values[one.register] = jax.device_put(leaf, one.sharding) if one.is_mine else None
+                continue
             sent = leaf if home.is_mine else None
             if sent is not None and one.prepare is not None:
                 sent = one.prepare(sent)

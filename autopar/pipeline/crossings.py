@@ -2,7 +2,7 @@
 
 In: its shape and dtype, how it lies on the one and how the other wants it. Out: `Wire`, how it lies while it passes, on
 each side; the programs on either side change the layout, which is made for the cheaper side to do. `Crossing` moves an
-array so laid, by `jax.device_put`, device to device.
+array so laid as `jax.device_put` does, device to device.
 
 Between processes every process makes every move, in one order for all, also those of others: the backends number
 transfers by counting, in each process, all those between any two (XLA's `CreateNewTransferKey`). Who does not have the
@@ -20,7 +20,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autopar import jax_compat
 from autopar.errors import ProcessError
+from autopar.processes.transfers import check_arrays_pass
 
 Shape = tuple[int, ...]
 
@@ -87,9 +89,13 @@ class Crossing:
                 " between processes. Give each process the devices of one submesh, or several whole submeshes"
             )
         self.is_mine = jax.process_index() in one | other
+        alike = wire.source.mesh.size == wire.target.mesh.size
+        self._put = jax_compat.copying_to(wire.target) if alike else lambda value: jax.device_put(value, wire.target)
         if self.between_processes:
+            check_arrays_pass(devices_of(wire.source).flat[0].platform)
             self._legs = _legs(shape, wire)
             here = jax.process_index()
+            self._copies = [jax_compat.copying_to(target) for _, target in self._legs]
             self._absent = [None if here in processes_of(a) else _absent(shape, dtype, a) for a, _ in self._legs]
 
     def move(self, value: Any) -> Any:
@@ -97,11 +103,10 @@ class Crossing:
         if self.is_here:
             return value
         if not self.between_processes:
-            return jax.device_put(value, self.wire.target) if self.is_mine else None
+            return self._put(value) if self.is_mine else None
         arrived = []
-        for (source, target), absent in zip(self._legs, self._absent, strict=True):
-            sent = absent if absent is not None else self._part_of(value, source)
-            arrived.append(jax.device_put(sent, target))
+        for (source, _), copy, absent in zip(self._legs, self._copies, self._absent, strict=True):
+            arrived.append(copy(absent if absent is not None else self._part_of(value, source)))
         if jax.process_index() not in processes_of(self.wire.target):
             return None
         if len(arrived) == 1 and self._legs[0][1].mesh.size == self.wire.target.mesh.size:

@@ -29,16 +29,29 @@ def let_arrays_pass() -> None:
     if backends_are_initialized():
         if jax.devices()[0].platform != "cpu":
             return
-        raise ProcessError(
-            "arrays cannot pass between these CPU processes: JAX has to know an address for that before it first looks at"
-            " the devices. Decorate the step, or call `autopar.let_arrays_pass()`, right after"
-            " `jax.distributed.initialize(...)`, before any array is made"
-        )
+        check_arrays_pass("cpu")
     address = _own_address(coordinator_address())
     with socket.socket() as free:
         free.bind((address, 0))
         port = free.getsockname()[1]
     jax.config.update("jax_cross_host_transfer_socket_address", f"{address}:{port}")
+
+
+def check_arrays_pass(platform: str) -> None:
+    """Refuse to move arrays between processes that cannot.
+
+    Args:
+        platform: of the devices.
+
+    Raises:
+        ProcessError: they are CPUs, and have no address for that.
+    """
+    if platform == "cpu" and not cross_host_address():
+        raise ProcessError(
+            "arrays cannot pass between these CPU processes: JAX has to know an address for that before it first looks at"
+            " the devices. Decorate the step, or call `autopar.let_arrays_pass()`, right after"
+            " `jax.distributed.initialize(...)`, before any array is made"
+        )
 
 
 def _own_address(other: str) -> str:
