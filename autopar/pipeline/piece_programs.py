@@ -20,6 +20,7 @@ from autopar import jax_compat
 from autopar.partition_spec import named_shardings
 from autopar.pipeline.cutting import StageProgram
 from autopar.pipeline.extract import Port
+from autopar.pipeline.partial_sums import partial_sums
 from autopar.pipeline.pieces import Layout, Level, Piece, Pieces, Slot
 from autopar.plan import Plan
 from autopar.replay import Replay
@@ -103,6 +104,7 @@ class StagePieces:
     Attributes:
         shardings: by port, how the stage wants what it is given.
         aliases: slots that hold what another holds, which is taken in their place.
+        partial: by their number in the loop, accumulators that are summed over devices after it.
     """
 
     def __init__(self, stage: PlannedStage, pieces: Pieces, layout: Layout) -> None:
@@ -110,6 +112,8 @@ class StagePieces:
         self.stage, self.pieces, self.layout = stage, pieces, layout
         self.replay = Replay(plan, trace, stage.mesh)
         self.entered = {leave: enter for enter, leave in layout.carries.items()}
+        sums = partial_sums(layout, self.replay, plan.mesh)
+        self.partial = {one.carry: one for one in sums.values()}
         self.shardings = dict(
             zip(stage.program.inputs, named_shardings([t.sharding for t in plan.inputs], stage.mesh), strict=True)
         )
@@ -191,7 +195,7 @@ class StagePieces:
     def _function(
         self, made: PieceProgram, arrivals: Mapping[Slot, NamedSharding], in_loop: bool
     ) -> Callable[..., list[Any]]:
-        piece, equations = made.piece, self.layout.trace.equations
+        piece, equations, mesh = made.piece, self.layout.trace.equations, self.stage.mesh
 
         def run(*flat: Any) -> list[Any]:
             given = iter(flat)
@@ -202,17 +206,23 @@ class StagePieces:
             for slot, source in self.aliases.items():
                 if source in made.takes:
                     values[slot.value] = values[source.value]
+            held = {v: value for v, value in values.items() if v in self.partial}
+            values |= {v: jnp.zeros_like(value[0]) for v, value in held.items()}  # what they would be is not read
             part = self.replay.part(values)
             out: dict[int, Any] = {}
             for what, start, stop in piece.steps:
                 if what == "run":
                     part.run(start, stop)
                 elif what == "enter":
-                    out[equations[start].results[0]] = part.enter(start)
+                    slot = equations[start].results[0]
+                    out[slot] = self._begun(slot, part.enter(start))
                 elif in_loop:
-                    out[self._leaves_as(start)] = part.leave(start)
+                    slot = self._leaves_as(start)
+                    partial = self.partial.get(slot)
+                    out[slot] = partial.added(held[slot], part, mesh) if partial is not None else part.leave(start)
                 else:
-                    value = values[self._leaves_as(start)]
+                    slot = self._leaves_as(start)
+                    value = jnp.sum(held[slot], axis=0) if slot in held else values[slot]
                     part.define(start, jnp.stack(value) if equations[start].piece == "exit_stack" else value)
             gives: list[Any] = []
             for slot, count in zip(made.gives, made.counts[1], strict=True):
@@ -230,6 +240,10 @@ class StagePieces:
 
         run.__name__ = f"{self.layout.trace.name} {piece.name}".replace(" ", "_")
         return run
+
+    def _begun(self, slot: int, value: Any) -> Any:
+        partial, shape = self.partial.get(slot), self.stage.plan.mesh
+        return value if partial is None else partial.begun(value, self.stage.mesh, shape.sizes(partial.axes))
 
     def _as_planned(self, slot: Slot, value: Any, arrivals: Mapping[Slot, NamedSharding]) -> Any:
         """What another stage has sent, as a value of the trace, laid as planned."""
