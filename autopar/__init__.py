@@ -11,6 +11,7 @@ from autopar.explain import explain as explain
 from autopar.pipeline.plan import PipelinePlan as PipelinePlan
 from autopar.plan import Plan as Plan
 from autopar.plan_step import plan as plan
+from autopar.processes.transfers import let_arrays_pass as let_arrays_pass
 from autopar.processes.watch import Watch as Watch
 from autopar.processes.watch import watch as watch
 from autopar.rules.registered import register_rule as register_rule

@@ -22,6 +22,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
 from jax._src.lax.slicing import _gather_fill
@@ -323,6 +324,29 @@ def coordination_client() -> tuple[Any, int, int]:
 def coordinator_address() -> str:
     """Where the coordination service answers, as given to `jax.distributed.initialize`; "" before that."""
     return _distributed.global_state.coordinator_address or ""
+
+
+def process_count_said() -> int:
+    """How many processes `jax.distributed.initialize` was told of; 1 before that. No device is touched."""
+    return _distributed.global_state.num_processes or 1
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has looked at its devices."""
+    return _xla_bridge.backends_are_initialized()
+
+
+def cross_host_address() -> str:
+    """Where this process listens for arrays of others; "" where it does not."""
+    return _xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value
+
+
+def copying_to(sharding: jax.sharding.NamedSharding) -> Callable[[Any], Any]:
+    """What `jax.device_put(array, sharding)` comes to in the end where the array lies so on other devices, as many: copies
+    from device to device, in a tenth of the time that it takes to find that out."""
+    devices = sharding._internal_device_list
+    copy, as_is = _xla_client.batched_copy_array_to_devices_with_sharding, _xla_client.ArrayCopySemantics.REUSE_INPUT
+    return lambda array: copy([array], [devices], [sharding], [as_is])[0]
 
 
 def leave_without_waiting() -> None:

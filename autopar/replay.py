@@ -300,6 +300,10 @@ class Part:
         """Let an equation have made a value."""
         self.replay._define(self.scope, self.replay.trace.equations[n], [value])
 
+    def operand(self, n: int, i: int) -> Any:
+        """What an equation takes, split as the plan says."""
+        return self.replay._taken(self.scope, n, i, self.replay.trace.equations[n].operands[i])
+
     def value(self, position: int) -> Any:
         """What has been made, as its equation left it."""
         return self.scope.values[position]

@@ -27,6 +27,10 @@ from autopar.trace import Trace
 PortKind = Literal["argument", "result", "outside", "inside", "buffer"]
 
 
+#: An argument or a result by its position, or some layers of it.
+LeafKey = tuple[int, Rows | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Port:
     """A value that crosses the border of a stage.
@@ -39,6 +43,11 @@ class Port:
     kind: PortKind
     value: int
     rows: Rows | None = None
+
+    @property
+    def leaf(self) -> LeafKey:
+        """Of an argument or a result, which it is."""
+        return self.value, self.rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,13 +87,13 @@ def as_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.joined() if isinstance(leaf, StackedLeaf) else leaf, tree)
 
 
-def part_of(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> jax.Array:
-    """Some layers of a leaf, or all of it, split as a stage wants them. Nothing is copied where they lie so already."""
+def part_of(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> Any:
+    """Some layers of a leaf, or all of it. Nothing is copied where they lie as `sharding` says."""
     if rows is None:
-        return jax.device_put(leaf.joined() if isinstance(leaf, StackedLeaf) else leaf, sharding)
+        return leaf.joined() if isinstance(leaf, StackedLeaf) else leaf
     if isinstance(leaf, StackedLeaf):
         if rows in leaf.parts:
-            return jax.device_put(leaf.parts[rows], sharding)
+            return leaf.parts[rows]
         leaf = leaf.joined()
     if isinstance(leaf, jax.Array):
         shape = tuple(rows.stop - rows.start if d == rows.dim else size for d, size in enumerate(leaf.shape))
@@ -101,8 +101,8 @@ def part_of(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> jax.Array:
         wanted = sharding.addressable_devices_indices_map(shape)
         if all(d in here and at and _lies(here[d].index, at, rows, leaf.shape) for d, at in wanted.items()):
             shards = [here[device].data for device in wanted]
-            return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-    return jax.device_put(rows_of(leaf, rows), sharding)
+            return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=leaf.dtype)
+    return rows_of(leaf, rows)
 
 
 def rows_of(leaf: Any, rows: Rows) -> Any:
@@ -120,7 +120,7 @@ def joined(parts: Mapping[Rows | None, Any]) -> Any:
     if sharding is None:
         return leaf
     shards = [shard.data for array in arrays.values() for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards, dtype=leaf.dtype)
 
 
 def sharding_of_parts(parts: Mapping[Rows | None, Any]) -> NamedSharding | None:

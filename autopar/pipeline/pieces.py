@@ -223,15 +223,31 @@ class _Taking:
             operand = self.equations[n].operands[0]
             level = self.levels.get(operand, start) if isinstance(operand, int) else start
             entered.setdefault(level, []).append(n)
-        at = [max([start, *(self.levels.get(v, start) for v in unit.operands)]) for unit in layout.outside]
-        self._exits(min((level for level in at if level[0]), default=(1, 0)))
-        for unit, level in zip(layout.outside, at, strict=True):
+        levels = self._latest()
+        self._exits(min((level for level in levels if level[0]), default=(1, 0)))
+        for unit, level in zip(layout.outside, levels, strict=True):
             self._put(level, "run", unit.start, unit.stop, unit.operands, unit.results, "once")
         for level, pieces in sorted(entered.items()):
             for n in pieces:
                 operands = tuple(v for v in self.equations[n].operands if isinstance(v, int))
                 self._put(level, "enter", n, n, operands, (), "once")
                 self.makes[level][self.slot_of[self.equations[n].results[0]]] = None
+
+    def _latest(self) -> list[Level]:
+        """When each unit outside the loop runs: as soon as it can, but after the loop if only then it is read. Else what
+        it makes would lie in memory beside what it is made of, which is state and stays."""
+        layout, start = self.layout, (0, 0)
+        soonest = [max([start, *(self.levels.get(v, start) for v in unit.operands)]) for unit in layout.outside]
+        first_read: dict[int, Level] = {v: start for v in layout.trace.outputs if isinstance(v, int)}
+        first_read.update({v: start for n in layout.enters for v in self.equations[n].operands if isinstance(v, int)})
+        found: list[Level] = []
+        for unit, level in zip(reversed(layout.outside), reversed(soonest), strict=True):
+            wanted = min([first_read[v] for v in unit.results if v in first_read], default=start)
+            level = max(level, wanted) if wanted[0] else level
+            for value in unit.operands:
+                first_read[value] = min(first_read.get(value, level), level)
+            found.append(level)
+        return found[::-1]
 
     def _exits(self, level: Level) -> None:
         """The first piece after the loop takes out what the loop leaves."""
