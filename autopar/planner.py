@@ -272,7 +272,7 @@ def plan_and_parts(
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
     limited = solver or Ilp(time_limit_s=time_limit_s, relative_gap=_LIMITED_GAP)
-    distinct, twins = _distinct(meshes, profile, symmetric=not layouts and not _names_axes(program.graph))
+    distinct, twins = distinct_meshes(meshes, profile, symmetric=not layouts and not _names_axes(program.graph))
     one = resolve_pins(layouts, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms]
     search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits}
@@ -527,7 +527,7 @@ def asked_meshes(mesh: str | MeshShape | jax.sharding.Mesh | None, num_devices: 
     return (shape,)
 
 
-def _distinct(
+def distinct_meshes(
     meshes: Sequence[MeshShape], profile: HardwareProfile, *, symmetric: bool
 ) -> tuple[list[MeshShape], dict[MeshShape, MeshShape]]:
     """Meshes that differ in more than the names of their axes, and the others with their twin."""
