@@ -376,35 +376,58 @@ class _Free:
         Raises:
             NothingFitsError: nothing fits.
         """
-        made, mesh, program = self.made, self.mesh, self.program
+        made = self.made
         memory_bound = made.peak_bytes > self.budget
         if memory_bound:  # only now is memory worth its constraints
             made = within_budget(self.budget, made, self.planning, **self.search)
-        parts, solution, graph = made.parts, made.solution, made.formulation.graph
-        plan = Plan(
-            program=program.signature,
-            mesh=mesh,
-            hardware=made.formulation.profile.name,
-            memory_budget_bytes=self.budget,
-            words=strategy_words(made.formulation, solution.choices, parts.inputs),
-            inputs=parts.inputs,
-            outputs=parts.outputs,
-            carried=graph.carried,
-            donated=program.donated,
-            constraints=parts.constraints,
-            decisions=parts.decisions,
-            collectives=parts.collectives,
-            regions=parts.regions,
-            microbatches=microbatches_of(made.program, mesh, parts.constraints),
-            recomputed=made.recomputed,
-            prediction=parts.prediction,
-            outcome=_outcome(solution, made.formulation, time.perf_counter() - self.started, memory_bound),
-            notes=(*_notes(graph, mesh, self.unknown, parts.inputs), *microbatch_notes(program, mesh)),
-            versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
-            in_tree=program.trace.in_tree,
-            out_tree=program.trace.out_tree,
+        seconds = time.perf_counter() - self.started
+        plan = plan_as_made(
+            made, self.program, self.unknown, budget=self.budget, seconds=seconds, memory_bound=memory_bound
         )
         return plan, made
+
+
+def plan_as_made(
+    made: Made,
+    program: Program,
+    unknown: Counter[str],
+    *,
+    budget: float,
+    seconds: float,
+    memory_bound: bool = False,
+) -> Plan:
+    """The plan of an assignment.
+
+    Args:
+        program: that was planned, before anything in it was computed again.
+        unknown: primitives without a rule, and how often they are used.
+        budget: bytes. seconds: that planning took.
+    """
+    parts, solution, graph = made.parts, made.solution, made.formulation.graph
+    mesh = made.formulation.mesh
+    return Plan(
+        program=program.signature,
+        mesh=mesh,
+        hardware=made.formulation.profile.name,
+        memory_budget_bytes=budget,
+        words=strategy_words(made.formulation, solution.choices, parts.inputs),
+        inputs=parts.inputs,
+        outputs=parts.outputs,
+        carried=graph.carried,
+        donated=program.donated,
+        constraints=parts.constraints,
+        decisions=parts.decisions,
+        collectives=parts.collectives,
+        regions=parts.regions,
+        microbatches=microbatches_of(made.program, mesh, parts.constraints),
+        recomputed=made.recomputed,
+        prediction=parts.prediction,
+        outcome=_outcome(solution, made.formulation, seconds, memory_bound),
+        notes=(*_notes(graph, mesh, unknown, parts.inputs), *microbatch_notes(program, mesh)),
+        versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
+        in_tree=program.trace.in_tree,
+        out_tree=program.trace.out_tree,
+    )
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:

@@ -63,9 +63,11 @@ class Crossings:
 
     Args:
         layout: of the trace that was planned. phases: of its equations.
+        apart: whether the two passes are programs of their own. In one program, what is inside kernels stays there.
     """
 
-    def __init__(self, made: Made, layout: Layout, phases: Mapping[int, str]) -> None:
+    def __init__(self, made: Made, layout: Layout, phases: Mapping[int, str], *, apart: bool = True) -> None:
+        self.apart = apart
         self.graph, self.profile = made.formulation.graph, made.formulation.profile
         equations = layout.trace.equations
         forward = [unit for unit in layout.body if phases[unit.start] == "forward"]
@@ -148,7 +150,7 @@ class Crossings:
             node = self.graph.nodes[n]
             seconds = sum(numbers.seconds.get(v, 0.0) for v in node.results)
             steps[n] = Step(
-                self._num_bytes(node.results) + self._unseen(node.results) / price,
+                self._kept(node.results, price),
                 float("inf") if n in segment.fixed else seconds,
                 tuple(sorted({makers[v] for v in node.operands if v is not None and v in makers} - {n})),
             )
@@ -178,6 +180,8 @@ class Crossings:
             most = max(most, self._num_bytes(v for v in own if v in numbers.stored))
         read |= set(self.read) - renewed
         passing = read & self.made_forward
+        if not self.apart:
+            passing &= numbers.stored
         return Crossing(
             tuple(recomputed),
             frozenset(read),
@@ -186,6 +190,14 @@ class Crossings:
             seconds,
             most,
         )
+
+    def _kept(self, values: Iterable[int], price: float) -> float:
+        """What it takes to keep values, in bytes at a price."""
+        if self.apart:
+            return self._num_bytes(values) + self._unseen(values) / price
+        large = self._large(values)
+        seen = [v for v in large if v in self.numbers.stored]
+        return float("inf") if large and not seen else self._num_bytes(seen)
 
     def _large(self, values: Iterable[int]) -> list[int]:
         return [v for v in values if self.graph.values[v].size > SMALL_SIZE]

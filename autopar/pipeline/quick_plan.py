@@ -3,12 +3,19 @@
 In: the forms of a program, a shape of submesh, its devices' profile. Out: `Made`, and the `Way` it was planned: on which
 mesh, in which form. Ways are weighed by the solver's cost, and only the chosen one is laid out on a device. What is
 found for one run of layers is the way for all that are made of the same.
+
+State (parameters, what an optimizer has, gradients summed up) can be given a price: the dearer, the fewer copies of it
+there are on the devices of a submesh, and the more they send each other. And a gradient's sum over devices can be ruled
+out to stay pending from microbatch to microbatch, as it does where each runs in programs of its own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autopar.assemble import assemble
 from autopar.cost.hardware import HardwareProfile
@@ -18,7 +25,7 @@ from autopar.mesh import MeshShape
 from autopar.planner import distinct_meshes, rules_of
 from autopar.program import Program
 from autopar.rules.groups import Group, form_groups
-from autopar.solve.problem import Solution, Solver
+from autopar.solve.problem import Problem, Solution, Solver
 from autopar.within_budget import Made
 
 #: Another form is laid out, too, where the solver's costs are as close as this: they know nothing of what is hidden.
@@ -31,18 +38,23 @@ class Way:
 
     Args:
         form: position in `Program.forms`.
+        state_price: of a byte of state, in units of what it takes to write it and to read it in each microbatch.
+        pending: whether sums may stay pending.
     """
 
     mesh: MeshShape
     form: int
+    state_price: float = 0.0
+    pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of a program, with what no mesh changes."""
+    """A form of a program, with what no mesh changes: its groups, and primitives without a rule."""
 
     program: Program
     groups: tuple[Group, ...]
+    unknown: Counter[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +73,8 @@ def forms_of(program: Program) -> tuple[Form, ...]:
     """The forms of a program; as it was written comes last."""
     found = []
     for form in program.forms:
-        rules, _ = rules_of(form.graph)
-        found.append(Form(form, form_groups(form.graph, rules, frozenset(range(len(form.graph.inputs))))))
+        rules, unknown = rules_of(form.graph)
+        found.append(Form(form, form_groups(form.graph, rules, frozenset(range(len(form.graph.inputs)))), unknown))
     return tuple(found)
 
 
@@ -83,7 +95,13 @@ def planned_in(way: Way, forms: Sequence[Form], profile: HardwareProfile, solver
 
 
 def quickest(
-    meshes: Sequence[MeshShape], forms: Sequence[Form], profile: HardwareProfile, solver: Solver
+    meshes: Sequence[MeshShape],
+    forms: Sequence[Form],
+    profile: HardwareProfile,
+    solver: Solver,
+    *,
+    state_price: float = 0.0,
+    pending: bool = False,
 ) -> tuple[Made, Way]:
     """The quickest plan: the program as it was written on each mesh, and on the best of them its other form.
 
@@ -91,8 +109,9 @@ def quickest(
         TimeLimitError: the solver found none.
     """
     whole = len(forms) - 1
-    best = min((_solved(Way(mesh, whole), forms, profile, solver) for mesh in meshes), key=lambda one: one.solution.cost)
-    others = [_solved(Way(best.way.mesh, form), forms, profile, solver) for form in range(whole)]
+    ways = [Way(mesh, whole, state_price, pending) for mesh in meshes]
+    best = min((_solved(way, forms, profile, solver) for way in ways), key=lambda one: one.solution.cost)
+    others = [_solved(replace(best.way, form=form), forms, profile, solver) for form in range(whole)]
     least = min(one.solution.cost for one in (best, *others))
     close = [one for one in (best, *others) if one.solution.cost <= _CLOSE * least]
     made = [(one.made(), one.way) for one in close]
@@ -102,7 +121,31 @@ def quickest(
 def _solved(way: Way, forms: Sequence[Form], profile: HardwareProfile, solver: Solver) -> _Solved:
     form = forms[way.form]
     f = formulate(form.program.graph, form.groups, way.mesh, profile, pins={}, memory_budget_bytes=None)
-    solution = solver.solve(f.problem)
+    solution = solver.solve(_priced(f, form.program, way))
     if len(solution.choices) != len(f.decisions):
         raise TimeLimitError(f"planning for mesh {way.mesh} ended with: {solution.status.value}")
     return _Solved(way, form, f, solution)
+
+
+def _priced(f: Formulation, program: Program, way: Way) -> Problem:
+    """The problem, with what a way says of state and of sums."""
+    graph, loop = f.graph, program.trace.microbatches
+    trips = float(loop.params["length"]) if loop is not None else 1.0
+    per_byte = trips * way.state_price * 2 / f.profile.hbm_bytes_per_s
+    renewed = {position for position, _ in graph.carried}
+    state = [value for position, value in enumerate(graph.inputs) if position in renewed]
+    sums = [value for node in graph.nodes if node.primitive == "enter_carry" for value in node.results]
+    costs = list(f.problem.node_costs)
+    for value in (*state, *sums):
+        if value in f.value_made:
+            node, shardings = f.value_made[value]
+            info = graph.values[value]
+            sizes = np.array([sharding.local_size(info.shape, f.mesh) for sharding in shardings])
+            costs[node] = costs[node] + per_byte * info.itemsize * sizes
+    for value in () if way.pending else sums:
+        if value in f.value_made:
+            node, shardings = f.value_made[value]
+            held = np.array([bool(sharding.unreduced) for sharding in shardings])
+            if not held.all():
+                costs[node] = np.where(held, np.inf, costs[node])
+    return replace(f.problem, node_costs=tuple(costs))

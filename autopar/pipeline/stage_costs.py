@@ -8,12 +8,15 @@ runs are planned:
       cost = cost(before + 1) + cost(1 + after) - cost(1) + (k - 1) (cost(2) - cost(1))
 
 - On which mesh a shape is used, and in which form a program is planned there, the layer says that is there most often.
-- Options of a shape hold more or less from the forward to the backward pass. They are priced from one plan, by what
-  passes between the two and what is computed again (`crossing.py`). A stage that is chosen is planned with it.
+- Options of a shape hold more or less state, and more or less from the forward to the backward pass. The latter are
+  priced from one plan, by what passes between the two and what is computed again (`crossing.py`). A stage that is chosen
+  is planned with it.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,7 +29,7 @@ from autopar.pipeline.pieces import Layout
 from autopar.pipeline.quick_plan import Form, Way, forms_of, meshes_for, planned_in, quickest
 from autopar.pipeline.stage_figures import StageFigures
 from autopar.plan import Plan
-from autopar.planner import asked_meshes, plan_and_parts
+from autopar.planner import asked_meshes, plan_as_made
 from autopar.program import recomputing
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solver
@@ -34,9 +37,15 @@ from autopar.within_budget import Made
 
 #: What a byte is worth that is held from the forward to the backward pass, by option of a shape, in units of what it
 #: takes to write it and to read it: nearly nothing; more than anything but matrix products; more than anything.
-OPTIONS: tuple[float, ...] = (0.1, 6.0, 1000.0)
-#: What a stage may hold is looked at when the microbatches in flight are known, so not in its plan.
-_ENDLESS = 1e6
+HELD_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
+#: What a byte of state is worth (`quick_plan.Way`): nothing; more than what it takes to send it.
+STATE_PRICES: tuple[float, ...] = (0.0, 30.0)
+#: All options of a shape: price of state, price of what is held.
+OPTIONS: tuple[tuple[float, float], ...] = tuple(itertools.product(STATE_PRICES, HELD_PRICES))
+
+
+#: What is computed again on several devices may be chosen otherwise than on one.
+_SURE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,26 @@ class _Base:
     figures: StageFigures
     made: Made
     way: Way
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What a run is planned for.
+
+    Args:
+        alone: whether it is all that there is.
+    """
+
+    shape: SubmeshShape
+    alone: bool = False
+
+    @property
+    def state_price(self) -> float:
+        return OPTIONS[self.shape.option][0]
+
+    @property
+    def held_price(self) -> float:
+        return OPTIONS[self.shape.option][1]
 
 
 class StageCosts:
@@ -84,11 +113,16 @@ class StageCosts:
         most, count = Counter(self.keys).most_common(1)[0]
         #: The layer that says how a shape is used; none where all differ.
         self.usual = self.keys.index(most) if count > 1 else None
+        #: Of runs of equal layers, the one that is planned.
+        self._alike: dict[tuple[int, ...], tuple[int, int]] = {}
+        if self.usual is not None:
+            self._alike[most,] = (self.usual, self.usual)
         self._programs: dict[tuple[int, int], StageProgram] = {}
         self._forms: dict[tuple[int, int], tuple[Form, ...]] = {}
-        self._bases: dict[tuple[tuple[int, ...], SubmeshShape], _Base] = {}
-        self._costs: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
+        self._bases: dict[tuple[tuple[int, ...], _Use], _Base] = {}
+        self._costs: dict[tuple[tuple[int, ...], _Use], StageCost] = {}
         self._planned: dict[tuple[int, int, SubmeshShape], PlannedRun] = {}
+        self._bounds: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
 
     @property
     def num_planned(self) -> int:
@@ -97,26 +131,53 @@ class StageCosts:
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
         """The price of layers `first` to `last`, as a `PartitionProblem` asks it."""
+        return self._cost(first, last, _Use(shape))
+
+    def alone(self, shape: SubmeshShape) -> StageCost:
+        """The price of all layers as one stage, which is one program: sums over devices may stay pending from
+        microbatch to microbatch, and what is inside kernels passes for nothing from the forward to the backward pass."""
+        return self._cost(0, len(self.keys) - 1, _Use(shape, alone=True))
+
+    def bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
+        """No price on a shape is below that of one device, by the number of devices: splitting saves no work."""
+        key = (self.keys[first : last + 1], shape)
+        if key not in self._bounds:
+            one = self.cost(first, last, SubmeshShape(shape.kind, 1, 1, option=shape.option))
+            part = 1 / shape.num_devices
+            held = _SURE * part  # another cut may hold less
+            self._bounds[key] = StageCost(
+                forward_s=part * one.forward_s,
+                backward_s=_SURE * part * one.backward_s,
+                weight_s=part * one.weight_s,
+                update_s=part * one.update_s,
+                state_bytes=part * one.state_bytes,
+                flight_bytes=held * one.flight_bytes,
+            )
+        return self._bounds[key]
+
+    def _cost(self, first: int, last: int, use: _Use) -> StageCost:
         block = self._longest(first, last)
         if len(block) == 1 or (len(block) == 2 and len(block) == last - first + 1):
-            return self._priced(first, last, shape)
-        one = self._priced(block.start, block.start, shape)
-        two = self._priced(block.start, block.start + 1, shape)
+            return self._priced(first, last, use)
+        one = self._priced(block.start, block.start, use)
+        two = self._priced(block.start, block.start + 1, use)
         ends = [(first, block.start)] * (first < block.start) + [(block[-1], last)] * (last > block[-1])
-        outer = [self.cost(*run, shape) for run in ends]
+        outer = [self._cost(*run, use) for run in ends]
         return _sum((1.0, one), (len(block) - 1.0, two), (1.0 - len(block), one), *((1.0, c) for c in outer), *((-1.0, one) for _ in outer))
 
     def planned(self, first: int, last: int, shape: SubmeshShape) -> PlannedRun:
         """Layers planned on a submesh, with what their backward pass computes again."""
         key = (first, last, shape)
         if key not in self._planned:
-            base = self._base(first, last, shape)
-            crossing = base.figures.crossings.at(OPTIONS[shape.option])
+            base = self._base(first, last, _Use(shape))
+            crossing = base.figures.crossings.at(OPTIONS[shape.option][1])
             program = recomputing(base.made.program, [one.again for one in crossing.recomputed])
-            profile = base.made.formulation.profile
-            endless = _ENDLESS * profile.hbm_bytes
-            plan, made = plan_and_parts(
-                program, memory_budget_bytes=endless, mesh=base.way.mesh, hardware=profile, solver=self.solver
+            profile, started = base.made.formulation.profile, time.perf_counter()
+            (form, *_) = forms_of(replace(program, whole=None))
+            made = planned_in(replace(base.way, form=0), (form,), profile, self.solver)
+            seconds = time.perf_counter() - started
+            plan = plan_as_made(
+                made, base.made.program, form.unknown, budget=profile.usable_bytes, seconds=seconds
             )
             stage = self._program(first, last)
             figures = self._figures(stage, made)
@@ -136,31 +197,36 @@ class StageCosts:
                 best = range(start, n + 1)
         return best
 
-    def _priced(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
-        key = (self.keys[first : last + 1], shape)
+    def _priced(self, first: int, last: int, use: _Use) -> StageCost:
+        key = (self.keys[first : last + 1], use)
         if key not in self._costs:
-            figures = self._base(first, last, shape).figures
-            self._costs[key] = figures.cost(figures.crossings.at(OPTIONS[shape.option]))
+            figures = self._base(first, last, use).figures
+            self._costs[key] = figures.cost(figures.crossings.at(use.held_price))
         return self._costs[key]
 
-    def _base(self, first: int, last: int, shape: SubmeshShape) -> _Base:
-        shape = replace(shape, option=0)
-        key = (self.keys[first : last + 1], shape)
+    def _base(self, first: int, last: int, use: _Use) -> _Base:
+        first, last = self._alike.setdefault(self.keys[first : last + 1], (first, last))
+        shape = replace(use.shape, option=STATE_PRICES.index(use.state_price) * len(HELD_PRICES))
+        use = replace(use, shape=shape)
+        key = (self.keys[first : last + 1], use)
         if key not in self._bases:
             profile = replace(self.profiles[shape.kind], devices_per_host=shape.devices_per_host)
             forms = self._forms_of(first, last)
             if self.usual is None or (first, last) == (self.usual, self.usual):
                 meshes = meshes_for(asked_meshes(self.mesh, shape.num_devices), profile)
-                made, way = quickest(meshes, forms, profile, self.solver)
+                prices = {"state_price": use.state_price, "pending": use.alone}
+                made, way = quickest(meshes, forms, profile, self.solver, **prices)
             else:
-                usual = self._base(self.usual, self.usual, shape).way
+                usual = self._base(self.usual, self.usual, use).way
                 way = replace(usual, form=min(usual.form, len(forms) - 1))
                 made = planned_in(way, forms, profile, self.solver)
-            self._bases[key] = _Base(self._figures(self._program(first, last), made), made, way)
+            figures = self._figures(self._program(first, last), made, apart=not use.alone)
+            self._bases[key] = _Base(figures, made, way)
         return self._bases[key]
 
-    def _figures(self, stage: StageProgram, made: Made) -> StageFigures:
-        return StageFigures(made, Layout(made.program.trace, stage.inputs), splits_backward=self.splits_backward)
+    def _figures(self, stage: StageProgram, made: Made, *, apart: bool = True) -> StageFigures:
+        layout = Layout(made.program.trace, stage.inputs)
+        return StageFigures(made, layout, splits_backward=self.splits_backward and apart, apart=apart)
 
     def _program(self, first: int, last: int) -> StageProgram:
         if (first, last) not in self._programs:

@@ -24,12 +24,13 @@ class StageFigures:
     Args:
         layout: of the trace that was planned.
         splits_backward: whether the backward pass runs in two parts.
+        apart: whether forward and backward pass are programs of their own.
     """
 
-    def __init__(self, made: Made, layout: Layout, *, splits_backward: bool = False) -> None:
+    def __init__(self, made: Made, layout: Layout, *, splits_backward: bool = False, apart: bool = True) -> None:
         self.made, self.layout = made, layout
         self.phases = layout.phases(splits_backward)
-        self.crossings = Crossings(made, layout, self.phases)
+        self.crossings = Crossings(made, layout, self.phases, apart=apart)
         inside, phase_of = range(layout.loop.enter[0], layout.loop.exit[1]), self.phases
         self.forward_s = self._seconds(lambda op: phase_of.get(op.node) == "forward")
         self.backward_s = self._seconds(lambda op: phase_of.get(op.node) in ("backward", "input"))
