@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.assemble import assemble
 from autopar.cost.hardware import HardwareProfile
+from autopar.cost.resharding_times import ReshardingTimes
 from autopar.errors import TimeLimitError
 from autopar.formulation import Formulation, formulate
 from autopar.mesh import MeshShape
@@ -64,8 +65,8 @@ class _Solved:
     formulation: Formulation
     solution: Solution
 
-    def made(self) -> Made:
-        parts = assemble(self.formulation, self.solution.choices, {})
+    def made(self, *, figures_only: bool = True) -> Made:
+        parts = assemble(self.formulation, self.solution.choices, {}, figures_only=figures_only)
         return Made(self.form.program, self.formulation, self.solution, parts)
 
 
@@ -85,46 +86,65 @@ def meshes_for(meshes: Sequence[MeshShape], profile: HardwareProfile) -> list[Me
     return with_two or distinct
 
 
-def planned_in(way: Way, forms: Sequence[Form], profile: HardwareProfile, solver: Solver) -> Made:
-    """The plan in a given way.
+class QuickPlanner:
+    """Plans programs; what some of them share is computed once."""
 
-    Raises:
-        TimeLimitError: the solver found none.
-    """
-    return _solved(way, forms, profile, solver).made()
+    def __init__(self, solver: Solver) -> None:
+        self.solver = solver
+        self._times: dict[tuple[MeshShape, HardwareProfile], ReshardingTimes] = {}
+        #: The last problem of each form: it is asked at several prices of state.
+        self._formulations: dict[int, tuple[Form, MeshShape, HardwareProfile, Formulation]] = {}
 
+    def planned_in(
+        self, way: Way, forms: Sequence[Form], profile: HardwareProfile, *, figures_only: bool = True
+    ) -> Made:
+        """The plan in a given way.
 
-def quickest(
-    meshes: Sequence[MeshShape],
-    forms: Sequence[Form],
-    profile: HardwareProfile,
-    solver: Solver,
-    *,
-    state_price: float = 0.0,
-    pending: bool = False,
-) -> tuple[Made, Way]:
-    """The quickest plan: the program as it was written on each mesh, and on the best of them its other form.
+        Raises:
+            TimeLimitError: the solver found none.
+        """
+        return self._solved(way, forms, profile).made(figures_only=figures_only)
 
-    Raises:
-        TimeLimitError: the solver found none.
-    """
-    whole = len(forms) - 1
-    ways = [Way(mesh, whole, state_price, pending) for mesh in meshes]
-    best = min((_solved(way, forms, profile, solver) for way in ways), key=lambda one: one.solution.cost)
-    others = [_solved(replace(best.way, form=form), forms, profile, solver) for form in range(whole)]
-    least = min(one.solution.cost for one in (best, *others))
-    close = [one for one in (best, *others) if one.solution.cost <= _CLOSE * least]
-    made = [(one.made(), one.way) for one in close]
-    return min(made, key=lambda one: one[0].step_time_s)
+    def quickest(
+        self,
+        meshes: Sequence[MeshShape],
+        forms: Sequence[Form],
+        profile: HardwareProfile,
+        *,
+        state_price: float = 0.0,
+        pending: bool = False,
+    ) -> tuple[Made, Way]:
+        """The quickest plan: the program as it was written on each mesh, and on the best of them its other form.
 
+        Raises:
+            TimeLimitError: the solver found none.
+        """
+        whole = len(forms) - 1
+        ways = [Way(mesh, whole, state_price, pending) for mesh in meshes]
+        best = min((self._solved(way, forms, profile) for way in ways), key=lambda one: one.solution.cost)
+        others = [self._solved(replace(best.way, form=form), forms, profile) for form in range(whole)]
+        least = min(one.solution.cost for one in (best, *others))
+        close = [one for one in (best, *others) if one.solution.cost <= _CLOSE * least]
+        made = [(one.made(), one.way) for one in close]
+        return min(made, key=lambda one: one[0].step_time_s)
 
-def _solved(way: Way, forms: Sequence[Form], profile: HardwareProfile, solver: Solver) -> _Solved:
-    form = forms[way.form]
-    f = formulate(form.program.graph, form.groups, way.mesh, profile, pins={}, memory_budget_bytes=None)
-    solution = solver.solve(_priced(f, form.program, way))
-    if len(solution.choices) != len(f.decisions):
-        raise TimeLimitError(f"planning for mesh {way.mesh} ended with: {solution.status.value}")
-    return _Solved(way, form, f, solution)
+    def _solved(self, way: Way, forms: Sequence[Form], profile: HardwareProfile) -> _Solved:
+        form = forms[way.form]
+        f = self._formulation(form, way.mesh, profile)
+        solution = self.solver.solve(_priced(f, form.program, way))
+        if len(solution.choices) != len(f.decisions):
+            raise TimeLimitError(f"planning for mesh {way.mesh} ended with: {solution.status.value}")
+        return _Solved(way, form, f, solution)
+
+    def _formulation(self, form: Form, mesh: MeshShape, profile: HardwareProfile) -> Formulation:
+        known = self._formulations.get(id(form))
+        if known is not None and known[1:3] == (mesh, profile):
+            return known[3]
+        times = self._times.setdefault((mesh, profile), ReshardingTimes(mesh, profile))
+        graph = form.program.graph
+        f = formulate(graph, form.groups, mesh, profile, pins={}, memory_budget_bytes=None, resharding=times)
+        self._formulations[id(form)] = form, mesh, profile, f
+        return f
 
 
 def _priced(f: Formulation, program: Program, way: Way) -> Problem:
@@ -136,7 +156,9 @@ def _priced(f: Formulation, program: Program, way: Way) -> Problem:
     state = [value for position, value in enumerate(graph.inputs) if position in renewed]
     sums = [value for node in graph.nodes if node.primitive == "enter_carry" for value in node.results]
     costs = list(f.problem.node_costs)
-    for value in (*state, *sums):
+    entering = {"enter_carry", "enter_const"}  # what is made before the loop is held as long as state is
+    state += [value for node in graph.nodes if node.primitive in entering for value in node.results]
+    for value in state:
         if value in f.value_made:
             node, shardings = f.value_made[value]
             info = graph.values[value]

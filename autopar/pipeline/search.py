@@ -142,7 +142,10 @@ class StageSearch:
         """All layers as one stage, on any of the shapes: intra-operator parallelism alone."""
         found: list[StagedStep] = []
         least: Shortage | None = None
-        for shape in self.shapes:
+        shapes = sorted(self.shapes, key=lambda shape: (-shape.num_devices, shape.option))
+        for shape in shapes:
+            if found and self._least_s(shape) >= min(step.step_time_s for step in found):
+                continue
             mesh = _first_place(self.cluster, shape, self.shapes)
             cost = self.cost(0, len(self.keys) - 1, shape) if self.alone is None else self.alone(shape)
             if mesh is None or cost is None:
@@ -175,6 +178,13 @@ class StageSearch:
         return 2 * (self.boundary_bytes[boundary] / senders / rate + latency)
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _least_s(self, shape: SubmeshShape) -> float:
+        """Seconds that all layers take on a shape at the least."""
+        if self.bound is None:
+            return 0.0
+        least = self.bound(0, len(self.keys) - 1, shape)
+        return self.num_microbatches * (least.forward_s + least.backward_s + least.weight_s)
 
     def _of_schedule(self, name: str, partitioner: Partitioner | None) -> Outcome:
         kind = find(name)

@@ -3,9 +3,10 @@
 In: the layers of a step, hardware profiles, and how to plan. Out: `StageCosts`, which a `PartitionProblem` asks. Few
 runs are planned:
 
-- Of k equal layers in a run with others before and after them, one is planned with each of these, and
+- A layer, and two that follow one another. Of more, with each layer costing besides its own what it costs beside the
+  one before it,
 
-      cost = cost(before + 1) + cost(1 + after) - cost(1) + (k - 1) (cost(2) - cost(1))
+      cost(l ... m) = cost(l, l + 1) + ... + cost(m - 1, m) - cost(l + 1) - ... - cost(m - 1)
 
 - On which mesh a shape is used, and in which form a program is planned there, the layer says that is there most often.
 - Options of a shape hold more or less state, and more or less from the forward to the backward pass. The latter are
@@ -18,7 +19,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from autopar.cost.hardware import HardwareProfile
@@ -26,7 +27,7 @@ from autopar.pipeline.cluster import SubmeshShape
 from autopar.pipeline.cutting import Layers, StageProgram
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.pieces import Layout
-from autopar.pipeline.quick_plan import Form, Way, forms_of, meshes_for, planned_in, quickest
+from autopar.pipeline.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
 from autopar.pipeline.stage_figures import StageFigures
 from autopar.plan import Plan
 from autopar.planner import asked_meshes, plan_as_made
@@ -38,8 +39,10 @@ from autopar.within_budget import Made
 #: What a byte is worth that is held from the forward to the backward pass, by option of a shape, in units of what it
 #: takes to write it and to read it: nearly nothing; more than anything but matrix products; more than anything.
 HELD_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
-#: What a byte of state is worth (`quick_plan.Way`): nothing; more than what it takes to send it.
-STATE_PRICES: tuple[float, ...] = (0.0, 30.0)
+#: What a byte of state is worth (`quick_plan.Way`): little; more than what it takes to send it.
+STATE_PRICES: tuple[float, ...] = (0.3, 30.0)
+#: State that is as near as this to its part for each device has no copies that could be saved.
+_ALL_SPLIT = 1.03
 #: All options of a shape: price of state, price of what is held.
 OPTIONS: tuple[tuple[float, float], ...] = tuple(itertools.product(STATE_PRICES, HELD_PRICES))
 
@@ -109,7 +112,7 @@ class StageCosts:
     ) -> None:
         self.layers, self.profiles, self.keys = layers, profiles, tuple(keys)
         self.splits_backward, self.mesh = splits_backward, mesh
-        self.solver = solver or Ilp(time_limit_s=time_limit_s)
+        self.planner = QuickPlanner(solver or Ilp(time_limit_s=time_limit_s))
         most, count = Counter(self.keys).most_common(1)[0]
         #: The layer that says how a shape is used; none where all differ.
         self.usual = self.keys.index(most) if count > 1 else None
@@ -127,7 +130,7 @@ class StageCosts:
     @property
     def num_planned(self) -> int:
         """How many runs have been planned, on all shapes together."""
-        return len(self._bases) + len(self._planned)
+        return len({id(base) for base in self._bases.values()}) + len(self._planned)
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
         """The price of layers `first` to `last`, as a `PartitionProblem` asks it."""
@@ -156,14 +159,22 @@ class StageCosts:
         return self._bounds[key]
 
     def _cost(self, first: int, last: int, use: _Use) -> StageCost:
-        block = self._longest(first, last)
-        if len(block) == 1 or (len(block) == 2 and len(block) == last - first + 1):
-            return self._priced(first, last, use)
-        one = self._priced(block.start, block.start, use)
-        two = self._priced(block.start, block.start + 1, use)
-        ends = [(first, block.start)] * (first < block.start) + [(block[-1], last)] * (last > block[-1])
-        outer = [self._cost(*run, use) for run in ends]
-        return _sum((1.0, one), (len(block) - 1.0, two), (1.0 - len(block), one), *((1.0, c) for c in outer), *((-1.0, one) for _ in outer))
+        """The price of a run: of its pairs, less those of the layers that are in two of them."""
+        key = (self.keys[first : last + 1], use)
+        if key not in self._costs:
+            if last - first < 2:
+                figures = self._base(first, last, use).figures
+                self._costs[key] = figures.cost(figures.crossings.at(use.held_price))
+            else:
+                pairs = Counter((self.keys[n], self.keys[n + 1]) for n in range(first, last))
+                inner = Counter(self.keys[n] for n in range(first + 1, last))
+                at = {(self.keys[n], self.keys[n + 1]): n for n in range(first, last)}
+                parts = [(float(times), self._cost(at[pair], at[pair] + 1, use)) for pair, times in pairs.items()]
+                for layer, times in inner.items():
+                    n = self.keys.index(layer)
+                    parts.append((-float(times), self._cost(n, n, use)))
+                self._costs[key] = _sum(parts)
+        return self._costs[key]
 
     def planned(self, first: int, last: int, shape: SubmeshShape) -> PlannedRun:
         """Layers planned on a submesh, with what their backward pass computes again."""
@@ -174,7 +185,7 @@ class StageCosts:
             program = recomputing(base.made.program, [one.again for one in crossing.recomputed])
             profile, started = base.made.formulation.profile, time.perf_counter()
             (form, *_) = forms_of(replace(program, whole=None))
-            made = planned_in(replace(base.way, form=0), (form,), profile, self.solver)
+            made = self.planner.planned_in(replace(base.way, form=0), (form,), profile, figures_only=False)
             seconds = time.perf_counter() - started
             plan = plan_as_made(
                 made, base.made.program, form.unknown, budget=profile.usable_bytes, seconds=seconds
@@ -187,42 +198,38 @@ class StageCosts:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _longest(self, first: int, last: int) -> range:
-        """The longest run of equal layers."""
-        best, start = range(first, first + 1), first
-        for n in range(first, last + 1):
-            if self.keys[n] != self.keys[start]:
-                start = n
-            if n + 1 - start > len(best):
-                best = range(start, n + 1)
-        return best
-
-    def _priced(self, first: int, last: int, use: _Use) -> StageCost:
-        key = (self.keys[first : last + 1], use)
-        if key not in self._costs:
-            figures = self._base(first, last, use).figures
-            self._costs[key] = figures.cost(figures.crossings.at(use.held_price))
-        return self._costs[key]
-
     def _base(self, first: int, last: int, use: _Use) -> _Base:
         first, last = self._alike.setdefault(self.keys[first : last + 1], (first, last))
         shape = replace(use.shape, option=STATE_PRICES.index(use.state_price) * len(HELD_PRICES))
         use = replace(use, shape=shape)
         key = (self.keys[first : last + 1], use)
+        if key not in self._bases and (frugal := self._as_frugal(first, last, use)) is not None:
+            self._bases[key] = frugal
         if key not in self._bases:
             profile = replace(self.profiles[shape.kind], devices_per_host=shape.devices_per_host)
             forms = self._forms_of(first, last)
             if self.usual is None or (first, last) == (self.usual, self.usual):
                 meshes = meshes_for(asked_meshes(self.mesh, shape.num_devices), profile)
                 prices = {"state_price": use.state_price, "pending": use.alone}
-                made, way = quickest(meshes, forms, profile, self.solver, **prices)
+                made, way = self.planner.quickest(meshes, forms, profile, **prices)
             else:
                 usual = self._base(self.usual, self.usual, use).way
                 way = replace(usual, form=min(usual.form, len(forms) - 1))
-                made = planned_in(way, forms, profile, self.solver)
+                made = self.planner.planned_in(way, forms, profile)
             figures = self._figures(self._program(first, last), made, apart=not use.alone)
             self._bases[key] = _Base(figures, made, way)
         return self._bases[key]
+
+    def _as_frugal(self, first: int, last: int, use: _Use) -> _Base | None:
+        """A run planned with state at a lower price, where that has split all of it."""
+        if use.state_price == STATE_PRICES[0]:
+            return None
+        cheaper = STATE_PRICES[STATE_PRICES.index(use.state_price) - 1]
+        option = OPTIONS.index((cheaper, HELD_PRICES[0]))
+        found = self._base(first, last, replace(use, shape=replace(use.shape, option=option)))
+        single = _Use(SubmeshShape(use.shape.kind, 1, 1))
+        whole = self._base(first, last, single).figures.state_bytes
+        return found if found.figures.state_bytes <= _ALL_SPLIT * whole / use.shape.num_devices else None
 
     def _figures(self, stage: StageProgram, made: Made, *, apart: bool = True) -> StageFigures:
         layout = Layout(made.program.trace, stage.inputs)
@@ -239,7 +246,11 @@ class StageCosts:
         return self._forms[first, last]
 
 
-def _sum(*parts: tuple[float, StageCost]) -> StageCost:
+def _sum(parts: Sequence[tuple[float, StageCost]]) -> StageCost:
     """Prices times numbers, added up."""
-    value: Callable[[str], float] = lambda name: sum(times * getattr(cost, name) for times, cost in parts)
-    return StageCost(**{field.name: max(0.0, value(field.name)) for field in fields(StageCost)})
+    return StageCost(
+        **{
+            field.name: max(0.0, sum(times * getattr(cost, field.name) for times, cost in parts))
+            for field in fields(StageCost)
+        }
+    )

@@ -36,12 +36,13 @@ class StageFigures:
         self.backward_s = self._seconds(lambda op: phase_of.get(op.node) in ("backward", "input"))
         self.weight_s = self._seconds(lambda op: phase_of.get(op.node) == "weight")
         self.update_s = self._seconds(lambda op: op.node not in inside)
+        told = made.parts.prediction
+        state = told.parameter_bytes + told.optimizer_bytes + told.data_bytes + told.output_bytes
+        self.state_bytes = state + self._accumulated() + self._made_before() - self._passing()
 
     def cost(self, crossing: Crossing) -> StageCost:
         """The price, where that passes between forward and backward pass."""
-        told = self.made.parts.prediction
-        state = told.parameter_bytes + told.optimizer_bytes + told.data_bytes + told.output_bytes
-        state += self._accumulated() - self._passing()
+        told, state = self.made.parts.prediction, self.state_bytes
         return StageCost(
             forward_s=self.forward_s + crossing.written_s,
             backward_s=self.backward_s + crossing.written_s + crossing.again_s,
@@ -98,6 +99,14 @@ class StageFigures:
             elif phase is not None:
                 read.update(op.reads)
         return sum(device.buffers[b].num_bytes for b in made & read if not device.buffers[b].argument)
+
+    def _made_before(self) -> float:
+        """Bytes of what is made before the first microbatch and read by all."""
+        device, loop = self.made.parts.device, self.layout.loop
+        made = {b for op in device.ops if op.node < loop.enter[0] for b in op.writes}
+        read = {b for op in device.ops if loop.enter[0] <= op.node < loop.exit[0] for b in op.reads}
+        kept = {b for op in device.ops if op.node in self.layout.carries for b in op.writes}
+        return sum(device.buffers[b].num_bytes for b in made & read - kept if not device.buffers[b].argument)
 
     def _accumulated(self) -> float:
         """Bytes of what is summed up from microbatch to microbatch."""
