@@ -16,7 +16,7 @@ from autopar.pipeline.pieces import Layout
 from autopar.plan import Again, Recomputation
 from autopar.rematerialise.cut import States, Step, cheapest
 from autopar.rematerialise.ladder import common_path
-from autopar.rematerialise.numbers import Numbers, numbers_of
+from autopar.rematerialise.numbers import numbers_of
 from autopar.rematerialise.sites import sites_of
 from autopar.rules.groups import SMALL_SIZE
 from autopar.within_budget import Made

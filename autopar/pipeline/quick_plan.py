@@ -11,6 +11,7 @@ out to stay pending from microbatch to microbatch, as it does where each runs in
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,13 +50,25 @@ class Way:
     pending: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class Form:
     """A form of a program, with what no mesh changes: its groups, and primitives without a rule."""
 
-    program: Program
-    groups: tuple[Group, ...]
-    unknown: Counter[str]
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    @functools.cached_property
+    def _grouped(self) -> tuple[tuple[Group, ...], Counter[str]]:
+        graph = self.program.graph
+        rules, unknown = rules_of(graph)
+        return form_groups(graph, rules, frozenset(range(len(graph.inputs)))), unknown
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self._grouped[0]
+
+    @property
+    def unknown(self) -> Counter[str]:
+        return self._grouped[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +85,7 @@ class _Solved:
 
 def forms_of(program: Program) -> tuple[Form, ...]:
     """The forms of a program; as it was written comes last."""
-    found = []
-    for form in program.forms:
-        rules, unknown = rules_of(form.graph)
-        found.append(Form(form, form_groups(form.graph, rules, frozenset(range(len(form.graph.inputs)))), unknown))
-    return tuple(found)
+    return tuple(map(Form, program.forms))
 
 
 def meshes_for(meshes: Sequence[MeshShape], profile: HardwareProfile) -> list[MeshShape]:

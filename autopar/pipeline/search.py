@@ -43,8 +43,8 @@ OBJECTIVES: Mapping[str, Callable[[int], Objective]] = {
     "inference": forward_only,
     "none": one_at_a_time,
 }
-#: Those that are tried.
-SCHEDULES = ("1f1b", "zb-h1", "interleaved", "gpipe")
+#: Those that are tried: gpipe takes as long as 1f1b, and holds more.
+SCHEDULES = ("1f1b", "zb-h1", "interleaved")
 #: How many stages a submesh has where a schedule has several.
 _VIRTUAL = 2
 #: Of the partitions for one schedule so many are simulated.
@@ -102,7 +102,7 @@ class StageSearch:
         budget_bytes: what a device of each kind may hold.
         shapes: of submeshes.
         alone: price of all layers as one stage; by default as any other run.
-        bound: as in `PartitionProblem`.
+        bound: as in `PartitionProblem`; with it, all prices of a shape are asked together.
         relative_gap, time_limit_s: of the search for each schedule's partition.
     """
 
@@ -116,7 +116,7 @@ class StageSearch:
     num_microbatches: int
     alone: Callable[[SubmeshShape], StageCost | None] | None = None
     bound: Callable[[int, int, SubmeshShape], StageCost] | None = None
-    relative_gap: float = 1e-3
+    relative_gap: float = 5e-3
     time_limit_s: float = math.inf
 
     def best(self, schedules: Sequence[str] = SCHEDULES, partitioner: Partitioner | None = None) -> StagedStep | None:
@@ -142,9 +142,10 @@ class StageSearch:
         """All layers as one stage, on any of the shapes: intra-operator parallelism alone."""
         found: list[StagedStep] = []
         least: Shortage | None = None
-        shapes = sorted(self.shapes, key=lambda shape: (-shape.num_devices, shape.option))
-        for shape in shapes:
+        for shape in sorted(self.shapes, key=lambda shape: (-shape.num_devices, shape.option)):
             if found and self._least_s(shape) >= min(step.step_time_s for step in found):
+                continue
+            if self.bound is not None and not self._may_fit(shape):
                 continue
             mesh = _first_place(self.cluster, shape, self.shapes)
             cost = self.cost(0, len(self.keys) - 1, shape) if self.alone is None else self.alone(shape)
@@ -165,6 +166,13 @@ class StageSearch:
         """Inter-operator parallelism alone: every stage on one device."""
         return replace(self, shapes=tuple(shape for shape in self.shapes if shape.num_devices == 1)).outcome(schedules)
 
+    def with_costs(self, step: StagedStep, costs: Sequence[StageCost]) -> StagedStep:
+        """The same stages and schedule at other prices: of their own plans, say."""
+        submeshes = len(step.schedule.orders)
+        if find(step.schedule.name).backward != "split":
+            costs = [_whole(cost) for cost in costs]
+        return self._simulated(step.schedule.name, step.stages, costs, step.partition, len(step.stages) // submeshes)
+
     def transfer_s(self, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
         """Seconds of one microbatch there and back. Inside a host each device of the smaller side sends its part;
         between hosts, those of the smaller side share all that joins a host to the network."""
@@ -178,6 +186,13 @@ class StageSearch:
         return 2 * (self.boundary_bytes[boundary] / senders / rate + latency)
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _may_fit(self, shape: SubmeshShape) -> bool:
+        """Whether all layers may fit on a shape, or it is the largest, which says what is missing."""
+        assert self.bound is not None
+        largest = max(one.num_devices for one in self.shapes)
+        least = self.bound(0, len(self.keys) - 1, shape).state_bytes
+        return shape.num_devices == largest or least <= self.budget_bytes[shape.kind]
 
     def _least_s(self, shape: SubmeshShape) -> float:
         """Seconds that all layers take on a shape at the least."""
@@ -203,7 +218,8 @@ class StageSearch:
             transfer_s=self.transfer_s,
             objective=OBJECTIVES[name](count) if virtual == 1 else interleaved(count, virtual),
             budget_bytes=self.budget_bytes,
-            growth=Growth.SUPERADDITIVE,
+            growth=Growth.SUPERADDITIVE if bound is None else Growth.UNKNOWN,
+            together=bound is not None,
             layer_keys=self.keys,
             shapes=self.shapes,
             bound=bound,
@@ -231,7 +247,9 @@ class StageSearch:
                 yield step
 
     def _fits(self, step: StagedStep) -> bool:
-        kinds = {submesh: step.stages[stage].submesh.shape.kind for stage, submesh in _submesh_of(step.schedule).items()}
+        kinds = {
+            submesh: step.stages[stage].submesh.shape.kind for stage, submesh in _submesh_of(step.schedule).items()
+        }
         return all(peak <= self.budget_bytes[kinds[n]] for n, peak in enumerate(step.peak_bytes))
 
     def _simulated(

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.pipeline.cluster import SubmeshShape
+from autopar.pipeline.cluster import Cluster, SubmeshShape
 from autopar.pipeline.cutting import Layers, StageProgram
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.pieces import Layout
@@ -39,8 +39,11 @@ from autopar.within_budget import Made
 #: What a byte is worth that is held from the forward to the backward pass, by option of a shape, in units of what it
 #: takes to write it and to read it: nearly nothing; more than anything but matrix products; more than anything.
 HELD_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
-#: What a byte of state is worth (`quick_plan.Way`): little; more than what it takes to send it.
-STATE_PRICES: tuple[float, ...] = (0.3, 30.0)
+#: What a byte of state is worth (`quick_plan.Way`): little; more than what it takes to send it inside a host; over a
+#: network.
+STATE_PRICES: tuple[float, ...] = (0.3, 30.0, 3000.0)
+#: The last ones are of use where all devices together have hardly room for the state.
+_USUAL_OPTIONS = 2 * len(HELD_PRICES)
 #: State that is as near as this to its part for each device has no copies that could be saved.
 _ALL_SPLIT = 1.03
 #: All options of a shape: price of state, price of what is held.
@@ -49,6 +52,18 @@ OPTIONS: tuple[tuple[float, float], ...] = tuple(itertools.product(STATE_PRICES,
 
 #: What is computed again on several devices may be chosen otherwise than on one.
 _SURE = 0.9
+
+
+def likely_shapes(cluster: Cluster) -> tuple[SubmeshShape, ...]:
+    """Of all submeshes, those whose devices halve down to one, and all devices of a kind: by far most models are of sizes
+    that these divide."""
+    most = {group.kind: group.num_devices for group in cluster.groups}
+    shapes = cluster.shapes()
+    return tuple(
+        shape
+        for shape in shapes
+        if shape.num_devices & (shape.num_devices - 1) == 0 or shape.num_devices == most[shape.kind]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,7 @@ class _Use:
 
     @property
     def state_price(self) -> float:
-        return OPTIONS[self.shape.option][0]
+        return OPTIONS[self.shape.option][0] if self.shape.num_devices > 1 else STATE_PRICES[0]
 
     @property
     def held_price(self) -> float:
@@ -131,6 +146,20 @@ class StageCosts:
     def num_planned(self) -> int:
         """How many runs have been planned, on all shapes together."""
         return len({id(base) for base in self._bases.values()}) + len(self._planned)
+
+    def in_options(self, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]) -> tuple[SubmeshShape, ...]:
+        """Shapes in the options that each is worth looking at in. Where state, all of it split, takes more than half of
+        all devices' memory, there is no room for copies of it; and state is dearest where all devices are one submesh."""
+        largest = max(shape.num_devices for shape in shapes)
+        first: dict[str, int] = {}
+        for kind in {shape.kind for shape in shapes}:
+            state = self.cost(0, len(self.keys) - 1, SubmeshShape(kind, 1, 1)).state_bytes
+            first[kind] = len(HELD_PRICES) if state > 0.5 * largest * budget_bytes[kind] else 0
+        return tuple(
+            replace(shape, option=option)
+            for shape in shapes
+            for option in range(first[shape.kind], len(OPTIONS) if shape.num_devices == largest else _USUAL_OPTIONS)
+        )
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
         """The price of layers `first` to `last`, as a `PartitionProblem` asks it."""
@@ -187,9 +216,7 @@ class StageCosts:
             (form, *_) = forms_of(replace(program, whole=None))
             made = self.planner.planned_in(replace(base.way, form=0), (form,), profile, figures_only=False)
             seconds = time.perf_counter() - started
-            plan = plan_as_made(
-                made, base.made.program, form.unknown, budget=profile.usable_bytes, seconds=seconds
-            )
+            plan = plan_as_made(made, base.made.program, form.unknown, budget=profile.usable_bytes, seconds=seconds)
             stage = self._program(first, last)
             figures = self._figures(stage, made)
             cost = figures.cost(figures.crossings.as_it_is())
@@ -200,7 +227,7 @@ class StageCosts:
 
     def _base(self, first: int, last: int, use: _Use) -> _Base:
         first, last = self._alike.setdefault(self.keys[first : last + 1], (first, last))
-        shape = replace(use.shape, option=STATE_PRICES.index(use.state_price) * len(HELD_PRICES))
+        shape = replace(use.shape, option=OPTIONS.index((use.state_price, HELD_PRICES[0])))
         use = replace(use, shape=shape)
         key = (self.keys[first : last + 1], use)
         if key not in self._bases and (frugal := self._as_frugal(first, last, use)) is not None:
@@ -222,14 +249,19 @@ class StageCosts:
 
     def _as_frugal(self, first: int, last: int, use: _Use) -> _Base | None:
         """A run planned with state at a lower price, where that has split all of it."""
-        if use.state_price == STATE_PRICES[0]:
+        cheaper = [price for price in STATE_PRICES if price < use.state_price]
+        shapes = (replace(use.shape, option=OPTIONS.index((price, HELD_PRICES[0]))) for price in cheaper)
+        keys = self.keys[first : last + 1]
+        known = [
+            self._bases[keys, replace(use, shape=shape)]
+            for shape in shapes
+            if (keys, replace(use, shape=shape)) in self._bases
+        ]
+        if not known:
             return None
-        cheaper = STATE_PRICES[STATE_PRICES.index(use.state_price) - 1]
-        option = OPTIONS.index((cheaper, HELD_PRICES[0]))
-        found = self._base(first, last, replace(use, shape=replace(use.shape, option=option)))
-        single = _Use(SubmeshShape(use.shape.kind, 1, 1))
-        whole = self._base(first, last, single).figures.state_bytes
-        return found if found.figures.state_bytes <= _ALL_SPLIT * whole / use.shape.num_devices else None
+        whole = self._base(first, last, _Use(SubmeshShape(use.shape.kind, 1, 1))).figures.state_bytes
+        is_split = known[-1].figures.state_bytes <= _ALL_SPLIT * whole / use.shape.num_devices
+        return known[-1] if is_split else None
 
     def _figures(self, stage: StageProgram, made: Made, *, apart: bool = True) -> StageFigures:
         layout = Layout(made.program.trace, stage.inputs)

@@ -62,7 +62,9 @@ class StageFigures:
             return 0.0
         loops = tuple(one for one in device.loops if one.start != start)
         f = self.made.formulation
-        return simulate(DeviceProgram(ops, device.buffers, loops), f.mesh, replace(f.profile, xla_estimator=None)).step_time_s
+        return simulate(
+            DeviceProgram(ops, device.buffers, loops), f.mesh, replace(f.profile, xla_estimator=None)
+        ).step_time_s
 
     def _passing(self) -> float:
         """What comes from other stages, or is sent to them: it is there once for each microbatch."""
@@ -76,12 +78,7 @@ class StageFigures:
     def _arriving(self, is_kept: Callable[[int], bool]) -> float:
         """Of what comes in the forward pass, what the backward pass reads."""
         layout, found = self.layout, 0.0
-        read = {
-            v
-            for unit in layout.body
-            if self.phases[unit.start] == "forward"
-            for v in unit.operands
-        }
+        read = {v for unit in layout.body if self.phases[unit.start] == "forward" for v in unit.operands}
         for tensor, value in zip(self.made.parts.inputs, layout.trace.inputs, strict=True):
             port = layout.inputs[value]
             if port.kind == "inside":
