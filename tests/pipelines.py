@@ -13,11 +13,14 @@ import jax
 import numpy as np
 
 from autopar import execute, planner
+from autopar.cost.hardware import load
 from autopar.equations import LiteralOperand
+from autopar.pipeline.cluster import SubmeshShape
 from autopar.pipeline.cutting import Cuttable
 from autopar.pipeline.flow import Chain
 from autopar.pipeline.run import Pipeline, PlannedStage
 from autopar.pipeline.schedules.table import build
+from autopar.pipeline.stage_costs import StageCosts
 from autopar.program import program_of
 
 QUICKLY = {"xla_backend_optimization_level": 0}
@@ -43,23 +46,31 @@ def pipelined(
     schedule: str = "1f1b",
     virtual: int = 1,
     mesh: str | None = None,
+    option: int | None = None,
 ) -> tuple[Callable[..., Any], Pipeline]:
     """The step, run in stages, and what runs it.
 
     Args:
         num_stages: submeshes; each runs `virtual` stages of the program.
         mesh: of each submesh; by default any of all its devices.
+        option: of `StageCosts`, how much the backward pass computes again; by default nothing.
     """
     program = program_of(step, args, carry=None, donate=None)
     cuttable = Cuttable.of(program)
     count = num_stages * virtual
-    stages = cuttable.layers(equal_starts(cuttable.chain, count), num_microbatches).stages(range(count))
+    layers = cuttable.layers(equal_starts(cuttable.chain, count), num_microbatches)
+    stages = layers.stages(range(count))
+    costs = StageCosts(layers, {"cpu-host": load("cpu-host")}, range(count))
     built = build(schedule, num_stages, num_microbatches, virtual=virtual)
     per_submesh = len(jax.devices()) // num_stages
     submesh_of = {task.stage: submesh for task, submesh in built.submesh_of().items()}
     planned = []
     for number, stage in enumerate(stages):
-        plan = planner.plan_program(stage.program, mesh=mesh, num_devices=per_submesh, hardware="cpu-host")
+        if option is None:
+            plan = planner.plan_program(stage.program, mesh=mesh, num_devices=per_submesh, hardware="cpu-host")
+        else:
+            shape = SubmeshShape("cpu-host", 1, per_submesh, option=option)
+            plan = costs.planned(number, number, shape, stage).plan
         first = submesh_of[number] * per_submesh
         devices = jax.devices()[first : first + per_submesh]
         planned.append(PlannedStage(stage, plan, execute.make_mesh(plan.mesh, devices)))

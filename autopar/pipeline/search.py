@@ -204,13 +204,12 @@ class StageSearch:
     def _of_schedule(self, name: str, partitioner: Partitioner | None) -> Outcome:
         kind = find(name)
         virtual = _VIRTUAL if name == "interleaved" else 1
-        cost, bound = self.cost, self.bound
-        if kind.backward != "split":
-            cost = _joined(self.cost)
-            bound = None if self.bound is None else _joined(self.bound)
-        count, limits = self.num_microbatches, {"relative_gap": self.relative_gap, "time_limit_s": self.time_limit_s}
-        if partitioner is None:
-            partitioner = ExactPartitioner(**limits) if virtual == 1 else InterleavedPartitioner(virtual, **limits)
+        cost = self.cost if kind.backward == "split" else _joined(self.cost)
+        count, gap, limit_s = self.num_microbatches, self.relative_gap, self.time_limit_s
+        if partitioner is None and virtual == 1:
+            partitioner = ExactPartitioner(time_limit_s=limit_s, relative_gap=gap)
+        elif partitioner is None:
+            partitioner = InterleavedPartitioner(virtual, time_limit_s=limit_s, relative_gap=gap)
         problem = PartitionProblem(
             num_layers=len(self.keys),
             cluster=self.cluster,
@@ -218,11 +217,11 @@ class StageSearch:
             transfer_s=self.transfer_s,
             objective=OBJECTIVES[name](count) if virtual == 1 else interleaved(count, virtual),
             budget_bytes=self.budget_bytes,
-            growth=Growth.SUPERADDITIVE if bound is None else Growth.UNKNOWN,
-            together=bound is not None,
+            growth=Growth.SUPERADDITIVE if self.bound is None else Growth.UNKNOWN,
+            together=self.bound is not None,
             layer_keys=self.keys,
             shapes=self.shapes,
-            bound=bound,
+            bound=self.bound,
         )
         partition = partitioner.partition(problem)
         steps = list(self._steps(name, virtual, partition, cost))

@@ -205,23 +205,34 @@ class StageCosts:
                 self._costs[key] = _sum(parts)
         return self._costs[key]
 
-    def planned(self, first: int, last: int, shape: SubmeshShape) -> PlannedRun:
-        """Layers planned on a submesh, with what their backward pass computes again."""
+    def planned(self, first: int, last: int, shape: SubmeshShape, stage: StageProgram | None = None) -> PlannedRun:
+        """Layers planned on a submesh, with what their backward pass computes again.
+
+        Args:
+            stage: their program among the others of its step, which sends what these read; by default one that sends all
+                that anybody may read.
+        """
         key = (first, last, shape)
-        if key not in self._planned:
-            base = self._base(first, last, _Use(shape))
-            crossing = base.figures.crossings.at(OPTIONS[shape.option][1])
-            program = recomputing(base.made.program, [one.again for one in crossing.recomputed])
-            profile, started = base.made.formulation.profile, time.perf_counter()
-            (form, *_) = forms_of(replace(program, whole=None))
-            made = self.planner.planned_in(replace(base.way, form=0), (form,), profile, figures_only=False)
-            seconds = time.perf_counter() - started
-            plan = plan_as_made(made, base.made.program, form.unknown, budget=profile.usable_bytes, seconds=seconds)
-            stage = self._program(first, last)
-            figures = self._figures(stage, made)
-            cost = figures.cost(figures.crossings.as_it_is())
-            self._planned[key] = PlannedRun(stage, replace(plan, recomputed=crossing.recomputed), cost)
-        return self._planned[key]
+        if stage is None and key in self._planned:
+            return self._planned[key]
+        use, started = _Use(shape), time.perf_counter()
+        program, profile = stage or self._program(first, last), self._profile(shape)
+        forms = forms_of(program.program)
+        way = self._base(first, last, use).way if self.usual is None else self._usual_way(use, len(forms))
+        base = self.planner.planned_in(way, forms, profile)
+        crossing = self._figures(program, base).crossings.at(use.held_price)
+        again = recomputing(base.program, [one.again for one in crossing.recomputed])
+        form = Form(again)
+        made = self.planner.planned_in(replace(way, form=0), (form,), profile, figures_only=False)
+        seconds = time.perf_counter() - started
+        plan = plan_as_made(made, base.program, form.unknown, budget=profile.usable_bytes, seconds=seconds)
+        figures = self._figures(program, made)
+        run = PlannedRun(
+            program, replace(plan, recomputed=crossing.recomputed), figures.cost(figures.crossings.as_it_is())
+        )
+        if stage is None:
+            self._planned[key] = run
+        return run
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -233,19 +244,26 @@ class StageCosts:
         if key not in self._bases and (frugal := self._as_frugal(first, last, use)) is not None:
             self._bases[key] = frugal
         if key not in self._bases:
-            profile = replace(self.profiles[shape.kind], devices_per_host=shape.devices_per_host)
-            forms = self._forms_of(first, last)
+            profile, forms = self._profile(shape), self._forms_of(first, last)
             if self.usual is None or (first, last) == (self.usual, self.usual):
                 meshes = meshes_for(asked_meshes(self.mesh, shape.num_devices), profile)
                 prices = {"state_price": use.state_price, "pending": use.alone}
                 made, way = self.planner.quickest(meshes, forms, profile, **prices)
             else:
-                usual = self._base(self.usual, self.usual, use).way
-                way = replace(usual, form=min(usual.form, len(forms) - 1))
+                way = self._usual_way(use, len(forms))
                 made = self.planner.planned_in(way, forms, profile)
             figures = self._figures(self._program(first, last), made, apart=not use.alone)
             self._bases[key] = _Base(figures, made, way)
         return self._bases[key]
+
+    def _usual_way(self, use: _Use, num_forms: int) -> Way:
+        """How the usual layer is planned, for a program of so many forms."""
+        assert self.usual is not None
+        way = self._base(self.usual, self.usual, use).way
+        return replace(way, form=min(way.form, num_forms - 1))
+
+    def _profile(self, shape: SubmeshShape) -> HardwareProfile:
+        return replace(self.profiles[shape.kind], devices_per_host=shape.devices_per_host)
 
     def _as_frugal(self, first: int, last: int, use: _Use) -> _Base | None:
         """A run planned with state at a lower price, where that has split all of it."""
