@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 
 import pytest
 
-from autopar.cost.hardware import HardwareProfile, LinkProfile, load
-from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
+from autopar.cost.hardware import load
+from autopar.pipeline.cluster import SubmeshShape
 from autopar.pipeline.clustering import Clustering, cluster_layers
 from autopar.pipeline.cutting import Cuttable
-from autopar.pipeline.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.pieces import Layout
-from autopar.pipeline.search import StageSearch
-from autopar.pipeline.stage_costs import HELD_PRICES, OPTIONS, STATE_PRICES, StageCosts, likely_shapes
+from autopar.pipeline.stage_costs import HELD_PRICES, OPTIONS, STATE_PRICES, StageCosts
 from autopar.program import program_of
 from benchmarks.zoo.gpt import GptSizes, gpt
 
-H100, A100 = load("h100-sxm"), load("a100-sxm-80")
+H100 = load("h100-sxm")
 BATCH, MICROBATCHES = 64, 8
 
 
@@ -31,28 +29,10 @@ def cuttable() -> tuple[Cuttable, Clustering]:
 
 
 @cache
-def prices(*profiles: HardwareProfile, number: int = MICROBATCHES) -> StageCosts:
+def prices() -> StageCosts:
     found, clusters = cuttable()
-    layers = found.layers(clusters.starts, number)
-    return StageCosts(layers, {one.name: one for one in profiles}, clusters.keys, splits_backward=True)
-
-
-def search(cluster: Cluster, *profiles: HardwareProfile, number: int = MICROBATCHES) -> StageSearch:
-    found, clusters = cuttable()
-    costs, cuts = prices(*profiles, number=number), [0.0, *found.chain.cut_bytes]
-    budget = {one.name: one.usable_bytes for one in profiles}
-    return StageSearch(
-        cost=costs.cost,
-        keys=clusters.keys,
-        boundary_bytes=[cuts[start] / number for start in clusters.starts],
-        cluster=cluster,
-        profiles={one.name: one for one in profiles},
-        budget_bytes=budget,
-        shapes=costs.in_options(likely_shapes(cluster), budget),
-        num_microbatches=number,
-        alone=costs.alone,
-        bound=costs.bound,
-    )
+    layers = found.layers(clusters.starts, MICROBATCHES)
+    return StageCosts(layers, {H100.name: H100}, clusters.keys, splits_backward=True)
 
 
 def middle(costs: StageCosts) -> tuple[int, int]:
@@ -65,7 +45,7 @@ def middle(costs: StageCosts) -> tuple[int, int]:
 
 @pytest.mark.parametrize("option", [0, 1, 2])
 def test_a_price_is_that_of_the_stage_when_it_is_planned(option: int) -> None:
-    costs = prices(H100)
+    costs = prices()
     first, last = middle(costs)
     shape = SubmeshShape(H100.name, 1, 2, option=option)
     told, planned = costs.cost(first, last, shape), costs.planned(first, last, shape).cost
@@ -76,7 +56,7 @@ def test_a_price_is_that_of_the_stage_when_it_is_planned(option: int) -> None:
 
 
 def test_what_is_dearer_to_hold_is_computed_again() -> None:
-    costs = prices(H100)
+    costs = prices()
     first, last = middle(costs)
     held = [costs.cost(first, last, SubmeshShape(H100.name, 1, 1, option=option)) for option in range(len(HELD_PRICES))]
     flights, seconds = [one.flight_bytes for one in held], [one.backward_s + one.weight_s for one in held]
@@ -90,7 +70,7 @@ def test_what_is_dearer_to_hold_is_computed_again() -> None:
 
 def test_what_passes_is_all_that_the_backward_pass_reads() -> None:
     """Nothing that is computed again is read before it is, and what leaves the stage is made in the forward pass."""
-    costs = prices(H100)
+    costs = prices()
     first, last = middle(costs)
     for option in range(len(HELD_PRICES)):
         run = costs.planned(first, last, SubmeshShape(H100.name, 1, 2, option=option))
@@ -105,7 +85,7 @@ def test_what_passes_is_all_that_the_backward_pass_reads() -> None:
 
 
 def test_state_that_is_dearer_has_fewer_copies() -> None:
-    costs = prices(H100)
+    costs = prices()
     first, last = middle(costs)
     states = []
     for price in STATE_PRICES:
@@ -117,7 +97,7 @@ def test_state_that_is_dearer_has_fewer_copies() -> None:
 
 
 def test_no_price_is_below_its_bound() -> None:
-    costs = prices(H100)
+    costs = prices()
     last = len(costs.keys) - 1
     for shape in (
         SubmeshShape(H100.name, 1, 2),
@@ -131,59 +111,10 @@ def test_no_price_is_below_its_bound() -> None:
 
 
 def test_asking_all_prices_plans_no_more_than_layers_and_pairs() -> None:
-    costs = StageCosts(prices(H100).layers, {H100.name: H100}, prices(H100).keys)
+    costs = StageCosts(prices().layers, {H100.name: H100}, prices().keys)
     count, shape = len(costs.keys), SubmeshShape(H100.name, 1, 1)
     for first in range(count):
         for last in range(first, count):
             costs.cost(first, last, shape)
     different = len(set(costs.keys)) + len(set(zip(costs.keys, costs.keys[1:], strict=False)))
     assert costs.num_planned <= different
-
-
-def test_never_worse_than_one_stage_or_one_device_each() -> None:
-    slow = replace(H100, network_link=LinkProfile(H100.host_link.bytes_per_s / 200, 1e-5), devices_per_host=2)
-    found = search(Cluster((DeviceGroup(slow.name, 2, 2),)), slow)
-    best, alone, apart = found.best(), found.one_stage().step, found.one_device_each().step
-    assert best is not None
-    assert alone is not None
-    assert apart is not None
-    assert len(alone.stages) == 1
-    assert {stage.submesh.shape.num_devices for stage in apart.stages} == {1}
-    assert best.step_time_s <= min(alone.step_time_s, apart.step_time_s)
-    assert len(best.stages) > 1  # the network is too slow for one
-
-
-def test_two_kinds_of_devices() -> None:
-    """The faster kind gets more of the layers, and no submesh is of both."""
-    kinds = Cluster((DeviceGroup(A100.name, 1, 1), DeviceGroup(H100.name, 1, 1)))
-    best = search(kinds, A100, H100).best(("1f1b",))
-    assert best is not None
-    layers = {stage.submesh.shape.kind: stage.last - stage.first + 1 for stage in best.stages}
-    assert layers.keys() == {A100.name, H100.name}
-    assert layers[H100.name] > layers[A100.name]
-
-
-def test_what_does_not_fit_says_what_is_missing() -> None:
-    small = replace(H100, hbm_bytes=int(5e7))
-    outcome = search(Cluster((DeviceGroup(small.name, 1, 2),)), small).outcome(("1f1b",))
-    assert outcome.step is None
-    assert "more than the budget" in outcome.reason
-
-
-def test_the_best_number_of_microbatches_is_among_the_tried() -> None:
-    cluster = Cluster((DeviceGroup(H100.name, 1, 2),))
-
-    def search_of(number: int, _: object) -> StageSearch:
-        return search(cluster, H100, number=number)
-
-    tried = over_microbatches(search_of, (4, 8, 16, 32), 16, lambda found: found.one_device_each(("1f1b",)))
-    times = {one.num_microbatches: one.step_time_s for one in tried}
-    assert tried[0].step_time_s == min(times.values())
-    best, numbers = tried[0].num_microbatches, (4, 8, 16, 32)
-    at = numbers.index(best)
-    for neighbour in numbers[max(at - 1, 0) : at + 2]:  # both sides of it were looked at
-        assert neighbour in times
-
-
-def test_numbers_of_microbatches() -> None:
-    assert divisors(12, 2) == (2, 3, 4, 6, 12)

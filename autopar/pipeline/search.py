@@ -124,14 +124,19 @@ class StageSearch:
         return self.outcome(schedules, partitioner).step
 
     def outcome(self, schedules: Sequence[str] = SCHEDULES, partitioner: Partitioner | None = None) -> Outcome:
-        """The same, or why there is none.
+        """The same, or why there is none. Stages on one device each are looked at by themselves, too: what is best by a
+        schedule's objective need not be when it is simulated.
 
         Args:
             schedules: names of those to try.
             partitioner: by default the package's.
         """
         found, reasons = [], []
-        for outcome in (self.one_stage(), *(self._of_schedule(name, partitioner) for name in schedules)):
+        single = tuple(shape for shape in self.shapes if shape.num_devices == 1 and self._may_fit_each(shape))
+        among = [self.shapes, *([single] if single and single != self.shapes and partitioner is None else [])]
+        searches = [replace(self, shapes=shapes) for shapes in among]
+        outcomes = [search._of_schedule(name, partitioner) for name in schedules for search in reversed(searches)]
+        for outcome in (self.one_stage(), *outcomes):
             found += [] if outcome.step is None else [outcome.step]
             reasons += [outcome.reason] if outcome.reason else []
         if found:
@@ -186,6 +191,13 @@ class StageSearch:
         return 2 * (self.boundary_bytes[boundary] / senders / rate + latency)
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _may_fit_each(self, shape: SubmeshShape) -> bool:
+        """Whether every layer may fit on a shape by itself."""
+        if self.bound is None:
+            return True
+        least = (self.bound(layer, layer, shape).state_bytes for layer in range(len(self.keys)))
+        return all(state <= self.budget_bytes[shape.kind] for state in least)
 
     def _may_fit(self, shape: SubmeshShape) -> bool:
         """Whether all layers may fit on a shape, or it is the largest, which says what is missing."""

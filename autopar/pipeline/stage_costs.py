@@ -8,6 +8,7 @@ runs are planned:
 
       cost(l ... m) = cost(l, l + 1) + ... + cost(m - 1, m) - cost(l + 1) - ... - cost(m - 1)
 
+  but for what it holds while it is worked on, which is the most of any pair.
 - On which mesh a shape is used, and in which form a program is planned there, the layer says that is there most often.
 - Options of a shape hold more or less state, and more or less from the forward to the backward pass. The latter are
   priced from one plan, by what passes between the two and what is computed again (`crossing.py`). A stage that is chosen
@@ -202,7 +203,8 @@ class StageCosts:
                 for layer, times in inner.items():
                     n = self.keys.index(layer)
                     parts.append((-float(times), self._cost(n, n, use)))
-                self._costs[key] = _sum(parts)
+                most = max(cost.working_bytes for times, cost in parts if times > 0)
+                self._costs[key] = replace(_sum(parts), working_bytes=most)  # one layer is worked on at a time
         return self._costs[key]
 
     def planned(self, first: int, last: int, shape: SubmeshShape, stage: StageProgram | None = None) -> PlannedRun:

@@ -11,7 +11,8 @@ rates of the profile `v100-sxm-16`.
 
 *intra-op only* is one stage on all devices, planned as one program; *inter-op only* has every stage on one device; both
 with the same layers, options of memory, and search of the number of microbatches. *As planned* is the step with each of
-its stages planned as a program by itself, where the search adds up prices of single layers and pairs. PFLOPS count the
+its stages planned as a program by itself, where the search adds up prices of single layers and pairs; `peak_gb` is what
+the fullest device then holds, of the 14.5 GB that it may. PFLOPS count the
 products of the model once, whatever is computed again. Seconds of the search begin with the traced step; of tracing it
 is `trace_s`. `cpu_s` is what the search takes of one core: on a busy machine the difference is others'.
 """
@@ -32,7 +33,7 @@ from autopar.pipeline.cutting import Cuttable
 from autopar.pipeline.microbatch_search import Tried, divisors, over_microbatches
 from autopar.pipeline.search import StagedStep, StageSearch
 from autopar.pipeline.stage_costs import StageCosts, likely_shapes
-from autopar.program import program_of
+from autopar.program import Program, program_of
 from benchmarks.zoo.gpt import GptSizes, gpt
 
 #: Of the memory that a device may hold, what stays free.
@@ -137,7 +138,7 @@ def row(case: Case) -> dict[str, Any]:
     clusters = cluster_layers(chain.flops, [0.0, *chain.cut_bytes], most_layers=_MOST_LAYERS)
     searching = Searching(case, v100(), cuttable, clusters)
     numbers = divisors(case.sizes.batch)
-    start = case.sizes.batch // 4  # sequences: a host splits a batch of four, and four ways besides
+    start = case.sizes.batch // (2 if _is_short(program, searching) else 8)
     found = over_microbatches(searching.search, numbers, start)
     seconds, cpu = time.perf_counter() - traced, time.process_time() - used
     planned = searching.num_planned
@@ -157,6 +158,7 @@ def row(case: Case) -> dict[str, Any]:
     ahead = min((tried[0].step_time_s for tried in others.values()), default=math.inf) / best.step_time_s
     ours = best.outcome.step
     flops = case.sizes.model_flops
+    checked = None if ours is None else searching.as_planned(best.num_microbatches, ours)
     return {
         "model": case.name,
         "parameters_b": case.sizes.num_parameters / 1e9,
@@ -165,7 +167,8 @@ def row(case: Case) -> dict[str, Any]:
         "microbatches": best.num_microbatches,
         "schedule": "" if ours is None else ours.schedule.name,
         "step_s": best.step_time_s,
-        "as_planned_s": None if ours is None else searching.as_planned(best.num_microbatches, ours).step_time_s,
+        "as_planned_s": None if checked is None else checked.step_time_s,
+        "peak_gb": None if checked is None else max(checked.peak_bytes) / 1e9,
         "pflops": flops / best.step_time_s / 1e15,
         **told,
         "ahead of both": "nothing else fits" if math.isinf(ahead) else f"{ahead:.2f}x",
@@ -176,6 +179,13 @@ def row(case: Case) -> dict[str, Any]:
         "planned": planned,
         "outcome": "" if ours is None else ours.partition.status.value.split(",")[0],
     }
+
+
+def _is_short(program: Program, searching: Searching) -> bool:
+    """Whether the state alone takes half of all memory: then microbatches must be small."""
+    graph = program.graph
+    state = sum(graph.values[graph.inputs[position]].num_bytes for position, _ in graph.carried)
+    return state > 0.5 * searching.cluster.num_devices * searching.profile.usable_bytes
 
 
 def _stages(step: StagedStep | None) -> str:
