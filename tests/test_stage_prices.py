@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 
 import pytest
 
-from autopar.cost.hardware import load
+from autopar.cost.hardware import LinkProfile, load
+from autopar.mesh import MeshShape
 from autopar.pipeline.cluster import SubmeshShape
 from autopar.pipeline.clustering import Clustering, cluster_layers
 from autopar.pipeline.cutting import Cuttable
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.pieces import Layout
+from autopar.pipeline.quick_plan import Form, QuickPlanner, Way
 from autopar.pipeline.stage_costs import HELD_PRICES, OPTIONS, STATE_PRICES, StageCosts
 from autopar.program import program_of
+from autopar.solve.ilp import Ilp
 from benchmarks.zoo.gpt import GptSizes, gpt
 
 H100 = load("h100-sxm")
@@ -118,3 +121,25 @@ def test_asking_all_prices_plans_no_more_than_layers_and_pairs() -> None:
             costs.cost(first, last, shape)
     different = len(set(costs.keys)) + len(set(zip(costs.keys, costs.keys[1:], strict=False)))
     assert costs.num_planned <= different
+
+
+def test_sums_stay_pending_only_where_they_may() -> None:
+    """Between programs of their own, a gradient's sum over devices is taken in each microbatch."""
+    costs = prices()
+    first, _ = middle(costs)
+    program = costs.layers.run_of(first, first).program.forms[-1]
+    planner, form = QuickPlanner(Ilp()), Form(program)
+    slowly = {dtype: rate / 1e4 for dtype, rate in H100.peak_flops_per_s.items()}  # so that work is worth splitting
+    slow = replace(H100, network_link=LinkProfile(1e8, 1e-5), devices_per_host=1, peak_flops_per_s=slowly)
+
+    def pending(may: bool) -> int:
+        """How many sums stay pending on four hosts of one device."""
+        made = planner.planned_in(Way(MeshShape(("data",), (4,)), 0, pending=may), (form,), slow)
+        f, choices = made.formulation, made.solution.choices
+        carried = [v for node in f.graph.nodes if node.primitive == "enter_carry" for v in node.results]
+        known = [(f.value_made[v][1], choices[f.value_made[v][0]]) for v in carried if v in f.value_made]
+        assert known
+        return sum(bool(shardings[choice].unreduced) for shardings, choice in known)
+
+    assert pending(True) > 0
+    assert pending(False) == 0
