@@ -44,11 +44,20 @@ class Assembled:
     device: DeviceProgram
 
 
-def assemble(f: Formulation, choices: Sequence[int], pins: dict[int, TensorSharding]) -> Assembled:
-    """Read an assignment."""
+def assemble(
+    f: Formulation, choices: Sequence[int], pins: dict[int, TensorSharding], *, figures_only: bool = False
+) -> Assembled:
+    """Read an assignment.
+
+    Args:
+        figures_only: leave out what XLA is told, and all reasons.
+    """
     roles = input_roles(f.graph)
     inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
     outputs = _output_plans(f, choices, inputs, roles)
+    if figures_only:
+        device = device_program(f, choices, f.profile)
+        return Assembled(inputs, outputs, (), (), (), (), _predict(f, device, (), inputs, outputs), device)
     collectives, caused_by = _collectives(f, choices)
     device = device_program(f, choices, f.profile)
     return Assembled(

@@ -134,6 +134,7 @@ def formulate(
     pins: Mapping[int, TensorSharding],
     memory_budget_bytes: float | None,
     stored: Sequence[Stored] = (),
+    resharding: ReshardingTimes | None = None,
 ) -> Formulation:
     """Build the problem.
 
@@ -141,8 +142,10 @@ def formulate(
         pins: input position -> the sharding it must have.
         stored: with a budget, the values that are in memory, and when; sharded otherwise, they hold as much more
             or less.
+        resharding: times of this mesh and profile, by who builds several problems there.
     """
-    return _Builder(graph, groups, mesh, profile, dict(pins), memory_budget_bytes, tuple(stored)).build()
+    times = resharding or ReshardingTimes(mesh, profile)
+    return _Builder(graph, groups, mesh, profile, dict(pins), memory_budget_bytes, tuple(stored), times).build()
 
 
 class _Builder:
@@ -157,6 +160,7 @@ class _Builder:
         pins: dict[int, TensorSharding],
         budget: float | None,
         stored: tuple[Stored, ...],
+        resharding: ReshardingTimes,
     ) -> None:
         self.graph, self.groups, self.mesh, self.profile = graph, groups, mesh, profile
         self.pins, self.budget, self.stored = pins, budget, stored
@@ -168,7 +172,7 @@ class _Builder:
         self.position_of = {value: position for position, value in enumerate(graph.inputs)}
         self.renewed = dict(graph.carried)
         self.laid = _Laid(mesh)
-        self.resharding = ReshardingTimes(mesh, profile)
+        self.resharding = resharding
         self.matrices: dict[tuple[object, ...], np.ndarray] = {}
         self.times: dict[tuple[Load, int], np.ndarray] = {}
         self.last_use = _last_uses(graph)

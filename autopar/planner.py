@@ -195,7 +195,7 @@ def plan_and_parts(
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
     limited = solver or Ilp(time_limit_s=time_limit_s, relative_gap=_LIMITED_GAP)
-    distinct, twins = _distinct(meshes, profile, symmetric=not layouts and not _names_axes(program.graph))
+    distinct, twins = distinct_meshes(meshes, profile, symmetric=not layouts and not _names_axes(program.graph))
     one = resolve_pins(layouts, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms]
     search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits}
@@ -299,35 +299,58 @@ class _Free:
         Raises:
             NothingFitsError: nothing fits.
         """
-        made, mesh, program = self.made, self.mesh, self.program
+        made = self.made
         memory_bound = made.peak_bytes > self.budget
         if memory_bound:  # only now is memory worth its constraints
             made = within_budget(self.budget, made, self.planning, **self.search)
-        parts, solution, graph = made.parts, made.solution, made.formulation.graph
-        plan = Plan(
-            program=program.signature,
-            mesh=mesh,
-            hardware=made.formulation.profile.name,
-            memory_budget_bytes=self.budget,
-            words=strategy_words(made.formulation, solution.choices, parts.inputs),
-            inputs=parts.inputs,
-            outputs=parts.outputs,
-            carried=graph.carried,
-            donated=program.donated,
-            constraints=parts.constraints,
-            decisions=parts.decisions,
-            collectives=parts.collectives,
-            regions=parts.regions,
-            microbatches=microbatches_of(made.program, mesh, parts.constraints),
-            recomputed=made.recomputed,
-            prediction=parts.prediction,
-            outcome=_outcome(solution, made.formulation, time.perf_counter() - self.started, memory_bound),
-            notes=(*_notes(graph, mesh, self.unknown, parts.inputs), *microbatch_notes(program, mesh)),
-            versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
-            in_tree=program.trace.in_tree,
-            out_tree=program.trace.out_tree,
+        seconds = time.perf_counter() - self.started
+        plan = plan_as_made(
+            made, self.program, self.unknown, budget=self.budget, seconds=seconds, memory_bound=memory_bound
         )
         return plan, made
+
+
+def plan_as_made(
+    made: Made,
+    program: Program,
+    unknown: Counter[str],
+    *,
+    budget: float,
+    seconds: float,
+    memory_bound: bool = False,
+) -> Plan:
+    """The plan of an assignment.
+
+    Args:
+        program: that was planned, before anything in it was computed again.
+        unknown: primitives without a rule, and how often they are used.
+        budget: bytes. seconds: that planning took.
+    """
+    parts, solution, graph = made.parts, made.solution, made.formulation.graph
+    mesh = made.formulation.mesh
+    return Plan(
+        program=program.signature,
+        mesh=mesh,
+        hardware=made.formulation.profile.name,
+        memory_budget_bytes=budget,
+        words=strategy_words(made.formulation, solution.choices, parts.inputs),
+        inputs=parts.inputs,
+        outputs=parts.outputs,
+        carried=graph.carried,
+        donated=program.donated,
+        constraints=parts.constraints,
+        decisions=parts.decisions,
+        collectives=parts.collectives,
+        regions=parts.regions,
+        microbatches=microbatches_of(made.program, mesh, parts.constraints),
+        recomputed=made.recomputed,
+        prediction=parts.prediction,
+        outcome=_outcome(solution, made.formulation, seconds, memory_bound),
+        notes=(*_notes(graph, mesh, unknown, parts.inputs), *microbatch_notes(program, mesh)),
+        versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
+        in_tree=program.trace.in_tree,
+        out_tree=program.trace.out_tree,
+    )
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
@@ -450,7 +473,7 @@ def asked_meshes(mesh: str | MeshShape | jax.sharding.Mesh | None, num_devices: 
     return (shape,)
 
 
-def _distinct(
+def distinct_meshes(
     meshes: Sequence[MeshShape], profile: HardwareProfile, *, symmetric: bool
 ) -> tuple[list[MeshShape], dict[MeshShape, MeshShape]]:
     """Meshes that differ in more than the names of their axes, and the others with their twin."""

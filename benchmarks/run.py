@@ -82,12 +82,15 @@ BENCHMARKS = {
         sources=("zoo/stacked.py", "zoo/mixed_precision.py", "zoo/training.py"),
     ),
     "pipeline": Benchmark(
-        ("theory",),
+        ("theory", "clusters"),
         "",
         sources=(),
         summary="benchmarks.pipeline.page",
         module="pipeline.parts",
-        sources_of={"theory": ("pipeline/theory.py",)},
+        sources_of={
+            "theory": ("pipeline/theory.py",),
+            "clusters": ("pipeline/clusters.py", "zoo/gpt.py", "zoo/mixed_precision.py", "zoo/training.py"),
+        },
     ),
     "pipeline_partition": Benchmark(
         ("GPT 39B, 8x8 V100", "ResNet-152, 2x8 V100", "GPT 6.7B, 8 A100 and 2x8 V100"),

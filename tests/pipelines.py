@@ -14,11 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import execute, planner
+from autopar.cost.hardware import load
 from autopar.equations import LiteralOperand
+from autopar.pipeline.cluster import SubmeshShape
 from autopar.pipeline.cutting import Cuttable, StageProgram
 from autopar.pipeline.flow import Chain
 from autopar.pipeline.run import Pipeline, PlannedStage
 from autopar.pipeline.schedules.table import build
+from autopar.pipeline.stage_costs import StageCosts
+from autopar.plan import Plan
 from autopar.program import program_of
 
 QUICKLY = {"xla_backend_optimization_level": 0}
@@ -45,6 +49,7 @@ def pipelined(
     virtual: int = 1,
     mesh: str | None = None,
     own_statistics: bool = False,
+    option: int | None = None,
 ) -> tuple[Callable[..., Any], Pipeline]:
     """The step, run in stages, and what runs it.
 
@@ -52,14 +57,23 @@ def pipelined(
         num_stages: submeshes; each runs `virtual` stages of the program.
         mesh: of each submesh; by default any of all its devices.
         own_statistics: whether each microbatch may have its own.
+        option: of `StageCosts`, how much the backward pass computes again; by default nothing.
     """
     program = program_of(step, args, carry=None, donate=None)
     cuttable = Cuttable.of(program, own_statistics=own_statistics)
     count = num_stages * virtual
-    stages = cuttable.layers(equal_starts(cuttable.chain, count), num_microbatches).stages(range(count))
+    layers = cuttable.layers(equal_starts(cuttable.chain, count), num_microbatches)
+    stages = layers.stages(range(count))
+    costs = StageCosts(layers, {"cpu-host": load("cpu-host")}, range(count))
     built = build(schedule, num_stages, num_microbatches, virtual=virtual)
     submesh_of = {task.stage: submesh for task, submesh in built.submesh_of().items()}
-    planned = planned_stages(stages, [submesh_of[number] for number in range(count)], mesh=mesh)
+
+    def plan_of(number: int, stage: StageProgram, num_devices: int) -> Plan:
+        if option is None:
+            return planner.plan_program(stage.program, mesh=mesh, num_devices=num_devices, hardware="cpu-host")
+        return costs.planned(number, number, SubmeshShape("cpu-host", 1, num_devices, option=option), stage).plan
+
+    planned = planned_stages(stages, [submesh_of[number] for number in range(count)], plan_of)
     literals = {i: o.value for i, o in enumerate(program.trace.outputs) if isinstance(o, LiteralOperand)}
     pipeline = Pipeline(planned, built, len(program.trace.outputs), literals, compiler_options=QUICKLY)
 
@@ -70,13 +84,13 @@ def pipelined(
 
 
 def planned_stages(
-    stages: Sequence[StageProgram], submesh_of: Sequence[int], *, mesh: str | None = None
+    stages: Sequence[StageProgram], submesh_of: Sequence[int], plan_of: Callable[[int, StageProgram, int], Plan]
 ) -> list[PlannedStage]:
     """Stages, each planned for its submesh: an equal share of all devices."""
     per_submesh = len(jax.devices()) // (max(submesh_of) + 1)
     planned: list[PlannedStage] = []
-    for stage, submesh in zip(stages, submesh_of, strict=True):
-        plan = planner.plan_program(stage.program, mesh=mesh, num_devices=per_submesh, hardware="cpu-host")
+    for number, (stage, submesh) in enumerate(zip(stages, submesh_of, strict=True)):
+        plan = plan_of(number, stage, per_submesh)
         devices = jax.devices()[submesh * per_submesh : (submesh + 1) * per_submesh]
         planned.append(PlannedStage(stage, plan, execute.make_mesh(plan.mesh, devices)))
     return planned

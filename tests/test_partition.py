@@ -697,6 +697,14 @@ def test_branches_never_lose_to_the_chain(seed: int, num_layers: int, microbatch
             before |= {layer for layers in segment for layer in layers}
 
 
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_prices_that_are_asked_together_lead_to_the_same(problem: PartitionProblem) -> None:
+    one_by_one = ExactPartitioner().partition(problem)
+    together = ExactPartitioner().partition(replace(problem, together=True))
+    assert together.cost_s == pytest.approx(one_by_one.cost_s)
+
+
 # -- baselines ---------------------------------------------------------------------------------
 
 

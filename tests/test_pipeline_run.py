@@ -111,3 +111,11 @@ def in_stages(training: Training, **options: Any) -> Trained:
 def test_models_of_others(name: str, num_stages: int) -> None:
     training = getattr(small, name)()
     assert_same(in_stages(training, num_stages=num_stages, num_microbatches=2), train(training))
+
+
+@pytest.mark.parametrize("option", [0, 2])
+def test_what_is_computed_again_in_the_backward_pass(option: int) -> None:
+    """Little or nearly all of it: the numbers are the same."""
+    check_mlp(num_stages=2, num_microbatches=4, option=option)
+    training = small.gpt2()
+    assert_same(in_stages(training, num_stages=2, num_microbatches=2, option=option), train(training))

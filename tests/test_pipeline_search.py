@@ -14,15 +14,16 @@ from autopar.cost.hardware import HardwareProfile, LinkProfile, load
 from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.clustering import Clustering, cluster_layers
 from autopar.pipeline.cutting import Cuttable
+from autopar.pipeline.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.search import StagedStep, StageSearch
-from autopar.pipeline.stage_costs import StageCosts
+from autopar.pipeline.stage_costs import StageCosts, likely_shapes
 from autopar.program import program_of
 
 LAYERS, WIDTH, BATCH, MICROBATCHES = 8, 8192, 16384, 8
 H100 = load("h100-sxm")
-#: Hosts that are joined by links a hundred times slower than those inside.
-SLOW = replace(H100, network_link=LinkProfile(H100.host_link.bytes_per_s / 100, 1e-5), devices_per_host=2)
+#: Hosts that are joined by links much slower than those inside.
+SLOW = replace(H100, network_link=LinkProfile(H100.host_link.bytes_per_s / 25, 1e-5), devices_per_host=2)
 
 
 def step(params: Any, x: jax.Array) -> Any:
@@ -45,26 +46,34 @@ def cuttable() -> tuple[Cuttable, Clustering]:
     return found, cluster_layers(chain.flops, [0.0, *chain.cut_bytes], num_layers=LAYERS)
 
 
-def prices(profile: HardwareProfile, num_microbatches: int = MICROBATCHES) -> StageCosts:
+@cache
+def prices(*profiles: HardwareProfile, num_microbatches: int = MICROBATCHES) -> StageCosts:
     found, clusters = cuttable()
     layers = found.layers(clusters.starts, num_microbatches)
-    return StageCosts(layers, {profile.name: profile}, clusters.keys, splits_backward=True)
+    return StageCosts(layers, {one.name: one for one in profiles}, clusters.keys, splits_backward=True)
 
 
-def search(profile: HardwareProfile, hosts: int, per_host: int, num_microbatches: int = MICROBATCHES) -> StagedStep:
+def search_on(cluster: Cluster, *profiles: HardwareProfile, num_microbatches: int = MICROBATCHES) -> StageSearch:
     found, clusters = cuttable()
-    cuts = [0.0, *found.chain.cut_bytes]
-    cluster = Cluster((DeviceGroup(profile.name, hosts, per_host),))
-    best = StageSearch(
-        cost=prices(profile, num_microbatches).cost,
+    costs, cuts = prices(*profiles, num_microbatches=num_microbatches), [0.0, *found.chain.cut_bytes]
+    budget = {one.name: one.usable_bytes for one in profiles}
+    return StageSearch(
+        cost=costs.cost,
         keys=clusters.keys,
         boundary_bytes=[cuts[start] / num_microbatches for start in clusters.starts],
         cluster=cluster,
-        profiles={profile.name: profile},
-        budget_bytes={profile.name: profile.usable_bytes},
-        shapes=cluster.shapes(),
+        profiles={one.name: one for one in profiles},
+        budget_bytes=budget,
+        shapes=costs.in_options(likely_shapes(cluster), budget),
         num_microbatches=num_microbatches,
-    ).best()
+        alone=costs.alone,
+        bound=costs.bound,
+    )
+
+
+def search(profile: HardwareProfile, hosts: int, per_host: int, num_microbatches: int = MICROBATCHES) -> StagedStep:
+    cluster = Cluster((DeviceGroup(profile.name, hosts, per_host),))
+    best = search_on(cluster, profile, num_microbatches=num_microbatches).best()
     assert best is not None
     return best
 
@@ -75,7 +84,6 @@ def test_a_run_of_equal_layers_is_priced_by_shorter_ones() -> None:
     first, last = 1, LAYERS - 2
     assert len(set(costs.keys[first : last + 1])) == 1
     told, planned = costs.cost(first, last, one), costs.planned(first, last, one).cost
-    assert told is not None
     for field in fields(StageCost):
         expected = getattr(planned, field.name)
         assert getattr(told, field.name) == pytest.approx(expected, rel=0.15, abs=1e-5 if "_s" in field.name else 1e6)
@@ -85,7 +93,6 @@ def test_what_a_stage_takes_is_what_its_program_says() -> None:
     """On one device all can be counted: the products' FLOPs, parameters, what the backward pass needs."""
     costs = prices(H100)
     cost = costs.cost(1, 2, SubmeshShape(H100.name, 1, 1))
-    assert cost is not None
     rows = BATCH // MICROBATCHES
     product_s = 2 * rows * WIDTH**2 / H100.matrix_rate("float32")
     assert cost.forward_s == pytest.approx(2 * product_s, rel=0.5)
@@ -103,9 +110,9 @@ def test_where_nothing_is_gained_there_is_one_stage() -> None:
 
 def test_slow_links_between_hosts_are_a_reason_for_stages() -> None:
     best = search(SLOW, 2, 2)
-    assert [stage.submesh.shape.num_devices for stage in best.stages] == [2, 2]
+    assert len(best.stages) > 1
+    assert {stage.submesh.shape.num_hosts for stage in best.stages} == {1}
     whole = prices(SLOW).cost(0, LAYERS - 1, SubmeshShape(SLOW.name, 2, 2))
-    assert whole is not None
     alone = MICROBATCHES * (whole.forward_s + whole.backward_s + whole.weight_s) + whole.update_s
     assert best.step_time_s < alone
 
@@ -116,3 +123,50 @@ def test_a_budget_that_one_stage_breaks_is_kept_by_more() -> None:
     tight = replace(H100, hbm_bytes=int(limit / H100.usable_fraction))
     kept = search(tight, 1, 4)
     assert max(kept.peak_bytes) <= tight.usable_bytes
+
+
+def test_never_worse_than_one_stage_or_one_device_each() -> None:
+    found = search_on(Cluster((DeviceGroup(SLOW.name, 2, 2),)), SLOW)
+    best, alone, apart = found.best(), found.one_stage().step, found.one_device_each().step
+    assert best is not None
+    assert alone is not None
+    assert apart is not None
+    assert len(alone.stages) == 1
+    assert {stage.submesh.shape.num_devices for stage in apart.stages} == {1}
+    assert best.step_time_s <= min(alone.step_time_s, apart.step_time_s)
+
+
+def test_two_kinds_of_devices() -> None:
+    """The faster kind gets more of the layers, and no submesh is of both."""
+    a100 = load("a100-sxm-80")
+    kinds = Cluster((DeviceGroup(a100.name, 1, 1), DeviceGroup(H100.name, 1, 1)))
+    best = search_on(kinds, a100, H100).best(("1f1b",))
+    assert best is not None
+    layers = {stage.submesh.shape.kind: stage.last - stage.first + 1 for stage in best.stages}
+    assert layers.keys() == {a100.name, H100.name}
+    assert layers[H100.name] > layers[a100.name]
+
+
+def test_what_does_not_fit_says_what_is_missing() -> None:
+    small = replace(H100, hbm_bytes=int(1e9))
+    outcome = search_on(Cluster((DeviceGroup(small.name, 1, 2),)), small).outcome(("1f1b",))
+    assert outcome.step is None
+    assert "more than the budget" in outcome.reason
+
+
+def test_the_best_number_of_microbatches_is_among_the_tried() -> None:
+    cluster, numbers = Cluster((DeviceGroup(H100.name, 1, 2),)), (4, 8, 16, 32)
+
+    def search_of(number: int, _: object) -> StageSearch:
+        return search_on(cluster, H100, num_microbatches=number)
+
+    tried = over_microbatches(search_of, numbers, 16, lambda found: found.one_device_each(("1f1b",)))
+    times = {one.num_microbatches: one.step_time_s for one in tried}
+    assert tried[0].step_time_s == min(times.values())
+    at = numbers.index(tried[0].num_microbatches)
+    for neighbour in numbers[max(at - 1, 0) : at + 2]:  # both sides of it were looked at
+        assert neighbour in times
+
+
+def test_numbers_of_microbatches() -> None:
+    assert divisors(12, 2) == (2, 3, 4, 6, 12)

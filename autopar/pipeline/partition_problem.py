@@ -89,6 +89,7 @@ class PartitionProblem:
         bound: an optimistic price, cheap to ask; none of its numbers, and none that the objective makes of it, may be
             above the price.
         growth: what else is known of prices.
+        together: whether all prices of a shape take hardly longer than the first one: then they are asked together.
         layer_keys: layers with equal keys are equal: runs of equal layers are asked once.
         shapes: of submeshes; by default all that the cluster has.
         max_stages: at most so many. num_stages: exactly so many.
@@ -105,6 +106,7 @@ class PartitionProblem:
     budget_bytes: Mapping[str, float]
     bound: Callable[[int, int, SubmeshShape], StageCost] | None = None
     growth: Growth = Growth.UNKNOWN
+    together: bool = False
     layer_keys: Sequence[Hashable] | None = None
     shapes: tuple[SubmeshShape, ...] = ()
     max_stages: int | None = None

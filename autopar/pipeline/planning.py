@@ -7,6 +7,7 @@ In: a `Program` and what is asked for. Out: `PipelinePlan`. Nothing is compiled 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +19,16 @@ from autopar.cost.hardware import HardwareProfile
 from autopar.errors import BudgetError, MicrobatchError
 from autopar.graph.ir import Graph
 from autopar.microbatch.places import num_examples
-from autopar.pipeline.cluster import Cluster
+from autopar.pipeline.cluster import Cluster, SubmeshShape
 from autopar.pipeline.clustering import cluster_layers
-from autopar.pipeline.cutting import Cuttable, Layers, StageProgram
+from autopar.pipeline.cutting import Cuttable, StageProgram
+from autopar.pipeline.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.partition_problem import Partitioner
 from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
 from autopar.pipeline.schedules.kind import ScheduleKind
-from autopar.pipeline.schedules.table import build, find
-from autopar.pipeline.search import OBJECTIVES, StagedStep, StageSearch, joined
-from autopar.pipeline.stage_costs import OPTIONS, PlannedRun, StageCosts
-from autopar.pipeline.staged_time import staged_peaks, staged_timeline
+from autopar.pipeline.schedules.table import find
+from autopar.pipeline.search import SCHEDULES, Outcome, StagedStep, StageSearch
+from autopar.pipeline.stage_costs import PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.unstack import Rows
 from autopar.plan import TensorPlan
 from autopar.program import Program
@@ -36,10 +37,10 @@ from autopar.units import human_bytes
 from autopar.version import __version__
 from autopar.within_budget import BUDGET_MARGIN
 
-#: Schedules of a training step that are tried where none is asked for.
-_TRAINING = ("1f1b", "gpipe", "zb-h1")
-#: Numbers of microbatches that are tried where none is asked for: powers of two up to so many for each device.
-_MOST_PER_DEVICE = 4
+#: Of numbers of microbatches, one that has about so many for each device is tried first.
+_FIRST_PER_DEVICE = 2
+#: Seconds that the search of one schedule's partition may take.
+_SEARCH_LIMIT_S = 60.0
 
 Progress = Callable[[str, float], None]
 
@@ -84,16 +85,6 @@ def plan_stages(program: Program, asked: StagesAsked) -> PipelinePlan:
     return _Planning(program, asked).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """Stages found for one number of microbatches."""
-
-    layers: Layers
-    costs: StageCosts
-    search: StageSearch
-    step: StagedStep
-
-
 class _Planning:
     """Plans one step."""
 
@@ -107,108 +98,119 @@ class _Planning:
         chain = self.cuttable.chain
         self.cuts = [0.0, *chain.cut_bytes]
         self.clustering = cluster_layers(chain.flops, self.cuts)
+        self.costs: dict[int, StageCosts] = {}  # by number of microbatches
         self.tried: list[StagesTried] = []
 
     def run(self) -> PipelinePlan:
-        counts = self._counts()
-        found: list[_Candidate] = []
-        for i, count in enumerate(counts):
-            self.report(f"stages for {count} microbatches", 0.05 + 0.85 * i / len(counts))
-            candidate = self._searched(count)
-            if candidate is not None:
-                found.append(candidate)
-        if not found:
+        numbers, start = self._numbers()
+        tried = over_microbatches(self._search, numbers, start, self._found)
+        best = tried[0]
+        if best.outcome.step is None:
             budget = " or ".join(sorted({human_bytes(b) for b in self.asked.budgets.values()}))
+            counts = ", ".join(str(one.num_microbatches) for one in tried)
             raise BudgetError(
                 f"no stages of `{self.program.signature.name}` fit {budget} a device of {self.asked.cluster}"
-                f" ({len(self.clustering.starts)} layers, microbatches tried: {', '.join(map(str, counts))}):"
-                " give more devices, another schedule, or a larger memory budget"
+                f" ({len(self.clustering.starts)} layers, microbatches tried: {counts}). {best.outcome.reason}. Give more"
+                " devices, another schedule, or a larger memory budget"
             )
-        best = min(found, key=lambda one: one.step.step_time_s)
         self.report("plan stages", 0.9)
-        plan = self._plan(best)
+        plan = self._plan(best.num_microbatches, best.outcome.step)
         self.report("done", 1.0)
         return plan
 
     # -- the search --------------------------------------------------------------------------
 
-    def _counts(self) -> list[int]:
+    def _numbers(self) -> tuple[Sequence[int], int]:
+        """Numbers of microbatches that may be tried, and the first that is."""
         asked = self.asked.num_microbatches
         if asked != "auto":
             if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
                 raise MicrobatchError(f'`num_microbatches` is {asked!r}: give 1 or more, or "auto"')
-            return [asked]
-        examples = num_examples(self.cuttable.flow.graph)
-        most = _MOST_PER_DEVICE * self.asked.cluster.num_devices
-        return [n for n in (2**k for k in range(examples.bit_length())) if examples % n == 0 and n <= most]
+            return (asked,), asked
+        if self.cuttable.refusal is not None:
+            return (1,), 1
+        numbers = divisors(num_examples(self.cuttable.flow.graph))
+        wanted = _FIRST_PER_DEVICE * self.asked.cluster.num_devices
+        return numbers, min(numbers, key=lambda number: abs(number - wanted))
 
-    def _searched(self, count: int) -> _Candidate | None:
-        asked = self.asked
-        layers = self.cuttable.layers(self.clustering.starts, count)
-        costs = StageCosts(layers, asked.profiles, self.clustering.keys, splits_backward=True, **asked.planning)
-        shapes = [replace(s, option=o) for s in asked.cluster.shapes() for o in range(len(OPTIONS))]
-        search = StageSearch(
+    def _search(self, count: int, among: Sequence[SubmeshShape] | None) -> StageSearch:
+        """What is looked for with a number of microbatches, on all shapes or on some."""
+        asked, starts = self.asked, self.clustering.starts
+        self.report(f"stages for {count} microbatches", min(0.85, 0.05 + 0.1 * len(self.costs)))
+        if count not in self.costs:
+            layers = self.cuttable.layers(starts, count)
+            self.costs[count] = StageCosts(
+                layers, asked.profiles, self.clustering.keys, splits_backward=True, **asked.planning
+            )
+        costs = self.costs[count]
+        shapes = likely_shapes(asked.cluster)
+        if among is not None:
+            plain = {replace(shape, option=0) for shape in among}
+            shapes = tuple(shape for shape in shapes if shape in plain)
+        return StageSearch(
             cost=costs.cost,
             keys=self.clustering.keys,
-            boundary_bytes=[self.cuts[start] / count for start in self.clustering.starts],
+            boundary_bytes=[self.cuts[start] / count for start in starts],
             cluster=asked.cluster,
             profiles=asked.profiles,
             budget_bytes=asked.budgets,
-            shapes=tuple(shapes),
+            shapes=costs.in_options(shapes, asked.budgets),
             num_microbatches=count,
             num_stages=None if asked.stages == "auto" else asked.stages,
+            alone=costs.alone,
+            bound=costs.bound,
+            time_limit_s=_SEARCH_LIMIT_S,
         )
-        best = None
+
+    def _found(self, search: StageSearch) -> Outcome:
+        """The best of all schedules; what each found is noted."""
+        best = Outcome(None)
         for name in self._schedules():
-            step = search.best((name,), asked.partitioner)
-            missed = float("inf")
+            found = search.outcome((name,), self.asked.partitioner)
+            step = found.step
             self.tried.append(
                 StagesTried(
                     schedule=name,
                     num_stages=len(step.stages) if step else 0,
-                    num_microbatches=count,
-                    step_time_s=step.step_time_s if step else missed,
-                    peak_bytes=max(step.peak_bytes) if step else missed,
+                    num_microbatches=search.num_microbatches,
+                    step_time_s=step.step_time_s if step else math.inf,
+                    peak_bytes=max(step.peak_bytes) if step else math.inf,
                 )
             )
-            if step is not None and (best is None or step.step_time_s < best.step_time_s):
-                best = step
-        return best and _Candidate(layers, costs, search, best)
+            if best.step is None or (step is not None and step.step_time_s < best.step.step_time_s):
+                best = found
+        return best
 
     def _schedules(self) -> Sequence[str]:
         if self.asked.schedule == "auto":
-            return _TRAINING if self.cuttable.flow.backward else ("inference",)
-        kind = find(self.asked.schedule)
-        assert kind.name in OBJECTIVES, kind.name
-        return (kind.name,)
+            return SCHEDULES if self.cuttable.flow.backward else ("inference",)
+        return (find(self.asked.schedule).name,)
 
     # -- the plan ----------------------------------------------------------------------------
 
-    def _plan(self, found: _Candidate) -> PipelinePlan:
-        asked, step = self.asked, found.step
+    def _plan(self, count: int, step: StagedStep) -> PipelinePlan:
+        asked, prices, search = self.asked, self.costs[count], self._search(count, None)
         stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
-        programs = found.layers.stages(stage_of)
+        programs = prices.layers.stages(stage_of)
         runs = [
-            found.costs.plan_stage(program, stage.submesh.shape)
+            prices.planned(stage.first, stage.last, stage.submesh.shape, program)
             for program, stage in zip(programs, step.stages, strict=True)
         ]
-        schedule = build(step.schedule.name, len(step.stages), found.layers.num_microbatches)
-        splits = find(schedule.name).backward == "split"
-        costs = [run.cost if splits else joined(run.cost) for run in runs]
-        sends = found.search.sends_s(step.stages)
+        planned = search.with_costs(step, [run.cost for run in runs])
+        schedule, costs, sends = planned.schedule, planned.costs, search.sends_s(step.stages)
         stages = [
             StagePlan(
                 first_layer=stage.first,
                 last_layer=stage.last,
                 submesh=stage.submesh,
                 cost=cost,
-                sends_bytes=found.search.boundary_bytes[stage.last + 1] if sent is not None else 0.0,
+                sends_bytes=search.boundary_bytes[stage.last + 1] if sent is not None else 0.0,
                 sends_s=sent or 0.0,
                 plan=replace(run.plan, memory_budget_bytes=None),  # the schedule's to keep
             )
             for stage, cost, run, sent in zip(step.stages, costs, runs, [*sends, None], strict=True)
         ]
-        timeline = staged_timeline(schedule, costs, sends)
+        timeline = planned.timeline
         graph = self.program.graph
         inputs = _placed(graph, programs, runs, "argument")
         outputs = _placed(graph, programs, runs, "result")
@@ -216,10 +218,11 @@ class _Planning:
             program=self.program.signature,
             cluster=asked.cluster,
             memory_budget_bytes=asked.memory_budget_bytes,
-            words=_words(stages, schedule.name, found.layers.num_microbatches),
+            words=_words(stages, schedule.name, count),
             schedule=schedule.name,
-            num_microbatches=found.layers.num_microbatches,
+            num_microbatches=count,
             starts=self.clustering.starts,
+            virtual=len(step.stages) // schedule.num_submeshes,
             stages=tuple(stages),
             inputs=tuple(tensor for tensor, _ in inputs),
             outputs=tuple(tensor for tensor, _ in outputs),
@@ -230,13 +233,13 @@ class _Planning:
             prediction=PipelinePrediction(
                 step_time_s=timeline.makespan_s,
                 bubble_fraction=timeline.bubble_fraction,
-                stage_bytes=staged_peaks(schedule, costs),
+                stage_bytes=planned.peak_bytes,
             ),
             outcome=SearchOutcome(
                 status=step.partition.status.value,
                 gap=_gap(step.partition.cost_s, step.partition.lower_bound_s),
                 num_layers=len(self.clustering.starts),
-                num_planned=found.costs.num_planned,
+                num_planned=sum(one.num_planned for one in self.costs.values()),
                 search_time_s=time.perf_counter() - self.started,
             ),
             own_statistics=asked.own_statistics,

@@ -59,6 +59,11 @@ class Prices:
     def ask(self, runs: Iterable[Run]) -> bool:
         """Ask the prices of runs; whether any was not known before."""
         new = {run for run in runs if not self.asked[run]}
+        if self.problem.together:
+            shapes, n = {shape for _, _, shape in new}, self.problem.num_layers
+            new = {
+                (i, j, shape) for shape in shapes for i in range(n) for j in range(i, n) if not self.asked[i, j, shape]
+            }
         for first, last, shape in sorted(new):
             if not self.asked[first, last, shape]:
                 self._ask(first, last, shape)

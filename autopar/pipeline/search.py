@@ -2,18 +2,21 @@
 
 In: prices of runs of layers, a cluster, a number of microbatches. Out: the `StagedStep` whose simulated step is shortest
 among those that fit. For each schedule the partition is found by its objective (`objectives.py`), which knows no more
-than a sum and a maximum; the best of its partitions are then simulated, task by task.
+than a sum and a maximum; the best of its partitions are then simulated, task by task. All layers as one stage are
+looked at by themselves: that is one program, and is priced so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.pipeline.cluster import Cluster, SubmeshShape
-from autopar.pipeline.objectives import forward_only, gpipe, one_at_a_time, one_f_one_b, zb_h1
+from autopar.pipeline.cluster import Cluster, Line, Submesh, SubmeshShape, lines
+from autopar.pipeline.interleaved import InterleavedPartitioner
+from autopar.pipeline.objectives import forward_only, gpipe, interleaved, one_at_a_time, one_f_one_b, zb_h1
 from autopar.pipeline.partition import ExactPartitioner
 from autopar.pipeline.partition_problem import (
     Growth,
@@ -21,6 +24,7 @@ from autopar.pipeline.partition_problem import (
     Partition,
     Partitioner,
     PartitionProblem,
+    Shortage,
     Stage,
     StageCost,
 )
@@ -29,6 +33,7 @@ from autopar.pipeline.schedules.table import build, find, unmet
 from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.staged_time import staged_peaks, staged_timeline
 from autopar.pipeline.tasks import Schedule
+from autopar.solve.problem import Status
 
 #: Of each schedule that stages may be cut for, what it makes of their prices.
 OBJECTIVES: Mapping[str, Callable[[int], Objective]] = {
@@ -38,6 +43,12 @@ OBJECTIVES: Mapping[str, Callable[[int], Objective]] = {
     "inference": forward_only,
     "none": one_at_a_time,
 }
+#: Those that are tried: gpipe takes as long as 1f1b, and holds more.
+SCHEDULES = ("1f1b", "zb-h1", "interleaved")
+#: How many stages a submesh has where a schedule has several.
+_VIRTUAL = 2
+#: Of the partitions for one schedule so many are simulated.
+_MOST_SIMULATED = 3
 
 Cost = Callable[[int, int, SubmeshShape], StageCost | None]
 
@@ -49,7 +60,7 @@ class StagedStep:
     Args:
         stages, costs: in order.
         timeline: of the step, simulated.
-        peak_bytes: of each stage, on one of its devices.
+        peak_bytes: of each submesh, on one of its devices.
         partition: what the partitioner said of the stages.
     """
 
@@ -66,6 +77,19 @@ class StagedStep:
         return self.timeline.makespan_s
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a search found.
+
+    Args:
+        step: None where nothing fits.
+        reason: why nothing does.
+    """
+
+    step: StagedStep | None
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSearch:
     """What stages are looked for.
@@ -78,6 +102,9 @@ class StageSearch:
         budget_bytes: what a device of each kind may hold.
         shapes: of submeshes.
         num_stages: exactly so many; None: any number.
+        alone: price of all layers as one stage; by default as any other run.
+        bound: as in `PartitionProblem`; with it, all prices of a shape are asked together.
+        relative_gap, time_limit_s: of the search for each schedule's partition.
     """
 
     cost: Cost
@@ -89,25 +116,81 @@ class StageSearch:
     shapes: tuple[SubmeshShape, ...]
     num_microbatches: int
     num_stages: int | None = None
+    alone: Callable[[SubmeshShape], StageCost | None] | None = None
+    bound: Callable[[int, int, SubmeshShape], StageCost] | None = None
+    relative_gap: float = 5e-3
+    time_limit_s: float = math.inf
 
-    def best(
-        self, schedules: Sequence[str] = ("1f1b", "gpipe", "zb-h1"), partitioner: Partitioner | None = None
-    ) -> StagedStep | None:
-        """The shortest step that fits; None where nothing does.
+    def best(self, schedules: Sequence[str] = SCHEDULES, partitioner: Partitioner | None = None) -> StagedStep | None:
+        """The shortest step that fits; None where nothing does."""
+        return self.outcome(schedules, partitioner).step
+
+    def outcome(self, schedules: Sequence[str] = SCHEDULES, partitioner: Partitioner | None = None) -> Outcome:
+        """The same, or why there is none. Stages on one device each are looked at by themselves, too: what is best by a
+        schedule's objective need not be when it is simulated.
 
         Args:
             schedules: names of those to try.
             partitioner: by default the package's.
         """
-        found = [step for name in schedules for step in self._steps(name, partitioner or ExactPartitioner())]
-        return min(found, key=lambda step: step.step_time_s, default=None)
+        found, reasons = [], []
+        single = tuple(shape for shape in self.shapes if shape.num_devices == 1 and self._may_fit_each(shape))
+        among = [self.shapes, *([single] if single and single != self.shapes and partitioner is None else [])]
+        searches = [replace(self, shapes=shapes) for shapes in among]
+        outcomes = [search._of_schedule(name, partitioner) for name in schedules for search in reversed(searches)]
+        alone = [self.one_stage()] if self.num_stages in (None, 1) and partitioner is None else []
+        for outcome in (*alone, *outcomes):
+            found += [] if outcome.step is None else [outcome.step]
+            reasons += [outcome.reason] if outcome.reason else []
+        if found:
+            return Outcome(min(found, key=lambda step: step.step_time_s))
+        return Outcome(None, reasons[-1] if reasons else "")
+
+    def one_stage(self) -> Outcome:
+        """All layers as one stage, on any of the shapes: intra-operator parallelism alone."""
+        found: list[StagedStep] = []
+        least: Shortage | None = None
+        for shape in sorted(self.shapes, key=lambda shape: (-shape.num_devices, shape.option)):
+            if found and self._least_s(shape) >= min(step.step_time_s for step in found):
+                continue
+            if self.bound is not None and not self._may_fit(shape):
+                continue
+            mesh = _first_place(self.cluster, shape, self.shapes)
+            cost = self.cost(0, len(self.keys) - 1, shape) if self.alone is None else self.alone(shape)
+            if mesh is None or cost is None:
+                continue
+            stage = Stage(0, len(self.keys) - 1, mesh)
+            step = self._simulated("1f1b", (stage,), (joined(cost),), _settled(stage, cost, self.num_microbatches))
+            budget = self.budget_bytes[shape.kind]
+            if step.peak_bytes[0] <= budget:
+                found.append(step)
+            elif least is None or step.peak_bytes[0] - budget < least.missing_bytes:
+                least = Shortage(stage, 1.0, step.peak_bytes[0], budget)
+        if found:
+            return Outcome(min(found, key=lambda step: step.step_time_s))
+        return Outcome(None, str(least) if least else "")
+
+    def one_device_each(self, schedules: Sequence[str] = SCHEDULES) -> Outcome:
+        """Inter-operator parallelism alone: every stage on one device."""
+        return replace(self, shapes=tuple(shape for shape in self.shapes if shape.num_devices == 1)).outcome(schedules)
+
+    def with_costs(self, step: StagedStep, costs: Sequence[StageCost]) -> StagedStep:
+        """The same stages and schedule at other prices: of their own plans, say."""
+        submeshes = len(step.schedule.orders)
+        if find(step.schedule.name).backward != "split":
+            costs = [joined(cost) for cost in costs]
+        return self._simulated(step.schedule.name, step.stages, costs, step.partition, len(step.stages) // submeshes)
 
     def transfer_s(self, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
-        """Seconds of one microbatch there and back, each device of the smaller side sending its part."""
+        """Seconds of one microbatch there and back. Inside a host each device of the smaller side sends its part;
+        between hosts, those of the smaller side share all that joins a host to the network."""
         ends = (self.profiles[source.kind], self.profiles[target.kind])
         links = [end.host_link if same_host else end.network_link for end in ends]
         rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
         senders = min(source.num_devices, target.num_devices)
+        if not same_host:
+            hosts = min(source.num_hosts, target.num_hosts)
+            senders = max(senders, hosts * min(end.devices_per_host for end in ends))
         return 2 * (self.boundary_bytes[boundary] / senders / rate + latency)
 
     def sends_s(self, stages: Sequence[Stage]) -> list[float]:
@@ -119,51 +202,115 @@ class StageSearch:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _steps(self, name: str, partitioner: Partitioner) -> Iterator[StagedStep]:
-        splits = find(name).backward == "split"
-        cost = self.cost if splits else _all_joined(self.cost)
+    def _may_fit_each(self, shape: SubmeshShape) -> bool:
+        """Whether every layer may fit on a shape by itself."""
+        if self.bound is None:
+            return True
+        least = (self.bound(layer, layer, shape).state_bytes for layer in range(len(self.keys)))
+        return all(state <= self.budget_bytes[shape.kind] for state in least)
+
+    def _may_fit(self, shape: SubmeshShape) -> bool:
+        """Whether all layers may fit on a shape, or it is the largest, which says what is missing."""
+        assert self.bound is not None
+        largest = max(one.num_devices for one in self.shapes)
+        least = self.bound(0, len(self.keys) - 1, shape).state_bytes
+        return shape.num_devices == largest or least <= self.budget_bytes[shape.kind]
+
+    def _least_s(self, shape: SubmeshShape) -> float:
+        """Seconds that all layers take on a shape at the least."""
+        if self.bound is None:
+            return 0.0
+        least = self.bound(0, len(self.keys) - 1, shape)
+        return self.num_microbatches * (least.forward_s + least.backward_s + least.weight_s)
+
+    def _of_schedule(self, name: str, partitioner: Partitioner | None) -> Outcome:
+        kind = find(name)
+        virtual = _VIRTUAL if name == "interleaved" else 1
+        cost = self.cost if kind.backward == "split" else _joined(self.cost)
+        count, gap, limit_s = self.num_microbatches, self.relative_gap, self.time_limit_s
+        if partitioner is None and virtual == 1:
+            partitioner = ExactPartitioner(time_limit_s=limit_s, relative_gap=gap)
+        elif partitioner is None:
+            partitioner = InterleavedPartitioner(virtual, time_limit_s=limit_s, relative_gap=gap)
         problem = PartitionProblem(
             num_layers=len(self.keys),
             cluster=self.cluster,
             cost=cost,
             transfer_s=self.transfer_s,
-            objective=OBJECTIVES[name](self.num_microbatches),
+            objective=OBJECTIVES[name](count) if virtual == 1 else interleaved(count, virtual),
             budget_bytes=self.budget_bytes,
-            growth=Growth.SUPERADDITIVE,
+            growth=Growth.SUPERADDITIVE if self.bound is None else Growth.UNKNOWN,
+            together=self.bound is not None,
             layer_keys=self.keys,
             shapes=self.shapes,
+            bound=self.bound,
             num_stages=self.num_stages,
         )
         partition = partitioner.partition(problem)
+        steps = list(self._steps(name, virtual, partition, cost))
+        if steps:
+            return Outcome(min(steps, key=lambda step: step.step_time_s))
+        return Outcome(None, partition.reason)
+
+    def _steps(self, name: str, virtual: int, partition: Partition, cost: Cost) -> Iterator[StagedStep]:
+        """The best partitions that a schedule can run, simulated."""
+        simulated = 0
         for stages in dict.fromkeys((partition.stages, *partition.others)):
-            if stages and not unmet(find(name), PipelineShape(len(stages), self.num_microbatches)):
-                step = self._simulated(name, stages, cost, partition)
-                budgets = [self.budget_bytes[stage.submesh.shape.kind] for stage in stages]
-                if all(peak <= budget for peak, budget in zip(step.peak_bytes, budgets, strict=True)):
-                    yield step
+            if len(stages) < 2 or simulated == _MOST_SIMULATED:
+                continue
+            if unmet(find(name), PipelineShape(len(stages) // virtual, self.num_microbatches, virtual)):
+                continue
+            simulated += 1
+            costs = [cost(stage.first, stage.last, stage.submesh.shape) for stage in stages]
+            priced = [one for one in costs if one is not None]
+            assert len(priced) == len(stages), "they are part of a partition"
+            step = self._simulated(name, stages, priced, partition, virtual)
+            if self._fits(step):
+                yield step
 
-    def _simulated(self, name: str, stages: Sequence[Stage], cost: Cost, partition: Partition) -> StagedStep:
-        schedule = build(name, len(stages), self.num_microbatches)
-        costs: list[StageCost] = []
-        for stage in stages:
-            price = cost(stage.first, stage.last, stage.submesh.shape)
-            assert price is not None, "it is part of a partition"
-            costs.append(price)
+    def _fits(self, step: StagedStep) -> bool:
+        kinds = {
+            submesh: step.stages[stage].submesh.shape.kind for stage, submesh in _submesh_of(step.schedule).items()
+        }
+        return all(peak <= self.budget_bytes[kinds[n]] for n, peak in enumerate(step.peak_bytes))
 
+    def _simulated(
+        self, name: str, stages: Sequence[Stage], costs: Sequence[StageCost], partition: Partition, virtual: int = 1
+    ) -> StagedStep:
+        schedule = build(name, len(stages) // virtual, self.num_microbatches, virtual=virtual)
         timeline = staged_timeline(schedule, costs, self.sends_s(stages))
         return StagedStep(tuple(stages), tuple(costs), schedule, timeline, staged_peaks(schedule, costs), partition)
 
 
+def _submesh_of(schedule: Schedule) -> dict[int, int]:
+    """By stage, its submesh."""
+    return {task.stage: submesh for task, submesh in schedule.submesh_of().items()}
+
+
+def _first_place(cluster: Cluster, shape: SubmeshShape, shapes: Sequence[SubmeshShape]) -> Submesh | None:
+    """Where a shape can stand alone."""
+    line: Line = lines(cluster, tuple(shapes))[0]
+    return next((submesh for submesh in line.submeshes if submesh.shape == shape), None)
+
+
+def _settled(stage: Stage, cost: StageCost, num_microbatches: int) -> Partition:
+    """One stage, which needs no search."""
+    seconds = num_microbatches * (cost.forward_s + cost.backward_s + cost.weight_s) + cost.update_s
+    return Partition(
+        stages=(stage,), cost_s=seconds, lower_bound_s=seconds, status=Status.OPTIMAL, num_queries=1, others=()
+    )
+
+
 def joined(cost: StageCost) -> StageCost:
-    """The price of a stage whose backward pass is not split."""
+    """A price with its backward pass in one."""
     return replace(cost, backward_s=cost.backward_s + cost.weight_s, weight_s=0.0)
 
 
-def _all_joined(cost: Cost) -> Cost:
+def _joined(cost: Cost) -> Cost:
     """Prices of a backward pass that is not split."""
 
-    def of(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+    def joined(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
         found = cost(first, last, shape)
         return found and joined(found)
 
-    return of
+    return joined

@@ -1,32 +1,70 @@
 """What runs of layers cost on submeshes: each is planned, as a program of its own.
 
-In: the layers of a step, hardware profiles, and how to plan. Out: `StageCosts`, which a `PartitionProblem` asks. A run of
-many equal layers is not planned: two runs with fewer of them are, and each layer more takes what one took there. Where
-a stage would hold too much from the forward to the backward pass, another option of the same submesh computes it again.
+In: the layers of a step, hardware profiles, and how to plan. Out: `StageCosts`, which a `PartitionProblem` asks. Few
+runs are planned:
+
+- A layer, and two that follow one another. Of more, with each layer costing besides its own what it costs beside the
+  one before it,
+
+      cost(l ... m) = cost(l, l + 1) + ... + cost(m - 1, m) - cost(l + 1) - ... - cost(m - 1)
+
+  but for what it holds while it is worked on, which is the most of any pair.
+- On which mesh a shape is used, and in which form a program is planned there, the layer says that is there most often.
+- Options of a shape hold more or less state, and more or less from the forward to the backward pass. The latter are
+  priced from one plan, by what passes between the two and what is computed again (`crossing.py`). A stage that is chosen
+  is planned with it.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.pipeline.cluster import SubmeshShape
+from autopar.pipeline.cluster import Cluster, SubmeshShape
 from autopar.pipeline.cutting import Layers, StageProgram
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.pieces import Layout
-from autopar.pipeline.stage_figures import stage_cost
+from autopar.pipeline.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
+from autopar.pipeline.stage_figures import StageFigures
 from autopar.plan import Plan
-from autopar.planner import plan_and_parts
+from autopar.planner import asked_meshes, plan_as_made
 from autopar.program import recomputing
-from autopar.rematerialise.ladder import ladder
+from autopar.solve.ilp import Ilp
+from autopar.solve.problem import Solver
 from autopar.within_budget import Made
 
-#: So many equal layers are planned; what more of them take is read off one less.
-_PLANNED = 3
-#: Of the rungs that compute more and more again, where on the ladder each option stands; the first computes nothing.
-OPTIONS: tuple[float, ...] = (0.0, 0.5, 1.0)
+#: What a byte is worth that is held from the forward to the backward pass, by option of a shape, in units of what it
+#: takes to write it and to read it: nearly nothing; more than anything but matrix products; more than anything.
+HELD_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
+#: What a byte of state is worth (`quick_plan.Way`): little; more than what it takes to send it inside a host; over a
+#: network.
+STATE_PRICES: tuple[float, ...] = (0.3, 30.0, 3000.0)
+#: The last ones are of use where all devices together have hardly room for the state.
+_USUAL_OPTIONS = 2 * len(HELD_PRICES)
+#: State that is as near as this to its part for each device has no copies that could be saved.
+_ALL_SPLIT = 1.03
+#: All options of a shape: price of state, price of what is held.
+OPTIONS: tuple[tuple[float, float], ...] = tuple(itertools.product(STATE_PRICES, HELD_PRICES))
+
+
+#: What is computed again on several devices may be chosen otherwise than on one.
+_SURE = 0.9
+
+
+def likely_shapes(cluster: Cluster) -> tuple[SubmeshShape, ...]:
+    """Of all submeshes, those whose devices halve down to one, and all devices of a kind: by far most models are of sizes
+    that these divide."""
+    most = {group.kind: group.num_devices for group in cluster.groups}
+    shapes = cluster.shapes()
+    return tuple(
+        shape
+        for shape in shapes
+        if shape.num_devices & (shape.num_devices - 1) == 0 or shape.num_devices == most[shape.kind]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +76,43 @@ class PlannedRun:
     cost: StageCost
 
 
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """A run planned for its price."""
+
+    figures: StageFigures
+    made: Made
+    way: Way
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What a run is planned for.
+
+    Args:
+        alone: whether it is all that there is.
+    """
+
+    shape: SubmeshShape
+    alone: bool = False
+
+    @property
+    def state_price(self) -> float:
+        return OPTIONS[self.shape.option][0] if self.shape.num_devices > 1 else STATE_PRICES[0]
+
+    @property
+    def held_price(self) -> float:
+        return OPTIONS[self.shape.option][1]
+
+
 class StageCosts:
     """Prices of runs of layers; what has been planned is kept.
 
     Args:
         profiles: by kind of device.
         keys: layers with equal keys are equal.
-        options: of `plan_and_parts`.
+        splits_backward: whether the backward pass is priced in two parts.
+        mesh: of every submesh, e.g. `"2x4"`; by default the best one of as many devices.
     """
 
     def __init__(
@@ -54,79 +122,187 @@ class StageCosts:
         keys: Sequence[int],
         *,
         splits_backward: bool = False,
-        **options: Any,
+        mesh: str | None = None,
+        solver: Solver | None = None,
+        time_limit_s: float = 60.0,
     ) -> None:
         self.layers, self.profiles, self.keys = layers, profiles, tuple(keys)
-        self.splits_backward, self.options = splits_backward, options
+        self.splits_backward, self.mesh = splits_backward, mesh
+        self.planner = QuickPlanner(solver or Ilp(time_limit_s=time_limit_s))
+        most, count = Counter(self.keys).most_common(1)[0]
+        #: The layer that says how a shape is used; none where all differ.
+        self.usual = self.keys.index(most) if count > 1 else None
+        #: Of runs of equal layers, the one that is planned.
+        self._alike: dict[tuple[int, ...], tuple[int, int]] = {}
+        if self.usual is not None:
+            self._alike[most,] = (self.usual, self.usual)
         self._programs: dict[tuple[int, int], StageProgram] = {}
+        self._forms: dict[tuple[int, int], tuple[Form, ...]] = {}
+        self._bases: dict[tuple[tuple[int, ...], _Use], _Base] = {}
+        self._costs: dict[tuple[tuple[int, ...], _Use], StageCost] = {}
         self._planned: dict[tuple[int, int, SubmeshShape], PlannedRun] = {}
+        self._bounds: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
 
     @property
     def num_planned(self) -> int:
-        """How many runs have been planned."""
-        return len(self._planned)
+        """How many runs have been planned, on all shapes together."""
+        return len({id(base) for base in self._bases.values()}) + len(self._planned)
 
-    def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
-        """The price of layers `first` to `last`, as a `PartitionProblem` asks it."""
-        shorter = self._shorter(first, last)
-        if shorter is None:
-            return self.planned(first, last, shape).cost
-        run, one_less, more = shorter
-        long, short = self.planned(*run, shape).cost, self.planned(*one_less, shape).cost
-        return StageCost(
-            **{
-                field.name: max(0.0, value + more * (value - getattr(short, field.name)))
-                for field in fields(StageCost)
-                for value in [getattr(long, field.name)]
-            }
+    def in_options(self, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]) -> tuple[SubmeshShape, ...]:
+        """Shapes in the options that each is worth looking at in. Where state, all of it split, takes more than half of
+        all devices' memory, there is no room for copies of it; and state is dearest where all devices are one submesh."""
+        largest = max(shape.num_devices for shape in shapes)
+        first: dict[str, int] = {}
+        for kind in {shape.kind for shape in shapes}:
+            state = self.cost(0, len(self.keys) - 1, SubmeshShape(kind, 1, 1)).state_bytes
+            first[kind] = len(HELD_PRICES) if state > 0.5 * largest * budget_bytes[kind] else 0
+        return tuple(
+            replace(shape, option=option)
+            for shape in shapes
+            for option in range(first[shape.kind], len(OPTIONS) if shape.num_devices == largest else _USUAL_OPTIONS)
         )
 
-    def planned(self, first: int, last: int, shape: SubmeshShape) -> PlannedRun:
-        """Layers planned on a submesh."""
-        key = (first, last, shape)
-        if key not in self._planned:
-            self._planned[key] = self.plan_stage(self._program(first, last), shape)
-        return self._planned[key]
+    def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
+        """The price of layers `first` to `last`, as a `PartitionProblem` asks it."""
+        return self._cost(first, last, _Use(shape))
 
-    def plan_stage(self, stage: StageProgram, shape: SubmeshShape) -> PlannedRun:
-        """A stage's program planned on a submesh, as runs of layers are."""
-        profile = replace(self.profiles[shape.kind], devices_per_host=shape.devices_per_host)
-        given = {"num_devices": shape.num_devices, "hardware": profile} | self.options
-        endless = 1e6 * profile.hbm_bytes  # what it may hold depends on how many microbatches are in flight
-        plan, made = plan_and_parts(stage.program, memory_budget_bytes=endless, **given)
-        again = OPTIONS[shape.option]
-        rungs = ladder(made.program.trace, made.formulation, made.solution.choices, made.parts.device) if again else []
-        if rungs:
-            rung = rungs[round(again * (len(rungs) - 1))]
-            program = recomputing(made.program, [one.again for one in rung])
-            plan, made = plan_and_parts(program, memory_budget_bytes=endless, mesh=plan.mesh, hardware=profile)
-            plan = replace(plan, recomputed=rung)
-        return PlannedRun(stage, plan, self._figures(stage, made))
+    def alone(self, shape: SubmeshShape) -> StageCost:
+        """The price of all layers as one stage, which is one program: sums over devices may stay pending from
+        microbatch to microbatch, and what is inside kernels passes for nothing from the forward to the backward pass."""
+        return self._cost(0, len(self.keys) - 1, _Use(shape, alone=True))
+
+    def bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
+        """No price on a shape is below that of one device, by the number of devices: splitting saves no work."""
+        key = (self.keys[first : last + 1], shape)
+        if key not in self._bounds:
+            one = self.cost(first, last, SubmeshShape(shape.kind, 1, 1, option=shape.option))
+            part = 1 / shape.num_devices
+            held = _SURE * part  # another cut may hold less
+            self._bounds[key] = StageCost(
+                forward_s=part * one.forward_s,
+                backward_s=_SURE * part * one.backward_s,
+                weight_s=part * one.weight_s,
+                update_s=part * one.update_s,
+                state_bytes=part * one.state_bytes,
+                flight_bytes=held * one.flight_bytes,
+            )
+        return self._bounds[key]
+
+    def _cost(self, first: int, last: int, use: _Use) -> StageCost:
+        """The price of a run: of its pairs, less those of the layers that are in two of them."""
+        key = (self.keys[first : last + 1], use)
+        if key not in self._costs:
+            if last - first < 2:
+                figures = self._base(first, last, use).figures
+                self._costs[key] = figures.cost(figures.crossings.at(use.held_price))
+            else:
+                pairs = Counter((self.keys[n], self.keys[n + 1]) for n in range(first, last))
+                inner = Counter(self.keys[n] for n in range(first + 1, last))
+                at = {(self.keys[n], self.keys[n + 1]): n for n in range(first, last)}
+                parts = [(float(times), self._cost(at[pair], at[pair] + 1, use)) for pair, times in pairs.items()]
+                for layer, times in inner.items():
+                    n = self.keys.index(layer)
+                    parts.append((-float(times), self._cost(n, n, use)))
+                most = max(cost.working_bytes for times, cost in parts if times > 0)
+                self._costs[key] = replace(_sum(parts), working_bytes=most)  # one layer is worked on at a time
+        return self._costs[key]
+
+    def planned(self, first: int, last: int, shape: SubmeshShape, stage: StageProgram | None = None) -> PlannedRun:
+        """Layers planned on a submesh, with what their backward pass computes again.
+
+        Args:
+            stage: their program among the others of its step, which sends what these read; by default one that sends all
+                that anybody may read.
+        """
+        key = (first, last, shape)
+        if stage is None and key in self._planned:
+            return self._planned[key]
+        use, started = _Use(shape), time.perf_counter()
+        program, profile = stage or self._program(first, last), self._profile(shape)
+        forms = forms_of(program.program)
+        way = self._base(first, last, use).way if self.usual is None else self._usual_way(use, len(forms))
+        base = self.planner.planned_in(way, forms, profile)
+        crossing = self._figures(program, base).crossings.at(use.held_price)
+        again = recomputing(base.program, [one.again for one in crossing.recomputed])
+        form = Form(again)
+        made = self.planner.planned_in(replace(way, form=0), (form,), profile, figures_only=False)
+        seconds = time.perf_counter() - started
+        plan = plan_as_made(made, base.program, form.unknown, budget=profile.usable_bytes, seconds=seconds)
+        figures = self._figures(program, made)
+        run = PlannedRun(
+            program, replace(plan, recomputed=crossing.recomputed), figures.cost(figures.crossings.as_it_is())
+        )
+        if stage is None:
+            self._planned[key] = run
+        return run
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _base(self, first: int, last: int, use: _Use) -> _Base:
+        first, last = self._alike.setdefault(self.keys[first : last + 1], (first, last))
+        shape = replace(use.shape, option=OPTIONS.index((use.state_price, HELD_PRICES[0])))
+        use = replace(use, shape=shape)
+        key = (self.keys[first : last + 1], use)
+        if key not in self._bases and (frugal := self._as_frugal(first, last, use)) is not None:
+            self._bases[key] = frugal
+        if key not in self._bases:
+            profile, forms = self._profile(shape), self._forms_of(first, last)
+            if self.usual is None or (first, last) == (self.usual, self.usual):
+                meshes = meshes_for(asked_meshes(self.mesh, shape.num_devices), profile)
+                prices = {"state_price": use.state_price, "pending": use.alone}
+                made, way = self.planner.quickest(meshes, forms, profile, **prices)
+            else:
+                way = self._usual_way(use, len(forms))
+                made = self.planner.planned_in(way, forms, profile)
+            figures = self._figures(self._program(first, last), made, apart=not use.alone)
+            self._bases[key] = _Base(figures, made, way)
+        return self._bases[key]
+
+    def _usual_way(self, use: _Use, num_forms: int) -> Way:
+        """How the usual layer is planned, for a program of so many forms."""
+        assert self.usual is not None
+        way = self._base(self.usual, self.usual, use).way
+        return replace(way, form=min(way.form, num_forms - 1))
+
+    def _profile(self, shape: SubmeshShape) -> HardwareProfile:
+        return replace(self.profiles[shape.kind], devices_per_host=shape.devices_per_host)
+
+    def _as_frugal(self, first: int, last: int, use: _Use) -> _Base | None:
+        """A run planned with state at a lower price, where that has split all of it."""
+        cheaper = [price for price in STATE_PRICES if price < use.state_price]
+        shapes = (replace(use.shape, option=OPTIONS.index((price, HELD_PRICES[0]))) for price in cheaper)
+        keys = self.keys[first : last + 1]
+        known = [
+            self._bases[keys, replace(use, shape=shape)]
+            for shape in shapes
+            if (keys, replace(use, shape=shape)) in self._bases
+        ]
+        if not known:
+            return None
+        whole = self._base(first, last, _Use(SubmeshShape(use.shape.kind, 1, 1))).figures.state_bytes
+        is_split = known[-1].figures.state_bytes <= _ALL_SPLIT * whole / use.shape.num_devices
+        return known[-1] if is_split else None
+
+    def _figures(self, stage: StageProgram, made: Made, *, apart: bool = True) -> StageFigures:
+        layout = Layout(made.program.trace, stage.inputs)
+        return StageFigures(made, layout, splits_backward=self.splits_backward and apart, apart=apart)
 
     def _program(self, first: int, last: int) -> StageProgram:
         if (first, last) not in self._programs:
             self._programs[first, last] = self.layers.run_of(first, last)
         return self._programs[first, last]
 
-    def _figures(self, stage: StageProgram, made: Made) -> StageCost:
-        layout = Layout(made.program.trace, stage.inputs)
-        return stage_cost(made, layout, splits_backward=self.splits_backward)
+    def _forms_of(self, first: int, last: int) -> tuple[Form, ...]:
+        if (first, last) not in self._forms:
+            self._forms[first, last] = forms_of(self._program(first, last).program)
+        return self._forms[first, last]
 
-    def _shorter(self, first: int, last: int) -> tuple[tuple[int, int], tuple[int, int], int] | None:
-        """Runs to plan in place of one: with as many equal layers as are planned and with one less, at the end of the run
-        that is made of equal ones; and how many more the run has. None where the run is planned itself."""
-        keys = self.keys[first : last + 1]
-        equal_first = next((n for n, key in enumerate(keys) if key != keys[0]), len(keys))
-        equal_last = next((n for n, key in enumerate(reversed(keys)) if key != keys[-1]), len(keys))
-        if equal_first == len(keys):
-            more = len(keys) - _PLANNED
-            return ((first, first + _PLANNED - 1), (first, first + _PLANNED - 2), more) if more > 0 else None
-        if equal_last >= equal_first and equal_last > _PLANNED:  # others first, then equal ones
-            more = equal_last - _PLANNED
-            return (first, last - more), (first, last - more - 1), more
-        if equal_first > _PLANNED:
-            more = equal_first - _PLANNED
-            return (first + more, last), (first + more + 1, last), more
-        return None
+
+def _sum(parts: Sequence[tuple[float, StageCost]]) -> StageCost:
+    """Prices times numbers, added up."""
+    return StageCost(
+        **{
+            field.name: max(0.0, sum(times * getattr(cost, field.name) for times, cost in parts))
+            for field in fields(StageCost)
+        }
+    )

@@ -1,7 +1,8 @@
 """What a planned stage takes: seconds of each phase of a microbatch, and bytes.
 
-In: the program of a stage as it was planned, and its device's program. Out: `StageCost`. The device's program runs all
-phases in one loop; here each is scheduled by itself, as it will run.
+In: the program of a stage as it was planned, and its device's program. Out: `StageCost`s, one for each price of what is
+held from the forward to the backward pass. The device's program runs all phases in one loop; here each is scheduled by
+itself, as it will run.
 """
 
 from __future__ import annotations
@@ -10,80 +11,102 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.device_program import DeviceProgram, Op
-from autopar.pipeline.extract import Port
+from autopar.pipeline.crossing import Crossing, Crossings
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.pieces import Layout
 from autopar.timeline import simulate
 from autopar.within_budget import Made
 
 
-def stage_cost(made: Made, layout: Layout, *, splits_backward: bool = False) -> StageCost:
-    """The price of a planned stage.
+class StageFigures:
+    """Of one planned stage.
 
     Args:
         layout: of the trace that was planned.
         splits_backward: whether the backward pass runs in two parts.
+        apart: whether forward and backward pass are programs of their own.
     """
-    device = made.parts.device
-    loop = layout.loop
-    inside = range(loop.enter[0], loop.exit[1])
-    phase_of = layout.phases(splits_backward)
 
-    def seconds(wanted: Callable[[Op], bool]) -> float:
+    def __init__(self, made: Made, layout: Layout, *, splits_backward: bool = False, apart: bool = True) -> None:
+        self.made, self.layout = made, layout
+        self.phases = layout.phases(splits_backward)
+        self.crossings = Crossings(made, layout, self.phases, apart=apart)
+        inside, phase_of = range(layout.loop.enter[0], layout.loop.exit[1]), self.phases
+        self.forward_s = self._seconds(lambda op: phase_of.get(op.node) == "forward")
+        self.backward_s = self._seconds(lambda op: phase_of.get(op.node) in ("backward", "input"))
+        self.weight_s = self._seconds(lambda op: phase_of.get(op.node) == "weight")
+        self.update_s = self._seconds(lambda op: op.node not in inside)
+        told = made.parts.prediction
+        state = told.parameter_bytes + told.optimizer_bytes + told.data_bytes + told.output_bytes
+        self.state_bytes = state + self._accumulated() + self._made_before() - self._passing()
+
+    def cost(self, crossing: Crossing) -> StageCost:
+        """The price, where that passes between forward and backward pass."""
+        told, state = self.made.parts.prediction, self.state_bytes
+        return StageCost(
+            forward_s=self.forward_s + crossing.written_s,
+            backward_s=self.backward_s + crossing.written_s + crossing.again_s,
+            weight_s=self.weight_s,
+            update_s=self.update_s,
+            state_bytes=state,
+            flight_bytes=crossing.num_bytes + self._arriving(lambda value: value in crossing.read),
+            working_bytes=max(0.0, told.peak_bytes - state - self._held()) + crossing.again_bytes,
+        )
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _seconds(self, wanted: Callable[[Op], bool]) -> float:
+        device, start = self.made.parts.device, self.layout.loop.enter[0]
         ops = tuple(op for op in device.ops if wanted(op))
         if not ops:
             return 0.0
-        loops = tuple(one for one in device.loops if one.start != loop.enter[0])
-        program = DeviceProgram(ops, device.buffers, loops)
-        profile = replace(made.formulation.profile, xla_estimator=None)
-        return simulate(program, made.formulation.mesh, profile).step_time_s
+        loops = tuple(one for one in device.loops if one.start != start)
+        f = self.made.formulation
+        return simulate(
+            DeviceProgram(ops, device.buffers, loops), f.mesh, replace(f.profile, xla_estimator=None)
+        ).step_time_s
 
-    flight = _flight_bytes(device, layout, phase_of)
-    passing = sum(  # what comes from other stages, or is sent to them, is there once for each microbatch
-        tensor.num_bytes
-        for tensor, value in zip(made.parts.inputs, layout.trace.inputs, strict=True)
-        if layout.inputs[value].kind in ("inside", "buffer")
-    )
-    arrives = sum(
-        tensor.num_bytes
-        for tensor, value in zip(made.parts.inputs, layout.trace.inputs, strict=True)
-        if layout.inputs[value].kind == "inside" and _is_kept(layout, layout.inputs[value], phase_of)
-    )
-    told = made.parts.prediction
-    state = told.parameter_bytes + told.optimizer_bytes + told.data_bytes + told.output_bytes - passing
-    state += _accumulated(device, layout)
-    return StageCost(
-        forward_s=seconds(lambda op: phase_of.get(op.node) == "forward"),
-        backward_s=seconds(lambda op: phase_of.get(op.node) in ("backward", "input")),
-        weight_s=seconds(lambda op: phase_of.get(op.node) == "weight"),
-        update_s=seconds(lambda op: op.node not in inside),
-        state_bytes=state,
-        flight_bytes=flight + arrives,
-        working_bytes=max(0.0, told.peak_bytes - state - flight - arrives),
-    )
+    def _passing(self) -> float:
+        """What comes from other stages, or is sent to them: it is there once for each microbatch."""
+        layout = self.layout
+        return sum(
+            tensor.num_bytes
+            for tensor, value in zip(self.made.parts.inputs, layout.trace.inputs, strict=True)
+            if layout.inputs[value].kind in ("inside", "buffer")
+        )
 
+    def _arriving(self, is_kept: Callable[[int], bool]) -> float:
+        """Of what comes in the forward pass, what the backward pass reads."""
+        layout, found = self.layout, 0.0
+        read = {v for unit in layout.body if self.phases[unit.start] == "forward" for v in unit.operands}
+        for tensor, value in zip(self.made.parts.inputs, layout.trace.inputs, strict=True):
+            port = layout.inputs[value]
+            if port.kind == "inside":
+                inner = layout.takes_inside[port.value]
+                found += tensor.num_bytes if inner in read and is_kept(inner) else 0.0
+        return found
 
-def _flight_bytes(device: DeviceProgram, layout: Layout, phase_of: dict[int, str]) -> float:
-    """What a microbatch leaves behind for its backward pass."""
-    made: set[int] = set()
-    read: set[int] = set()
-    for op in device.ops:
-        phase = phase_of.get(op.node)
-        if phase == "forward":
-            made.update(op.writes)
-        elif phase is not None:
-            read.update(op.reads)
-    return sum(device.buffers[b].num_bytes for b in made & read if not device.buffers[b].argument)
+    def _held(self) -> float:
+        """Of the peak of the program as one, what is there from the forward to the backward pass."""
+        device, made, read = self.made.parts.device, set[int](), set[int]()
+        for op in device.ops:
+            phase = self.phases.get(op.node)
+            if phase == "forward":
+                made.update(op.writes)
+            elif phase is not None:
+                read.update(op.reads)
+        return sum(device.buffers[b].num_bytes for b in made & read if not device.buffers[b].argument)
 
+    def _made_before(self) -> float:
+        """Bytes of what is made before the first microbatch and read by all."""
+        device, loop = self.made.parts.device, self.layout.loop
+        made = {b for op in device.ops if op.node < loop.enter[0] for b in op.writes}
+        read = {b for op in device.ops if loop.enter[0] <= op.node < loop.exit[0] for b in op.reads}
+        kept = {b for op in device.ops if op.node in self.layout.carries for b in op.writes}
+        return sum(device.buffers[b].num_bytes for b in made & read - kept if not device.buffers[b].argument)
 
-def _is_kept(layout: Layout, port: Port, phase_of: dict[int, str]) -> bool:
-    """Whether the backward pass reads what came for the forward pass."""
-    value = layout.takes_inside[port.value]
-    read = {phase_of.get(n) for n in range(*layout.loop.sections[0]) if value in layout.trace.equations[n].operands}
-    return "forward" in read and len(read) > 1
-
-
-def _accumulated(device: DeviceProgram, layout: Layout) -> float:
-    """Bytes of what is summed up from microbatch to microbatch."""
-    held = {b for op in device.ops if op.node in layout.carries for b in op.writes}
-    return sum(device.buffers[b].num_bytes for b in held if not device.buffers[b].argument)
+    def _accumulated(self) -> float:
+        """Bytes of what is summed up from microbatch to microbatch."""
+        device, carries = self.made.parts.device, self.layout.carries
+        held = {b for op in device.ops if op.node in carries for b in op.writes}
+        return sum(device.buffers[b].num_bytes for b in held if not device.buffers[b].argument)

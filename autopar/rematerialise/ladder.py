@@ -175,7 +175,7 @@ def _recomputation(
     before = min([*read, *(site.read[v] for v in kept)])
     return Recomputation(
         again=Again(nodes=nodes, before=before, renewed=renewed, kept=kept, onward=onward),
-        path=_common([graph.nodes[n].path for n in nodes]) or graph.nodes[largest].path,
+        path=common_path([graph.nodes[n].path for n in nodes]) or graph.nodes[largest].path,
         saved_bytes=held - extra,
         time_s=sum(steps[n].seconds for n in again),
     )
@@ -229,7 +229,7 @@ def _is_held(site: Site, values: set[int], numbers: Numbers) -> bool:
     return any(v in site.read if site.is_loop else v in numbers.held for v in values)
 
 
-def _common(paths: Sequence[str]) -> str:
+def common_path(paths: Sequence[str]) -> str:
     """The module that all are in."""
     parts = [path.split("/") for path in paths if path]
     common = []
