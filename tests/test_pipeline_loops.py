@@ -171,7 +171,7 @@ def test_a_leaf_in_unequal_parts_is_read_and_saved_as_one(tmp_path: Path) -> Non
         Rows(0, 0, 4): NamedSharding(submeshes[0], PartitionSpec("x")),
         Rows(0, 4, 6): NamedSharding(submeshes[1], PartitionSpec(None, "x")),
     }
-    parts = {rows: part_of(whole, rows, sharding) for rows, sharding in shardings.items()}
+    parts: dict[Rows | None, jax.Array] = {rows: part_of(whole, rows, sharding) for rows, sharding in shardings.items()}
     leaf = joined(parts)
     state = {"stack": leaf, "other": jnp.ones(3)}
     assert jax.tree.structure(state) == jax.tree.structure({"stack": 0, "other": 0})
