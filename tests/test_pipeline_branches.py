@@ -18,13 +18,15 @@ from autopar.pipeline.branches import Branches
 from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.cutting import Cuttable, StageProgram, edges_of
 from autopar.pipeline.forks import branch_layers
+from autopar.pipeline.in_flight import in_flight
 from autopar.pipeline.objectives import one_f_one_b
 from autopar.pipeline.partition import ExactPartitioner
 from autopar.pipeline.partition_problem import PartitionProblem, StageCost
 from autopar.pipeline.run import Pipeline
 from autopar.pipeline.schedules.any_edges import as_they_come
+from autopar.pipeline.schedules.table import build
 from autopar.pipeline.simulate import simulate
-from autopar.pipeline.tasks import Edges, Task
+from autopar.pipeline.tasks import Edges, Task, chain
 from autopar.program import program_of
 
 BATCH, CHANNELS = 8, 20
@@ -157,6 +159,14 @@ def test_branches_on_other_devices_give_the_steps_numbers() -> None:
     assert sorted(passed["there"]) == sorted(passed["back"])  # of what branches share, one cotangent from each stage
     assert all(len(shape) == 4 for shape in passed["there"])
     assert {len(shape) for shape in crossing(pipeline, "outside")} == {0}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_on_a_chain_tasks_as_they_come_are_1f1b(num_microbatches: int) -> None:
+    schedule = as_they_come(chain(4), range(4), num_microbatches)
+    expected = build("1f1b", 4, num_microbatches)
+    assert in_flight(schedule) == in_flight(expected)
+    assert simulate(schedule, lambda task: 1).makespan_s == simulate(expected, lambda task: 1).makespan_s
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])

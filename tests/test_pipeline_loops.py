@@ -83,9 +83,12 @@ def test_parts_need_not_be_equal() -> None:
 
 def test_a_leaf_in_equal_parts_is_an_array_over_all_stages() -> None:
     step, state = step_of(SGD), state_of(SGD)
-    run, _ = pipelined(step, (state, batch_of(0)), num_stages=2, num_microbatches=2)
+    run, pipeline = pipelined(step, (state, batch_of(0)), num_stages=2, num_microbatches=2, mesh="4")
     (params, _), _ = run(state, batch_of(0))
     kernel = params["layers"]["kernel"]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path((state, batch_of(0)))]
+    (position,) = (i for i, path in enumerate(paths) if "kernel" in path)
+    assert pipeline.in_shardings[position] == kernel.sharding  # as it comes in
     assert isinstance(kernel, jax.Array)
     assert len(kernel.sharding.device_set) == len(jax.devices())
     rows = {shard.index[0].indices(LAYERS)[:2] for shard in kernel.addressable_shards}
