@@ -119,6 +119,18 @@ class Nest:
 Item = Equation | Nest
 
 
+def equations_of(item: Item) -> Iterator[Equation]:
+    """All equations of an item, those of regions too, in order."""
+    if isinstance(item, Equation):
+        yield item
+        return
+    yield from item.enter
+    for section in item.sections:
+        for one in section:
+            yield from equations_of(one)
+    yield from item.exit
+
+
 class Flattener:
     """Collects equations while nested calls are inlined; the one mutable object of this module."""
 

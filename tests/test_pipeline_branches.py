@@ -18,13 +18,15 @@ from autopar.pipeline.branches import Branches
 from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.cutting import Cuttable, StageProgram, edges_of
 from autopar.pipeline.forks import branch_layers
+from autopar.pipeline.in_flight import in_flight
 from autopar.pipeline.objectives import one_f_one_b
 from autopar.pipeline.partition import ExactPartitioner
 from autopar.pipeline.partition_problem import PartitionProblem, StageCost
 from autopar.pipeline.run import Pipeline
 from autopar.pipeline.schedules.any_edges import as_they_come
+from autopar.pipeline.schedules.table import build
 from autopar.pipeline.simulate import simulate
-from autopar.pipeline.tasks import Edges, Task
+from autopar.pipeline.tasks import Edges, Task, chain
 from autopar.program import program_of
 
 BATCH, CHANNELS = 8, 20
@@ -147,8 +149,24 @@ def test_branches_on_other_devices_give_the_steps_numbers() -> None:
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
         for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-    assert {len(shape) for shape in crossing(pipeline, "inside")} == {4}  # images, there and back
+    passed = {"there": list[tuple[int, ...]](), "back": list[tuple[int, ...]]()}
+    makers = {port: s for s, stage in enumerate(stages) for port in stage.outputs if port.kind == "inside"}
+    for s, stage in enumerate(stages):
+        structs = jax.tree.leaves(stage.program.trace.arguments)
+        for port, struct in zip(stage.inputs, structs, strict=True):
+            if port.kind == "inside":
+                passed["there" if makers[port] < s else "back"].append(struct.shape)
+    assert sorted(passed["there"]) == sorted(passed["back"])  # of what branches share, one cotangent from each stage
+    assert all(len(shape) == 4 for shape in passed["there"])
     assert {len(shape) for shape in crossing(pipeline, "outside")} == {0}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_on_a_chain_tasks_as_they_come_are_1f1b(num_microbatches: int) -> None:
+    schedule = as_they_come(chain(4), range(4), num_microbatches)
+    expected = build("1f1b", 4, num_microbatches)
+    assert in_flight(schedule) == in_flight(expected)
+    assert simulate(schedule, lambda task: 1).makespan_s == simulate(expected, lambda task: 1).makespan_s
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])

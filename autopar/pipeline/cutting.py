@@ -19,6 +19,7 @@ from autopar.graph.ir import Graph
 from autopar.microbatch.classify import classify
 from autopar.microbatch.places import Places
 from autopar.microbatch.rewrite import check_divides, laid_for_parts, rewritten
+from autopar.pipeline.additions import added_where_made
 from autopar.pipeline.extract import Cut, Port, StageTrace, stage_trace, stage_traces
 from autopar.pipeline.flow import Chain, Flow, chain_of
 from autopar.pipeline.homes import Homes, homes_of, labelled
@@ -137,7 +138,9 @@ class Cuttable:
         flow = coarse.flow
         homes = homes_of(flow, coarsely)
         trace, graph, places = labelled(flow, homes), flow.graph, coarse.places
-        if homes.twins:  # it reads other values now
+        summed = added_where_made(flow, trace)
+        if homes.twins or summed is not trace:  # it reads other values now
+            trace = summed
             graph = graph_of(trace, graph.carried)
             places = Places(graph)
         alone = self.refusal is not None

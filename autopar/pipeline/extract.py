@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 
 from autopar import jax_compat
-from autopar.equations import Equation, Item, LiteralOperand, Nest, items_of, laid, without_dead
+from autopar.equations import Equation, Item, LiteralOperand, Nest, equations_of, items_of, laid, without_dead
 from autopar.pipeline.unstack import Rows
 from autopar.rules.groups import CONTRACTIONS
 from autopar.trace import Trace
@@ -201,14 +201,14 @@ class _Cutting:
                 self.stage.update(dict.fromkeys(piece.results, s))
 
     def _is_free(self, item: Item) -> bool:
-        equations = list(_equations(item))
+        equations = list(equations_of(item))
         if any(equation.effects or equation.primitive in CONTRACTIONS for equation in equations):
             return False
         made = set[int]().union(*(equation.results for equation in equations))
         return all(v in self.free or v in made for equation in equations for v in _read(equation))
 
     def _stage_of(self, item: Item) -> int:
-        return self.cut.stage_of[next(_equations(item)).layer or 0]
+        return self.cut.stage_of[next(equations_of(item)).layer or 0]
 
     # -- what crosses ------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class _Cutting:
         for s, stage in enumerate(self.stages):
             entered: dict[int, None] = {}
             for item in stage.body:
-                for equation in _equations(item):
+                for equation in equations_of(item):
                     for value in _read(equation):
                         if value in enters:
                             entered[value] = None
@@ -226,7 +226,7 @@ class _Cutting:
                             stage.inside.setdefault(value, equation)
             self._import_outside(s, [*stage.before, *stage.after, *(enter for enter, _ in stage.carries)])
             self._import_outside(s, [enters[value] for value in entered])
-        makers = {v: e for item in self.loop.sections[0] for e in _equations(item) for v in e.results}
+        makers = {v: e for item in self.loop.sections[0] for e in equations_of(item) for v in e.results}
         for stage in self.stages:
             for value in stage.outside:
                 if value not in self.trace.inputs:
@@ -236,7 +236,7 @@ class _Cutting:
 
     def _import_outside(self, s: int, items: Iterable[Item]) -> None:
         for item in items:
-            for equation in _equations(item):
+            for equation in equations_of(item):
                 for value in _read(equation):
                     if self.stage.get(value, s) != s:
                         self.stages[s].outside[value] = None
@@ -361,19 +361,8 @@ def _path(port: Port, paths: Sequence[str]) -> str:
     return paths[port.value] if port.kind in ("argument", "result") else f"{port.kind} {port.value}"
 
 
-def _equations(item: Item) -> Iterator[Equation]:
-    if isinstance(item, Equation):
-        yield item
-        return
-    yield from item.enter
-    for section in item.sections:
-        for one in section:
-            yield from _equations(one)
-    yield from item.exit
-
-
 def _made(item: Item) -> Iterator[int]:
-    return (v for equation in _equations(item) for v in equation.results)
+    return (v for equation in equations_of(item) for v in equation.results)
 
 
 def _read(equation: Equation) -> Iterator[int]:

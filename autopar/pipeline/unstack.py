@@ -20,7 +20,7 @@ import jax
 from jax import lax
 
 from autopar import jax_compat
-from autopar.equations import Equation, Item, LiteralOperand, Nest, Region, items_of, laid, without_dead
+from autopar.equations import Equation, Item, LiteralOperand, Nest, Region, equations_of, items_of, laid, without_dead
 from autopar.graph.ir import Graph
 from autopar.graph.sums import Sums
 from autopar.microbatch.parts import COMBINE
@@ -377,7 +377,7 @@ class _Unstacking:
 
     def _add(self, item: Item) -> None:
         self.items.append(item)
-        self.origins.update({id(equation): self.at for equation in _equations(item)})
+        self.origins.update({id(equation): self.at for equation in equations_of(item)})
 
     def _write(self, what: Any, atoms: Sequence[Atom], function: Any) -> list[Atom]:
         items: list[Item] = []
@@ -458,14 +458,3 @@ class _Unstacking:
             return None
         place, shape = self.dims.of(atom), self.trace.avals[atom].shape
         return place if place is not None and shape[place.dim] == self.dims.size else None
-
-
-def _equations(item: Item) -> Iterator[Equation]:
-    if isinstance(item, Equation):
-        yield item
-        return
-    yield from item.enter
-    for section in item.sections:
-        for one in section:
-            yield from _equations(one)
-    yield from item.exit
