@@ -75,12 +75,7 @@ class Trained:
     changes: list[np.ndarray]
 
 
-def measure() -> list[Row]:
-    """The rows of all models."""
-    return [{"model": name} | row for name in MODELS for row in measured(name)]
-
-
-def measured(name: str) -> list[Row]:
+def measure(name: str) -> list[Row]:
     """The rows of one model."""
     model = MODELS[name]()
     with tempfile.TemporaryDirectory() as folder:  # schedules share pieces
