@@ -52,6 +52,8 @@ class Benchmark:
 
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
+#: Models whose steps are run in stages.
+_EXECUTED = ("MLP", "GPT", "HF BERT", "HF GPT-2")
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
     "large_steps": Benchmark(
@@ -82,14 +84,15 @@ BENCHMARKS = {
         sources=("zoo/stacked.py", "zoo/mixed_precision.py", "zoo/training.py"),
     ),
     "pipeline": Benchmark(
-        ("theory", "clusters"),
-        "",
+        ("theory", "clusters", *(f"execution: {model}" for model in _EXECUTED)),
+        VIRTUAL_DEVICES,
         sources=(),
         summary="benchmarks.pipeline.page",
         module="pipeline.parts",
         sources_of={
             "theory": ("pipeline/theory.py",),
             "clusters": ("pipeline/clusters.py", "zoo/gpt.py", "zoo/mixed_precision.py", "zoo/training.py"),
+            **{f"execution: {model}": ("pipeline/execution.py",) for model in _EXECUTED},
         },
     ),
     "pipeline_partition": Benchmark(

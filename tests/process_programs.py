@@ -262,34 +262,33 @@ def straggles() -> None:
             float(loss)
 
 
-def pipelined(mesh: str, num_stages: str, num_microbatches: str, *schedules: str) -> None:
-    """A step in stages over the devices of all processes, by each schedule, beside the step as it was written.
+def pipelined(*cases: str) -> None:
+    """A step in stages over the devices of all processes, beside the step as it was written.
 
     Args:
-        mesh: of a submesh. schedules: names; with a number behind a colon, that of virtual stages.
+        cases: `STAGES MESH SCHEDULE [VIRTUAL]` each: submeshes, the mesh of each, and the stages on each.
     """
     from pipelines import pipelined as in_stages
     from test_pipeline_run import mlp_batch, mlp_state, mlp_step
 
     told: dict[str, Any] = {}
-    for name in schedules:
-        schedule, _, virtual = name.partition(":")
-        args = (mlp_state(), mlp_batch(0))
+    for case in cases:
+        num_stages, mesh, schedule, *virtual = case.split()
         run, _ = in_stages(
             mlp_step,
-            args,
+            (mlp_state(4), mlp_batch(0)),
             num_stages=int(num_stages),
-            num_microbatches=int(num_microbatches),
+            num_microbatches=4,
             schedule=schedule,
-            virtual=int(virtual or 1),
+            virtual=int(*virtual or "1"),
             mesh=mesh,
         )
-        state: Any = jax.tree.map(np.asarray, mlp_state())
-        plain = mlp_state()
+        state: Any = jax.tree.map(np.asarray, mlp_state(4))
+        plain, step = mlp_state(4), jax.jit(mlp_step)
         losses, expected, off, mine = [], [], 0.0, 0
         for seed in range(3):
             state, loss = run(state, jax.tree.map(np.asarray, mlp_batch(seed)))
-            plain, plain_loss = jax.jit(mlp_step)(plain, mlp_batch(seed))
+            plain, plain_loss = step(plain, mlp_batch(seed))
             losses.append(float(loss))
             expected.append(float(plain_loss))
         for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
@@ -297,7 +296,7 @@ def pipelined(mesh: str, num_stages: str, num_microbatches: str, *schedules: str
                 mine += 1
                 wanted = np.asarray(other)[shard.index]
                 off = max(off, float(np.max(np.abs(np.asarray(shard.data) - wanted) / (1e-6 + 1e-5 * np.abs(wanted)))))
-        told[name] = {"losses": losses, "expected": expected, "off": off, "shards": mine}
+        told[case] = {"losses": losses, "expected": expected, "off": off, "shards": mine}
     tell(told)
 
 

@@ -60,7 +60,7 @@ def test_results_lie_as_arguments_do_and_the_batch_stays() -> None:
     assert [pipeline.out_shardings[i] for i in range(LAYERS)] == [shardings[i] for i in range(LAYERS)]
     assert [one.sharding for one in results] == [pipeline.out_shardings[i] for i in range(len(results))]
     again = pipeline.run([*results[:LAYERS], *leaves[LAYERS:]])
-    expected = step(step(state, batch)[0], batch)
+    expected = step(step(*arguments())[0], batch)
     for one, other in zip(again, jax.tree.leaves(expected), strict=True):
         assert jnp.allclose(one, other, rtol=1e-5, atol=1e-6)
 

@@ -39,8 +39,8 @@ def mlp_step(state: tuple[Params, Any], batch: tuple[jax.Array, jax.Array]) -> t
     return (optax.apply_updates(params, updates), moments), value
 
 
-def mlp_state() -> tuple[Params, Any]:
-    keys = jax.random.split(jax.random.key(0), LAYERS)
+def mlp_state(num_layers: int = LAYERS) -> tuple[Params, Any]:
+    keys = jax.random.split(jax.random.key(0), num_layers)
     params = [(0.3 * jax.random.normal(key, (WIDTH, WIDTH)), jnp.zeros(WIDTH)) for key in keys]
     return params, optimizer().init(params)
 

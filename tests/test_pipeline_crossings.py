@@ -1,0 +1,49 @@
+"""A value that passes between submeshes arrives whole, in as small parts as both sides have."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autopar.pipeline.crossings import Crossing, as_it_lies, devices_of, wire
+
+
+def on(devices: slice, *sizes: int, spec: P) -> NamedSharding:
+    chosen = np.array(jax.devices()[devices], dtype=object).reshape(sizes)
+    return NamedSharding(Mesh(chosen, ("a", "b")[: len(sizes)]), spec)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "parts"),
+    [
+        (on(slice(0, 2), 2, spec=P("a")), on(slice(2, 4), 2, spec=P("a")), 2),
+        (on(slice(0, 2), 2, spec=P()), on(slice(2, 4), 2, spec=P(None, "a")), 2),  # sliced before it is sent
+        (on(slice(0, 2), 2, spec=P("a")), on(slice(2, 4), 2, spec=P()), 2),  # gathered after
+        (on(slice(0, 4), 2, 2, spec=P("a", "b")), on(slice(4, 8), 4, spec=P("a")), 4),
+        (on(slice(0, 2), 2, spec=P("a")), on(slice(2, 6), 4, spec=P(None, "a")), 2),
+        (on(slice(0, 4), 4, spec=P("a")), on(slice(4, 6), 2, spec=P("a")), 2),
+        (on(slice(0, 3), 3, spec=P()), on(slice(3, 5), 2, spec=P("a")), 1),
+        (on(slice(0, 2), 2, spec=P("a")), on(slice(0, 2), 2, spec=P(None, "a")), 2),  # the same devices
+    ],
+)
+def test_a_value_arrives(source: NamedSharding, target: NamedSharding, parts: int) -> None:
+    value = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
+    passing = wire(value.shape, source, target)
+    crossing = Crossing(value.shape, value.dtype, passing)
+    assert value.size // np.prod(passing.source.shard_shape(value.shape)) == parts
+    assert passing.source.shard_shape(value.shape) == passing.target.shard_shape(value.shape)
+    moved = crossing.move(jax.device_put(value, passing.source))
+    assert moved.sharding == passing.target and moved.committed
+    assert tuple(devices_of(passing.target).flat) == tuple(devices_of(target).flat)  # one program takes it
+    np.testing.assert_array_equal(moved, value)
+    assert crossing.is_here == (source.device_set == target.device_set)
+
+
+def test_as_it_lies_only_between_equal_sizes() -> None:
+    two, other, four = (on(slice(i, i + n), n, spec=P("a")) for i, n in ((0, 2), (2, 2), (4, 4)))
+    passing = as_it_lies(two, other)
+    assert passing is not None and (passing.source, passing.target.spec) == (two, two.spec)
+    assert as_it_lies(two, four) is None
