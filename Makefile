@@ -3,7 +3,8 @@
 
 VENV := .venv
 OLDEST := .venv-oldest
-PYTEST_ARGS ?= -n 2
+# Each process has a half of the tests, in order, so that what neighbours share is made once; then takes from the other.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 VERSIONS := -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
 

@@ -6,10 +6,13 @@ XLA makes CPU code without its backend's optimizations, which here take most of 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 for _flag, _value in {"--xla_force_host_platform_device_count": 8, "--xla_backend_optimization_level": 0}.items():
     if _flag not in os.environ.get("XLA_FLAGS", ""):
@@ -18,8 +21,23 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Plans are kept in a cache of the tests' own, empty at first: nothing is taken from an earlier run, nothing is left.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="autopar-tests-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+# The first process of a session makes this, for those that it starts too (`once_a_session`).
+if "AUTOPAR_TESTS_RESULTS" not in os.environ:
+    os.environ["AUTOPAR_TESTS_RESULTS"] = tempfile.mkdtemp(prefix="autopar-tests-results-")
+    atexit.register(shutil.rmtree, os.environ["AUTOPAR_TESTS_RESULTS"], ignore_errors=True)
 
 import pytest  # noqa: E402
+
+if TYPE_CHECKING:
+    from autopar.compiler import Compiler
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What importing has made stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
@@ -45,6 +63,15 @@ def gpu_compiler() -> None:
         require_wheels()
     except VerifyError as error:
         _skip_but_in_ci(f"XLA's GPU compiler is not here: {error}")
+
+
+@pytest.fixture(scope="session")
+def absent_gpus(gpu_compiler: None) -> Iterator[Compiler]:
+    """One process for all tests that look at the programs it compiles, and not at the process."""
+    from autopar.compiler import Compiler
+
+    with Compiler(platform=None) as process:
+        yield process
 
 
 def _skip_but_in_ci(reason: str) -> None:

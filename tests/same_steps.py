@@ -3,10 +3,17 @@
 In: a `Training` of the zoo and options of `autopar.plan`. Out: `Trained`: losses, the first step's gradients, and the
 plan. The gradients are read from AdamW's first moments, so the step is the user's, unchanged. XLA compiles without
 its backend's optimizations, which here take most of the time and split nothing.
+
+What XLA is given is run once: a program that is the same, on the same numbers, gives what it gave (`once_a_session`).
+So several files may ask for the same model's unsharded step, and of several meshes whose plans are one program, as 8,
+1x8 and 8x1 often are, one is run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +22,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from once_a_session import once_a_session
 
 import autopar
 from autopar.plan import Plan
@@ -52,12 +60,12 @@ def train(training: Training, **options: Any) -> Trained:
     """
     args = (_initial(training), training.make_batch(0))
     if not options:
-        return _run(training, args, jax.jit(training.step).lower(*args).compile(QUICKLY))
+        return _run(training, args, jax.jit(training.step).lower(*args))
     step = autopar.parallelize(**({"hardware": "cpu-host"} | options))(training.step)
     plan = step.plan(*args)
     mesh = options.get("mesh")
     lowered = step.lower(*args, mesh=mesh if isinstance(mesh, Mesh) else None)
-    return _run(training, args, lowered.compile(QUICKLY), plan)
+    return _run(training, args, lowered, plan)
 
 
 def assert_same(sharded: Trained, plain: Trained) -> None:
@@ -79,16 +87,46 @@ def splits(plan: Plan | None) -> bool:
     return any(sizes[axis] > 1 for sharding in shardings for axis in sharding.axes)
 
 
-def _run(training: Training, args: tuple[Any, Any], compiled: Any, plan: Plan | None = None) -> Trained:
-    state, batch = args
-    losses: list[float] = []
-    gradients: dict[str, np.ndarray] = {}
-    for seed in range(STEPS):
-        shardings = compiled.input_shardings[0]
-        state, loss = compiled(*jax.device_put((state, training.make_batch(seed) if seed else batch), shardings))
-        losses.append(float(loss))
-        gradients = gradients or _gradients(state)
-    return Trained(losses, gradients, plan)
+def _run(training: Training, args: tuple[Any, Any], lowered: jax.stages.Lowered, plan: Plan | None = None) -> Trained:
+    state, batches = args[0], [args[1], *map(training.make_batch, range(1, STEPS))]
+
+    def run() -> tuple[list[float], dict[str, np.ndarray]]:
+        nonlocal state
+        compiled = lowered.compile(QUICKLY)
+        losses: list[float] = []
+        gradients: dict[str, np.ndarray] = {}
+        for batch in batches:
+            state, loss = compiled(*jax.device_put((state, batch), compiled.input_shardings[0]))
+            losses.append(float(loss))
+            gradients = gradients or _gradients(state)
+        return losses, gradients
+
+    given = [np.asarray(leaf) for leaf in jax.tree.leaves((state, batches))]
+    return Trained(*once_a_session(name_of(lowered, given), run), plan)
+
+
+def name_of(lowered: jax.stages.Lowered, given: Sequence[np.ndarray]) -> str:
+    """Of a program and the numbers it is given."""
+    told = hashlib.sha256(but_for_names(lowered.as_text()).encode())
+    for leaf in given:
+        told.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+    return told.hexdigest()
+
+
+def but_for_names(program: str) -> str:
+    """A program as XLA is given it, without what its mesh's axes are called, and without axes of size 1, over which
+    nothing can be split."""
+    mesh = re.search(r"sdy\.mesh @mesh = <\[(.*?)\]>.*", program)
+    if mesh is None:
+        return program
+    axes = re.findall(r'"(\w+)"=(\d+)', mesh[1])
+    split = [(name, size) for name, size in axes if int(size) > 1]
+    program = program.replace(mesh[0], f"mesh {[size for _, size in split]}")
+    whole = [name for name, size in axes if int(size) == 1]
+    assert not any(f'"{name}"' in program for name in whole), "an axis of size 1 splits nothing"
+    for number, (name, _) in enumerate(split):
+        program = program.replace(f'"{name}"', f'"axis {number}"')
+    return program
 
 
 def _gradients(state: Any) -> dict[str, np.ndarray]:
@@ -103,4 +141,7 @@ def _gradients(state: Any) -> dict[str, np.ndarray]:
 def _initial(training: Training) -> Any:
     """The state before the first step, on the host."""
     key = jax.random.key(0)
-    return jax.device_get(jax.jit(training.create_state).lower(key).compile(QUICKLY)(key))
+    lowered = jax.jit(training.create_state).lower(key)
+    name = name_of(lowered, [np.asarray(jax.random.key_data(key))])
+    leaves = once_a_session(name, lambda: jax.tree.leaves(jax.device_get(lowered.compile(QUICKLY)(key))))
+    return jax.tree.unflatten(lowered.out_tree, leaves)

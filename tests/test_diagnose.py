@@ -19,6 +19,7 @@ from autopar import absent
 from autopar.changes import Group, Pins, Priced, groups_of, search
 from autopar.cli import main
 from autopar.compare import Collectives, CompiledCollective
+from autopar.compiler import Compiler
 from autopar.cost.collectives import collective_time
 from autopar.cost.hardware import load
 from autopar.errors import HardwareError, MeshError, StepSignatureError, TraceError, VerifyError
@@ -363,9 +364,9 @@ def gpt2_by_hand() -> tuple[Any, tuple[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def gpt2(gpu_compiler: None) -> autopar.Diagnosis:
+def gpt2(absent_gpus: Compiler) -> autopar.Diagnosis:
     by_hand, args = gpt2_by_hand()
-    return autopar.diagnose(by_hand, *args, hardware="h100-sxm")
+    return autopar.diagnose(by_hand, *args, hardware="h100-sxm", compiler=absent_gpus)
 
 
 def test_the_head_split_of_gpt2_is_what_nobody_meant(gpt2: autopar.Diagnosis) -> None:

@@ -329,19 +329,17 @@ def test_a_region_is_planned_and_run_and_sends_little(name: str, mesh: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
-@pytest.mark.usefixtures("gpu_compiler")
-def test_the_gpu_compiler_sends_what_is_predicted(mesh: str) -> None:
-    with Compiler(platform=None) as process:
-        for name in STEPS:
-            step, args, pin = step_of(name, mesh)
-            told = autopar.verify(step, *args, mesh=mesh, hardware="h100-sxm", pin=pin, compiler=process)
-            assert told.plan.regions, name
-            assert all(match.figure.holds for match in told.collectives), str(told)
-            assert not told.unpredicted, str(told)
+def test_the_gpu_compiler_sends_what_is_predicted(mesh: str, absent_gpus: Compiler) -> None:
+    for name in STEPS:
+        step, args, pin = step_of(name, mesh)
+        told = autopar.verify(step, *args, mesh=mesh, hardware="h100-sxm", pin=pin, compiler=absent_gpus)
+        assert told.plan.regions, name
+        assert all(match.figure.holds for match in told.collectives), str(told)
+        assert not told.unpredicted, str(told)
 
 
 @pytest.mark.slow
-def test_a_custom_call_runs_on_each_part_in_the_gpu_program() -> None:
+def test_a_custom_call_runs_on_each_part_in_the_gpu_program(absent_gpus: Compiler) -> None:
     """One that XLA's GPU plugin knows: JAX's own generator of random words. Without its part XLA would gather."""
     name = "cu_threefry2x32_ffi"
 
@@ -356,8 +354,7 @@ def test_a_custom_call_runs_on_each_part_in_the_gpu_program() -> None:
 
     rule = "rows columns, rows columns, rows columns, rows columns -> rows columns, rows columns"
     autopar.register_rule(name, rule, local=words, flops_per_point=100.0)
-    with Compiler(platform=None) as process:
-        told = autopar.verify(step, array(4096, 4096), mesh="2x4", hardware="h100-sxm", compiler=process)
+    told = autopar.verify(step, array(4096, 4096), mesh="2x4", hardware="h100-sxm", compiler=absent_gpus)
     assert [region.primitive for region in told.plan.regions] == ["ffi_call"]
     assert not told.collectives and not told.unpredicted, str(told)
     found = re.findall(rf'= \(?u32\[([\d,]+)\][^=]*custom-call\(.*custom_call_target="{name}"', told.compiled.hlo_text)

@@ -72,12 +72,11 @@ MIXED: list[Layer] = [
 GROUPS: list[Layer] = [((3, 3, 1024, 2048), {"feature_group_count": 2})] * 3
 
 
-def compiled_collectives(plan: Plan, step: Callable[..., Any], args: Any) -> list[Collective]:
+def compiled_collectives(gpus: Compiler, plan: Plan, step: Callable[..., Any], args: Any) -> list[Collective]:
     """Of the planned step, compiled for GPUs that are not there."""
-    with Compiler(None) as compiler:
-        traced = program_of(step, args, carry=None, donate=None).trace
-        module = module_bytes(lower_for("cuda", jit_plan(plan, traced, abstract_mesh(plan.mesh)), args))
-        return list(hlo.collectives(compiler.compile(module, load("h100-sxm"), plan.mesh.num_devices, 1).hlo_text))
+    traced = program_of(step, args, carry=None, donate=None).trace
+    module = module_bytes(lower_for("cuda", jit_plan(plan, traced, abstract_mesh(plan.mesh)), args))
+    return list(hlo.collectives(gpus.compile(module, load("h100-sxm"), plan.mesh.num_devices, 1).hlo_text))
 
 
 def sent(plan: Plan, kind: str) -> Counter[float]:
@@ -109,9 +108,8 @@ def test_one_large_image_is_split_along_its_height(wide: Plan) -> None:
     assert wide.outcome.status == "proven optimal"
 
 
-@pytest.mark.usefixtures("gpu_compiler")
-def test_compiled_for_absent_gpus_the_halos_are_those_predicted(wide: Plan) -> None:
-    found = compiled_collectives(wide, image_net(WIDE), shapes(WIDE, 1, 1024, 1024))
+def test_compiled_for_absent_gpus_the_halos_are_those_predicted(wide: Plan, absent_gpus: Compiler) -> None:
+    found = compiled_collectives(absent_gpus, wide, image_net(WIDE), shapes(WIDE, 1, 1024, 1024))
     permutes = Counter(float(sum(one.result_bytes)) for one in found if one.kind == "collective-permute")
     assert permutes == sent(wide, "collective-permute")
     summed = sum(sum(one.result_bytes) for one in found if one.kind == "all-reduce")
@@ -119,14 +117,13 @@ def test_compiled_for_absent_gpus_the_halos_are_those_predicted(wide: Plan) -> N
     assert {one.kind for one in found} == {"collective-permute", "all-reduce"}
 
 
-@pytest.mark.usefixtures("gpu_compiler")
-def test_two_groups_are_split_over_two_devices() -> None:
+def test_two_groups_are_split_over_two_devices(absent_gpus: Compiler) -> None:
     step, args = image_net(GROUPS), shapes(GROUPS, 1, 13, 13)
     plan = autopar.plan(step, *args, num_devices=2, hardware="h100-sxm")
     layers = [d for d in plan.decisions if d.primitive == "conv_general_dilated" and len(d.shape) == 4]
     assert all("data" in d.sharding.dims[3] for d in layers if d.shape[:3] == (1, 13, 13))
     assert not sent(plan, "all-gather") and not sent(plan, "collective-permute")
-    found = compiled_collectives(plan, step, args)
+    found = compiled_collectives(absent_gpus, plan, step, args)
     assert all(one.kind == "all-reduce" and one.num_elements == 1 for one in found), found
 
 
@@ -161,14 +158,13 @@ def scanned(kernels: jax.Array, image: jax.Array) -> tuple[jax.Array, jax.Array]
     return kernels - 0.1 * gradient, value
 
 
-@pytest.mark.usefixtures("gpu_compiler")
-def test_halos_in_a_loop_are_sent_in_every_trip() -> None:
+def test_halos_in_a_loop_are_sent_in_every_trip(absent_gpus: Compiler) -> None:
     args = jax.ShapeDtypeStruct((5, 3, 3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((1, 64, 64, 8), jnp.float32)
     plan = autopar.plan(scanned, *args, mesh="2x4", hardware=cheap_links(), pin={"image": P(None, ("data", "model"))})
     halos = [use for use in plan.collectives if use.kind == "collective-permute"]
     assert halos and {use.num_times for use in halos} == {5}
     run_both(plan, scanned, args)
-    found = [one for one in compiled_collectives(plan, scanned, args) if one.kind == "collective-permute"]
+    found = [one for one in compiled_collectives(absent_gpus, plan, scanned, args) if one.kind == "collective-permute"]
     num_bytes = sum(sum(one.result_bytes) * one.num_times for one in found)  # XLA sends some of them together
     assert num_bytes == sum(use.bytes_per_step for use in halos)
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import autopar
+from autopar.compiler import Compiler
 from autopar.errors import PinError
 from autopar.plan import Plan
 from autopar.program import program_of
@@ -240,9 +241,8 @@ def test_a_loop_of_unknown_length_is_told() -> None:
     assert any("8 trips" in note and "test_structure.py" in note for note in plan.notes)
 
 
-@pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-def test_xla_compiles_the_loops_that_were_predicted(again: bool) -> None:
+def test_xla_compiles_the_loops_that_were_predicted(again: bool, absent_gpus: Compiler) -> None:
     """Collectives in a loop's body as often as it runs, and the peak with all that its trips stack."""
 
     def step(ws: jax.Array, x: jax.Array) -> Any:
@@ -251,7 +251,7 @@ def test_xla_compiles_the_loops_that_were_predicted(again: bool) -> None:
         return ws - 0.1 * grads, loss
 
     shapes = jax.ShapeDtypeStruct((12, 1024, 1024), jnp.float32), jax.ShapeDtypeStruct((16384, 1024), jnp.float32)
-    told = autopar.verify(step, *shapes, mesh="8", hardware="h100-sxm")
+    told = autopar.verify(step, *shapes, mesh="8", hardware="h100-sxm", compiler=absent_gpus)
     assert not told.unpredicted and not told.matched.missing
     assert all(match.figure.holds for match in told.matched.matches)
     assert any(one.num_times == 12 for one in told.matched.compiled)

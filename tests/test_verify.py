@@ -465,21 +465,18 @@ def test_a_saved_plan_takes_no_planning_options(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("kernel", [P("data", "model"), P("model", None), P(None, "data")])
-@pytest.mark.usefixtures("gpu_compiler")
-def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P) -> None:
+def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P, absent_gpus: Compiler) -> None:
     """Gradients pending over both axes are scattered dim by dim, and kernels gathered so."""
     program = programs.mlp(batch=4096, width=1024, num_layers=3, optimizer="adam")
     pins = {"state/*/kernel": kernel, "batch/*": P(("data", "model"))}
-    with Compiler(platform=None) as process:
-        told = autopar.verify(
-            program.step, *program.abstract_args(), mesh="2x4", hardware="h100-sxm", pin=pins, compiler=process
-        )
+    told = autopar.verify(
+        program.step, *program.abstract_args(), mesh="2x4", hardware="h100-sxm", pin=pins, compiler=absent_gpus
+    )
     assert all(match.figure.holds for match in told.collectives), str(told)
     assert sum(match.compiled_bytes for match in told.collectives) > 1e7
 
 
-@pytest.mark.usefixtures("gpu_compiler")
-def test_a_sum_that_several_read_is_scattered_and_then_summed() -> None:
+def test_a_sum_that_several_read_is_scattered_and_then_summed(absent_gpus: Compiler) -> None:
     """As of a table of positions: summed over both axes, wanted split along one, by two moments of an optimizer. XLA
     makes two steps of such a sum only beside others over the same devices, such as a weight's gradient."""
 
@@ -500,7 +497,7 @@ def test_a_sum_that_several_read_is_scattered_and_then_summed() -> None:
     rows = dict.fromkeys(("state/table", "state/mean", "state/square"), P(None, None, "model"))
     pins = {**rows, "state/weights": P(None, "model"), "batch": P(("data", "model"))}
     batch = jax.ShapeDtypeStruct((64, 512, 1024), jnp.float32)
-    told = autopar.verify(step, state, batch, mesh="2x4", hardware="h100-sxm", pin=pins)
+    told = autopar.verify(step, state, batch, mesh="2x4", hardware="h100-sxm", pin=pins, compiler=absent_gpus)
     assert {one.kind for one in told.plan.collectives} >= {"reduce-scatter", "all-reduce"}, str(told)
     assert all(match.figure.holds for match in told.collectives), str(told)
 
