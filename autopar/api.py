@@ -33,6 +33,7 @@ from autopar.processes.arguments import shard_batch
 from autopar.processes.exchange import among_processes
 from autopar.processes.local_batch import check_equal
 from autopar.processes.step_clock import StepClock
+from autopar.processes.transfers import let_arrays_pass
 from autopar.program import Program
 from autopar.saved_plans import load_plan
 from autopar.step_plans import StepPlans
@@ -97,6 +98,8 @@ class ParallelStep(Generic[P]):
         like = options.get("like")
         self._like = {"like": like} if isinstance(like, ParallelStep) else {}
         own = {**options, "like": like._plans} if isinstance(like, ParallelStep) else options
+        if options.get("stages", 1) != 1 or isinstance(given, PipelinePlan):
+            let_arrays_pass()
         self._plans = StepPlans(self.called, given, own)
         self._known: dict[Any, Prepared] = {}  # by what a plan is made for; the last one used comes last
         self._fast: Any = None  # the jitted replay of the last call, where it takes the arguments as they are
@@ -209,7 +212,7 @@ class ParallelStep(Generic[P]):
 
         Each process gives its share of the examples: of each array's first dim one equal part for each process, in
         the order of processes, whatever the plan. An array that is given whole must be equal on every process; the
-        first batch is checked for that. With one process, the batch is given whole.
+        first batch is checked for that. With one process, the batch is given whole; and so it is of a step in stages.
 
         Args:
             batch: an argument of the step, or this process's share of it: a pytree of whatever `numpy.asarray` takes.
@@ -225,6 +228,8 @@ class ParallelStep(Generic[P]):
                 f"`shard_batch` lays a batch out by the plan, and `{self.name}` has none yet: build its state first, by"
                 f" `{self.name}.init(create_state, …)` with the shapes of the whole batch"
             )
+        if among_processes() is not None and isinstance(self._plans.latest, PipelinePlan):
+            return batch  # each stage takes its part of it
         return shard_batch([prepared.arguments for prepared in reversed(self._known.values())], batch, argument)
 
     def lower(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> jax.stages.Lowered:

@@ -24,6 +24,7 @@ from autopar.api import ParallelStep
 from autopar.diff import PlanDiff, diff
 from autopar.errors import CheckpointError, PlanFileError
 from autopar.front_ends.state import makes_state, state_apart
+from autopar.pipeline.leaves import as_arrays
 from autopar.pipeline.plan import AnyPlan
 from autopar.saved_plans import plan_from_json
 from autopar.version import __version__
@@ -131,7 +132,7 @@ class Checkpoints:
         number = _whole_number(number)
         with state_apart(state) as (arrays, _):
             plan, names = self._plan_of(arrays)
-            tree = checkpoint_state.stored(arrays)
+            tree = checkpoint_state.stored(as_arrays(arrays))
             leaves = checkpoint_state.leaves_of(arrays)
         parts = {
             _ABOUT: {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import execute
 from autopar.front_ends.call import Results
 from autopar.partition_spec import named_shardings
+from autopar.pipeline.crossings import is_mine, without_shards
 from autopar.pipeline.leaves import joined, rows_of
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.pipeline.step import PipelinedStep
@@ -55,10 +57,9 @@ class Prepared:
 
     def placed(self, trees: Sequence[Any]) -> tuple[Any, ...]:
         """Arguments as they must lie."""
-        trees = self.arguments.whole(trees)
         if isinstance(self.plan, PipelinePlan):  # which takes each part from where it lies
             return execute.unaliased(self.plan, trees)
-        return execute.placed(self.plan, self.in_shardings, trees)
+        return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees))
 
     @property
     def places(self) -> list[Place]:
@@ -109,8 +110,9 @@ def built(create: Callable[..., list[Any]], trees: Sequence[Any], places: Sequen
 
     Args:
         create: from pytrees to as many arrays as there are places. It is compiled once for each mesh among these, to what
-            lies there.
+            lies there; of what lies in other processes alone there are arrays without shards.
     """
+    shapes = jax.eval_shape(create, *trees)
     by_mesh: dict[Any, list[tuple[int, Rows | None, NamedSharding]]] = {}
     for position, place in enumerate(places):
         parts = {None: place} if isinstance(place, NamedSharding) else place
@@ -118,6 +120,13 @@ def built(create: Callable[..., list[Any]], trees: Sequence[Any], places: Sequen
             by_mesh.setdefault(sharding.mesh, []).append((position, rows, sharding))
     found: list[dict[Rows | None, Any]] = [{} for _ in places]
     for own in by_mesh.values():
+        if not is_mine(own[0][2]):
+            for position, rows, sharding in own:
+                struct = (
+                    shapes[position] if rows is None else jax.eval_shape(partial(rows_of, rows=rows), shapes[position])
+                )
+                found[position][rows] = without_shards(struct.shape, struct.dtype, sharding)
+            continue
 
         def some(*given: Any, own: Sequence[tuple[int, Rows | None, Any]] = tuple(own)) -> list[Any]:
             made = create(*given)

@@ -235,9 +235,16 @@ def _check(plan: PipelinePlan) -> None:
             if not parts or any(not 0 <= part.stage < len(plan.stages) for part in parts):
                 raise WrongFieldError(f"{name}[{position}]", f"must name stages from 0 to {len(plan.stages) - 1}")
             dims = {len(part.sharding.dims) for part in parts}
-            in_range = all(p.rows is None or 0 <= p.rows[1] < p.rows[2] <= tensor.shape[p.rows[0]] for p in parts)
+            in_range = all(_in_range(part.rows, tensor.shape) for part in parts)
             if dims != {len(tensor.shape)} or not in_range:
                 raise WrongFieldError(f"{name}[{position}]", f"does not fit a tensor of shape {tensor.shape}")
+
+
+def _in_range(rows: tuple[int, int, int] | None, shape: tuple[int, ...]) -> bool:
+    if rows is None:
+        return True
+    dim, start, stop = rows
+    return 0 <= dim < len(shape) and 0 <= start < stop <= shape[dim]
 
 
 #: Of one program, or of several.

@@ -39,6 +39,8 @@ from autopar.within_budget import BUDGET_MARGIN
 
 #: Of numbers of microbatches, one that has about so many for each device is tried first.
 _FIRST_PER_DEVICE = 2
+#: How often stages that hold more than they were priced at are looked for anew.
+_MOST_REPLANS = 2
 #: Seconds that the search of one schedule's partition may take.
 _SEARCH_LIMIT_S = 60.0
 
@@ -113,8 +115,27 @@ class _Planning:
                 f" ({len(self.clustering.starts)} layers, microbatches tried: {counts}). {best.outcome.reason}. Give more"
                 " devices, another schedule, or a larger memory budget"
             )
-        self.report("plan stages", 0.9)
-        plan = self._plan(best.num_microbatches, best.outcome.step)
+        return self._within(best.num_microbatches, best.outcome.step)
+
+    def _within(self, count: int, step: StagedStep) -> PipelinePlan:
+        """The plan of these stages; or where they hold more, once planned, than their prices say, of the best that are
+        priced to hold as much less."""
+        budgets = self.asked.budgets
+        for _ in range(_MOST_REPLANS + 1):
+            self.report("plan stages", 0.9)
+            plan, over = self._plan(count, step)
+            if over <= 1:
+                break
+            self.report("stages that hold less", 0.9)
+            budgets = {kind: size / over for kind, size in budgets.items()}
+            search = replace(self._search(count, None), budget_bytes=budgets)
+            found = search.outcome(self._schedules(), self.asked.partitioner).step
+            if found is None:
+                break
+            step = found
+        if over > 1:
+            note = f"over the memory budget: as planned, a stage holds {over:.2f} times that; give a smaller budget to search for others"
+            plan = replace(plan, notes=(*plan.notes, note))
         self.report("done", 1.0)
         return plan
 
@@ -188,10 +209,11 @@ class _Planning:
 
     # -- the plan ----------------------------------------------------------------------------
 
-    def _plan(self, count: int, step: StagedStep) -> PipelinePlan:
+    def _plan(self, count: int, step: StagedStep) -> tuple[PipelinePlan, float]:
+        """The plan of these stages, and how many times the budget they hold, at the most."""
         asked, prices, search = self.asked, self.costs[count], self._search(count, None)
         stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
-        programs = prices.layers.stages(stage_of)
+        programs = prices.layers.merged(stage_of).stages(range(len(step.stages)))
         runs = [
             prices.planned(stage.first, stage.last, stage.submesh.shape, program)
             for program, stage in zip(programs, step.stages, strict=True)
@@ -214,7 +236,12 @@ class _Planning:
         graph = self.program.graph
         inputs = _placed(graph, programs, runs, "argument")
         outputs = _placed(graph, programs, runs, "result")
-        return PipelinePlan(
+        kinds = [
+            step.stages[stages_on[0]].submesh.shape.kind
+            for stages_on in map(schedule.stages_on, range(schedule.num_submeshes))
+        ]
+        over = max(peak / asked.budgets[kind] for peak, kind in zip(planned.peak_bytes, kinds, strict=True))
+        plan = PipelinePlan(
             program=self.program.signature,
             cluster=asked.cluster,
             memory_budget_bytes=asked.memory_budget_bytes,
@@ -248,6 +275,7 @@ class _Planning:
             in_tree=self.program.trace.in_tree,
             out_tree=self.program.trace.out_tree,
         )
+        return plan, over
 
 
 def _gap(cost: float, bound: float) -> float:

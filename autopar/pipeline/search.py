@@ -309,8 +309,8 @@ def joined(cost: StageCost) -> StageCost:
 def _joined(cost: Cost) -> Cost:
     """Prices of a backward pass that is not split."""
 
-    def joined(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+    def of(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
         found = cost(first, last, shape)
         return found and joined(found)
 
-    return joined
+    return of
