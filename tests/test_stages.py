@@ -202,7 +202,8 @@ def test_slow_links_between_hosts_are_a_reason_for_stages() -> None:
     step, args = wide(width=8192, batch=16384)
     found = autopar.plan(step, *args, stages="auto", num_microbatches=8, num_devices=4, hardware=SLOW)
     assert isinstance(found, autopar.PipelinePlan)
-    assert [list(stage.devices) for stage in found.stages] == [[0, 1], [2, 3]]
+    assert len(found.stages) > 1
+    assert all(len({device // 2 for device in stage.devices}) == 1 for stage in found.stages), "none is on two hosts"
     whole = autopar.plan(step, *args, num_microbatches=8, num_devices=4, hardware=SLOW)
     assert found.prediction.step_time_s < whole.prediction.step_time_s
     alone = [other for other in found.tried if not other.schedule]
