@@ -14,6 +14,7 @@ import optax
 import pytest
 from pipelines import QUICKLY, crossing, planned_stages
 
+from autopar import planner
 from autopar.pipeline.branches import Branches
 from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.cutting import Cuttable, StageProgram, edges_of
@@ -138,7 +139,11 @@ def test_branches_on_other_devices_give_the_steps_numbers() -> None:
     cuttable, _ = layered()
     stages, _, submesh_of = found()
     assert max(submesh_of) == 1
-    planned = planned_stages(stages, submesh_of, mesh="4")
+    planned = planned_stages(
+        stages,
+        submesh_of,
+        lambda _, stage, num_devices: planner.plan_program(stage.program, mesh=str(num_devices), hardware="cpu-host"),
+    )
     schedule = as_they_come(edges_of(stages), submesh_of, 2)
     pipeline = Pipeline(planned, schedule, len(cuttable.flow.trace.outputs), {}, compiler_options=QUICKLY)
     tree = jax.tree.structure(jax.eval_shape(step, state(), batch_of(0)))

@@ -121,9 +121,9 @@ class _Planning:
         """The plan of these stages; or where they hold more, once planned, than their prices say, of the best that are
         priced to hold as much less."""
         budgets = self.asked.budgets
-        for _ in range(_MOST_REPLANS + 1):
-            self.report("plan stages", 0.9)
-            plan, over = self._plan(count, step)
+        self.report("plan stages", 0.9)
+        plan, over = self._plan(count, step)
+        for _ in range(_MOST_REPLANS):
             if over <= 1:
                 break
             self.report("stages that hold less", 0.9)
@@ -132,7 +132,7 @@ class _Planning:
             found = search.outcome(self._schedules(), self.asked.partitioner).step
             if found is None:
                 break
-            step = found
+            plan, over = self._plan(count, found)
         if over > 1:
             note = f"over the memory budget: as planned, a stage holds {over:.2f} times that; give a smaller budget to search for others"
             plan = replace(plan, notes=(*plan.notes, note))

@@ -244,7 +244,7 @@ def _overhead_us(model: Model, pipeline: Pipeline) -> float:
         whole_s = time.perf_counter() - start_s
         found.append(whole_s - inside[0])
         jax.block_until_ready(out)
-        for i, result in pipeline.carried.items():
+        for (i, _), (result, _) in pipeline.carried.items():
             leaves[i] = out[result]
     for one in programs:
         one.jitted = bare[id(one)]
