@@ -173,10 +173,9 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
 
 
 def _again(stage: StagePlan) -> str:
-    """What it computes again."""
-    if not stage.plan.recomputed:
-        return ""
-    return f"\ncomputes again what takes {human_seconds(sum(one.time_s for one in stage.plan.recomputed))} a microbatch"
+    """What it computes again, where that takes time: what is cheaper made anew than kept always is."""
+    seconds = sum(one.time_s for one in stage.plan.recomputed)
+    return f"\ncomputes again what takes {human_seconds(seconds)} a microbatch" if seconds else ""
 
 
 def _range(first: int, last: int) -> str:

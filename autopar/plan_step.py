@@ -14,7 +14,7 @@ import jax
 
 from autopar import plan_cache, planner
 from autopar.cost.hardware import HardwareProfile
-from autopar.errors import AutoparError, BudgetError, ClusterError, MicrobatchError
+from autopar.errors import AutoparError, BudgetError, ClusterError, MicrobatchError, PlanMismatchError
 from autopar.front_ends.annotations import Rules
 from autopar.layouts import Metadata
 from autopar.mesh import MeshShape
@@ -149,6 +149,7 @@ def plan_program(
     if stages != "auto" and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
         raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
     count: int | Literal["auto"] = ("auto" if stages != 1 else 1) if num_microbatches is None else num_microbatches
+    check_like(options.get("like"))
     if stages == 1:
         if schedule != "auto" or partitioner is not None:
             what = "`schedule`" if schedule != "auto" else "`partitioner`"
@@ -175,6 +176,13 @@ def plan_program(
     )
 
     def made() -> AnyPlan:
+        plan = found()
+        if isinstance(plan, PipelinePlan) and program.annotations and options.get("metadata") != "ignore":
+            note = "metadata of the arguments, which say how to split them, are not heeded by stages"
+            plan = replace(plan, notes=(*plan.notes, note))
+        return plan
+
+    def found() -> AnyPlan:
         if stages != "auto" or partitioner is not None or len(cluster.groups) > 1:
             return plan_stages(program, asked)
         return _faster(program, asked, lambda: planner.plan_program(program, num_microbatches=count, **one_program))
@@ -228,6 +236,19 @@ def cluster_of(
             )
         groups.append(DeviceGroup(profile.name, number // per_host, per_host))
     return Cluster(tuple(groups)), {profile.name: profile for profile in counts}
+
+
+def check_like(like: Any) -> None:
+    """Refuse to lay a step out like one in stages.
+
+    Raises:
+        PlanMismatchError: `like` is a plan of stages.
+    """
+    if isinstance(like, PipelinePlan):
+        raise PlanMismatchError(
+            f"`{like.program.name}`, like which a step is to be laid out, runs in {len(like.stages)} stages, each on devices"
+            " of its own: give this step `stages=`, too, or leave `like` out; its state is moved then"
+        )
 
 
 # -- inside ----------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ class StepPlans:
                     f"`{self.called.name}` is to be laid out like `{like.called.name}`, which has no plan yet: call that"
                     " first, or its `init` or `plan`"
                 )
+            plan_step.check_like(like.latest)
             options["like"] = like.latest
         return options
 

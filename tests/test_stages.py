@@ -248,6 +248,12 @@ def test_one_program_takes_one_kind_of_device() -> None:
         autopar.plan(mlp().step, *mlp().abstract_args(), hardware={"h100-sxm": 4, "a100-sxm-40": 4})
 
 
+def test_a_step_is_not_laid_out_like_stages() -> None:
+    evaluate = autopar.parallelize(like=staged())(lambda state, batch: state.params["Dense_0"]["bias"].sum())
+    with pytest.raises(PlanMismatchError, match="runs in 2 stages"):
+        evaluate(*mlp().args())
+
+
 def test_devices_that_are_not_here_are_refused_before_planning() -> None:
     step = autopar.parallelize(**OPTIONS | {"num_devices": 16, "hardware": H100})(mlp().step)
     with pytest.raises(AutoparError, match="16 devices, but 8"):
