@@ -22,7 +22,6 @@ from autopar.pipeline.cluster import Cluster, DeviceGroup
 from autopar.pipeline.partition_problem import Partitioner
 from autopar.pipeline.plan import AnyPlan, PipelinePlan, StagesTried
 from autopar.pipeline.planning import StagesAsked, plan_stages
-from autopar.pipeline.schedules.kind import ScheduleKind
 from autopar.plan import Plan
 from autopar.planner import Progress
 from autopar.program import Program, program_of
@@ -56,7 +55,7 @@ def plan(
     logical_axis_rules: Rules | None = None,
     like: Plan | None = None,
     stages: int | Literal["auto"] = 1,
-    schedule: str | ScheduleKind = "auto",
+    schedule: str = "auto",
     partitioner: Partitioner | None = None,
     num_microbatches: int | Literal["auto"] | None = None,
     per_microbatch_statistics: bool = False,
@@ -91,7 +90,7 @@ def plan(
         like: a plan of another step, on whose mesh this one is planned, and whose layout the state takes that both have.
         stages: cut the step into so many stages, each a program of its own on its own devices; `"auto"`: as many as are
             fastest, which may be one. Of stages the planner chooses layers, devices and meshes (`docs/pipelines.md`).
-        schedule: of stages, a name (`docs/schedules.md`) or an entry of your own; `"auto"`: the fastest that fits.
+        schedule: of stages, a name (`docs/schedules.md`); `"auto"`: the fastest that fits.
         partitioner: what cuts layers into stages; by default the package's, which proves the optimum of its prices.
         num_microbatches: split the batch over time into so many parts, whose gradients are summed: the same numbers
             for less memory; by default 1, and of stages `"auto"`. `"auto"`: of the numbers that fit the budget the one whose step is fastest, with forward
@@ -138,7 +137,7 @@ def plan_program(
     program: Program,
     *,
     stages: int | Literal["auto"] = 1,
-    schedule: str | ScheduleKind = "auto",
+    schedule: str = "auto",
     partitioner: Partitioner | None = None,
     num_microbatches: int | Literal["auto"] | None = None,
     hardware: Hardware | None = None,

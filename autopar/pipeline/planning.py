@@ -25,7 +25,6 @@ from autopar.pipeline.cutting import Cuttable, StageProgram
 from autopar.pipeline.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.partition_problem import Partitioner
 from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
-from autopar.pipeline.schedules.kind import ScheduleKind
 from autopar.pipeline.schedules.table import find
 from autopar.pipeline.search import SCHEDULES, Outcome, StagedStep, StageSearch
 from autopar.pipeline.stage_costs import PlannedRun, StageCosts, likely_shapes
@@ -62,7 +61,7 @@ class StagesAsked:
     profiles: Mapping[str, HardwareProfile]
     stages: int | Literal["auto"] = "auto"
     num_microbatches: int | Literal["auto"] = "auto"
-    schedule: str | ScheduleKind = "auto"
+    schedule: str = "auto"
     own_statistics: bool = False
     memory_budget_bytes: float | None = None
     partitioner: Partitioner | None = None
@@ -133,9 +132,12 @@ class _Planning:
             if found is None:
                 break
             plan, over = self._plan(count, found)
-        if over > 1:
-            note = f"over the memory budget: as planned, a stage holds {over:.2f} times that; give a smaller budget to search for others"
-            plan = replace(plan, notes=(*plan.notes, note))
+        if over * (1 - BUDGET_MARGIN) > 1:
+            raise BudgetError(
+                f"no stages of `{self.program.signature.name}` were found that fit: the best hold {human_bytes(plan.prediction.peak_bytes)}"
+                f" on a device of {self.asked.cluster}, {over * (1 - BUDGET_MARGIN):.2f} times the memory budget. Give more devices or"
+                " microbatches, or a larger budget"
+            )
         self.report("done", 1.0)
         return plan
 
