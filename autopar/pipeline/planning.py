@@ -27,7 +27,8 @@ from autopar.pipeline.partition_problem import Partitioner
 from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
 from autopar.pipeline.schedules.table import find
 from autopar.pipeline.search import SCHEDULES, Outcome, StagedStep, StageSearch
-from autopar.pipeline.stage_costs import PlannedRun, StageCosts, likely_shapes
+from autopar.pipeline.searches import Searches
+from autopar.pipeline.stage_costs import PlannedRun
 from autopar.pipeline.unstack import Rows
 from autopar.plan import TensorPlan
 from autopar.program import Program
@@ -97,9 +98,17 @@ class _Planning:
         self.report("layers", 0.0)
         self.cuttable = Cuttable.of(program, own_statistics=asked.own_statistics)
         chain = self.cuttable.chain
-        self.cuts = [0.0, *chain.cut_bytes]
-        self.clustering = cluster_layers(chain.flops, self.cuts)
-        self.costs: dict[int, StageCosts] = {}  # by number of microbatches
+        self.clustering = cluster_layers(chain.flops, [0.0, *chain.cut_bytes])
+        self.searches = Searches(
+            self.cuttable,
+            self.clustering,
+            asked.cluster,
+            asked.profiles,
+            asked.budgets,
+            _SEARCH_LIMIT_S,
+            num_stages=None if asked.stages == "auto" else asked.stages,
+            planning=asked.planning,
+        )
         self.tried: list[StagesTried] = []
 
     def run(self) -> PipelinePlan:
@@ -127,7 +136,7 @@ class _Planning:
                 break
             self.report("stages that hold less", 0.9)
             budgets = {kind: size / over for kind, size in budgets.items()}
-            search = replace(self._search(count, None), budget_bytes=budgets)
+            search = replace(self.searches.search(count), budget_bytes=budgets)
             found = search.outcome(self._schedules(), self.asked.partitioner).step
             if found is None:
                 break
@@ -157,33 +166,8 @@ class _Planning:
         return numbers, min(numbers, key=lambda number: abs(number - wanted))
 
     def _search(self, count: int, among: Sequence[SubmeshShape] | None) -> StageSearch:
-        """What is looked for with a number of microbatches, on all shapes or on some."""
-        asked, starts = self.asked, self.clustering.starts
-        self.report(f"stages for {count} microbatches", min(0.85, 0.05 + 0.1 * len(self.costs)))
-        if count not in self.costs:
-            layers = self.cuttable.layers(starts, count)
-            self.costs[count] = StageCosts(
-                layers, asked.profiles, self.clustering.keys, splits_backward=True, **asked.planning
-            )
-        costs = self.costs[count]
-        shapes = likely_shapes(asked.cluster)
-        if among is not None:
-            plain = {replace(shape, option=0) for shape in among}
-            shapes = tuple(shape for shape in shapes if shape in plain)
-        return StageSearch(
-            cost=costs.cost,
-            keys=self.clustering.keys,
-            boundary_bytes=[self.cuts[start] / count for start in starts],
-            cluster=asked.cluster,
-            profiles=asked.profiles,
-            budget_bytes=asked.budgets,
-            shapes=costs.in_options(shapes, asked.budgets),
-            num_microbatches=count,
-            num_stages=None if asked.stages == "auto" else asked.stages,
-            alone=costs.alone,
-            bound=costs.bound,
-            time_limit_s=_SEARCH_LIMIT_S,
-        )
+        self.report(f"stages for {count} microbatches", min(0.85, 0.05 + 0.1 * len(self.searches.costs)))
+        return self.searches.search(count, among)
 
     def _found(self, search: StageSearch) -> Outcome:
         """The best of all schedules; what each found is noted."""
@@ -213,7 +197,7 @@ class _Planning:
 
     def _plan(self, count: int, step: StagedStep) -> tuple[PipelinePlan, float]:
         """The plan of these stages, and how many times the budget they hold, at the most."""
-        asked, prices, search = self.asked, self.costs[count], self._search(count, None)
+        asked, search, prices = self.asked, self.searches.search(count), self.searches.costs[count]
         stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
         programs = prices.layers.merged(stage_of).stages(range(len(step.stages)))
         runs = [
@@ -238,11 +222,6 @@ class _Planning:
         graph = self.program.graph
         inputs = _placed(graph, programs, runs, "argument")
         outputs = _placed(graph, programs, runs, "result")
-        kinds = [
-            step.stages[stages_on[0]].submesh.shape.kind
-            for stages_on in map(schedule.stages_on, range(schedule.num_submeshes))
-        ]
-        over = max(peak / asked.budgets[kind] for peak, kind in zip(planned.peak_bytes, kinds, strict=True))
         plan = PipelinePlan(
             program=self.program.signature,
             cluster=asked.cluster,
@@ -268,7 +247,7 @@ class _Planning:
                 status=step.partition.status.value,
                 gap=_gap(step.partition.cost_s, step.partition.lower_bound_s),
                 num_layers=len(self.clustering.starts),
-                num_planned=sum(one.num_planned for one in self.costs.values()),
+                num_planned=self.searches.num_planned,
                 search_time_s=time.perf_counter() - self.started,
             ),
             own_statistics=asked.own_statistics,
@@ -277,7 +256,7 @@ class _Planning:
             in_tree=self.program.trace.in_tree,
             out_tree=self.program.trace.out_tree,
         )
-        return plan, over
+        return plan, planned.over(asked.budgets)
 
 
 def _gap(cost: float, bound: float) -> float:

@@ -76,6 +76,14 @@ class StagedStep:
         """Seconds of one step."""
         return self.timeline.makespan_s
 
+    def over(self, budget_bytes: Mapping[str, float]) -> float:
+        """How many times what a device of its kind may hold the fullest one does."""
+        held = enumerate(self.peak_bytes)
+        return max(peak / budget_bytes[self._on(submesh).submesh.shape.kind] for submesh, peak in held)
+
+    def _on(self, submesh: int) -> Stage:
+        return self.stages[self.schedule.stages_on(submesh)[0]]
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -265,14 +273,8 @@ class StageSearch:
             priced = [one for one in costs if one is not None]
             assert len(priced) == len(stages), "they are part of a partition"
             step = self._simulated(name, stages, priced, partition, virtual)
-            if self._fits(step):
+            if step.over(self.budget_bytes) <= 1:
                 yield step
-
-    def _fits(self, step: StagedStep) -> bool:
-        kinds = {
-            submesh: step.stages[stage].submesh.shape.kind for stage, submesh in _submesh_of(step.schedule).items()
-        }
-        return all(peak <= self.budget_bytes[kinds[n]] for n, peak in enumerate(step.peak_bytes))
 
     def _simulated(
         self, name: str, stages: Sequence[Stage], costs: Sequence[StageCost], partition: Partition, virtual: int = 1
@@ -280,11 +282,6 @@ class StageSearch:
         schedule = build(name, len(stages) // virtual, self.num_microbatches, virtual=virtual)
         timeline = staged_timeline(schedule, costs, self.sends_s(stages))
         return StagedStep(tuple(stages), tuple(costs), schedule, timeline, staged_peaks(schedule, costs), partition)
-
-
-def _submesh_of(schedule: Schedule) -> dict[int, int]:
-    """By stage, its submesh."""
-    return {task.stage: submesh for task, submesh in schedule.submesh_of().items()}
 
 
 def _first_place(cluster: Cluster, shape: SubmeshShape, shapes: Sequence[SubmeshShape]) -> Submesh | None:

@@ -22,23 +22,24 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost.hardware import HardwareProfile, LinkProfile, load
-from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
+from autopar.pipeline.cluster import Cluster, DeviceGroup
 from autopar.pipeline.clustering import Clustering, cluster_layers
 from autopar.pipeline.cutting import Cuttable
 from autopar.pipeline.microbatch_search import Tried, divisors, over_microbatches
 from autopar.pipeline.search import StagedStep, StageSearch
-from autopar.pipeline.stage_costs import StageCosts, likely_shapes
+from autopar.pipeline.searches import Searches
 from autopar.program import Program, program_of
 from benchmarks.zoo.gpt import GptSizes, gpt
 
 #: Of the memory that a device may hold, what stays free.
 _MARGIN = 0.05
 _MOST_LAYERS = 64
+#: Seconds that the search of one schedule's partition may take.
+_SEARCH_LIMIT_S = 100.0
 
 
 def v100() -> HardwareProfile:
@@ -69,57 +70,21 @@ CASES = (
 )
 
 
-@dataclass(slots=True)
-class Searching:
+def searches_of(case: Case, cuttable: Cuttable, clusters: Clustering) -> Searches:
     """The searches of one model; prices of a number of microbatches are shared by them."""
+    profile = v100()
+    cluster = Cluster((DeviceGroup(profile.name, case.num_hosts, profile.devices_per_host),))
+    budget_bytes = {profile.name: (1 - _MARGIN) * profile.usable_bytes}
+    return Searches(cuttable, clusters, cluster, {profile.name: profile}, budget_bytes, _SEARCH_LIMIT_S)
 
-    case: Case
-    profile: HardwareProfile
-    cuttable: Cuttable
-    clusters: Clustering
-    costs: dict[int, StageCosts] = field(default_factory=dict)
 
-    @property
-    def cluster(self) -> Cluster:
-        return Cluster((DeviceGroup(self.profile.name, self.case.num_hosts, self.profile.devices_per_host),))
-
-    def search(self, number: int, among: Sequence[SubmeshShape] | None = None) -> StageSearch:
-        """Of one number of microbatches, on all shapes or on some."""
-        if number not in self.costs:
-            layers = self.cuttable.layers(self.clusters.starts, number)
-            profiles = {self.profile.name: self.profile}
-            self.costs[number] = StageCosts(layers, profiles, self.clusters.keys, splits_backward=True)
-        costs, cuts = self.costs[number], [0.0, *self.cuttable.chain.cut_bytes]
-        shapes = likely_shapes(self.cluster)
-        if among is not None:
-            plain = {replace(shape, option=0) for shape in among}
-            shapes = tuple(s for s in shapes if s in plain or s.num_devices == self.cluster.num_devices)
-        budget_bytes = {self.profile.name: (1 - _MARGIN) * self.profile.usable_bytes}
-        return StageSearch(
-            cost=costs.cost,
-            keys=self.clusters.keys,
-            boundary_bytes=[cuts[start] / number for start in self.clusters.starts],
-            cluster=self.cluster,
-            profiles={self.profile.name: self.profile},
-            budget_bytes=budget_bytes,
-            shapes=costs.in_options(shapes, budget_bytes),
-            num_microbatches=number,
-            alone=costs.alone,
-            bound=costs.bound,
-            time_limit_s=100.0,
-        )
-
-    @property
-    def num_planned(self) -> int:
-        return sum(costs.num_planned for costs in self.costs.values())
-
-    def as_planned(self, number: int, step: StagedStep) -> StagedStep:
-        """The step with its stages planned."""
-        search, costs = self.search(number), self.costs[number]
-        if len(step.stages) == 1:
-            return step
-        planned = [costs.planned(stage.first, stage.last, stage.submesh.shape).cost for stage in step.stages]
-        return search.with_costs(step, planned)
+def as_planned(searches: Searches, number: int, step: StagedStep) -> StagedStep:
+    """The step with its stages planned."""
+    if len(step.stages) == 1:
+        return step
+    search, costs = searches.search(number), searches.costs[number]
+    planned = [costs.planned(stage.first, stage.last, stage.submesh.shape).cost for stage in step.stages]
+    return search.with_costs(step, planned)
 
 
 def measure() -> list[dict[str, Any]]:
@@ -136,7 +101,7 @@ def row(case: Case) -> dict[str, Any]:
     cuttable = Cuttable.of(program)
     chain = cuttable.chain
     clusters = cluster_layers(chain.flops, [0.0, *chain.cut_bytes], most_layers=_MOST_LAYERS)
-    searching = Searching(case, v100(), cuttable, clusters)
+    searching = searches_of(case, cuttable, clusters)
     numbers = divisors(case.sizes.batch)
     start = case.sizes.batch // (2 if _is_short(program, searching) else 8)
     found = over_microbatches(searching.search, numbers, start)
@@ -158,7 +123,7 @@ def row(case: Case) -> dict[str, Any]:
     ahead = min((tried[0].step_time_s for tried in others.values()), default=math.inf) / best.step_time_s
     ours = best.outcome.step
     flops = case.sizes.model_flops
-    checked = None if ours is None else searching.as_planned(best.num_microbatches, ours)
+    checked = None if ours is None else as_planned(searching, best.num_microbatches, ours)
     return {
         "model": case.name,
         "parameters_b": case.sizes.num_parameters / 1e9,
@@ -181,11 +146,11 @@ def row(case: Case) -> dict[str, Any]:
     }
 
 
-def _is_short(program: Program, searching: Searching) -> bool:
+def _is_short(program: Program, searching: Searches) -> bool:
     """Whether the state alone takes half of all memory: then microbatches must be small."""
     graph = program.graph
     state = sum(graph.values[graph.inputs[position]].num_bytes for position, _ in graph.carried)
-    return state > 0.5 * searching.cluster.num_devices * searching.profile.usable_bytes
+    return state > 0.5 * searching.cluster.num_devices * v100().usable_bytes
 
 
 def _stages(step: StagedStep | None) -> str:
