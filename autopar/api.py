@@ -182,9 +182,10 @@ class ParallelStep(Generic[P]):
             if exchange is not None:
                 given = zip(new.call.input_paths, jax.tree.leaves(new.call.trees), strict=True)
                 check_equal(exchange, f"`init` of `{self.name}`", dict(given))
-            places = [planned.get(id(leaf), prepared.whole) for leaf in jax.tree.leaves(new.shapes)]
+            shapes = jax.tree.leaves(new.shapes)
+            places = [planned.get(id(leaf), prepared.whole) for leaf in shapes]
             with self._plans.compiled_kept(prepared.plan):
-                return new.finish(built(new.leaves, new.call.trees, places))
+                return new.finish(built(new.leaves, new.call.trees, shapes, places))
 
     def abstract_state(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
         """The carried state as `jax.ShapeDtypeStruct`s with the shardings of the plan; nothing is run.

@@ -84,27 +84,20 @@ def placed(plan: Placement, shardings: Sequence[NamedSharding], trees: Sequence[
     """Arguments as a jitted plan takes them.
 
     An array that lies otherwise than planned is moved, as a state that another plan has laid out. State that nothing has
-    laid out yet is laid out: `jax.jit` would compile once for it, and once more for what comes back.
+    laid out yet is laid out: `jax.jit` would compile once for it, and once more for what comes back. An array that is
+    donated and stands at another place too is copied, as an average that begins as the parameters.
     """
-    leaves, structure = jax.tree.flatten(unaliased(plan, trees))
-    carried = {position for position, _ in plan.carried}
+    leaves, structure = jax.tree.flatten(tuple(trees))
+    count = Counter(id(leaf) for leaf in leaves)
+    carried, donated = {position for position, _ in plan.carried}, set(plan.donated)
     for position, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         lies = isinstance(leaf, jax.Array) and leaf.committed
+        if position in donated and isinstance(leaf, jax.Array) and count[id(leaf)] > 1:
+            leaf = jax.numpy.copy(leaf)
         if lies and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             leaves[position] = leaf
         elif lies or position in carried:
             leaves[position] = jax.device_put(leaf, sharding, may_alias=False)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def unaliased(plan: Placement, trees: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments none of whose donated arrays stands at another place too: it is copied there, as an average that begins as
-    the parameters."""
-    leaves, structure = jax.tree.flatten(tuple(trees))
-    count = Counter(id(leaf) for leaf in leaves)
-    for position in plan.donated:
-        if isinstance(leaves[position], jax.Array) and count[id(leaves[position])] > 1:
-            leaves[position] = jax.numpy.copy(leaves[position])
     return jax.tree.unflatten(structure, leaves)
 
 

@@ -187,7 +187,6 @@ def plan_program(
         return _faster(program, asked, lambda: planner.plan_program(program, num_microbatches=count, **one_program))
 
     one_program = options | {"hardware": next(iter(profiles.values())), "num_devices": cluster.num_devices}
-    one_program.pop("mesh", None)
     folder = plan_cache.folder_of(cache)
     if folder is None:
         return made()
@@ -199,6 +198,7 @@ def plan_program(
         "num_microbatches": count,
         "cluster": cluster,
         "profiles": profiles,
+        "meshes": None if options.get("mesh") is None else planner.asked_meshes(options["mesh"], None),
     }
     return plan_cache.kept(program, key, folder, made, plan_from_json)
 

@@ -58,7 +58,7 @@ class Prepared:
     def placed(self, trees: Sequence[Any]) -> tuple[Any, ...]:
         """Arguments as they must lie."""
         if isinstance(self.plan, PipelinePlan):  # which takes each part from where it lies
-            return execute.unaliased(self.plan, trees)
+            return tuple(trees)
         return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees))
 
     @property
@@ -105,14 +105,15 @@ def prepared_of(
     )
 
 
-def built(create: Callable[..., list[Any]], trees: Sequence[Any], places: Sequence[Place]) -> list[Any]:
+def built(
+    create: Callable[..., list[Any]], trees: Sequence[Any], shapes: Sequence[Any], places: Sequence[Place]
+) -> list[Any]:
     """Arrays that a function makes, each made where it is to lie.
 
     Args:
-        create: from pytrees to as many arrays as there are places. It is compiled once for each mesh among these, to what
-            lies there; of what lies in other processes alone there are arrays without shards.
+        create: from pytrees to as many arrays, of these shapes, as there are places. It is compiled once for each mesh
+            among these, to what lies there; of what lies in other processes alone there are arrays without shards.
     """
-    shapes = jax.eval_shape(create, *trees)
     by_mesh: dict[Any, list[tuple[int, Rows | None, NamedSharding]]] = {}
     for position, place in enumerate(places):
         parts = {None: place} if isinstance(place, NamedSharding) else place

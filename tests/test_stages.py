@@ -353,3 +353,24 @@ def test_a_state_goes_from_stages_to_one_program_and_back(tmp_path: Path) -> Non
         jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(state), after)
     assert devices_of(state.params["Dense_3"]["kernel"]) == [4, 5, 6, 7]
     assert np.isfinite(float(staged()(state, mlp().make_batch(2))[1]))
+
+
+# -- what a user has decided -----------------------------------------------------------------
+
+
+def test_what_is_not_donated_stays() -> None:
+    step = autopar.parallelize(**OPTIONS, donate=[])(mlp().step)
+    state = step.init(mlp().create_state, jax.random.key(0), batch=mlp().make_batch(0))
+    losses = [float(step(state, mlp().make_batch(0))[1]) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_a_given_mesh_is_kept_where_one_program_is_faster() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "columns"))
+    step = autopar.parallelize(stages="auto", num_microbatches=1, mesh=mesh, hardware="cpu-host", cache=False)(
+        mlp().step
+    )
+    state, batch = mlp().args()
+    assert np.isfinite(float(step(state, batch)[1]))
+    assert isinstance(step.latest_plan, autopar.Plan) and step.latest_plan.mesh.axis_names == ("rows", "columns")

@@ -59,7 +59,7 @@ class PipelinedStep:
             for stage, planned, mesh in zip(stage_programs(plan, program), plan.stages, self.meshes, strict=True)
         ]
         literals = {i: out.value for i, out in enumerate(trace.outputs) if isinstance(out, LiteralOperand)}
-        self.pipeline = Pipeline(stages, plan.tasks(), len(trace.outputs), literals)
+        self.pipeline = Pipeline(stages, plan.tasks(), len(trace.outputs), literals, donated=plan.donated)
 
     @property
     def in_shardings(self) -> list[NamedSharding]:
