@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from autopar.explain_diff import render_diff
-from autopar.explain_tables import plain_text
+from autopar.explain_tables import finite, plain_text
 from autopar.mesh import MeshShape
 from autopar.moves import Lies, Move, move
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
@@ -132,7 +132,7 @@ class PlanDiff:
             "held_bytes": list(self.held_bytes),
             "fetched_bytes": list(self.fetched_bytes),
         }
-        return _finite(document)
+        return finite(document)
 
 
 def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
@@ -288,11 +288,3 @@ def _mesh_json(mesh: MeshShape) -> dict[str, int]:
 
 def _change_json(change: TensorChange | ActivationChange) -> dict[str, Any]:
     return asdict(change) | {"before": str(change.before), "after": str(change.after)}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,7 +12,7 @@ import jax
 
 from autopar.calls import Calls
 from autopar.cost.hardware import HardwareProfile
-from autopar.measure_step import FAR_OFF, device_peak_bytes, model_flops, wait
+from autopar.measure_step import FAR_OFF, device_peak_bytes, model_flops, of_another_machine, wait
 from autopar.pipeline.plan import PipelinePlan
 from autopar.program import Program
 from autopar.step_report import StepReport
@@ -39,10 +39,7 @@ def measure_stages(
     advice = []
     kinds = {kind.lower() for profile in profiles.values() for kind in profile.device_kinds}
     if devices[0].device_kind.lower() not in kinds:
-        advice.append(
-            f"the plan is for {plan.hardware}, but runs on {devices[0].device_kind!r}, which is no device of that profile:"
-            " its predictions are of another machine. Leave out `hardware`, or give the profile of these devices"
-        )
+        advice.append(of_another_machine(plan.hardware, devices[0].device_kind))
     if abs(predicted.step_time_s - step_time_s) > FAR_OFF * step_time_s:
         words = "slower" if step_time_s > predicted.step_time_s else "faster"
         advice.append(

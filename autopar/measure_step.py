@@ -168,6 +168,14 @@ def _suspects(
     return tuple(sorted(found, key=lambda one: abs(math.log(one.factor))))
 
 
+def of_another_machine(hardware: str, device_kind: str) -> str:
+    """Advice where a plan runs on devices that it was not made for."""
+    return (
+        f"the plan is for {hardware}, but runs on {device_kind!r}, which is no device of that profile: its predictions are"
+        " of another machine. Leave out `hardware`, or give the profile of these devices"
+    )
+
+
 def _advice(
     plan: Plan,
     profile: HardwareProfile,
@@ -181,10 +189,7 @@ def _advice(
     advice = []
     far = abs(plan.prediction.step_time_s - measured_s) > FAR_OFF * measured_s
     if other_device:
-        advice.append(
-            f"the plan is for {profile.name}, but runs on {device_kind!r}, which is no device of that profile: its"
-            " predictions are of another machine. Leave out `hardware`, or give the profile of these devices"
-        )
+        advice.append(of_another_machine(profile.name, device_kind))
     if far:
         slower = measured_s > plan.prediction.step_time_s
         words = "slower" if slower else "faster"

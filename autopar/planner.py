@@ -38,7 +38,7 @@ from autopar.program import Program
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
 from autopar.rules.registered import called, needs_local, template
-from autopar.rules.registry import NodeView
+from autopar.rules.registry import NodeView, of_each_node
 from autopar.rules.table import rule_for, unknown_rule
 from autopar.sharding import TensorSharding
 from autopar.solve.ilp import Ilp
@@ -356,20 +356,16 @@ def plan_as_made(
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
     """A rule per node, and the primitives that have none, or none that can be used."""
     unknown: Counter[str] = Counter()
-    rules: list[Rule] = []
-    known: dict[tuple[object, ...], tuple[Rule, str]] = {}  # a program is layer after layer of the same
-    for node in graph.nodes:
-        view = NodeView.of(node, graph)
-        key = (view.primitive, view.operand_shapes, view.result_shapes, repr(view.params))
-        if key not in known:
-            rule = rule_for(view)
-            lacking = called(view) if rule is None or needs_local(view) else ""
-            known[key] = (rule or unknown_rule(view), lacking)
-        rule, lacking = known[key]
-        rules.append(rule)
+
+    def of(view: NodeView) -> tuple[Rule, str]:
+        rule = rule_for(view)
+        return rule or unknown_rule(view), called(view) if rule is None or needs_local(view) else ""
+
+    known = of_each_node(graph, of)
+    for node, (_, lacking) in zip(graph.nodes, known, strict=True):
         if lacking:
             unknown[lacking] += not node.effect
-    return tuple(rules), unknown
+    return tuple(rule for rule, _ in known), unknown
 
 
 def _outcome(solution: Solution, formulation: Formulation, seconds: float, memory_bound: bool) -> Outcome:

@@ -18,25 +18,14 @@ from autopar.cost.hardware import load
 from autopar.equations import LiteralOperand
 from autopar.pipeline.cluster import SubmeshShape
 from autopar.pipeline.cutting import Cuttable, StageProgram
-from autopar.pipeline.flow import Chain
 from autopar.pipeline.run import Pipeline, PlannedStage
 from autopar.pipeline.schedules.table import build
 from autopar.pipeline.stage_costs import StageCosts
 from autopar.plan import Plan
 from autopar.program import program_of
+from benchmarks.pipeline.execution import equal_starts
 
 QUICKLY = {"xla_backend_optimization_level": 0}
-
-
-def equal_starts(chain: Chain, num_layers: int) -> list[int]:
-    """Where layers begin that have about equal work, each at the narrowest place nearby."""
-    upto, total = np.cumsum(chain.flops), sum(chain.flops)
-    starts, reach = [0], max(len(chain.units) // (4 * num_layers), 1)
-    for layer in range(1, num_layers):
-        at = int(np.searchsorted(upto, total * layer / num_layers))
-        places = range(max(at - reach, starts[-1] + 1), min(at + reach, len(chain.units) - 1) + 1)
-        starts.append(min(places, key=lambda i: (chain.cut_bytes[i - 1], abs(i - at))))
-    return starts
 
 
 def pipelined(
@@ -138,3 +127,16 @@ def crossing(pipeline: Pipeline, kind: str) -> list[tuple[int, ...]]:
         ports = zip(stage.program.inputs, structs, strict=True)
         found += [struct.shape for port, struct in ports if port.kind == kind]
     return found
+
+
+def tanh_layers(params: Sequence[jax.Array], x: jax.Array) -> Any:
+    """A step of as many equal layers as there are kernels, by gradient descent."""
+
+    def loss(params: Sequence[jax.Array]) -> jax.Array:
+        h = x
+        for kernel in params:
+            h = jnp.tanh(h @ kernel)
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return [p - 0.1 * g for p, g in zip(params, gradients, strict=True)], value

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from pipelines import tanh_layers
 
 from autopar.cost.hardware import HardwareProfile, LinkProfile, load
 from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
@@ -26,22 +26,11 @@ H100 = load("h100-sxm")
 SLOW = replace(H100, network_link=LinkProfile(H100.host_link.bytes_per_s / 25, 1e-5), devices_per_host=2)
 
 
-def step(params: Any, x: jax.Array) -> Any:
-    def loss(params: Any) -> jax.Array:
-        h = x
-        for kernel in params:
-            h = jnp.tanh(h @ kernel)
-        return jnp.mean(h**2)
-
-    value, gradients = jax.value_and_grad(loss)(params)
-    return [p - 0.1 * g for p, g in zip(params, gradients, strict=True)], value
-
-
 @cache
 def cuttable() -> tuple[Cuttable, Clustering]:
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
     args = (params, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
-    found = Cuttable.of(program_of(step, args, carry=None, donate=None))
+    found = Cuttable.of(program_of(tanh_layers, args, carry=None, donate=None))
     chain = found.chain
     return found, cluster_layers(chain.flops, [0.0, *chain.cut_bytes], num_layers=LAYERS)
 

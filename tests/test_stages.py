@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
+from pipelines import tanh_layers
 
 import autopar
 from autopar.cli import main
@@ -61,18 +62,8 @@ def devices_of(leaf: jax.Array) -> list[int]:
 def wide(width: int = 4096, layers: int = 8, batch: int = 8192, dtype: Any = jnp.float32) -> tuple[Any, Any]:
     """Large enough for links to matter."""
 
-    def step(params: Any, x: jax.Array) -> Any:
-        def loss(params: Any) -> jax.Array:
-            h = x
-            for kernel in params:
-                h = jnp.tanh(h @ kernel)
-            return jnp.mean(h**2)
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        return [p - 0.1 * g for p, g in zip(params, gradients, strict=True)], value
-
     params = [jax.ShapeDtypeStruct((width, width), dtype)] * layers
-    return step, (params, jax.ShapeDtypeStruct((batch, width), dtype))
+    return tanh_layers, (params, jax.ShapeDtypeStruct((batch, width), dtype))
 
 
 # -- running ---------------------------------------------------------------------------------

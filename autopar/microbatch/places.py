@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from autopar.errors import MicrobatchError
 from autopar.graph.ir import Graph
-from autopar.rules.factors import DimFactors, Rule
-from autopar.rules.registry import NodeView
+from autopar.rules.factors import DimFactors
+from autopar.rules.registry import of_each_node
 from autopar.rules.table import rule_for
 
 #: Operand or result *i* of a node.
@@ -108,7 +108,7 @@ class Places:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.rules = _rules(graph)
+        self.rules = of_each_node(graph, rule_for)
         self.touching: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for n, node in enumerate(graph.nodes):
             for i, value in enumerate(node.operands):
@@ -234,19 +234,6 @@ class Places:
                 if factor.index in names:
                     inner = names[names.index(factor.index) + 1 :]
                     yield value, Place(d, factor.minor * math.prod(rule.factors[i].size for i in inner))
-
-
-def _rules(graph: Graph) -> list[Rule | None]:
-    """The rule of each node; nodes that are alike have one."""
-    known: dict[tuple[str, str, Hashable], Rule | None] = {}
-    found: list[Rule | None] = []
-    for node in graph.nodes:
-        view = NodeView.of(node, graph)
-        key = (view.primitive, repr(view.params), (view.operand_shapes, view.result_shapes))
-        if key not in known:
-            known[key] = rule_for(view)
-        found.append(known[key])
-    return found
 
 
 #: Reductions that are run on a part of what they reduce by running them on a part of their operands.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.graph.ir import Graph, Node
 from autopar.rules.factors import Rule
@@ -31,6 +31,23 @@ class NodeView:
             tuple(() if v is None else graph.values[v].shape for v in node.operands),
             tuple(graph.values[v].shape for v in node.results),
         )
+
+
+_T = TypeVar("_T")
+
+
+def of_each_node(graph: Graph, of: Callable[[NodeView], _T]) -> list[_T]:
+    """What a function makes of each node; asked once of those that are alike, for a program is layer after layer of the
+    same."""
+    known: dict[tuple[object, ...], _T] = {}
+    found: list[_T] = []
+    for node in graph.nodes:
+        view = NodeView.of(node, graph)
+        key = (view.primitive, view.operand_shapes, view.result_shapes, repr(view.params))
+        if key not in known:
+            known[key] = of(view)
+        found.append(known[key])
+    return found
 
 
 RuleFunction = Callable[[NodeView], Rule]

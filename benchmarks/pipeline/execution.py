@@ -130,10 +130,11 @@ def _less(most: Held, held: Held, pipeline: Pipeline) -> tuple[float, float]:
 def _stages(program: Program, count: int) -> tuple[StageProgram, ...]:
     """As many layers of about equal work."""
     cuttable = Cuttable.of(program)
-    return cuttable.layers(_starts(cuttable.chain, count), MICROBATCHES).stages(range(count))
+    return cuttable.layers(equal_starts(cuttable.chain, count), MICROBATCHES).stages(range(count))
 
 
-def _starts(chain: Chain, count: int) -> list[int]:
+def equal_starts(chain: Chain, count: int) -> list[int]:
+    """Where layers begin that have about equal work, each at the narrowest place nearby."""
     upto, total = np.cumsum(chain.flops), sum(chain.flops)
     starts, reach = [0], max(len(chain.units) // (4 * count), 1)
     for layer in range(1, count):
