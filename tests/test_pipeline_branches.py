@@ -129,7 +129,7 @@ def found() -> tuple[tuple[StageProgram, ...], tuple[int, ...], tuple[int, ...]]
     laid = branches.laid_out(stages)
     places = sorted({(stage, part) for stage, part in laid.place_of})
     return (
-        cuttable.layered(layer_of, 2).merged(laid.stage_of).stages(range(len(laid.place_of))),
+        cuttable.layered(layer_of, 2).settled(laid.stage_of),
         laid.stage_of,
         tuple(places.index(place) for place in laid.place_of),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
 
@@ -16,7 +17,7 @@ from autopar.pipeline.clustering import Clustering, cluster_layers
 from autopar.pipeline.cutting import Cuttable
 from autopar.pipeline.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.partition_problem import StageCost
-from autopar.pipeline.search import StagedStep, StageSearch
+from autopar.pipeline.search import Outcome, StagedStep, StageSearch
 from autopar.pipeline.stage_costs import StageCosts, likely_shapes
 from autopar.program import program_of
 
@@ -155,6 +156,28 @@ def test_the_best_number_of_microbatches_is_among_the_tried() -> None:
     at = numbers.index(tried[0].num_microbatches)
     for neighbour in numbers[max(at - 1, 0) : at + 2]:  # both sides of it were looked at
         assert neighbour in times
+
+
+def test_one_stage_is_looked_at_again_only_where_it_may_be_quicker() -> None:
+    """Half as many microbatches take no less than half the time, twice as many no less than all of it."""
+    cluster = Cluster((DeviceGroup(H100.name, 1, 2),))
+    looked_on = search_on(cluster, H100)
+    step = looked_on.one_device_each(("1f1b",)).step
+    assert step is not None
+
+    def on_all(behind: float) -> dict[int, bool]:
+        among: dict[int, Sequence[SubmeshShape] | None] = {}
+
+        def search_of(number: int, shapes: Sequence[SubmeshShape] | None) -> StageSearch:
+            among[number] = shapes
+            return looked_on
+
+        over_microbatches(search_of, (8, 16, 32), 16, lambda _: Outcome(step, one_stage_s=behind * step.step_time_s))
+        assert among.pop(16) is None
+        return {number: any(one.num_devices == 2 for one in shapes or ()) for number, shapes in among.items()}
+
+    assert on_all(1.2) == {32: False, 8: True}
+    assert on_all(10.0) == {32: False, 8: False}
 
 
 def test_numbers_of_microbatches() -> None:

@@ -58,6 +58,19 @@ def test_a_price_is_that_of_the_stage_when_it_is_planned(option: int) -> None:
     assert told.backward_s + told.weight_s == pytest.approx(planned.backward_s + planned.weight_s, rel=0.2)
 
 
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_what_a_long_stage_holds_is_known_from_pairs(num_devices: int) -> None:
+    """Also what is gathered before the first microbatch, of every layer, for all of them."""
+    costs = prices()
+    last = len(costs.keys) - 1
+    assert last >= 3
+    shape = SubmeshShape(H100.name, 1, num_devices)
+    stage = costs.layers.settled([0] * (last + 1))[0]
+    told, planned = costs.cost(0, last, shape), costs.planned(0, last, shape, stage).cost
+    for in_flight in (1, 4):
+        assert told.bytes_with(in_flight) == pytest.approx(planned.bytes_with(in_flight), rel=0.05)
+
+
 def test_what_is_dearer_to_hold_is_computed_again() -> None:
     costs = prices()
     first, last = middle(costs)
@@ -95,8 +108,8 @@ def test_state_that_is_dearer_has_fewer_copies() -> None:
         shape = SubmeshShape(H100.name, 1, 4, option=OPTIONS.index((price, HELD_PRICES[0])))
         states.append(costs.cost(first, last, shape).state_bytes)
     one = costs.cost(first, last, SubmeshShape(H100.name, 1, 1)).state_bytes
-    assert states == sorted(states, reverse=True)
-    assert states[-1] == pytest.approx(one / 4, rel=0.1)
+    assert states[0] > 1.2 * max(states[1:])
+    assert states[1:] == pytest.approx([one / 4] * 2, rel=0.2)  # casts are made of the parts, and are copies too
 
 
 def test_no_price_is_below_its_bound() -> None:

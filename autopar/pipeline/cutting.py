@@ -11,12 +11,12 @@ import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import MicrobatchError
 from autopar.graph.from_jaxpr import graph_of
 from autopar.graph.ir import Graph
-from autopar.microbatch.classify import classify
+from autopar.microbatch.classify import Split, classify
 from autopar.microbatch.places import Places
 from autopar.microbatch.rewrite import check_divides, laid_for_parts, rewritten
 from autopar.pipeline.additions import added_where_made
@@ -51,6 +51,19 @@ class Whole:
     places: Places
 
 
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """A step whose equations know their layers; the names are those of `Layers` and of `rewritten`."""
+
+    cut: Unstacked
+    trace: Trace
+    graph: Graph
+    places: Places
+    split: Split
+    free: frozenset[int]
+    homes: Homes
+
+
 @dataclass(frozen=True)
 class Cuttable:
     """A step that may be cut between any two units of its forward pass.
@@ -69,6 +82,8 @@ class Cuttable:
     places: Places
     own_statistics: bool
     refusal: MicrobatchError | None
+    #: With the layers that were asked for last: what does not change with the number of microbatches.
+    _labelled: dict[tuple[int, ...], _Labelled] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, program: Program, *, own_statistics: bool = False) -> Cuttable:
@@ -134,6 +149,16 @@ class Cuttable:
             if self.refusal is not None:
                 raise self.refusal
             check_divides(self.flow.graph, num_microbatches)
+        layer_of = tuple(layer_of)
+        if layer_of not in self._labelled:
+            self._labelled.clear()  # of one clustering at a time
+            self._labelled[layer_of] = self._label(layer_of)
+        known = self._labelled[layer_of]
+        looped = rewritten(known.trace, known.graph, known.places, known.split, num_microbatches)
+        return Layers(self, known.cut, looped, known.free, known.homes, layer_of, num_microbatches)
+
+    def _label(self, layer_of: Sequence[int]) -> _Labelled:
+        """The step whose equations know their layers, before it has microbatches."""
         coarse, coarsely = self._joined(layer_of)
         flow = coarse.flow
         homes = homes_of(flow, coarsely)
@@ -145,9 +170,8 @@ class Cuttable:
             places = Places(graph)
         alone = self.refusal is not None
         split = classify(trace, graph, places, own_statistics=self.own_statistics, alone=alone)
-        looped = rewritten(trace, graph, places, split, num_microbatches)
-        inputs = frozenset(flow.graph.inputs) & flow.free_values
-        return Layers(self, coarse.cut, looped, inputs, homes, tuple(layer_of), num_microbatches)
+        free = frozenset(flow.graph.inputs) & flow.free_values
+        return _Labelled(coarse.cut, trace, graph, places, split, free, homes)
 
     def _joined(self, layer_of: Sequence[int]) -> tuple[Cuttable, Sequence[int]]:
         """The step with those trips of a loop in one that are in one layer, and the layer of each unit of that."""
@@ -210,17 +234,18 @@ class Layers:
         cut = self._cut([used.index(stage) for stage in stage_of])
         return self._program(stage_trace(self.trace, cut, used.index(1)))
 
-    def merged(self, stage_of: Sequence[int]) -> Layers:
-        """The layers of each stage as one, once it is known which these are: trips of a loop are one loop then, and the
-        cotangents of branches that share a stage pass as one. Values have other numbers: stages of these layers
-        do not fit to those of the others.
+    def settled(self, stage_of: Sequence[int]) -> tuple[StageProgram, ...]:
+        """The programs of the stages, once it is known which these are: trips of a loop that share a stage are one loop
+        then, and the cotangents of branches that do pass as one. Where there are neither, layers keep their numbers in
+        them, so that what is computed again is so layer by layer.
 
         Args:
             stage_of: of each layer, its stage. A stage reads none with a higher number.
         """
-        if list(stage_of) == list(range(self.num_layers)):
-            return self
-        return self.cuttable.layered([stage_of[layer] for layer in self.layer_of], self.num_microbatches)
+        if not self.cuttable.stacks and self.homes.is_chain:
+            return self.stages(stage_of)
+        merged = self.cuttable.layered([stage_of[layer] for layer in self.layer_of], self.num_microbatches)
+        return merged.stages(range(merged.num_layers))
 
     def _cut(self, stage_of: Sequence[int]) -> Cut:
         return Cut(tuple(stage_of), self.free, self.homes.lies, self.cut.carried)

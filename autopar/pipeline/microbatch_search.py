@@ -3,7 +3,8 @@
 In: how a number's `StageSearch` is made. Out: what was tried, the best first. More microbatches leave less idle and hold
 less, fewer are worked on more efficiently; so step time is taken to fall and then to rise with their number, and the
 search ends where both neighbours are worse. The first number that leaves anything that fits is searched on all shapes of
-submeshes, the others only on those of the best found so far. What is found for a number is exact in so far as
+submeshes, the others only on those of the best found so far; all layers as one stage are looked at again where that may
+be quicker: a microbatch takes no less time than a smaller one, and two no less than one of twice the size. What is found for a number is exact in so far as
 `StageSearch` is; that no other number is better is an assumption.
 """
 
@@ -63,6 +64,7 @@ class _Climb:
         self.search_of, self.numbers, self.find = search_of, numbers, find
         self.tried: dict[int, Tried] = {}
         self.best: StagedStep | None = None
+        self.one_stage_on: tuple[SubmeshShape, ...] = ()
 
     def run(self, start: int) -> tuple[Tried, ...]:
         at = start
@@ -81,10 +83,21 @@ class _Climb:
 
     def _time(self, at: int) -> float:
         if at not in self.tried:
-            shapes = None if self.best is None else [stage.submesh.shape for stage in self.best.stages]
             number = self.numbers[at]
-            outcome = self.find(self.search_of(number, shapes))
+            search = self.search_of(number, self._shapes(number))
+            outcome = self.find(search)
             self.tried[at] = Tried(number, outcome)
+            whole = search.cluster.num_devices
+            self.one_stage_on = self.one_stage_on or tuple(s for s in search.shapes if s.num_devices == whole)
             if outcome.step is not None and (self.best is None or outcome.step.step_time_s < self.best.step_time_s):
                 self.best = outcome.step
         return self.tried[at].step_time_s
+
+    def _shapes(self, number: int) -> list[SubmeshShape] | None:
+        """Those that a number of microbatches is searched on; None: all."""
+        if self.best is None:
+            return None
+        shapes = [stage.submesh.shape for stage in self.best.stages]
+        looked_at = [one for one in self.tried.values() if one.outcome.one_stage_s < math.inf]
+        least = (one.outcome.one_stage_s * min(1.0, number / one.num_microbatches) for one in looked_at)
+        return shapes + (list(self.one_stage_on) if max(least, default=0.0) < self.best.step_time_s else [])

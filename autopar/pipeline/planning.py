@@ -37,8 +37,11 @@ from autopar.units import human_bytes
 from autopar.version import __version__
 from autopar.within_budget import BUDGET_MARGIN
 
-#: Of numbers of microbatches, one that has about so many for each device is tried first.
-_FIRST_PER_DEVICE = 2
+#: Of numbers of microbatches, one is tried first that has about so many for each device, and at least so many examples
+#: in each: with fewer microbatches stages wait, with fewer examples kernels are small.
+_FIRST_PER_DEVICE, _FIRST_EXAMPLES = 8, 4
+#: A step is cut into at most so many layers: of 48 equal blocks, each is one, with what is before and after them.
+_MOST_LAYERS = 64
 #: How often stages that hold more than they were priced at are looked for anew.
 _MOST_REPLANS = 2
 #: Seconds that the search of one schedule's partition may take.
@@ -87,6 +90,31 @@ def plan_stages(program: Program, asked: StagesAsked) -> PipelinePlan:
     return _Planning(program, asked).run()
 
 
+def searches_of(cuttable: Cuttable, asked: StagesAsked) -> Searches:
+    """The searches of a step, as `plan_stages` makes them."""
+    chain = cuttable.chain
+    return Searches(
+        cuttable,
+        cluster_layers(chain.flops, [0.0, *chain.cut_bytes], most_layers=_MOST_LAYERS),
+        asked.cluster,
+        asked.profiles,
+        asked.budgets,
+        _SEARCH_LIMIT_S,
+        num_stages=None if asked.stages == "auto" else asked.stages,
+        planning=asked.planning,
+    )
+
+
+def likely_numbers(cuttable: Cuttable, cluster: Cluster) -> tuple[tuple[int, ...], int]:
+    """Numbers of microbatches that a step may have, and the first to be tried."""
+    if cuttable.refusal is not None:
+        return (1,), 1
+    examples = num_examples(cuttable.flow.graph)
+    numbers = divisors(examples)
+    wanted = min(_FIRST_PER_DEVICE * cluster.num_devices, examples / _FIRST_EXAMPLES)
+    return numbers, min(numbers, key=lambda number: abs(math.log(number / wanted)))
+
+
 class _Planning:
     """Plans one step."""
 
@@ -97,18 +125,8 @@ class _Planning:
         self.report = asked.progress or (lambda stage, fraction: None)
         self.report("layers", 0.0)
         self.cuttable = Cuttable.of(program, own_statistics=asked.own_statistics)
-        chain = self.cuttable.chain
-        self.clustering = cluster_layers(chain.flops, [0.0, *chain.cut_bytes])
-        self.searches = Searches(
-            self.cuttable,
-            self.clustering,
-            asked.cluster,
-            asked.profiles,
-            asked.budgets,
-            _SEARCH_LIMIT_S,
-            num_stages=None if asked.stages == "auto" else asked.stages,
-            planning=asked.planning,
-        )
+        self.searches = searches_of(self.cuttable, asked)
+        self.clustering = self.searches.clustering
         self.tried: list[StagesTried] = []
 
     def run(self) -> PipelinePlan:
@@ -159,11 +177,7 @@ class _Planning:
             if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
                 raise MicrobatchError(f'`num_microbatches` is {asked!r}: give 1 or more, or "auto"')
             return (asked,), asked
-        if self.cuttable.refusal is not None:
-            return (1,), 1
-        numbers = divisors(num_examples(self.cuttable.flow.graph))
-        wanted = _FIRST_PER_DEVICE * self.asked.cluster.num_devices
-        return numbers, min(numbers, key=lambda number: abs(number - wanted))
+        return likely_numbers(self.cuttable, self.asked.cluster)
 
     def _search(self, count: int, among: Sequence[SubmeshShape] | None) -> StageSearch:
         self.report(f"stages for {count} microbatches", min(0.85, 0.05 + 0.1 * len(self.searches.costs)))
@@ -199,7 +213,7 @@ class _Planning:
         """The plan of these stages, and how many times the budget they hold, at the most."""
         asked, search, prices = self.asked, self.searches.search(count), self.searches.costs[count]
         stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
-        programs = prices.layers.merged(stage_of).stages(range(len(step.stages)))
+        programs = prices.layers.settled(stage_of)
         runs = [
             prices.planned(stage.first, stage.last, stage.submesh.shape, program)
             for program, stage in zip(programs, step.stages, strict=True)

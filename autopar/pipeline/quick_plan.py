@@ -27,7 +27,7 @@ from autopar.mesh import MeshShape
 from autopar.planner import distinct_meshes, rules_of
 from autopar.program import Program
 from autopar.rules.groups import Group, form_groups
-from autopar.solve.problem import Problem, Solution, Solver
+from autopar.solve.problem import Edge, Problem, Solution, Solver
 from autopar.within_budget import Made
 
 #: Another form is laid out, too, where the solver's costs are as close as this: they know nothing of what is hidden.
@@ -167,6 +167,13 @@ def _priced(f: Formulation, program: Program, way: Way) -> Problem:
     costs = list(f.problem.node_costs)
     entering = {"enter_carry", "enter_const"}  # what is made before the loop is held as long as state is
     state += [value for node in graph.nodes if node.primitive in entering for value in node.results]
+    edges, held = list(f.problem.edges), set(state)
+    for flow in f.flows:  # what several read otherwise than it is made is one more buffer
+        if flow.value in held and f.decisions[flow.target].kind == "copy":
+            info = graph.values[flow.value]
+            sizes = np.array([wanted.local_size(info.shape, f.mesh) for wanted in flow.wanted])
+            moved = np.array([[made != wanted for wanted in flow.wanted] for made in flow.made])
+            edges.append(Edge(flow.source, flow.target, per_byte * info.itemsize * sizes * moved))
     for value in state:
         if value in f.value_made:
             node, shardings = f.value_made[value]
@@ -179,4 +186,4 @@ def _priced(f: Formulation, program: Program, way: Way) -> Problem:
             held = np.array([bool(sharding.unreduced) for sharding in shardings])
             if not held.all():
                 costs[node] = np.where(held, np.inf, costs[node])
-    return replace(f.problem, node_costs=tuple(costs))
+    return replace(f.problem, node_costs=tuple(costs), edges=tuple(edges))

@@ -92,10 +92,12 @@ class Outcome:
     Args:
         step: None where nothing fits.
         reason: why nothing does.
+        one_stage_s: of the quickest step in one stage, whether it fits or not, where one was looked at.
     """
 
     step: StagedStep | None
     reason: str = ""
+    one_stage_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,24 +144,29 @@ class StageSearch:
             partitioner: by default the package's.
         """
         found, reasons = [], []
-        single = tuple(shape for shape in self.shapes if shape.num_devices == 1 and self._may_fit_each(shape))
-        among = [self.shapes, *([single] if single and single != self.shapes and partitioner is None else [])]
-        searches = [replace(self, shapes=shapes) for shapes in among]
+        several = self.shapes
+        if partitioner is None and self.num_stages != 1:  # all devices as one submesh are `one_stage`'s
+            several = tuple(shape for shape in self.shapes if shape.num_devices < self.cluster.num_devices)
+        single = tuple(shape for shape in several if shape.num_devices == 1 and self._may_fit_each(shape))
+        among = [several, *([single] if single != several and partitioner is None else [])]
+        searches = [replace(self, shapes=shapes) for shapes in among if shapes]
         outcomes = [search._of_schedule(name, partitioner) for name in schedules for search in reversed(searches)]
         alone = [self.one_stage()] if self.num_stages in (None, 1) and partitioner is None else []
         for outcome in (*alone, *outcomes):
             found += [] if outcome.step is None else [outcome.step]
             reasons += [outcome.reason] if outcome.reason else []
-        if found:
-            return Outcome(min(found, key=lambda step: step.step_time_s))
-        return Outcome(None, reasons[-1] if reasons else "")
+        best = min(found, key=lambda step: step.step_time_s, default=None)
+        one_stage_s = min((outcome.one_stage_s for outcome in alone), default=math.inf)
+        return Outcome(best, reasons[-1] if reasons and best is None else "", one_stage_s)
 
     def one_stage(self) -> Outcome:
         """All layers as one stage, on any of the shapes: intra-operator parallelism alone."""
         found: list[StagedStep] = []
         least: Shortage | None = None
+        quickest: dict[SubmeshShape, float] = {}  # of a shape, its first option; the others only save memory
         for shape in sorted(self.shapes, key=lambda shape: (-shape.num_devices, shape.option)):
-            if found and self._least_s(shape) >= min(step.step_time_s for step in found):
+            at_least = max(self._least_s(shape), quickest.get(replace(shape, option=0), 0.0))
+            if found and at_least >= min(step.step_time_s for step in found) / (1 + self.relative_gap):
                 continue
             if self.bound is not None and not self._may_fit(shape):
                 continue
@@ -169,14 +176,15 @@ class StageSearch:
                 continue
             stage = Stage(0, len(self.keys) - 1, mesh)
             step = self._simulated("1f1b", (stage,), (joined(cost),), _settled(stage, cost, self.num_microbatches))
+            quickest.setdefault(replace(shape, option=0), step.step_time_s)
             budget = self.budget_bytes[shape.kind]
             if step.peak_bytes[0] <= budget:
                 found.append(step)
             elif least is None or step.peak_bytes[0] - budget < least.missing_bytes:
                 least = Shortage(stage, 1.0, step.peak_bytes[0], budget)
-        if found:
-            return Outcome(min(found, key=lambda step: step.step_time_s))
-        return Outcome(None, str(least) if least else "")
+        best = min(found, key=lambda step: step.step_time_s, default=None)
+        reason = str(least) if least and best is None else ""
+        return Outcome(best, reason, min(quickest.values(), default=math.inf))
 
     def one_device_each(self, schedules: Sequence[str] = SCHEDULES) -> Outcome:
         """Inter-operator parallelism alone: every stage on one device."""
@@ -220,7 +228,7 @@ class StageSearch:
     def _may_fit(self, shape: SubmeshShape) -> bool:
         """Whether all layers may fit on a shape, or it is the largest, which says what is missing."""
         assert self.bound is not None
-        largest = max(one.num_devices for one in self.shapes)
+        largest = max(group.num_devices for group in self.cluster.groups)
         least = self.bound(0, len(self.keys) - 1, shape).state_bytes
         return shape.num_devices == largest or least <= self.budget_bytes[shape.kind]
 

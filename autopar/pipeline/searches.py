@@ -47,17 +47,16 @@ class Searches:
         return sum(costs.num_planned for costs in self.costs.values())
 
     def search(self, count: int, among: Sequence[SubmeshShape] | None = None) -> StageSearch:
-        """That of a number of microbatches, on all shapes; or on some, and on all devices as one."""
+        """That of a number of microbatches, on all shapes or on some."""
         starts, keys = self.clustering.starts, self.clustering.keys
         if count not in self.costs:
             layers = self.cuttable.layers(starts, count)
             self.costs[count] = StageCosts(layers, self.profiles, keys, splits_backward=True, **self.planning)
         costs, cuts = self.costs[count], [0.0, *self.cuttable.chain.cut_bytes]
-        shapes = likely_shapes(self.cluster)
+        shapes = costs.in_options(likely_shapes(self.cluster), self.budget_bytes)
         if among is not None:
             plain = {replace(shape, option=0) for shape in among}
-            whole = self.cluster.num_devices
-            shapes = tuple(shape for shape in shapes if shape in plain or shape.num_devices == whole)
+            shapes = tuple(shape for shape in shapes if replace(shape, option=0) in plain)
         return StageSearch(
             cost=costs.cost,
             keys=keys,
@@ -65,7 +64,7 @@ class Searches:
             cluster=self.cluster,
             profiles=self.profiles,
             budget_bytes=self.budget_bytes,
-            shapes=costs.in_options(shapes, self.budget_bytes),
+            shapes=shapes,
             num_microbatches=count,
             num_stages=self.num_stages,
             alone=costs.alone,

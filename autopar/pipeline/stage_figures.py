@@ -98,10 +98,10 @@ class StageFigures:
         return sum(device.buffers[b].num_bytes for b in made & read if not device.buffers[b].argument)
 
     def _made_before(self) -> float:
-        """Bytes of what is made before the first microbatch and read by all."""
+        """Bytes of what is made, or gathered, before the first microbatch and read by all."""
         device, loop = self.made.parts.device, self.layout.loop
-        made = {b for op in device.ops if op.node < loop.enter[0] for b in op.writes}
-        read = {b for op in device.ops if loop.enter[0] <= op.node < loop.exit[0] for b in op.reads}
+        made = {b for op in device.ops if op.node < loop.enter[1] for b in op.writes}
+        read = {b for op in device.ops if loop.enter[1] <= op.node < loop.exit[0] for b in op.reads}
         kept = {b for op in device.ops if op.node in self.layout.carries for b in op.writes}
         return sum(device.buffers[b].num_bytes for b in made & read - kept if not device.buffers[b].argument)
 

@@ -29,8 +29,7 @@ def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, 
         PlanMismatchError: the plan was made by another autopar, or of another program.
     """
     cuttable = Cuttable.of(program, own_statistics=plan.own_statistics)
-    layers = cuttable.layers(plan.starts, plan.num_microbatches).merged(plan.stage_of)
-    stages = layers.stages(range(len(plan.stages)))
+    stages = cuttable.layers(plan.starts, plan.num_microbatches).settled(plan.stage_of)
     for number, (stage, planned) in enumerate(zip(stages, plan.stages, strict=True)):
         here = stage.program.of(planned.plan)
         difference = planned.plan.program.difference(here.signature)

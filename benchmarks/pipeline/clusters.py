@@ -9,12 +9,13 @@ ZB-H1 and interleaved 1F1B, and numbers of microbatches that divide the batch; e
 state and of what its backward pass reads. No device is there and nothing is compiled: times are predictions, at the
 rates of the profile `v100-sxm-16`.
 
-*intra-op only* is one stage on all devices, planned as one program; *inter-op only* has every stage on one device; both
-with the same layers, options of memory, and search of the number of microbatches. *As planned* is the step with each of
-its stages planned as a program by itself, where the search adds up prices of single layers and pairs; `peak_gb` is what
-the fullest device then holds, of the 14.5 GB that it may. PFLOPS count the
-products of the model once, whatever is computed again. Seconds of the search begin with the traced step; of tracing it
-is `trace_s`. `cpu_s` is what the search takes of one core: on a busy machine the difference is others'.
+The plan is `plan_stages`', what `parallelize(stages="auto")` asks: stages are found by prices of single layers and pairs;
+then each stage is planned as a program by itself, and where one holds more than its price said, stages that hold less are
+looked for. `step_s` and `peak_gb`, of the fullest device, are of the planned stages. *intra-op only* is one stage on
+all devices, priced as one program; *inter-op only* has every stage on one device; both with the same layers, options of
+memory, and a search of their own for the number of microbatches, and both as priced. PFLOPS count the products of the
+model once, whatever is computed again. Seconds of the search begin with the traced step and end with the planned stages;
+of tracing it is `trace_s`. `cpu_s` is what the search takes of one core: on a busy machine the difference is others'.
 """
 
 from __future__ import annotations
@@ -27,19 +28,14 @@ from typing import Any
 
 from autopar.cost.hardware import HardwareProfile, LinkProfile, load
 from autopar.pipeline.cluster import Cluster, DeviceGroup
-from autopar.pipeline.clustering import Clustering, cluster_layers
 from autopar.pipeline.cutting import Cuttable
-from autopar.pipeline.microbatch_search import Tried, divisors, over_microbatches
-from autopar.pipeline.search import StagedStep, StageSearch
+from autopar.pipeline.microbatch_search import SearchOf, Tried, over_microbatches
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.planning import StagesAsked, likely_numbers, plan_stages, searches_of
+from autopar.pipeline.search import StageSearch
 from autopar.pipeline.searches import Searches
 from autopar.program import Program, program_of
 from benchmarks.zoo.gpt import GptSizes, gpt
-
-#: Of the memory that a device may hold, what stays free.
-_MARGIN = 0.05
-_MOST_LAYERS = 64
-#: Seconds that the search of one schedule's partition may take.
-_SEARCH_LIMIT_S = 100.0
 
 
 def v100() -> HardwareProfile:
@@ -70,21 +66,11 @@ CASES = (
 )
 
 
-def searches_of(case: Case, cuttable: Cuttable, clusters: Clustering) -> Searches:
-    """The searches of one model; prices of a number of microbatches are shared by them."""
+def asked_of(case: Case) -> StagesAsked:
+    """What a user asks for who names the cluster."""
     profile = v100()
     cluster = Cluster((DeviceGroup(profile.name, case.num_hosts, profile.devices_per_host),))
-    budget_bytes = {profile.name: (1 - _MARGIN) * profile.usable_bytes}
-    return Searches(cuttable, clusters, cluster, {profile.name: profile}, budget_bytes, _SEARCH_LIMIT_S)
-
-
-def as_planned(searches: Searches, number: int, step: StagedStep) -> StagedStep:
-    """The step with its stages planned."""
-    if len(step.stages) == 1:
-        return step
-    search, costs = searches.search(number), searches.costs[number]
-    planned = [costs.planned(stage.first, stage.last, stage.submesh.shape).cost for stage in step.stages]
-    return search.with_costs(step, planned)
+    return StagesAsked(cluster=cluster, profiles={profile.name: profile})
 
 
 def measure() -> list[dict[str, Any]]:
@@ -98,68 +84,60 @@ def row(case: Case) -> dict[str, Any]:
     step, args = gpt(case.sizes).target
     program = program_of(step, args, carry=None, donate=None)
     traced, used = time.perf_counter(), time.process_time()
-    cuttable = Cuttable.of(program)
-    chain = cuttable.chain
-    clusters = cluster_layers(chain.flops, [0.0, *chain.cut_bytes], most_layers=_MOST_LAYERS)
-    searching = searches_of(case, cuttable, clusters)
-    numbers = divisors(case.sizes.batch)
-    start = case.sizes.batch // (2 if _is_short(program, searching) else 8)
-    found = over_microbatches(searching.search, numbers, start)
+    asked = asked_of(case)
+    plan = plan_stages(program, asked)
     seconds, cpu = time.perf_counter() - traced, time.process_time() - used
-    planned = searching.num_planned
-    others = {
-        "intra-op only": over_microbatches(
-            lambda number, _: searching.search(number), numbers, start, StageSearch.one_stage
-        ),
-        "inter-op only": over_microbatches(
-            lambda number, _: searching.search(number),
-            numbers,
-            start,
-            lambda search: search.one_device_each(("1f1b", "zb-h1")),
-        ),
-    }
-    best = found[0]
-    told = {name: _told(tried[0]) for name, tried in others.items()}
-    ahead = min((tried[0].step_time_s for tried in others.values()), default=math.inf) / best.step_time_s
-    ours = best.outcome.step
-    flops = case.sizes.model_flops
-    checked = None if ours is None else as_planned(searching, best.num_microbatches, ours)
+    others = {name: tried[0] for name, tried in _others(program, asked, plan.num_microbatches).items()}
+    # One stage runs as one program, and not, as its plan has it, in pieces.
+    step_s = plan.prediction.step_time_s if len(plan.stages) > 1 else others["intra-op only"].step_time_s
     return {
         "model": case.name,
         "parameters_b": case.sizes.num_parameters / 1e9,
         "devices": f"{case.num_hosts} x 8",
-        "stages": _stages(ours),
-        "microbatches": best.num_microbatches,
-        "schedule": "" if ours is None else ours.schedule.name,
-        "step_s": best.step_time_s,
-        "as_planned_s": None if checked is None else checked.step_time_s,
-        "peak_gb": None if checked is None else max(checked.peak_bytes) / 1e9,
-        "pflops": flops / best.step_time_s / 1e15,
-        **told,
-        "ahead of both": "nothing else fits" if math.isinf(ahead) else f"{ahead:.2f}x",
-        "tried": ", ".join(f"{tried.num_microbatches}" for tried in found),
+        "stages": _stages(plan),
+        "microbatches": plan.num_microbatches,
+        "schedule": plan.schedule,
+        "step_s": step_s,
+        "peak_gb": max(plan.prediction.stage_bytes) / 1e9,
+        "pflops": case.sizes.model_flops / step_s / 1e15,
+        **{name: _told(other) for name, other in others.items()},
+        "ahead of both": _ahead(min(other.step_time_s for other in others.values()) / step_s),
+        "tried": ", ".join(str(number) for number in dict.fromkeys(one.num_microbatches for one in plan.tried)),
         "trace_s": traced - started,
         "search_s": seconds,
         "cpu_s": cpu,
-        "planned": planned,
-        "outcome": "" if ours is None else ours.partition.status.value.split(",")[0],
+        "planned": plan.outcome.num_planned,
+        "outcome": plan.outcome.status.split(",")[0],
     }
 
 
-def _is_short(program: Program, searching: Searches) -> bool:
-    """Whether the state alone takes half of all memory: then microbatches must be small."""
-    graph = program.graph
-    state = sum(graph.values[graph.inputs[position]].num_bytes for position, _ in graph.carried)
-    return state > 0.5 * searching.cluster.num_devices * v100().usable_bytes
+def _others(program: Program, asked: StagesAsked, start: int) -> dict[str, tuple[Tried, ...]]:
+    """Each kind of parallelism by itself, with numbers of microbatches of its own."""
+    cuttable = Cuttable.of(program)
+    searches = searches_of(cuttable, asked)
+    numbers, _ = likely_numbers(cuttable, asked.cluster)
+    return {
+        "intra-op only": over_microbatches(_on_all(searches), numbers, start, StageSearch.one_stage),
+        "inter-op only": over_microbatches(_on_all(searches), numbers, start, StageSearch.one_device_each),
+    }
 
 
-def _stages(step: StagedStep | None) -> str:
+def _on_all(searches: Searches) -> SearchOf:
+    return lambda number, _: searches.search(number)
+
+
+def _ahead(ratio: float) -> str:
+    return "nothing else fits" if math.isinf(ratio) else f"{ratio:.2f}x"
+
+
+def _stages(plan: PipelinePlan) -> str:
     """Layers times devices of the stages that follow one another."""
-    if step is None:
-        return "does not fit"
     runs = [
-        (stage.last - stage.first + 1, f"{stage.submesh.shape.num_hosts}x{stage.submesh.shape.devices_per_host}")
-        for stage in step.stages
+        (
+            stage.last_layer - stage.first_layer + 1,
+            f"{stage.submesh.shape.num_hosts}x{stage.submesh.shape.devices_per_host}",
+        )
+        for stage in plan.stages
     ]
     told = []
     for shape, group in itertools.groupby(runs, key=lambda run: run[1]):
