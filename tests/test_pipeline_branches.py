@@ -81,7 +81,7 @@ def step(state: Any, batch: Any) -> Any:
 @cache
 def layered() -> tuple[Cuttable, list[int]]:
     cuttable = Cuttable.of(program_of(step, (state(), batch_of(0)), carry=None, donate=None))
-    return cuttable, branch_layers(cuttable.flow, least_share=0.01)
+    return cuttable, branch_layers(cuttable.flow, cuttable.chain)
 
 
 def test_branches_are_layers_of_their_own() -> None:

@@ -29,7 +29,7 @@ def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, 
         PlanMismatchError: the plan was made by another autopar, or of another program.
     """
     cuttable = Cuttable.of(program, own_statistics=plan.own_statistics)
-    layers = cuttable.layers(plan.starts, plan.num_microbatches).merged(plan.stage_of)
+    layers = cuttable.layered(plan.stages_of_units(len(cuttable.flow.forward)), plan.num_microbatches)
     stages = layers.stages(range(len(plan.stages)))
     for number, (stage, planned) in enumerate(zip(stages, plan.stages, strict=True)):
         here = stage.program.of(planned.plan)

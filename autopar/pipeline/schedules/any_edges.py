@@ -7,10 +7,45 @@ more microbatches than there are stages on the longest way from it to the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from autopar.pipeline.check import check
 from autopar.pipeline.tasks import Edges, Phase, Schedule, Task, synchronous_needs, with_updates
+
+#: What such a schedule is called, with and without a backward pass, and a sentence for people.
+NAME, FORWARD_NAME = "as they come", "forward, as they come"
+WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        NAME: "A submesh that is free runs a backward pass if one is ready, else the earliest forward pass.",
+        FORWARD_NAME: "A submesh that is free runs the earliest forward pass that is ready.",
+    }
+)
+
+
+def side_by_side(num_stages: int, edges: Edges) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Stages that do not wait for one another: of each place where the program forks, the stages of each branch.
+
+    >>> side_by_side(5, [(0, 1), (1, 2), (0, 3), (2, 4), (3, 4)])
+    (((1, 2), (3,)),)
+    """
+    after: list[set[int]] = [set() for _ in range(num_stages)]
+    for source, target in sorted(edges, reverse=True):
+        after[source] |= {target} | after[target]
+    apart = [(a, b) for b in range(num_stages) for a in range(b) if b not in after[a]]
+    forks = (fork for fork in _connected(range(num_stages), apart) if len(fork) > 1)
+    return tuple(_connected(fork, edges) for fork in forks)
+
+
+def _connected(stages: Iterable[int], edges: Edges) -> tuple[tuple[int, ...], ...]:
+    """Those of some stages that are connected, group by group."""
+    groups = [{stage} for stage in stages]
+    for source, target in edges:
+        touched = [group for group in groups if source in group or target in group]
+        if len(touched) == 2:
+            touched[0] |= touched[1]
+            groups.remove(touched[1])
+    return tuple(tuple(sorted(group)) for group in groups)
 
 
 def as_they_come(
@@ -62,6 +97,6 @@ def as_they_come(
         if task.microbatch + 1 < num_microbatches:
             heads.append(task._replace(microbatch=task.microbatch + 1))
     laid = with_updates(tuple(map(tuple, orders)))
-    built = Schedule("as they come", laid, synchronous_needs(laid, edges))
+    built = Schedule(NAME if has_backward else FORWARD_NAME, laid, synchronous_needs(laid, edges))
     check(built)
     return built
