@@ -132,7 +132,7 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
         ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
     ]
     if branches := plan.side_by_side():
-        facts.append(("Branches", "; ".join(map(_beside, branches)) + ": these run side by side"))
+        facts.append(("Side by side", "; ".join(f"stages {_beside(fork)}" for fork in branches)))
     if plan.own_statistics:
         text = "each microbatch has its own batch statistics, so this is not quite the step as written"
         facts.append(("Statistics", text))
@@ -192,8 +192,8 @@ def _sent(send: Send, *, told: bool) -> str:
 
 
 def _beside(fork: Sequence[Sequence[int]]) -> str:
-    """The stages of each branch: "stage 1 beside stages 2, 3"."""
-    return " beside ".join(f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}" for own in fork)
+    """The stages of each branch: `1 | 2, 3 | 4`."""
+    return " | ".join(", ".join(map(str, own)) for own in fork)
 
 
 def _range(first: int, last: int) -> str:

@@ -8,7 +8,7 @@ partitions, as stages in the order in which their tasks come, are then simulated
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from autopar.pipeline.partition import ExactPartitioner
 from autopar.pipeline.partition_problem import Partition, PartitionProblem, Stage, StageCost
 from autopar.pipeline.schedules.any_edges import as_they_come
 from autopar.pipeline.search import Outcome, StagedStep, sent, sent_s
-from autopar.pipeline.stage_costs import PlannedRun, StageCosts
+from autopar.pipeline.stage_costs import HELD_PRICES, PlannedRun, StageCosts
 from autopar.pipeline.staged_time import Send, staged_peaks, staged_timeline, task_seconds
 
 #: Of the partitions so many are simulated.
@@ -79,16 +79,17 @@ class BranchSearch:
             bound=costs.bound,
         )
 
+        made = self.layers.made_bytes
+
         def to_and_fro_s(layer: int, part: SubmeshShape, same_host: bool) -> float:
-            made = sum(one.num_bytes for one in self.layers.passing if one.maker == layer) / count
-            return 2 * sent_s(made, part, part, same_host, self.profiles)
+            return 2 * sent_s(made[layer] / count, part, part, same_host, self.profiles)
 
         branches = Branches(problem, self.layers.edges, to_and_fro_s)
         partitioner = ExactPartitioner(time_limit_s=self.time_limit_s, relative_gap=_RELATIVE_GAP)
         widened = branches.widened()
-        split = tuple(shape for shape in widened.shapes if shape.parts > 1)
+        split = tuple(shape for shape in widened.shapes if shape.parts > 1 and _differs(shape, problem.shapes))
         steps: list[StagedStep] = []
-        for shapes in (widened.shapes, split) if split else ():
+        for shapes in ((*problem.shapes, *split), split) if split else ():
             partition = partitioner.partition(replace(widened, shapes=shapes))
             found = dict.fromkeys((partition.stages, *partition.others))
             forked = [stages for stages in found if any(stage.submesh.shape.parts > 1 for stage in stages)]
@@ -126,11 +127,15 @@ class BranchSearch:
             self._costs[count] = StageCosts(layers, self.profiles, self.layers.keys, **self.planning)
         return self._costs[count]
 
-    def _transfer_s(self, count: int) -> Any:
+    def _transfer_s(self, count: int) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
+        """Of what passes there and back where a chain of these layers is cut."""
+        across = [
+            sum(one.num_bytes for one in self.layers.passing if one.maker < boundary <= one.readers[-1]) / count
+            for boundary in range(len(self.layers.keys))
+        ]
+
         def transfer_s(boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
-            across = (one for one in self.layers.passing if one.maker < boundary <= one.readers[-1])
-            made = sum(one.num_bytes for one in across) / count
-            return 2 * sent_s(made, source, target, same_host, self.profiles)
+            return 2 * sent_s(across[boundary], source, target, same_host, self.profiles)
 
         return transfer_s
 
@@ -177,6 +182,12 @@ class BranchSearch:
         )
         timeline, peaks = staged_timeline(schedule, costs, sends), staged_peaks(schedule, costs)
         return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, layer_of)
+
+
+def _differs(shape: SubmeshShape, plain: Sequence[SubmeshShape]) -> bool:
+    """Whether no cheaper option of a shape in parts is the same: the price of state is none to a device by itself."""
+    cheapest = min(one.option for one in plain if one.kind == shape.kind)
+    return shape.num_devices > shape.parts or shape.option < cheapest + len(HELD_PRICES)
 
 
 def _together(costs: Sequence[StageCost]) -> StageCost:

@@ -49,6 +49,11 @@ class ForkedLayers:
         """Pairs of layers, the first of which the second reads."""
         return tuple(sorted({(one.maker, reader) for one in self.passing for reader in one.readers}))
 
+    @property
+    def made_bytes(self) -> list[float]:
+        """Of what each layer makes and others read."""
+        return [sum(one.num_bytes for one in self.passing if one.maker == layer) for layer in range(len(self.keys))]
+
     def sends(self, stage_of: Sequence[int]) -> dict[tuple[int, int], float]:
         """Bytes that pass between stages, each value once.
 
@@ -105,7 +110,10 @@ def _finer(flow: Flow, chain: Chain, layer_of: Sequence[int]) -> list[int]:
     finer, number = np.zeros(len(layers), int), 0
     for layer in range(int(layers.max()) + 1):
         (mine,) = np.nonzero(layers == layer)
-        most = round(_FINEST * float(flops[mine].sum() / flops.sum()))
+        most = min(
+            round(_FINEST * float(flops[mine].sum() / flops.sum())),
+            int((flops[mine] > flops.sum() / (2 * _FINEST)).sum()),  # what is cheap is none by itself
+        )
         own = chain_of(flow, [chain.units[position] for position in mine])
         cuts = [0.0, *own.cut_bytes]
         starts = cluster_layers(own.flops, cuts, most_layers=most).starts if most > 1 else (0,)
@@ -117,7 +125,7 @@ def _finer(flow: Flow, chain: Chain, layer_of: Sequence[int]) -> list[int]:
 
 
 def _keys(flow: Flow, chain: Chain, layer_of: Sequence[int], passing: Sequence[Passing]) -> tuple[int, ...]:
-    """Layers of equal units that read and are read alike have one number."""
+    """Layers of equal units that read and make as much have one number; where one reads the layer before it, all do."""
     signs: list[list[Hashable]] = [[] for _ in range(max(layer_of) + 1)]
     for i, flops, layer in zip(chain.units, chain.flops, layer_of, strict=True):
         unit = flow.units[i]
@@ -125,10 +133,9 @@ def _keys(flow: Flow, chain: Chain, layer_of: Sequence[int], passing: Sequence[P
         shapes = tuple(flow.graph.values[value].shape for value in (*unit.operands, *unit.results))
         signs[layer].append((names, shapes, flops))
     for one in passing:
-        away = tuple(reader - one.maker for reader in one.readers)
-        signs[one.maker].append(("makes", away, one.num_bytes))
+        signs[one.maker].append(("makes", one.num_bytes))
         for reader in one.readers:
-            signs[reader].append(("reads", one.maker - reader, one.num_bytes))
+            signs[reader].append(("reads", one.maker == reader - 1, one.num_bytes))
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(tuple(sign), len(numbers)) for sign in signs)
 

@@ -42,6 +42,8 @@ from autopar.within_budget import BUDGET_MARGIN
 
 #: Of numbers of microbatches, one that has about so many for each device is tried first.
 _FIRST_PER_DEVICE = 2
+#: A chain and stages that fork are both planned where they are priced as close as this.
+_CLOSE = 1.1
 #: How often stages that hold more than they were priced at are looked for anew.
 _MOST_REPLANS = 2
 #: Seconds that the search of one schedule's partition may take.
@@ -114,6 +116,8 @@ class _Planning:
         )
         self.branches = self._branches()
         self.tried: list[StagesTried] = []
+        #: The best chain and the best stages that fork, with their microbatches, by whether they fork.
+        self.best: dict[bool, tuple[int, StagedStep]] = {}
 
     def run(self) -> PipelinePlan:
         numbers, start = self._numbers()
@@ -127,13 +131,24 @@ class _Planning:
                 f" ({len(self.clustering.starts)} layers, microbatches tried: {counts}). {best.outcome.reason}. Give more"
                 " devices, another schedule, or a larger memory budget"
             )
-        return self._within(best.num_microbatches, best.outcome.step)
+        self.report("plan stages", 0.9)
+        plans: list[PipelinePlan] = []
+        failures: list[BudgetError] = []
+        close = [one for one in self.best.values() if one[1].step_time_s <= _CLOSE * best.step_time_s]
+        for count, step in close:
+            try:
+                plans.append(self._within(count, step))
+            except BudgetError as error:
+                failures.append(error)
+        if not plans:
+            raise failures[0]
+        self.report("done", 1.0)
+        return min(plans, key=lambda plan: plan.prediction.step_time_s)
 
     def _within(self, count: int, step: StagedStep) -> PipelinePlan:
         """The plan of these stages; or where they hold more, once planned, than their prices say, of the best that are
         priced to hold as much less."""
         budgets = self.asked.budgets
-        self.report("plan stages", 0.9)
         plan, over = self._plan(count, step)
         for _ in range(_MOST_REPLANS):
             if over <= 1:
@@ -151,7 +166,6 @@ class _Planning:
                 f" on a device of {self.asked.cluster}, {over * (1 - BUDGET_MARGIN):.2f} times the memory budget. Give more devices or"
                 " microbatches, or a larger budget"
             )
-        self.report("done", 1.0)
         return plan
 
     # -- the search --------------------------------------------------------------------------
@@ -189,16 +203,22 @@ class _Planning:
             )
             if best.step is None or (step is not None and step.step_time_s < best.step.step_time_s):
                 best = found
+            if step is not None:
+                forks = step.layer_of is not None
+                known = self.best.setdefault(forks, (search.num_microbatches, step))[1]
+                if step.step_time_s < known.step_time_s:
+                    self.best[forks] = (search.num_microbatches, step)
         return best
 
     def _outcomes(self, search: StageSearch) -> Iterator[tuple[str, Outcome]]:
-        """What each schedule makes of the stages; and branches side by side, where there are any."""
-        for name in self._schedules():
-            yield name, search.outcome((name,), self.asked.partitioner)
+        """What branches side by side make of the stages, where there are any, and then each schedule: where nothing fits,
+        the last one says why."""
         if self.branches is not None:
             shapes = tuple(dict.fromkeys(replace(shape, option=0) for shape in search.shapes))
             found = self.branches.outcome(search.num_microbatches, shapes, search.budget_bytes)
             yield any_edges.NAME if self.cuttable.flow.backward else any_edges.FORWARD_NAME, found
+        for name in self._schedules():
+            yield name, search.outcome((name,), self.asked.partitioner)
 
     def _branches(self) -> BranchSearch | None:
         """The search for stages that fork and join, where the step does so and nothing else was asked for."""
