@@ -20,7 +20,7 @@ from autopar.pipeline.cutting import Cuttable
 from autopar.pipeline.forks import forked_layers
 from autopar.program import Program, program_of
 
-WIDTH, BATCH, TOWERS = 1024, 16, 4
+WIDTH, BATCH, TOWERS = 512, 16, 4
 H100 = load("h100-sxm")
 #: Few examples, so that kernels take as long as they take to start: splitting an operator saves nothing.
 OPTIONS: dict[str, Any] = {"stages": "auto", "num_microbatches": 1, "hardware": H100}
