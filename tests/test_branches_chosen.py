@@ -18,6 +18,7 @@ from autopar.cost.hardware import load
 from autopar.errors import PlanFileError
 from autopar.pipeline.cutting import Cuttable
 from autopar.pipeline.forks import forked_layers
+from autopar.pipeline.schedules.any_edges import side_by_side
 from autopar.program import Program, program_of
 
 WIDTH, BATCH, TOWERS = 512, 16, 4
@@ -118,6 +119,26 @@ def test_layers_that_fork_are_in_order_and_say_what_passes() -> None:
     stage_of = [0 if layer < max(readers[0]) else 1 for layer in range(len(layers.keys))]
     sent = layers.sends(stage_of)
     assert set(sent) == {(0, 1)} and sent[0, 1] >= BATCH * WIDTH * 4
+
+
+def test_towers_that_read_data_of_their_own_are_branches() -> None:
+    def matched(params: Any, images: jax.Array, texts: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            ends = []
+            for x, kernels in zip((images, texts), params, strict=True):
+                for kernel in kernels:
+                    x = jnp.tanh(x @ kernel)
+                ends.append(x)
+            return -jnp.mean(jax.nn.log_softmax(ends[0] @ ends[1].T).diagonal())
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    kernels = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 3
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    layers = layers_of(program(matched, [kernels, kernels], x, x))
+    ways = side_by_side(len(layers.keys), layers.edges)
+    (fork,) = ways
+    assert len(fork) == 2 and len(fork[0]) == len(fork[1]) == 3
 
 
 # -- plans -----------------------------------------------------------------------------------

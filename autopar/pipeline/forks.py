@@ -17,6 +17,8 @@ from autopar.pipeline.flow import Chain, Flow, chain_of
 
 #: What of the forward pass must run beside the rest, at the least, for branches to be worth a search.
 _LEAST_BESIDE = 0.05
+#: Of the largest value, what another must have for branches not to begin or end where it passes, too.
+_LEAST_PASSING = 1e-3
 #: A layer with more than such a part of the forward pass is cut further.
 _FINEST = 24
 
@@ -148,35 +150,56 @@ def branch_layers(flow: Flow, chain: Chain, *, least_share: float = 0.01) -> lis
         least_share: of the forward pass's FLOPs, what the second largest branch of a fork must have for its branches to
             be layers of their own.
     """
-    total = sum(chain.flops)
+    least = least_share * sum(chain.flops)
+    stretches = _stretches(flow)
+    head = _until_all_has_begun(flow, stretches)
+    if head > 1:
+        whole = (0, stretches[head - 1][1])
+        if len(_heavy(flow, chain, whole, least)[1]) > 1:
+            stretches = [whole, *stretches[head:]]
     layers: list[int] = []
     layer = 0
-    for start, stop in _stretches(flow):
-        labels = _labels(flow, flow.forward[start:stop])
-        work: dict[int, float] = {}
-        for flops, label in zip(chain.flops[start:stop], labels, strict=True):
-            if label is not None:
-                work[label] = work.get(label, 0.0) + flops
-        heavy = sorted(label for label, flops in work.items() if flops >= least_share * total)
+    for start, stop in stretches:
+        labels, heavy = _heavy(flow, chain, (start, stop), least)
         if len(heavy) < 2:
             layers += [layer] * (stop - start)
             continue
         first = layer + 1 if layers else layer
         number = {label: first + n for n, label in enumerate(heavy)}
-        light = {label: number[heavy[0]] for label in work if label not in number}
         layer = first + len(heavy)
-        layers += [layer if label is None else (number | light)[label] for label in labels]
-    return layers
+        layers += [layer if label is None else number.get(label, first) for label in labels]
+    dense = {layer: number for number, layer in enumerate(sorted(set(layers)))}  # what joins nothing is none
+    return [dense[layer] for layer in layers]
+
+
+def _heavy(flow: Flow, chain: Chain, stretch: tuple[int, int], least: float) -> tuple[list[int | None], list[int]]:
+    """Of a stretch, the branch of each unit, and the branches that have so many FLOPs at the least."""
+    labels = _labels(flow, chain.units[slice(*stretch)])
+    work: dict[int, float] = {}
+    for flops, label in zip(chain.flops[slice(*stretch)], labels, strict=True):
+        if label is not None:
+            work[label] = work.get(label, 0.0) + flops
+    return labels, sorted(label for label, flops in work.items() if flops >= least)
+
+
+def _until_all_has_begun(flow: Flow, stretches: Sequence[tuple[int, int]]) -> int:
+    """How many stretches there are until nothing begins anew, as another tower does that reads data of its own."""
+    made = {value for i in flow.forward for value in flow.units[i].results}
+    begins = [n for n, i in enumerate(flow.forward) if made.isdisjoint(flow.units[i].operands)]
+    last = max(begins, default=0)
+    return 1 + next((n for n, (start, stop) in enumerate(stretches) if start <= last < stop), 0)
 
 
 def _stretches(flow: Flow) -> list[tuple[int, int]]:
     """Runs of the forward pass between which one large value passes."""
     at = {i: position for position, i in enumerate(flow.forward)}
     passing = [0] * (len(at) + 1)
+    sizes = {v: flow.num_bytes(iter((v,))) for i in flow.forward for v in flow.units[i].results}
+    least = _LEAST_PASSING * max(sizes.values(), default=0.0)
     for i, position in at.items():
         for value in flow.units[i].results:
             last = max((at[r] for r in flow.readers.get(value, ()) if r in at), default=position)
-            if flow.is_large(value) and last > position:
+            if sizes[value] > least and last > position:
                 passing[position] += 1
                 passing[last] -= 1
     bounds, count = [0], 0
