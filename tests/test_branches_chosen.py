@@ -18,7 +18,7 @@ from autopar.cost.hardware import load
 from autopar.errors import PlanFileError
 from autopar.pipeline.cutting import Cuttable
 from autopar.pipeline.forks import forked_layers
-from autopar.pipeline.schedules.any_edges import side_by_side
+from autopar.pipeline.schedules.any_edges import NAMES, side_by_side
 from autopar.program import Program, program_of
 
 WIDTH, BATCH, TOWERS = 512, 16, 4
@@ -66,7 +66,7 @@ def test_branches_are_chosen_where_they_are_fastest() -> None:
     found = plan()
     assert isinstance(found, autopar.PipelinePlan) and not found.is_chain
     assert found.prediction.step_time_s == pytest.approx(found.timeline().makespan_s)
-    others = [one.step_time_s for one in found.tried if one.schedule != found.schedule]
+    others = [one.step_time_s for one in found.tried if one.schedule not in NAMES.values()]
     assert "" in [one.schedule for one in found.tried], "one program was looked at"
     assert found.prediction.step_time_s < min(others)
     (fork,) = found.side_by_side()

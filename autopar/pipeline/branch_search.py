@@ -20,8 +20,8 @@ from autopar.pipeline.forks import ForkedLayers
 from autopar.pipeline.objectives import forward_only, one_f_one_b
 from autopar.pipeline.partition import ExactPartitioner
 from autopar.pipeline.partition_problem import Partition, PartitionProblem, Stage, StageCost
-from autopar.pipeline.schedules.any_edges import as_they_come
-from autopar.pipeline.search import Outcome, StagedStep, sent, sent_s
+from autopar.pipeline.schedules.any_edges import NAMES, Backward, as_they_come, backward_in
+from autopar.pipeline.search import Outcome, StagedStep, joined, sent, sent_s
 from autopar.pipeline.stage_costs import HELD_PRICES, PlannedRun, StageCosts
 from autopar.pipeline.staged_time import Send, staged_peaks, staged_timeline, task_seconds
 
@@ -56,8 +56,10 @@ class BranchSearch:
         """How many runs of layers and stages have been planned."""
         return self._num_planned + sum(costs.num_planned for costs in self._costs.values())
 
-    def outcome(self, count: int, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]) -> Outcome:
-        """The shortest step that fits, or why there is none.
+    def outcomes(
+        self, count: int, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]
+    ) -> list[tuple[str, Outcome]]:
+        """The shortest step that fits, or why there is none: by the schedule's name, for each that there is.
 
         Args:
             count: of microbatches.
@@ -88,14 +90,21 @@ class BranchSearch:
         partitioner = ExactPartitioner(time_limit_s=self.time_limit_s, relative_gap=_RELATIVE_GAP)
         widened = branches.widened()
         split = tuple(shape for shape in widened.shapes if shape.parts > 1 and _differs(shape, problem.shapes))
+        ways: list[Backward] = ["whole", "split"] if self._trains else ["none"]
         steps: list[StagedStep] = []
         for shapes in ((*problem.shapes, *split), split) if split else ():
             partition = partitioner.partition(replace(widened, shapes=shapes))
             found = dict.fromkeys((partition.stages, *partition.others))
             forked = [stages for stages in found if any(stage.submesh.shape.parts > 1 for stage in stages)]
-            steps += [self._laid_out(branches, stages, partition, count) for stages in forked[:_MOST_SIMULATED]]
+            laid = [self._laid_out(branches, stages, partition, count) for stages in forked[:_MOST_SIMULATED]]
+            steps += [one.run(way) for one in laid for way in ways]
         fitting = [step for step in steps if step.over(budget_bytes) <= 1]
-        return Outcome(min(fitting, key=lambda step: step.step_time_s, default=None), "no branches side by side fit")
+        outcomes: list[tuple[str, Outcome]] = []
+        for name in (NAMES[way] for way in ways):
+            own = [step for step in fitting if step.schedule.name == name]
+            best = min(own, key=lambda step: step.step_time_s, default=None)
+            outcomes.append((name, Outcome(best, "no branches side by side fit")))
+        return outcomes
 
     def planned(self, count: int, step: StagedStep) -> tuple[tuple[StageProgram, ...], list[PlannedRun], StagedStep]:
         """The programs of a step's stages, their plans, and the step at the prices of these."""
@@ -104,7 +113,7 @@ class BranchSearch:
         layers = self.cuttable.layered([stage_of[layer] for layer in step.layer_of], count)
         numbers = range(len(step.stages))
         programs = layers.stages(numbers)
-        costs = StageCosts(layers, self.profiles, numbers, **self.planning)
+        costs = StageCosts(layers, self.profiles, numbers, splits_backward=True, **self.planning)
         runs = [
             costs.planned(number, number, stage.submesh.shape, program)
             for number, stage, program in zip(numbers, step.stages, programs, strict=True)
@@ -112,8 +121,9 @@ class BranchSearch:
         self._num_planned += costs.num_planned + len(runs)
         sizes = {(one.source, one.target): one.num_bytes for one in step.sends}
         sends = self._sends({edge: sizes.get(edge, 0.0) for edge in edges_of(programs)}, step.stages)
-        again = self._simulated(step.stages, [run.cost for run in runs], sends, step.partition, count, step.layer_of)
-        return programs, runs, again
+        prices = tuple(run.cost for run in runs)
+        again = _Laid(step.stages, prices, sends, step.partition, count, step.layer_of)
+        return programs, runs, again.run(backward_in(step.schedule.name))
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -124,7 +134,8 @@ class BranchSearch:
     def _costs_for(self, count: int) -> StageCosts:
         if count not in self._costs:
             layers = self.cuttable.layered(self.layers.layer_of, count)
-            self._costs[count] = StageCosts(layers, self.profiles, self.layers.keys, **self.planning)
+            keys = self.layers.keys
+            self._costs[count] = StageCosts(layers, self.profiles, keys, splits_backward=True, **self.planning)
         return self._costs[count]
 
     def _transfer_s(self, count: int) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
@@ -139,7 +150,7 @@ class BranchSearch:
 
         return transfer_s
 
-    def _laid_out(self, branches: Branches, stages: Sequence[Stage], partition: Partition, count: int) -> StagedStep:
+    def _laid_out(self, branches: Branches, stages: Sequence[Stage], partition: Partition, count: int) -> _Laid:
         """Stages in parts as stages of their own, whose layers are numbered anew, stage after stage."""
         laid = branches.laid_out(stages)
         layers_of: list[list[int]] = [[] for _ in laid.place_of]
@@ -155,7 +166,7 @@ class BranchSearch:
         sizes = self.layers.sends(laid.stage_of)
         sends = self._sends({edge: size / count for edge, size in sizes.items()}, own)
         layer_of = tuple(number[layer] for layer in self.layers.layer_of)
-        return self._simulated(own, costs, sends, partition, count, layer_of)
+        return _Laid(tuple(own), tuple(costs), sends, partition, count, layer_of)
 
     def _sends(self, sizes: Mapping[tuple[int, int], float], stages: Sequence[Stage]) -> tuple[Send, ...]:
         return tuple(
@@ -163,25 +174,37 @@ class BranchSearch:
             for (a, b), size in sorted(sizes.items())
         )
 
-    def _simulated(
-        self,
-        stages: Sequence[Stage],
-        costs: Sequence[StageCost],
-        sends: tuple[Send, ...],
-        partition: Partition,
-        count: int,
-        layer_of: tuple[int, ...],
-    ) -> StagedStep:
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """Stages that fork and join, before it is said in which order they run.
+
+    Args:
+        costs: their backward pass in two parts.
+        count: of microbatches.
+        layer_of: of each unit of the forward pass.
+    """
+
+    stages: tuple[Stage, ...]
+    costs: tuple[StageCost, ...]
+    sends: tuple[Send, ...]
+    partition: Partition
+    count: int
+    layer_of: tuple[int, ...]
+
+    def run(self, backward: Backward) -> StagedStep:
+        """The step, simulated."""
+        costs = self.costs if backward == "split" else tuple(map(joined, self.costs))
         places: dict[range, int] = {}
         schedule = as_they_come(
-            [(one.source, one.target) for one in sends],
-            [places.setdefault(stage.submesh.devices, len(places)) for stage in stages],
-            count,
+            [(one.source, one.target) for one in self.sends],
+            [places.setdefault(stage.submesh.devices, len(places)) for stage in self.stages],
+            self.count,
             seconds=task_seconds(costs),
-            has_backward=self._trains,
+            backward=backward,
         )
-        timeline, peaks = staged_timeline(schedule, costs, sends), staged_peaks(schedule, costs)
-        return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, layer_of)
+        timeline, peaks = staged_timeline(schedule, costs, self.sends), staged_peaks(schedule, costs)
+        return StagedStep(self.stages, costs, self.sends, schedule, timeline, peaks, self.partition, self.layer_of)
 
 
 def _differs(shape: SubmeshShape, plain: Sequence[SubmeshShape]) -> bool:

@@ -202,7 +202,7 @@ class PipelinePlan:
             self.submesh_of,
             self.num_microbatches,
             seconds=task_seconds([one.cost for one in self.stages]),
-            has_backward=self.schedule == any_edges.NAME,
+            backward=any_edges.backward_in(self.schedule),
         )
 
     def side_by_side(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -27,7 +27,6 @@ from autopar.pipeline.forks import forked_layers
 from autopar.pipeline.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.partition_problem import Partitioner
 from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
-from autopar.pipeline.schedules import any_edges
 from autopar.pipeline.schedules.table import find
 from autopar.pipeline.search import SCHEDULES, Outcome, StagedStep, StageSearch
 from autopar.pipeline.searches import Searches
@@ -215,8 +214,7 @@ class _Planning:
         the last one says why."""
         if self.branches is not None:
             shapes = tuple(dict.fromkeys(replace(shape, option=0) for shape in search.shapes))
-            found = self.branches.outcome(search.num_microbatches, shapes, search.budget_bytes)
-            yield any_edges.NAME if self.cuttable.flow.backward else any_edges.FORWARD_NAME, found
+            yield from self.branches.outcomes(search.num_microbatches, shapes, search.budget_bytes)
         for name in self._schedules():
             yield name, search.outcome((name,), self.asked.partitioner)
 
