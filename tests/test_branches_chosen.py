@@ -199,6 +199,19 @@ def test_branches_give_the_steps_numbers() -> None:
     assert len(homes) == 4, "each tower's parameters are where it runs"
 
 
+def test_branches_of_a_step_without_a_backward_pass() -> None:
+    def ends_of(params: Any, x: jax.Array) -> jax.Array:
+        shared = jnp.tanh(x @ params["stem"])
+        return sum(jnp.tanh(jnp.tanh(shared @ one) @ other) for one, other in params["towers"]) @ params["head"]
+
+    args = create(jax.random.key(0)), batch_of(0)
+    found = autopar.plan(ends_of, *args, num_devices=4, **OPTIONS)
+    assert isinstance(found, autopar.PipelinePlan) and found.schedule == NAMES["none"]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("device",))
+    made = autopar.parallelize(plan=found, mesh=mesh)(ends_of)(*args)
+    np.testing.assert_allclose(made, jax.jit(ends_of)(*args), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("gpu_compiler")
 def test_the_stages_of_branches_are_compiled() -> None:
     shapes = jax.eval_shape(create, jax.random.key(0)), jax.eval_shape(lambda: batch_of(0))
