@@ -28,8 +28,10 @@ from autopar.explain_tables import (
     share_text,
 )
 from autopar.pipeline.plan import PipelinePlan, StagePlan
+from autopar.pipeline.schedules import any_edges
 from autopar.pipeline.schedules.table import SCHEDULES
 from autopar.pipeline.spans import PipelineTimeline
+from autopar.pipeline.staged_time import Send
 from autopar.pipeline.timeline_text import timeline_text
 from autopar.units import human_bytes, human_seconds
 
@@ -84,6 +86,8 @@ def stages_json(plan: PipelinePlan) -> dict[str, Any]:
         "prediction": asdict(plan.prediction) | {"peak_bytes": plan.prediction.peak_bytes},
         "outcome": asdict(plan.outcome),
         "stages": [_stage_json(stage) for stage in plan.stages],
+        "sends": [asdict(one) for one in plan.sends],
+        "side_by_side": plan.side_by_side(),
         "timeline": [
             {"submesh": span.submesh, "start_s": span.start_s, "end_s": span.end_s, **span.task._asdict()}
             for span in timeline.spans
@@ -103,8 +107,6 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
         "mesh": dict(zip(stage.plan.mesh.axis_names, stage.plan.mesh.axis_sizes, strict=True)),
         "strategy": stage.plan.words,
         "cost": asdict(stage.cost),
-        "sends_bytes": stage.sends_bytes,
-        "sends_s": stage.sends_s,
     }
 
 
@@ -122,12 +124,15 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     if not math.isfinite(outcome.gap):
         sure = f"not bounded; {outcome.status}"
     looked = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
-    what = SCHEDULES[plan.schedule].words if plan.schedule in SCHEDULES else ""
+    words = {**any_edges.WORDS, **{name: kind.words for name, kind in SCHEDULES.items()}}
+    what = words.get(plan.schedule, "")
     facts = [
         ("Strategy", plan.words),
         ("Certainty", f"{sure}, by the prices of planned layers ({looked}, {human_seconds(outcome.search_time_s)})"),
         ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
     ]
+    if branches := plan.side_by_side():
+        facts.append(("Side by side", "; ".join(f"stages {_beside(fork)}" for fork in branches)))
     if plan.own_statistics:
         text = "each microbatch has its own batch statistics, so this is not quite the step as written"
         facts.append(("Statistics", text))
@@ -159,13 +164,15 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
     for number, stage in enumerate(plan.stages):
         cost = stage.cost
         seconds = [cost.forward_s, cost.backward_s, *([cost.weight_s] if split else []), cost.update_s]
-        sends = f"{human_bytes(stage.sends_bytes)}\n{human_seconds(stage.sends_s)}" if stage.sends_bytes else "-"
+        sends = "\n".join(
+            _sent(one, told=not plan.is_chain) for one in plan.sends if one.source == number and one.num_bytes
+        )
         table.add_row(
             str(number),
             _range(stage.first_layer, stage.last_layer),
             f"{_range(stage.devices.start, stage.devices.stop - 1)}\n{stage.submesh.shape.kind}",
             *map(human_seconds, seconds),
-            sends,
+            sends or "-",
             Text(f"{stage.plan.mesh.describe()}\n{stage.plan.words}" + _again(stage)),
         )
     under = "seconds of one microbatch, `update` of a step; `sends`: what one microbatch sends on, one way"
@@ -176,6 +183,17 @@ def _again(stage: StagePlan) -> str:
     """What it computes again, where that takes time: what is cheaper made anew than kept always is."""
     seconds = sum(one.time_s for one in stage.plan.recomputed)
     return f"\ncomputes again what takes {human_seconds(seconds)} a microbatch" if seconds else ""
+
+
+def _sent(send: Send, *, told: bool) -> str:
+    """What a stage sends another, which is told where it is not the next."""
+    to = f"to {send.target}: " if told else ""
+    return f"{to}{human_bytes(send.num_bytes)}\n{human_seconds(send.seconds)}"
+
+
+def _beside(fork: Sequence[Sequence[int]]) -> str:
+    """The stages of each branch: `1 | 2, 3 | 4`."""
+    return " | ".join(", ".join(map(str, own)) for own in fork)
 
 
 def _range(first: int, last: int) -> str:

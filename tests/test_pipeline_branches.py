@@ -24,7 +24,7 @@ from autopar.pipeline.objectives import one_f_one_b
 from autopar.pipeline.partition import ExactPartitioner
 from autopar.pipeline.partition_problem import PartitionProblem, StageCost
 from autopar.pipeline.run import Pipeline
-from autopar.pipeline.schedules.any_edges import as_they_come
+from autopar.pipeline.schedules.any_edges import Backward, as_they_come
 from autopar.pipeline.schedules.table import build
 from autopar.pipeline.simulate import simulate
 from autopar.pipeline.tasks import Edges, Task, chain
@@ -81,7 +81,7 @@ def step(state: Any, batch: Any) -> Any:
 @cache
 def layered() -> tuple[Cuttable, list[int]]:
     cuttable = Cuttable.of(program_of(step, (state(), batch_of(0)), carry=None, donate=None))
-    return cuttable, branch_layers(cuttable.flow, least_share=0.01)
+    return cuttable, branch_layers(cuttable.flow, cuttable.chain)
 
 
 def test_branches_are_layers_of_their_own() -> None:
@@ -129,13 +129,14 @@ def found() -> tuple[tuple[StageProgram, ...], tuple[int, ...], tuple[int, ...]]
     laid = branches.laid_out(stages)
     places = sorted({(stage, part) for stage, part in laid.place_of})
     return (
-        cuttable.layered(layer_of, 2).settled(laid.stage_of),
+        cuttable.settled(layer_of, laid.stage_of, 2),
         laid.stage_of,
         tuple(places.index(place) for place in laid.place_of),
     )
 
 
-def test_branches_on_other_devices_give_the_steps_numbers() -> None:
+@pytest.mark.parametrize("backward", ["whole", "split"])
+def test_branches_on_other_devices_give_the_steps_numbers(backward: Backward) -> None:
     cuttable, _ = layered()
     stages, _, submesh_of = found()
     assert max(submesh_of) == 1
@@ -144,7 +145,7 @@ def test_branches_on_other_devices_give_the_steps_numbers() -> None:
         submesh_of,
         lambda _, stage, num_devices: planner.plan_program(stage.program, mesh=str(num_devices), hardware="cpu-host"),
     )
-    schedule = as_they_come(edges_of(stages), submesh_of, 2)
+    schedule = as_they_come(edges_of(stages), submesh_of, 2, backward=backward)
     pipeline = Pipeline(planned, schedule, len(cuttable.flow.trace.outputs), {}, compiler_options=QUICKLY)
     tree = jax.tree.structure(jax.eval_shape(step, state(), batch_of(0)))
     here = there = state()
@@ -172,6 +173,25 @@ def test_on_a_chain_tasks_as_they_come_are_1f1b(num_microbatches: int) -> None:
     expected = build("1f1b", 4, num_microbatches)
     assert in_flight(schedule) == in_flight(expected)
     assert simulate(schedule, lambda task: 1).makespan_s == simulate(expected, lambda task: 1).makespan_s
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_weight_parts_as_they_come_fill_what_is_idle(num_microbatches: int) -> None:
+    """A fork on two submeshes, and a chain: no longer than with the backward pass in one, and shorter where the last
+    stage leaves the first one waiting."""
+    seconds = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
+
+    def makespan(edges: Edges, submesh_of: Sequence[int], backward: Backward) -> float:
+        schedule = as_they_come(
+            edges, submesh_of, num_microbatches, seconds=lambda task: seconds.get(task.phase, 0.0), backward=backward
+        )
+        phases = {task.phase for task in schedule.tasks} - {"forward", "update"}
+        assert phases == ({"input", "weight"} if backward == "split" else {"backward"})
+        return simulate(schedule, lambda task: seconds.get(task.phase, 0.0)).makespan_s
+
+    fork = [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert makespan(fork, [0, 0, 1, 0], "split") <= makespan(fork, [0, 0, 1, 0], "whole")
+    assert makespan(chain(2), range(2), "split") < makespan(chain(2), range(2), "whole")
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])

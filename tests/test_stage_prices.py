@@ -65,7 +65,7 @@ def test_what_a_long_stage_holds_is_known_from_pairs(num_devices: int) -> None:
     last = len(costs.keys) - 1
     assert last >= 3
     shape = SubmeshShape(H100.name, 1, num_devices)
-    stage = costs.layers.settled([0] * (last + 1))[0]
+    stage = cuttable()[0].settled(costs.layers.layer_of, [0] * (last + 1), MICROBATCHES)[0]
     told, planned = costs.cost(0, last, shape), costs.planned(0, last, shape, stage).cost
     for in_flight in (1, 4):
         assert told.bytes_with(in_flight) == pytest.approx(planned.bytes_with(in_flight), rel=0.05)

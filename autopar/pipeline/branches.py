@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.pipeline.cluster import SubmeshShape
+from autopar.pipeline.cluster import Submesh, SubmeshShape
 from autopar.pipeline.partition_problem import Growth, PartitionProblem, Stage, StageCost
 
 _MOST_BRANCHES = 10  # of a segment; more are joined, the smallest first
@@ -56,6 +56,7 @@ class Branches:
     most_parts: int = 4
     _costs: dict[tuple[int, int, SubmeshShape], StageCost | None] = field(default_factory=dict)
     _segments: dict[tuple[int, int, SubmeshShape], tuple[float, Segment] | None] = field(default_factory=dict)
+    _ends: dict[tuple[int, SubmeshShape], list[tuple[float, int, Segment] | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert all(0 <= u < v < self.problem.num_layers for u, v in self.edges), "not in topological order"
@@ -121,6 +122,10 @@ class Branches:
             return ((layers,),)
         return self._cut(stage.first, stage.last, stage.submesh.shape) or ()
 
+    def costs_of(self, layers: Sequence[int], shape: SubmeshShape) -> list[StageCost]:
+        """The prices of layers, in order, on a submesh in one part: of each run of those that follow one another."""
+        return [cost for first, last in _runs(layers) if (cost := self._cost(first, last, shape)) is not None]
+
     def laid_out(self, stages: Sequence[Stage]) -> LaidOut:
         """What each part of a submesh does in a segment as a stage of its own, together with what it alone does before
         and after."""
@@ -139,8 +144,9 @@ class Branches:
 
     def _cut(self, first: int, last: int, shape: SubmeshShape) -> tuple[Segment, ...] | None:
         """The quickest segments: a dynamic programme over where they end."""
-        best: list[tuple[float, int, Segment] | None] = [None] * (last - first + 2)
-        for end in range(first, last + 1):
+        best = self._ends.setdefault((first, shape), [None])  # by the number of layers; of each its last segment
+        for end in range(first + len(best) - 1, last + 1):
+            best.append(None)
             for begin in range(first, end + 1):
                 before = best[begin - first]
                 found = self._segment(begin, end, shape) if begin == first or before is not None else None
@@ -222,7 +228,7 @@ class Branches:
             for number, layers in enumerate(segment):
                 load = _Load()
                 for branch in self._branches_of(layers, segment):
-                    costs = [cost for i, j in _runs(branch) if (cost := self._cost(i, j, part)) is not None]
+                    costs = self.costs_of(branch, part)
                     sent = self._sent(branch, part, shape.num_hosts == 1) if number else 0.0
                     load = load.plus(_load(costs, 0.0)).away(sent)
                     every[number].extend(costs)
@@ -318,6 +324,14 @@ def _part(shape: SubmeshShape) -> SubmeshShape | None:
     if shape.num_hosts > 1 and shape.num_hosts % shape.parts == 0:
         return replace(shape, num_hosts=shape.num_hosts // shape.parts, parts=1)
     return None
+
+
+def on_part(submesh: Submesh, number: int) -> Submesh:
+    """Where a part of a submesh stands; itself, where it has but one."""
+    part = _part(submesh.shape)
+    assert part is not None, submesh
+    host = submesh.first_host + number * part.num_hosts if submesh.shape.num_hosts > 1 else submesh.first_host
+    return Submesh(part, submesh.first_device + number * part.num_devices, host)
 
 
 def _runs(layers: Sequence[int]) -> list[tuple[int, int]]:

@@ -157,6 +157,23 @@ class Cuttable:
         looped = rewritten(known.trace, known.graph, known.places, known.split, num_microbatches)
         return Layers(self, known.cut, looped, known.free, known.homes, layer_of, num_microbatches)
 
+    def settled(
+        self, layer_of: Sequence[int], stage_of: Sequence[int], num_microbatches: int
+    ) -> tuple[StageProgram, ...]:
+        """The programs of the stages, once it is known which these are: trips of a loop that share a stage are one loop
+        then, and the cotangents of branches that do pass as one. Where there are neither, layers keep their numbers, so
+        that what is computed again is so layer by layer.
+
+        Args:
+            layer_of: as in `layered`. stage_of: of each layer, its stage; a stage reads none with a higher number.
+        """
+        if not self.stacks:
+            layers = self.layered(layer_of, num_microbatches)
+            if layers.homes.is_chain:
+                return layers.stages(stage_of)
+        merged = self.layered([stage_of[layer] for layer in layer_of], num_microbatches)
+        return merged.stages(range(merged.num_layers))
+
     def _label(self, layer_of: Sequence[int]) -> _Labelled:
         """The step whose equations know their layers, before it has microbatches."""
         coarse, coarsely = self._joined(layer_of)
@@ -233,19 +250,6 @@ class Layers:
         used = sorted(set(stage_of))
         cut = self._cut([used.index(stage) for stage in stage_of])
         return self._program(stage_trace(self.trace, cut, used.index(1)))
-
-    def settled(self, stage_of: Sequence[int]) -> tuple[StageProgram, ...]:
-        """The programs of the stages, once it is known which these are: trips of a loop that share a stage are one loop
-        then, and the cotangents of branches that do pass as one. Where there are neither, layers keep their numbers in
-        them, so that what is computed again is so layer by layer.
-
-        Args:
-            stage_of: of each layer, its stage. A stage reads none with a higher number.
-        """
-        if not self.cuttable.stacks and self.homes.is_chain:
-            return self.stages(stage_of)
-        merged = self.cuttable.layered([stage_of[layer] for layer in self.layer_of], self.num_microbatches)
-        return merged.stages(range(merged.num_layers))
 
     def _cut(self, stage_of: Sequence[int]) -> Cut:
         return Cut(tuple(stage_of), self.free, self.homes.lies, self.cut.carried)

@@ -8,7 +8,7 @@ and small values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.graph.ir import Graph
@@ -141,9 +141,13 @@ class Chain:
     cut_bytes: tuple[float, ...]
 
 
-def chain_of(flow: Flow) -> Chain:
-    """The chain that layers are made of."""
-    units = flow.forward
+def chain_of(flow: Flow, units: Sequence[int] | None = None) -> Chain:
+    """The chain that layers are made of.
+
+    Args:
+        units: of the forward pass, in order; by default all. What passes between others does not count.
+    """
+    units = flow.forward if units is None else tuple(units)
     at = {i: position for position, i in enumerate(units)}
     passing = [0.0] * (len(units) + 1)
     for position, i in enumerate(units):

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 from autopar.moves import Lies, Part
 from autopar.pipeline.cluster import Cluster, Submesh
 from autopar.pipeline.partition_problem import StageCost
+from autopar.pipeline.schedules import any_edges
 from autopar.pipeline.schedules.table import build
 from autopar.pipeline.spans import PipelineTimeline
-from autopar.pipeline.staged_time import staged_timeline
-from autopar.pipeline.tasks import Schedule
+from autopar.pipeline.staged_time import Send, staged_timeline, task_seconds
+from autopar.pipeline.tasks import Schedule, chain
 from autopar.plan import Plan, ProgramSignature, TensorPlan, check_positions
 from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
 from autopar.sharding import TensorSharding
@@ -31,8 +33,6 @@ class StagePlan:
     Args:
         first_layer, last_layer: both included.
         cost: the price that it was chosen by; bytes are per device.
-        sends_bytes: what one microbatch sends to the next stage, from all devices together. sends_s: seconds of that,
-            and of the gradients that come back.
         plan: of the stage's own program.
     """
 
@@ -40,8 +40,6 @@ class StagePlan:
     last_layer: int
     submesh: Submesh
     cost: StageCost
-    sends_bytes: float
-    sends_s: float
     plan: Plan
 
     @property
@@ -119,8 +117,11 @@ class PipelinePlan:
 
     Args:
         program: of the step as traced.
-        starts: where in the forward pass each layer begins.
-        virtual: stages on each submesh.
+        starts: where in the forward pass each layer begins; where branches are layers of their own, where each run of
+            units of one layer does.
+        run_layers: of each such run, its layer; by default one after another.
+        sends: what stages send each other in a microbatch: in a chain each to the next.
+        virtual: stages on each submesh of a chain.
         own_statistics: where the batch feeds back, each microbatch has its own statistics.
         inputs, outputs: of the step. Their `sharding` is that of their first part.
         input_parts, output_parts: on which submeshes each lies: on that of one stage, or a stack of layers on several.
@@ -135,6 +136,7 @@ class PipelinePlan:
     num_microbatches: int
     starts: tuple[int, ...]
     stages: tuple[StagePlan, ...]
+    sends: tuple[Send, ...]
     inputs: tuple[TensorPlan, ...]
     outputs: tuple[TensorPlan, ...]
     input_parts: tuple[tuple[LeafPart, ...], ...]
@@ -143,6 +145,7 @@ class PipelinePlan:
     donated: tuple[int, ...]
     prediction: PipelinePrediction
     outcome: SearchOutcome
+    run_layers: tuple[int, ...] = ()
     virtual: int = 1
     own_statistics: bool = False
     tried: tuple[StagesTried, ...] = ()
@@ -169,22 +172,51 @@ class PipelinePlan:
         )
 
     @property
-    def num_submeshes(self) -> int:
-        """Each runs `virtual` stages."""
-        return len(self.stages) // self.virtual
+    def submesh_of(self) -> tuple[int, ...]:
+        """Of each stage, the number of the submesh that it stands on."""
+        found: dict[range, int] = {}
+        return tuple(found.setdefault(stage.devices, len(found)) for stage in self.stages)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each stage feeds the next, and no other."""
+        return self.schedule not in any_edges.WORDS
 
     @property
     def stage_of(self) -> tuple[int, ...]:
-        """By layer, its stage."""
+        """Of each layer, its stage."""
         return tuple(s for s, stage in enumerate(self.stages) for _ in range(stage.first_layer, stage.last_layer + 1))
+
+    def layers_of_units(self, num_units: int) -> list[int]:
+        """By unit of the forward pass, its layer.
+
+        Args:
+            num_units: of the forward pass.
+        """
+        layers = self.run_layers or range(len(self.starts))
+        runs = zip(self.starts, [*self.starts[1:], num_units], layers, strict=True)
+        return [layer for start, stop, layer in runs for _ in range(start, stop)]
 
     def tasks(self) -> Schedule:
         """The schedule, task by task."""
-        return build(self.schedule, self.num_submeshes, self.num_microbatches, virtual=self.virtual)
+        if self.is_chain:
+            return build(self.schedule, len(self.stages) // self.virtual, self.num_microbatches, virtual=self.virtual)
+        return any_edges.as_they_come(
+            [(one.source, one.target) for one in self.sends],
+            self.submesh_of,
+            self.num_microbatches,
+            seconds=task_seconds([one.cost for one in self.stages]),
+            backward=any_edges.backward_in(self.schedule),
+        )
+
+    def side_by_side(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Stages that do not wait for one another: of each place where branches run side by side, the stages of each
+        branch."""
+        return any_edges.side_by_side(len(self.stages), [(one.source, one.target) for one in self.sends])
 
     def timeline(self) -> PipelineTimeline:
         """One step, simulated."""
-        return staged_timeline(self.tasks(), [one.cost for one in self.stages], [one.sends_s for one in self.stages])
+        return staged_timeline(self.tasks(), [one.cost for one in self.stages], self.sends)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types: what `save` writes. `in_tree` and `out_tree` are left out."""
@@ -223,8 +255,8 @@ def _check(plan: PipelinePlan) -> None:
             raise WrongFieldError(f"stages[{number}].submesh", f"goes beyond {plan.cluster}")
         if stage.plan.mesh.num_devices != len(stage.devices):
             raise WrongFieldError(f"stages[{number}].plan.mesh", f"is not of {len(stage.devices)} devices")
-    if layer != len(plan.starts):
-        raise WrongFieldError("starts", f"has {len(plan.starts)} layers, but the stages have {layer}")
+    _check_layers(plan, layer)
+    _check_sends(plan)
     for name, leaves, tensors in (
         ("input_parts", plan.input_parts, plan.inputs),
         ("output_parts", plan.output_parts, plan.outputs),
@@ -238,6 +270,30 @@ def _check(plan: PipelinePlan) -> None:
             in_range = all(_in_range(part.rows, tensor.shape) for part in parts)
             if dims != {len(tensor.shape)} or not in_range:
                 raise WrongFieldError(f"{name}[{position}]", f"does not fit a tensor of shape {tensor.shape}")
+
+
+def _check_layers(plan: PipelinePlan, num_layers: int) -> None:
+    """Refuse layers that are not those of the stages."""
+    layers = plan.run_layers or range(len(plan.starts))
+    if len(layers) != len(plan.starts):
+        raise WrongFieldError("run_layers", f"must have an entry for each of {len(plan.starts)} starts")
+    if set(layers) != set(range(num_layers)):
+        raise WrongFieldError("starts", f"has {len(set(layers))} layers, but the stages have {num_layers}")
+    if list(plan.starts) != sorted(set(plan.starts)):
+        raise WrongFieldError("starts", "must increase")
+
+
+def _check_sends(plan: PipelinePlan) -> None:
+    """Refuse what does not pass from a stage to a later one, and stages that share some of their devices only."""
+    count, edges = len(plan.stages), [(one.source, one.target) for one in plan.sends]
+    if len(set(edges)) < len(edges) or any(not 0 <= source < target < count for source, target in edges):
+        raise WrongFieldError("sends", f"must go from stages to later ones, up to {count - 1}, once each")
+    if plan.is_chain and sorted(edges) != list(chain(count)):
+        raise WrongFieldError("sends", f"must go from each of {count} stages to the next")
+    places = sorted({(stage.devices.start, stage.devices.stop) for stage in plan.stages})
+    for (_, stop), (start, _) in pairwise(places):
+        if start < stop:
+            raise WrongFieldError("stages", f"stand on submeshes that have device {start} in common")
 
 
 def _in_range(rows: tuple[int, int, int] | None, shape: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, Literal
@@ -19,9 +19,11 @@ from autopar.cost.hardware import HardwareProfile
 from autopar.errors import BudgetError, MicrobatchError
 from autopar.graph.ir import Graph
 from autopar.microbatch.places import num_examples
+from autopar.pipeline.branch_search import BranchSearch
 from autopar.pipeline.cluster import Cluster, SubmeshShape
 from autopar.pipeline.clustering import cluster_layers
 from autopar.pipeline.cutting import Cuttable, StageProgram
+from autopar.pipeline.forks import forked_layers
 from autopar.pipeline.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.partition_problem import Partitioner
 from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
@@ -42,6 +44,8 @@ from autopar.within_budget import BUDGET_MARGIN
 _FIRST_PER_DEVICE, _FIRST_EXAMPLES = 8, 4
 #: A step is cut into at most so many layers: of 48 equal blocks, each is one, with what is before and after them.
 _MOST_LAYERS = 64
+#: A chain and stages that fork are both planned where they are priced as close as this.
+_CLOSE = 1.1
 #: How often stages that hold more than they were priced at are looked for anew.
 _MOST_REPLANS = 2
 #: Seconds that the search of one schedule's partition may take.
@@ -127,7 +131,10 @@ class _Planning:
         self.cuttable = Cuttable.of(program, own_statistics=asked.own_statistics)
         self.searches = searches_of(self.cuttable, asked)
         self.clustering = self.searches.clustering
+        self.branches = self._branches()
         self.tried: list[StagesTried] = []
+        #: The best chain and the best stages that fork, with their microbatches, by whether they fork.
+        self.best: dict[bool, tuple[int, StagedStep]] = {}
 
     def run(self) -> PipelinePlan:
         numbers, start = self._numbers()
@@ -141,13 +148,24 @@ class _Planning:
                 f" ({len(self.clustering.starts)} layers, microbatches tried: {counts}). {best.outcome.reason}. Give more"
                 " devices, another schedule, or a larger memory budget"
             )
-        return self._within(best.num_microbatches, best.outcome.step)
+        self.report("plan stages", 0.9)
+        plans: list[PipelinePlan] = []
+        failures: list[BudgetError] = []
+        close = [one for one in self.best.values() if one[1].step_time_s <= _CLOSE * best.step_time_s]
+        for count, step in close:
+            try:
+                plans.append(self._within(count, step))
+            except BudgetError as error:
+                failures.append(error)
+        if not plans:
+            raise failures[0]
+        self.report("done", 1.0)
+        return min(plans, key=lambda plan: plan.prediction.step_time_s)
 
     def _within(self, count: int, step: StagedStep) -> PipelinePlan:
         """The plan of these stages; or where they hold more, once planned, than their prices say, of the best that are
         priced to hold as much less."""
         budgets = self.asked.budgets
-        self.report("plan stages", 0.9)
         plan, over = self._plan(count, step)
         for _ in range(_MOST_REPLANS):
             if over <= 1:
@@ -155,17 +173,16 @@ class _Planning:
             self.report("stages that hold less", 0.9)
             budgets = {kind: size / over for kind, size in budgets.items()}
             search = replace(self.searches.search(count), budget_bytes=budgets)
-            found = search.outcome(self._schedules(), self.asked.partitioner).step
-            if found is None:
+            found = [one.step for _, one in self._outcomes(search) if one.step is not None]
+            if not found:
                 break
-            plan, over = self._plan(count, found)
+            plan, over = self._plan(count, min(found, key=lambda step: step.step_time_s))
         if over * (1 - BUDGET_MARGIN) > 1:
             raise BudgetError(
                 f"no stages of `{self.program.signature.name}` were found that fit: the best hold {human_bytes(plan.prediction.peak_bytes)}"
                 f" on a device of {self.asked.cluster}, {over * (1 - BUDGET_MARGIN):.2f} times the memory budget. Give more devices or"
                 " microbatches, or a larger budget"
             )
-        self.report("done", 1.0)
         return plan
 
     # -- the search --------------------------------------------------------------------------
@@ -186,8 +203,7 @@ class _Planning:
     def _found(self, search: StageSearch) -> Outcome:
         """The best of all schedules; what each found is noted."""
         best = Outcome(None)
-        for name in self._schedules():
-            found = search.outcome((name,), self.asked.partitioner)
+        for name, found in self._outcomes(search):
             step = found.step
             self.tried.append(
                 StagesTried(
@@ -200,7 +216,32 @@ class _Planning:
             )
             if best.step is None or (step is not None and step.step_time_s < best.step.step_time_s):
                 best = found
+            if step is not None:
+                forks = step.layer_of is not None
+                known = self.best.setdefault(forks, (search.num_microbatches, step))[1]
+                if step.step_time_s < known.step_time_s:
+                    self.best[forks] = (search.num_microbatches, step)
         return best
+
+    def _outcomes(self, search: StageSearch) -> Iterator[tuple[str, Outcome]]:
+        """What branches side by side make of the stages, where there are any, and then each schedule: where nothing fits,
+        the last one says why."""
+        if self.branches is not None:
+            shapes = tuple(dict.fromkeys(replace(shape, option=0) for shape in search.shapes))
+            yield from self.branches.outcomes(search.num_microbatches, shapes, search.budget_bytes)
+        for name in self._schedules():
+            yield name, search.outcome((name,), self.asked.partitioner)
+
+    def _branches(self) -> BranchSearch | None:
+        """The search for stages that fork and join, where the step does so and nothing else was asked for."""
+        asked = self.asked
+        free = asked.stages == asked.schedule == "auto" and asked.partitioner is None
+        if not free or asked.cluster.num_devices == 1:
+            return None
+        layers = forked_layers(self.cuttable.flow, self.cuttable.chain)
+        if layers is None:
+            return None
+        return BranchSearch(self.cuttable, layers, asked.cluster, asked.profiles, _SEARCH_LIMIT_S, asked.planning)
 
     def _schedules(self) -> Sequence[str]:
         if self.asked.schedule == "auto":
@@ -211,27 +252,23 @@ class _Planning:
 
     def _plan(self, count: int, step: StagedStep) -> tuple[PipelinePlan, float]:
         """The plan of these stages, and how many times the budget they hold, at the most."""
-        asked, search, prices = self.asked, self.searches.search(count), self.searches.costs[count]
-        stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
-        programs = prices.layers.settled(stage_of)
-        runs = [
-            prices.planned(stage.first, stage.last, stage.submesh.shape, program)
-            for program, stage in zip(programs, step.stages, strict=True)
-        ]
-        planned = search.with_costs(step, [run.cost for run in runs])
-        schedule, costs, sends = planned.schedule, planned.costs, search.sends_s(step.stages)
+        asked, schedule = self.asked, step.schedule
+        programs, runs, planned = self._stages(count, step)
         stages = [
             StagePlan(
                 first_layer=stage.first,
                 last_layer=stage.last,
                 submesh=stage.submesh,
                 cost=cost,
-                sends_bytes=search.boundary_bytes[stage.last + 1] if sent is not None else 0.0,
-                sends_s=sent or 0.0,
                 plan=replace(run.plan, memory_budget_bytes=None),  # the schedule's to keep
             )
-            for stage, cost, run, sent in zip(step.stages, costs, runs, [*sends, None], strict=True)
+            for stage, cost, run in zip(step.stages, planned.costs, runs, strict=True)
         ]
+        starts, run_layers = self.clustering.starts, ()
+        if step.layer_of is not None:
+            layers = step.layer_of
+            starts = tuple(n for n in range(len(layers)) if n == 0 or layers[n] != layers[n - 1])
+            run_layers = tuple(layers[start] for start in starts)
         timeline = planned.timeline
         graph = self.program.graph
         inputs = _placed(graph, programs, runs, "argument")
@@ -240,12 +277,14 @@ class _Planning:
             program=self.program.signature,
             cluster=asked.cluster,
             memory_budget_bytes=asked.memory_budget_bytes,
-            words=_words(stages, schedule.name, count),
+            words=_words(stages, schedule.name, count, forks=bool(run_layers)),
             schedule=schedule.name,
             num_microbatches=count,
-            starts=self.clustering.starts,
-            virtual=len(step.stages) // schedule.num_submeshes,
+            starts=starts,
+            run_layers=run_layers,
+            virtual=1 if run_layers else len(stages) // schedule.num_submeshes,
             stages=tuple(stages),
+            sends=planned.sends,
             inputs=tuple(tensor for tensor, _ in inputs),
             outputs=tuple(tensor for tensor, _ in outputs),
             input_parts=tuple(parts for _, parts in inputs),
@@ -260,8 +299,8 @@ class _Planning:
             outcome=SearchOutcome(
                 status=step.partition.status.value,
                 gap=_gap(step.partition.cost_s, step.partition.lower_bound_s),
-                num_layers=len(self.clustering.starts),
-                num_planned=self.searches.num_planned,
+                num_layers=step.stages[-1].last + 1,
+                num_planned=self.searches.num_planned + (self.branches.num_planned if self.branches else 0),
                 search_time_s=time.perf_counter() - self.started,
             ),
             own_statistics=asked.own_statistics,
@@ -271,6 +310,22 @@ class _Planning:
             out_tree=self.program.trace.out_tree,
         )
         return plan, planned.over(asked.budgets)
+
+    def _stages(
+        self, count: int, step: StagedStep
+    ) -> tuple[tuple[StageProgram, ...], Sequence[PlannedRun], StagedStep]:
+        """The programs of stages, their plans, and the step at the prices of these."""
+        if step.layer_of is not None:
+            assert self.branches is not None, "who else finds such stages?"
+            return self.branches.planned(count, step)
+        search, prices = self.searches.search(count), self.searches.costs[count]
+        stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
+        programs = self.cuttable.settled(prices.layers.layer_of, stage_of, count)
+        runs = [
+            prices.planned(stage.first, stage.last, stage.submesh.shape, program)
+            for program, stage in zip(programs, step.stages, strict=True)
+        ]
+        return programs, runs, search.with_costs(step, [run.cost for run in runs])
 
 
 def _gap(cost: float, bound: float) -> float:
@@ -321,11 +376,12 @@ def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:
     )
 
 
-def _words(stages: Sequence[StagePlan], schedule: str, num_microbatches: int) -> str:
+def _words(stages: Sequence[StagePlan], schedule: str, num_microbatches: int, *, forks: bool) -> str:
     """What the plan does, in a line."""
     inside = list(dict.fromkeys(stage.plan.words for stage in stages))
-    sizes = " + ".join(str(len(stage.devices)) for stage in stages)
+    sizes = " + ".join(str(len(devices)) for devices in dict.fromkeys(stage.devices for stage in stages))
     count = f"{len(stages)} stages on {sizes} devices" if len(stages) > 1 else f"one stage on {sizes} devices"
+    count += ", branches side by side" if forks else ""
     batches = f"{num_microbatches} microbatches" if num_microbatches > 1 else "1 microbatch"
     within = f"; inside: {inside[0]}" if len(inside) == 1 else f"; inside: {' | '.join(inside)}"
     return f"{count}, {schedule}, {batches}{within}"

@@ -31,7 +31,7 @@ from autopar.pipeline.partition_problem import (
 from autopar.pipeline.schedules.kind import PipelineShape
 from autopar.pipeline.schedules.table import build, find, unmet
 from autopar.pipeline.spans import PipelineTimeline
-from autopar.pipeline.staged_time import staged_peaks, staged_timeline
+from autopar.pipeline.staged_time import Send, staged_peaks, staged_timeline
 from autopar.pipeline.tasks import Schedule
 from autopar.solve.problem import Status
 
@@ -59,17 +59,21 @@ class StagedStep:
 
     Args:
         stages, costs: in order.
+        sends: between stages.
         timeline: of the step, simulated.
         peak_bytes: of each submesh, on one of its devices.
         partition: what the partitioner said of the stages.
+        layer_of: where branches are stages of their own, the layer of each unit of the forward pass.
     """
 
     stages: tuple[Stage, ...]
     costs: tuple[StageCost, ...]
+    sends: tuple[Send, ...]
     schedule: Schedule
     timeline: PipelineTimeline
     peak_bytes: tuple[float, ...]
     partition: Partition
+    layer_of: tuple[int, ...] | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -198,23 +202,14 @@ class StageSearch:
         return self._simulated(step.schedule.name, step.stages, costs, step.partition, len(step.stages) // submeshes)
 
     def transfer_s(self, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
-        """Seconds of one microbatch there and back. Inside a host each device of the smaller side sends its part;
-        between hosts, those of the smaller side share all that joins a host to the network."""
-        ends = (self.profiles[source.kind], self.profiles[target.kind])
-        links = [end.host_link if same_host else end.network_link for end in ends]
-        rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
-        senders = min(source.num_devices, target.num_devices)
-        if not same_host:
-            hosts = min(source.num_hosts, target.num_hosts)
-            senders = max(senders, hosts * min(end.devices_per_host for end in ends))
-        return 2 * (self.boundary_bytes[boundary] / senders / rate + latency)
+        """Seconds of one microbatch there and back."""
+        return 2 * sent_s(self.boundary_bytes[boundary], source, target, same_host, self.profiles)
 
-    def sends_s(self, stages: Sequence[Stage]) -> list[float]:
-        """Seconds of what one microbatch sends from each stage to the next, one way."""
-        return [
-            self.transfer_s(b.first, a.submesh.shape, b.submesh.shape, a.submesh.shares_host(b.submesh)) / 2
-            for a, b in pairwise(stages)
-        ]
+    def sends(self, stages: Sequence[Stage]) -> tuple[Send, ...]:
+        """What one microbatch sends from each stage to the next."""
+        sizes = [self.boundary_bytes[stage.first] for stage in stages[1:]]
+        ends = enumerate(pairwise(stage.submesh for stage in stages))
+        return tuple(sent(n, n + 1, size, *pair, self.profiles) for (n, pair), size in zip(ends, sizes, strict=True))
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -288,8 +283,43 @@ class StageSearch:
         self, name: str, stages: Sequence[Stage], costs: Sequence[StageCost], partition: Partition, virtual: int = 1
     ) -> StagedStep:
         schedule = build(name, len(stages) // virtual, self.num_microbatches, virtual=virtual)
-        timeline = staged_timeline(schedule, costs, self.sends_s(stages))
-        return StagedStep(tuple(stages), tuple(costs), schedule, timeline, staged_peaks(schedule, costs), partition)
+        sends = self.sends(stages)
+        timeline, peaks = staged_timeline(schedule, costs, sends), staged_peaks(schedule, costs)
+        return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition)
+
+
+def sent(
+    source: int,
+    target: int,
+    num_bytes: float,
+    here: Submesh,
+    there: Submesh,
+    profiles: Mapping[str, HardwareProfile],
+) -> Send:
+    """What a stage sends another for one microbatch: nothing where both stand on the same devices."""
+    if here.devices == there.devices:
+        return Send(source, target, 0.0, 0.0)
+    seconds = sent_s(num_bytes, here.shape, there.shape, here.shares_host(there), profiles)
+    return Send(source, target, num_bytes, seconds)
+
+
+def sent_s(
+    num_bytes: float,
+    source: SubmeshShape,
+    target: SubmeshShape,
+    same_host: bool,
+    profiles: Mapping[str, HardwareProfile],
+) -> float:
+    """Seconds from one submesh to another. Inside a host each device of the smaller side sends its part; between hosts,
+    those of the smaller side share all that joins a host to the network."""
+    ends = (profiles[source.kind], profiles[target.kind])
+    links = [end.host_link if same_host else end.network_link for end in ends]
+    rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
+    senders = min(source.num_devices, target.num_devices)
+    if not same_host:
+        hosts = min(source.num_hosts, target.num_hosts)
+        senders = max(senders, hosts * min(end.devices_per_host for end in ends))
+    return num_bytes / senders / rate + latency
 
 
 def _first_place(cluster: Cluster, shape: SubmeshShape, shapes: Sequence[SubmeshShape]) -> Submesh | None:

@@ -1,28 +1,39 @@
 """What a step in stages takes, by the prices of its stages.
 
-In: a schedule, the price of each stage, seconds between neighbours. Out: the simulated `PipelineTimeline`; the bytes that
+In: a schedule, the price of each stage, what stages send each other. Out: the simulated `PipelineTimeline`; the bytes that
 each stage holds at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from autopar.pipeline.in_flight import held_most
 from autopar.pipeline.partition_problem import StageCost
-from autopar.pipeline.simulate import simulate
+from autopar.pipeline.simulate import Seconds, simulate
 from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.tasks import Schedule, Task
 
 
-def staged_timeline(schedule: Schedule, costs: Sequence[StageCost], sends_s: Sequence[float]) -> PipelineTimeline:
-    """When the tasks of a step run.
+@dataclass(frozen=True, slots=True)
+class Send:
+    """What one stage makes and another reads.
 
     Args:
-        costs: of each stage. Where its backward pass is not split and the schedule does not split it, `weight_s` is 0.
-        sends_s: seconds of what one microbatch sends from each stage to the next, either way; one less than stages.
+        source, target: stages, the lower one first.
+        num_bytes: of one microbatch, from all devices together; 0 where both stand on the same ones.
+        seconds: of that, and of the gradients that come back: either way.
     """
-    submesh_of = schedule.submesh_of()
+
+    source: int
+    target: int
+    num_bytes: float
+    seconds: float
+
+
+def task_seconds(costs: Sequence[StageCost]) -> Seconds:
+    """What each task takes, by the costs of stages."""
 
     def seconds(task: Task) -> float:
         own = costs[task.stage]
@@ -32,13 +43,23 @@ def staged_timeline(schedule: Schedule, costs: Sequence[StageCost], sends_s: Seq
             return own.update_s
         return own.weight_s if task.phase == "weight" else own.backward_s
 
-    def transfer_s(source: Task, target: Task) -> float:
-        if submesh_of[source] == submesh_of[target]:
-            return 0.0
-        first, last = sorted((source.stage, target.stage))
-        return sum(sends_s[first:last])
+    return seconds
 
-    return simulate(schedule, seconds, transfer_s)
+
+def staged_timeline(schedule: Schedule, costs: Sequence[StageCost], sends: Iterable[Send]) -> PipelineTimeline:
+    """When the tasks of a step run.
+
+    Args:
+        costs: of each stage. Where its backward pass is not split and the schedule does not split it, `weight_s` is 0.
+        sends: between all stages that wait for one another.
+    """
+    sent_s = {(one.source, one.target): one.seconds for one in sends}
+
+    def transfer_s(source: Task, target: Task) -> float:
+        stages = (source.stage, target.stage)
+        return sent_s[min(stages), max(stages)]
+
+    return simulate(schedule, task_seconds(costs), transfer_s)
 
 
 def staged_peaks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:

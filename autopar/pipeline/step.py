@@ -29,7 +29,8 @@ def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, 
         PlanMismatchError: the plan was made by another autopar, or of another program.
     """
     cuttable = Cuttable.of(program, own_statistics=plan.own_statistics)
-    stages = cuttable.layers(plan.starts, plan.num_microbatches).settled(plan.stage_of)
+    layer_of = plan.layers_of_units(len(cuttable.flow.forward))
+    stages = cuttable.settled(layer_of, plan.stage_of, plan.num_microbatches)
     for number, (stage, planned) in enumerate(zip(stages, plan.stages, strict=True)):
         here = stage.program.of(planned.plan)
         difference = planned.plan.program.difference(here.signature)
