@@ -8,6 +8,7 @@ which is explained like any other.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from autopar.explain_tables import (
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedules.table import SCHEDULES
 from autopar.pipeline.spans import PipelineTimeline
+from autopar.pipeline.timeline_file import write_timelines
 from autopar.pipeline.timeline_text import timeline_text
 from autopar.units import human_bytes, human_seconds
 
@@ -42,11 +44,19 @@ class StagesExplanation:
     """A plan of stages in tables. Printed, it is plain text.
 
     Args:
-        timeline: of one step, simulated: `timeline_svg(told.timeline)` draws it.
+        timeline: of one step, simulated.
     """
 
     plan: PipelinePlan
     timeline: PipelineTimeline
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline: as a picture, or where the path ends in `.json` as a trace for Perfetto.
+
+        Raises:
+            PlotError: where it cannot be written.
+        """
+        write_timelines(path, self.timeline)
 
     def __str__(self) -> str:
         return plain_text(lambda console: _print(self, console))
@@ -71,7 +81,6 @@ def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
 
 def stages_json(plan: PipelinePlan) -> dict[str, Any]:
     """The explanation as JSON types: raw seconds and bytes, null for what is infinite."""
-    timeline = plan.timeline()
     document = {
         "format": "autopar-stages-explanation",
         "version": 1,
@@ -84,10 +93,7 @@ def stages_json(plan: PipelinePlan) -> dict[str, Any]:
         "prediction": asdict(plan.prediction) | {"peak_bytes": plan.prediction.peak_bytes},
         "outcome": asdict(plan.outcome),
         "stages": [_stage_json(stage) for stage in plan.stages],
-        "timeline": [
-            {"submesh": span.submesh, "start_s": span.start_s, "end_s": span.end_s, **span.task._asdict()}
-            for span in timeline.spans
-        ],
+        "timeline": plan.timeline().rows(),
         "tried": [asdict(other) for other in plan.tried],
         "notes": plan.notes,
         "versions": plan.versions,

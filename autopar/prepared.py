@@ -20,6 +20,7 @@ from autopar.partition_spec import named_shardings
 from autopar.pipeline.crossings import is_mine, without_shards
 from autopar.pipeline.leaves import joined, rows_of
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.step import PipelinedStep
 from autopar.pipeline.unstack import Rows
 from autopar.processes.arguments import Arguments
@@ -41,6 +42,7 @@ class Prepared:
         mesh: of all devices of one program; of stages, of the first.
         probe: position of the smallest output that no later call takes over.
         compiled_for: shapes and shardings of what it was given first.
+        measured: of stages, when the tasks of the step ran that was measured last.
     """
 
     plan: AnyPlan
@@ -54,6 +56,7 @@ class Prepared:
     uneven: dict[int, dict[Rows, NamedSharding]] = field(default_factory=dict)
     is_compiled: bool = False
     compiled_for: tuple[Any, ...] = field(default=())
+    measured: PipelineTimeline | None = None
 
     def placed(self, trees: Sequence[Any]) -> tuple[Any, ...]:
         """Arguments as they must lie."""

@@ -300,6 +300,37 @@ def pipelined(*cases: str) -> None:
     tell(told)
 
 
+def measured(*cases: str) -> None:
+    """A step in stages, called and then measured.
+
+    Args:
+        cases: as of `pipelined`.
+    """
+    from pipelines import pipelined as in_stages
+    from test_pipeline_run import mlp_batch, mlp_state, mlp_step
+
+    from autopar.pipeline.measured import run_measured
+
+    told: dict[str, Any] = {}
+    for case in cases:
+        num_stages, mesh, schedule = case.split()
+        args: Any = jax.tree.map(np.asarray, (mlp_state(4), mlp_batch(0)))
+        options: Any = {"num_microbatches": 4, "schedule": schedule, "mesh": mesh}
+        run, pipeline = in_stages(mlp_step, args, num_stages=int(num_stages), **options)
+        expected = jax.tree.leaves(run(*args))
+        results, timeline = run_measured(pipeline, jax.tree.leaves(args))
+        pairs = [
+            (one.data, other.data)
+            for a, b in zip(results, expected, strict=True)
+            for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True)
+        ]
+        told[case] = {
+            "same": bool(pairs) and all(np.array_equal(one, other) for one, other in pairs),
+            "spans": [[span.submesh, span.task, [span.start_s, span.end_s]] for span in timeline.spans],
+        }
+    tell(told)
+
+
 def main() -> None:
     name, *arguments = sys.argv[1:]
     count = int(os.environ["PROCESSES"])
