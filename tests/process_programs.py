@@ -331,6 +331,92 @@ def measured(*cases: str) -> None:
     tell(told)
 
 
+STAGED_WIDTH, STAGED_LAYERS = 32, 4
+
+
+def staged_state(rng: jax.Array) -> State:
+    """A state of stages with all that a checkpoint has to mind: counters, PRNG keys of each half, a weakly typed number."""
+    shape = (STAGED_WIDTH, STAGED_WIDTH)
+    kernels = [jax.random.normal(key, shape) / STAGED_WIDTH**0.5 for key in jax.random.split(rng, STAGED_LAYERS)]
+    return {
+        "params": kernels,
+        "opt": OPTIMIZER.init(kernels),
+        "rng": list(jax.random.split(rng)),
+        "rate": jnp.asarray(0.5),
+    }
+
+
+def staged_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+    def loss_of(params: Any) -> jax.Array:
+        x = batch["x"]
+        for number, kernel in enumerate(params):
+            kept = jax.random.bernoulli(
+                jax.random.fold_in(state["rng"][2 * number // STAGED_LAYERS], number), 0.9, (STAGED_WIDTH,)
+            )
+            x = x + jnp.tanh(x @ kernel) * kept
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], jax.tree.map(lambda u: state["rate"] * u, updates))
+    finite = [
+        jnp.isfinite(grads[n].sum()).astype(int) for n in (0, STAGED_LAYERS - 1)
+    ]  # so each key is made in its half
+    rng = [jax.random.fold_in(key, one) for key, one in zip(state["rng"], finite, strict=True)]
+    return {"params": params, "opt": opt, "rng": rng, "rate": state["rate"] * 0.99}, loss
+
+
+def staged_batches(start: int = 0, stop: int = STEPS) -> Iterator[Batch]:
+    for step in range(start, stop):
+        x = np.random.default_rng(step).normal(size=(BATCH, STAGED_WIDTH)).astype(np.float32)
+        yield {"x": x, "y": np.roll(x, 1, axis=1)}
+
+
+def in_stages() -> autopar.ParallelStep:
+    options: Any = {"stages": 2, "num_microbatches": 2, "schedule": "1f1b", "hardware": "cpu-host", "cache": False}
+    return autopar.parallelize(**options)(staged_step)
+
+
+def digests(state: Any) -> dict[str, str]:
+    """Of the leaves that this process has whole."""
+    from autopar.processes.local_batch import digest
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): digest(leaf) for path, leaf in leaves if leaf.is_fully_addressable}
+
+
+def kept(folder: str, *what: str) -> None:
+    """A state of a step in stages is saved, or restored, and the training goes on.
+
+    Args:
+        what: in order: `save`; `restore`, in stages; `whole`, restore as one program on all devices.
+    """
+    told: dict[str, Any] = {}
+    for action in what:
+        step = (
+            autopar.parallelize(mesh=str(jax.device_count()), cache=False)(staged_step)
+            if action == "whole"
+            else in_stages()
+        )
+        key, batch = jax.random.key(0), next(staged_batches())
+        with autopar.Checkpoints(folder, step) as checkpoints:
+            if action == "save":
+                state, losses = step.init(staged_state, key, batch=batch), []
+                for one in staged_batches(0, 2):
+                    state, loss = step(state, one)
+                    losses.append(float(loss))
+                checkpoints.save(2, state)
+                told[action] = {"state": digests(state), "losses": losses}
+            else:
+                state = checkpoints.restore(staged_state, key, batch=batch)
+                told[action] = {"state": digests(state), "rate": not state["rate"].addressable_shards or state["rate"].weak_type}
+        told[action]["rest"] = []
+        for one in staged_batches(2, 4):
+            state, loss = step(state, one)
+            told[action]["rest"].append(float(loss))
+    tell(told)
+
+
 def main() -> None:
     name, *arguments = sys.argv[1:]
     count = int(os.environ["PROCESSES"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from several_processes import run
 
@@ -29,3 +32,24 @@ def test_two_processes() -> None:
 def test_four_processes() -> None:
     """A stage in each; stages of two processes."""
     check("4 1 1f1b", "4 1 zb-h1", "2 2 gpipe", "2 2 interleaved 2", processes=4, devices=1)
+
+
+@pytest.mark.slow
+def test_a_state_over_processes_is_saved_and_restored(tmp_path: Path) -> None:
+    """Saved by two; restored by two, in stages and as one program, and by one alone: bit by bit."""
+    folder = str(tmp_path / "kept")
+    two = run("kept", folder, "save", "restore", "whole", processes=2, devices=1)
+    assert [one.code for one in two] == [0, 0], two[-1].errors[-3000:]
+    (alone,) = run("kept", folder, "restore", processes=1, devices=2)
+    assert alone.code == 0, alone.errors[-3000:]
+    saved: dict[str, str] = {}
+    again: dict[str, str] = {}
+    for one in two:
+        assert one.last["save"]["state"] and not saved.keys() & one.last["save"]["state"].keys(), "each has its own"
+        saved |= one.last["save"]["state"]
+        again |= one.last["restore"]["state"]
+    assert len(saved) == 4 + 1 + 2 * 4 + 3 and saved == again == alone.last["restore"]["state"]
+    told: list[dict[str, Any]] = [*(one.last[action] for one in two for action in ("save", "restore", "whole"))]
+    for one in [*told, alone.last["restore"]]:
+        assert one["rest"] == pytest.approx(two[0].last["save"]["rest"], rel=1e-5)
+        assert one.get("rate", True), "a weakly typed number stays one"
