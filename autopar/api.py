@@ -228,7 +228,9 @@ class ParallelStep(Generic[P]):
 
         Each process gives its share of the examples: of each array's first dim one equal part for each process, in
         the order of processes, whatever the plan. An array that is given whole must be equal on every process; the
-        first batch is checked for that. With one process, the batch is given whole; and so it is of a step in stages.
+        first batch is checked for that. With one process, the batch is given whole. Of a step in stages, shares go to the
+        processes of the stage that reads the array: call it in the thread that calls the step, for transfers between
+        processes keep one order.
 
         Args:
             batch: an argument of the step, or this process's share of it: a pytree of whatever `numpy.asarray` takes.
@@ -244,8 +246,6 @@ class ParallelStep(Generic[P]):
                 f"`shard_batch` lays a batch out by the plan, and `{self.name}` has none yet: build its state first, by"
                 f" `{self.name}.init(create_state, …)` with the shapes of the whole batch"
             )
-        if among_processes() is not None and isinstance(self._plans.latest, PipelinePlan):
-            return batch  # each stage takes its part of it
         return shard_batch([prepared.arguments for prepared in reversed(self._known.values())], batch, argument)
 
     def lower(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> jax.stages.Lowered:

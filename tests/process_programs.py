@@ -409,11 +409,69 @@ def kept(folder: str, *what: str) -> None:
                 told[action] = {"state": digests(state), "losses": losses}
             else:
                 state = checkpoints.restore(staged_state, key, batch=batch)
-                told[action] = {"state": digests(state), "rate": not state["rate"].addressable_shards or state["rate"].weak_type}
+                told[action] = {
+                    "state": digests(state),
+                    "rate": not state["rate"].addressable_shards or state["rate"].weak_type,
+                }
         told[action]["rest"] = []
         for one in staged_batches(2, 4):
             state, loss = step(state, one)
             told[action]["rest"].append(float(loss))
+    tell(told)
+
+
+def shares_in_stages() -> None:
+    """Each process feeds its share to a step in stages; then all the whole; and mistakes."""
+    step, told = in_stages(), {}
+    for how in ("shares", "whole"):
+        state = step.init(staged_state, jax.random.key(0), batch=next(staged_batches()))
+        told[how] = []
+        for batch in staged_batches():
+            laid = step.shard_batch(share(batch) if how == "shares" else batch)
+            state, loss = step(state, laid)
+            told[how].append(float(loss))
+    batch, messages = next(staged_batches()), {}
+    wrong = {
+        "uneven": {**share(batch), "x": batch["x"][: 8 - jax.process_index()]},
+        "other paths": {"z": batch["x"]},
+        "dtype": {**share(batch), "y": np.arange(8)},
+    }
+    for name, given in wrong.items():
+        try:
+            in_stages_anew(step).shard_batch(given)
+        except errors.BatchError as error:
+            messages[name] = str(error)
+    tell(told | {"messages": messages})
+
+
+def in_stages_anew(step: autopar.ParallelStep) -> autopar.ParallelStep:
+    """The same step, whose first batch has not come yet."""
+    anew = autopar.parallelize(plan=step.latest_plan)(staged_step)
+    anew.abstract_state(staged_state, jax.random.key(0), batch=next(staged_batches()))
+    return anew
+
+
+def gathered() -> None:
+    """Shares of an array go to submeshes of one process, of two, of all, split by rows and otherwise."""
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from autopar.pipeline.batches import Gathering
+
+    whole = np.arange(16 * 6, dtype=np.int32).reshape(16, 6)
+    devices, count, told = np.array(jax.devices(), dtype=object), jax.process_count(), {}
+    size = len(whole) // count
+    mine = whole[jax.process_index() * size : (jax.process_index() + 1) * size]
+    for start, stop in ((0, 2), (len(devices) - 2, len(devices)), (len(devices) - 4, len(devices)), (0, len(devices))):
+        mesh = Mesh(devices[start:stop].reshape(2, -1), ("a", "b"))
+        for spec in ((), ("a",), (("a", "b"),), (None, "a"), ("b", "a")):
+            gather = Gathering(NamedSharding(mesh, PartitionSpec(*spec)))
+            for add in (0, 1000):  # the second time it is known how
+                array = gather(mine + add, whole.shape)
+                same = [np.array_equal(one.data, (whole + add)[one.index]) for one in array.addressable_shards]
+                told[f"{start} {stop} {spec} {add}"] = [all(same), len(same), array.shape == whole.shape]
+    key = jax.random.split(jax.random.key(0), 4)
+    words = gather(np.asarray(jax.random.key_data(key)), (4 * count, 2))
+    told["words"] = [True, len(words.addressable_shards), words.shape == (4 * count, 2)]
     tell(told)
 
 

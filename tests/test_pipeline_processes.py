@@ -53,3 +53,27 @@ def test_a_state_over_processes_is_saved_and_restored(tmp_path: Path) -> None:
     for one in [*told, alone.last["restore"]]:
         assert one["rest"] == pytest.approx(two[0].last["save"]["rest"], rel=1e-5)
         assert one.get("rate", True), "a weakly typed number stays one"
+
+
+@pytest.mark.slow
+def test_each_process_gives_its_share_of_a_batch() -> None:
+    two = run("shares_in_stages", processes=2, devices=1)
+    assert [one.code for one in two] == [0, 0], two[-1].errors[-3000:]
+    for one in two:
+        told = one.last
+        assert told["shares"] == told["whole"] == two[0].last["whole"]
+        assert "`batch/x` has shape (7, 32)" in told["messages"]["uneven"]
+        assert "(8, 32), the share of each of 2 processes, or the whole, (16, 32)" in told["messages"]["uneven"]
+        assert "`batch/z`" in told["messages"]["other paths"]
+        assert "int32, and the plan was made for float32" in told["messages"]["dtype"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)])
+def test_shares_come_to_submeshes_of_one_process_and_of_several(processes: int, devices: int) -> None:
+    ended = run("gathered", processes=processes, devices=devices)
+    assert [one.code for one in ended] == [0] * processes, ended[-1].errors[-3000:]
+    for one in ended:
+        assert len(one.last) > 3 * 5 * 2 and all(same and shape for same, _, shape in one.last.values())
+    held = [sum(number for _, number, _ in one.last.values()) for one in ended]
+    assert all(held)
