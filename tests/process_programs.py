@@ -223,15 +223,35 @@ def frozen() -> None:
             float(loss)
 
 
-def hangs() -> None:
-    """Process 1 does not come to its fourth step."""
+def to_watch(how: str) -> tuple[autopar.ParallelStep, Any, Callable[..., Iterator[Batch]]]:
+    """A step, `whole` or in `stages`, a new state, and the whole batches of some steps."""
+    if how == "stages":
+        step = in_stages()
+        return step, step.init(staged_state, jax.random.key(0), batch=next(staged_batches())), staged_batches
     step = autopar.parallelize(mesh="4")(step_of())
-    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
-    state, _ = step(state, step.shard_batch(share(next(batches()))))  # compiled
+    return step, step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES), batches
+
+
+def hangs(how: str = "whole") -> None:
+    """Process 1 does not come to its fourth step."""
+    step, state, batches_of = to_watch(how)
+    state, _ = step(state, step.shard_batch(share(next(batches_of()))))  # compiled
     with autopar.watch(step, timeout_s=12.0, step_timeout_s=5.0):
-        for number, batch in enumerate(batches()):
+        for number, batch in enumerate(batches_of()):
             if number == 3 and jax.process_index() == 1:
                 read_for_ever()
+            state, loss = step(state, step.shard_batch(share(batch)))
+            float(loss)
+
+
+def dies(how: str, who: str) -> None:
+    """A process is killed before its fourth step."""
+    step, state, batches_of = to_watch(how)
+    state, _ = step(state, step.shard_batch(share(next(batches_of()))))  # compiled
+    with autopar.watch(step, timeout_s=8.0):
+        for number, batch in enumerate(batches_of()):
+            if number == 3 and jax.process_index() == int(who):
+                os.kill(os.getpid(), signal.SIGKILL)
             state, loss = step(state, step.shard_batch(share(batch)))
             float(loss)
 
@@ -240,23 +260,23 @@ def read_for_ever() -> None:
     time.sleep(1e6)
 
 
-def straggles() -> None:
-    """Process 1 takes longer between its steps than the others; later it meets a mistake of its own."""
-    step = autopar.parallelize(mesh="4")(step_of())
-    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
+def straggles(how: str = "whole", who: str = "1") -> None:
+    """A process takes longer between its steps than the others; later it meets a mistake of its own."""
+    step, state, batches_of = to_watch(how)
+    slow = jax.process_index() == int(who)
     with autopar.watch(step, timeout_s=12.0) as watched:
-        for batch in batches(stop=20):
-            if jax.process_index() == 1:
+        for batch in batches_of(stop=20):
+            if slow:
                 time.sleep(0.3)
             state, loss = step(state, step.shard_batch(share(batch)))
             float(loss)
         while len(watched.step_times()) < 2:
             time.sleep(0.2)
-        slow = [[one.member.index, one.factor, one.late_s, one.step_s] for one in watched.step_times()]
-        tell({"times": slow, "stragglers": [str(one) for one in watched.stragglers()]})
+        times = [[one.member.index, one.factor, one.late_s, one.step_s] for one in watched.step_times()]
+        tell({"times": times, "stragglers": [str(one) for one in watched.stragglers()]})
     with autopar.watch(step, timeout_s=12.0):
-        for number, batch in enumerate(batches()):
-            if number == 3 and jax.process_index() == 1:
+        for number, batch in enumerate(batches_of()):
+            if number == 3 and slow:
                 raise KeyError("no such file")
             state, loss = step(state, step.shard_batch(share(batch)))
             float(loss)
