@@ -1,4 +1,4 @@
-"""The only door to orbax: numbered checkpoints in one folder, each there whole or not at all.
+"""The door to orbax, with `orbax_arrays`: numbered checkpoints in one folder, each there whole or not at all.
 
 In: a folder, nested dicts of arrays and JSON values. Out: the same read back, arrays straight into the shardings asked
 for: each device's part is read by the process that holds it. Nothing here knows of plans. All processes of a

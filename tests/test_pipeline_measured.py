@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def test_every_task_is_there_in_order(schedule: str, num_stages: int, virtual: i
     run, pipeline = pipelined(
         step, arguments(), num_stages=num_stages, num_microbatches=4, schedule=schedule, virtual=virtual
     )
-    expected = jax.tree.leaves(run(*arguments()))
+    with warnings.catch_warnings(action="error"):  # of memory that was given for nothing, say
+        expected = jax.tree.leaves(run(*arguments()))
     results, timeline = run_measured(pipeline, jax.tree.leaves(arguments()))
     for one, other in zip(results, expected, strict=True):
         assert jnp.array_equal(one, other)

@@ -75,7 +75,7 @@ class PieceProgram:
     shared: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
     jitted: Callable[..., Any] | None = None
 
-    def jit(self, donated: Sequence[int]) -> Callable[..., list[Any]]:
+    def jit(self, donated: Sequence[int]) -> Any:
         """The jitted function.
 
         Args:
@@ -96,8 +96,9 @@ class PieceProgram:
 
     def first_call(self, donated: Sequence[int], values: Sequence[Any]) -> Any:
         """Compile it, and call it."""
-        self.jitted = self.jit(self._usable(donated, values))
-        return self.jitted(*values)
+        jitted = self.jit(self._usable(donated, values))
+        self.jitted = jitted
+        return jitted(*values)
 
     def _usable(self, donated: Sequence[int], values: Sequence[Any]) -> list[int]:
         """Places of arrays in whose memory something has room that the piece makes: of as large parts on each device; or of
