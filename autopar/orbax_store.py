@@ -74,11 +74,8 @@ class Writer:
 
 def _handlers() -> Any:
     """By what is asked for, what does it, where there are several processes."""
-    found, of_state, of_parts = (
-        ocp.handlers.DefaultCheckpointHandlerRegistry(),
-        handler_of_state(),
-        ocp.JsonCheckpointHandler(),
-    )
+    found = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    of_state, of_parts = handler_of_state(), ocp.JsonCheckpointHandler()
     for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
         found.add(STATE, args, of_state)
     for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
