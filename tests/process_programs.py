@@ -489,18 +489,6 @@ def gathered() -> None:
                 array = gather(mine + add, whole.shape)
                 same = [np.array_equal(one.data, (whole + add)[one.index]) for one in array.addressable_shards]
                 told[f"{start} {stop} {spec} {add}"] = [all(same), len(same), array.shape == whole.shape]
-    from autopar.pipeline.leaves import StackedLeaf
-    from autopar.pipeline.unstack import Rows
-
-    ends = [NamedSharding(Mesh(devices[[n]], ("a",)), PartitionSpec()) for n in (0, -1)]
-    parts = [
-        jax.make_array_from_callback((n, 3), end, lambda at: whole[:2, :3][at], dtype=whole.dtype)
-        for n, end in zip((1, 2), ends, strict=True)
-    ]
-    try:
-        StackedLeaf({Rows(0, 0, 1): parts[0], Rows(0, 1, 3): parts[1]}).joined()
-    except errors.ProcessError as error:
-        told["uneven"] = ["layers 0:1, 1:3" in str(error), 1, "divides its layers" in str(error)]
     key = jax.random.split(jax.random.key(0), 4)
     words = gather(np.asarray(jax.random.key_data(key)), (4 * count, 2))
     told["words"] = [True, len(words.addressable_shards), words.shape == (4 * count, 2)]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from several_processes import run
+
+from autopar.errors import ProcessError
+from autopar.pipeline.leaves import StackedLeaf, as_arrays
+from autopar.pipeline.unstack import Rows
 
 
 def check(*cases: str, processes: int, devices: int) -> None:
@@ -81,3 +86,12 @@ def test_shares_come_to_submeshes_of_one_process_and_of_several(processes: int, 
         )
     held = [sum(number for _, number, _ in one.last.values()) for one in ended]
     assert all(held)
+
+
+def test_a_stack_in_unequal_parts_of_several_processes_is_refused() -> None:
+    parts: Any = {
+        Rows(0, start, stop): SimpleNamespace(shape=(stop - start, 3), dtype="float32", is_fully_addressable=start > 0)
+        for start, stop in ((0, 1), (1, 3))
+    }
+    with pytest.raises(ProcessError, match=r"layers 0:1, 1:3\) lies in unequal parts .* divides its layers"):
+        as_arrays({"kernels": StackedLeaf(parts)})
