@@ -25,8 +25,9 @@ from autopar.front_ends.state import abstract_of, new_state, state_arguments, st
 from autopar.front_ends.step import Step
 from autopar.jax_compat import placed_struct, shape_struct
 from autopar.measure_stages import measure_stages
-from autopar.measure_step import FEWEST_STEPS, measure
+from autopar.measure_step import FEWEST_STEPS, measure, wait
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.step import PipelinedStep
 from autopar.plan import Plan
 from autopar.prepared import Prepared, built, prepared_of
 from autopar.processes.arguments import shard_batch
@@ -151,6 +152,20 @@ class ParallelStep(Generic[P]):
             return self._dispatch(args, kwargs)[0]
         return self.clock.timed(lambda: self._dispatch(args, kwargs), self._probed)[0]
 
+    def measured(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step in stages once as a call does, with the same results, and see when each of its tasks runs.
+
+        `report()` then holds what was seen against the simulated timeline. Tasks wait for one another on the host, so it
+        takes longer than a call, and does not count among the steps that are timed. Of several processes every one
+        calls it.
+
+        Raises:
+            StepSignatureError: it is one program, or has not run with arguments of these shapes yet.
+        """
+        if self.clock is None:
+            return self._measured(args, kwargs)[0]
+        return self.clock.timed(lambda: self._measured(args, kwargs), self._probed)[0]
+
     def plan(self, *args: Any, **kwargs: Any) -> P:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is compiled."""
         return self.planned(*args, **kwargs)[0]
@@ -213,7 +228,9 @@ class ParallelStep(Generic[P]):
 
         Each process gives its share of the examples: of each array's first dim one equal part for each process, in
         the order of processes, whatever the plan. An array that is given whole must be equal on every process; the
-        first batch is checked for that. With one process, the batch is given whole; and so it is of a step in stages.
+        first batch is checked for that. With one process, the batch is given whole. Of a step in stages, shares go to the
+        processes of the stage that reads the array: call it in the thread that calls the step, for transfers between
+        processes keep one order.
 
         Args:
             batch: an argument of the step, or this process's share of it: a pytree of whatever `numpy.asarray` takes.
@@ -229,8 +246,6 @@ class ParallelStep(Generic[P]):
                 f"`shard_batch` lays a batch out by the plan, and `{self.name}` has none yet: build its state first, by"
                 f" `{self.name}.init(create_state, …)` with the shapes of the whole batch"
             )
-        if among_processes() is not None and isinstance(self._plans.latest, PipelinePlan):
-            return batch  # each stage takes its part of it
         return shard_batch([prepared.arguments for prepared in reversed(self._known.values())], batch, argument)
 
     def lower(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> jax.stages.Lowered:
@@ -250,7 +265,8 @@ class ParallelStep(Generic[P]):
         return execute.lower(execute.jit_plan(plan, program.trace, mesh), program.trace.arguments, mesh)
 
     def report(self) -> StepReport:
-        """The steps run last beside what the plan predicted: time, memory, utilisation, and which part may be off.
+        """The steps run last beside what the plan predicted: time, memory, utilisation, and which part may be off; of
+        stages the timeline too, beside its twin where a step was `measured`.
 
         Waits until the devices have done all that was asked of them. Steps are timed from call to call, from the second
         call with the same shapes on; the first, which compiles, does not count.
@@ -267,7 +283,7 @@ class ParallelStep(Generic[P]):
         if isinstance(last.plan, PipelinePlan):
             devices = self._plans.devices()
             profiles = self._plans.profiles(last.plan)
-            return measure_stages(last.plan, last.program, self._calls, devices, profiles)
+            return measure_stages(last.plan, last.program, self._calls, devices, profiles, last.measured)
         hardware = self._plans.options.get("hardware")
         return measure(last.plan, last.program, last.run, last.compiled_for, self._calls, last.mesh, hardware)
 
@@ -298,6 +314,23 @@ class ParallelStep(Generic[P]):
                 self._calls.note()
             self._last = prepared
             arrays = self._run(prepared, trees)
+            return call.finish(prepared.results, arrays), arrays
+
+    def _measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """As `_dispatch`."""
+        with opened(self.called, args, kwargs) as call:
+            prepared = self._prepare(call)
+            if not isinstance(prepared.run, PipelinedStep):
+                raise StepSignatureError(
+                    f"`{self.name}` is one program, whose time `report()` tells: `measured` is of steps in stages"
+                )
+            if not prepared.is_compiled or prepared is not self._last:
+                raise StepSignatureError(
+                    f"`{self.name}` is compiled at its first call: make one with arguments of these shapes before it is"
+                    " `measured`"
+                )
+            self._calls.interrupt(wait)
+            arrays, prepared.measured = prepared.run.measured(*call.trees)
             return call.finish(prepared.results, arrays), arrays
 
     def _run(self, prepared: Prepared, trees: Sequence[Any]) -> Any:

@@ -19,6 +19,7 @@ from autopar import jax_compat
 from autopar.errors import CheckpointError
 from autopar.front_ends.paths import leaf_keys
 from autopar.front_ends.pytrees import shape_and_dtype
+from autopar.pipeline.crossings import without_shards
 from autopar.plan import Placement
 
 #: How many leaves an error names.
@@ -111,16 +112,27 @@ def restored(read: dict[str, Any], state: Any) -> list[Any]:
             value = value[key] if leaf.is_written else None
         values.append(value)
 
-    def retyped(raw: list[Any]) -> list[Any]:
-        return [jax_compat.retyped(value, struct) for value, struct in zip(raw, odd, strict=True)]
-
-    places = [n for n, value in enumerate(values) if value is None or _is_odd(value, structs[n])]
-    odd = [structs[n] for n in places]
-    if places:  # in one program, which also runs where several processes hold parts of one array
-        given = [values[n] for n in places]
-        for n, value in zip(places, jax.jit(retyped, out_shardings=[one.sharding for one in odd])(given), strict=True):
+    odd: dict[Any, list[int]] = {}  # by the devices that they lie on
+    for n, (value, struct) in enumerate(zip(values, structs, strict=True)):
+        if value is None or _is_odd(value, struct):
+            odd.setdefault(frozenset(struct.sharding.device_set), []).append(n)
+    for places in odd.values():
+        laid = _retyped([values[n] for n in places], [structs[n] for n in places])
+        for n, value in zip(places, laid, strict=True):
             values[n] = value
     return values
+
+
+def _retyped(values: Sequence[Any], structs: Sequence[Any]) -> list[Any]:
+    """Arrays on the same devices as what they are said to be; None is one without elements."""
+    if not structs[0].sharding.addressable_devices:
+        return [without_shards(one.shape, one.dtype, one.sharding) for one in structs]
+
+    def retyped(raw: list[Any]) -> list[Any]:
+        return [jax_compat.retyped(value, struct) for value, struct in zip(raw, structs, strict=True)]
+
+    # In one program, which also runs where several processes hold parts of one array.
+    return jax.jit(retyped, out_shardings=[one.sharding for one in structs])(list(values))
 
 
 def difference(saved: Sequence[Leaf], here: Sequence[Leaf]) -> str | None:
@@ -201,8 +213,16 @@ def _nested(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """An array that orbax takes."""
     if isinstance(value, jax.Array):
-        return jax.jit(jax.random.key_data)(value) if _is_key(value.dtype) else value
+        return _words(value) if _is_key(value.dtype) else value
     return np.asarray(value, shape_and_dtype(value)[1])
+
+
+def _words(keys: jax.Array) -> jax.Array:
+    """Of PRNG keys. They may lie in other processes alone."""
+    if keys.sharding.addressable_devices:
+        return jax.jit(jax.random.key_data)(keys)
+    raw = jax_compat.raw_struct(keys)
+    return without_shards(raw.shape, raw.dtype, keys.sharding)
 
 
 def _is_key(dtype: Any) -> bool:

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli_options import parse_hardware, parse_pin, parser_of
-from autopar.errors import AutoparError, PlanFileError, PlotError, TargetError
+from autopar.errors import AutoparError, PlanFileError, TargetError
 from autopar.explain import explain_json, render, render_summary
 from autopar.explain_tables import plain_text
-from autopar.pipeline.perfetto import perfetto_trace
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.pipeline.timeline_svg import timeline_svg
+from autopar.pipeline.timeline_file import write_timelines
 from autopar.plan import Plan
 from autopar.saved_plans import load_plan
 from autopar.target import load_target
@@ -170,14 +169,7 @@ def _stage(plan: PipelinePlan, number: int) -> Plan:
 
 
 def _draw_timeline(plan: PipelinePlan, path: str) -> None:
-    timeline = plan.timeline()
-    text = json.dumps(perfetto_trace(timeline)) if path.endswith(".json") else timeline_svg(timeline)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlotError(
-            f"cannot write {path!r}: {error.strerror}. Give a file in a folder that can be written to"
-        ) from error
+    write_timelines(path, plan.timeline())
     print(f"drawn to {path}", file=sys.stderr)
 
 

@@ -8,6 +8,7 @@ which is explained like any other.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from autopar.pipeline.schedules import any_edges
 from autopar.pipeline.schedules.table import SCHEDULES
 from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.staged_time import Send
+from autopar.pipeline.timeline_file import write_timelines
 from autopar.pipeline.timeline_text import timeline_text
 from autopar.units import human_bytes, human_seconds
 
@@ -44,11 +46,19 @@ class StagesExplanation:
     """A plan of stages in tables. Printed, it is plain text.
 
     Args:
-        timeline: of one step, simulated: `timeline_svg(told.timeline)` draws it.
+        timeline: of one step, simulated.
     """
 
     plan: PipelinePlan
     timeline: PipelineTimeline
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline: as a picture, or where the path ends in `.json` as a trace for Perfetto.
+
+        Raises:
+            PlotError: where it cannot be written.
+        """
+        write_timelines(path, self.timeline)
 
     def __str__(self) -> str:
         return plain_text(lambda console: _print(self, console))
@@ -73,7 +83,6 @@ def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
 
 def stages_json(plan: PipelinePlan) -> dict[str, Any]:
     """The explanation as JSON types: raw seconds and bytes, null for what is infinite."""
-    timeline = plan.timeline()
     document = {
         "format": "autopar-stages-explanation",
         "version": 1,
@@ -88,10 +97,7 @@ def stages_json(plan: PipelinePlan) -> dict[str, Any]:
         "stages": [_stage_json(stage) for stage in plan.stages],
         "sends": [asdict(one) for one in plan.sends],
         "side_by_side": plan.side_by_side(),
-        "timeline": [
-            {"submesh": span.submesh, "start_s": span.start_s, "end_s": span.end_s, **span.task._asdict()}
-            for span in timeline.spans
-        ],
+        "timeline": plan.timeline().rows(),
         "tried": [asdict(other) for other in plan.tried],
         "notes": plan.notes,
         "versions": plan.versions,

@@ -355,7 +355,9 @@ def leave_without_waiting() -> None:
     held = (state.client, state.service, state.preemption_sync_manager)
     state.client = state.service = state.preemption_sync_manager = None
     # Others may still read from the service, and its own client ends the process where it is gone: both stay to the end.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    # So do the devices' clients, which would wait until every transfer between processes has come to its end.
+    clients = {device.client for device in jax.local_devices()} if backends_are_initialized() else set()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object((held, clients)))
 
 
 @dataclass(frozen=True, slots=True)

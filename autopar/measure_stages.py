@@ -14,17 +14,23 @@ from autopar.calls import Calls
 from autopar.cost.hardware import HardwareProfile
 from autopar.measure_step import FAR_OFF, device_peak_bytes, model_flops, of_another_machine, wait
 from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.spans import PipelineTimeline
 from autopar.program import Program
 from autopar.step_report import StepReport
 
 
 def measure_stages(
-    plan: PipelinePlan, program: Program, calls: Calls, devices: list[Any], profiles: Mapping[str, HardwareProfile]
+    plan: PipelinePlan,
+    program: Program,
+    calls: Calls,
+    devices: list[Any],
+    profiles: Mapping[str, HardwareProfile],
+    measured: PipelineTimeline | None,
 ) -> StepReport:
     """Report on steps that have run.
 
     Args:
-        devices: that it ran on. profiles: by kind of device.
+        devices: that it ran on. profiles: by kind of device. measured: when the tasks of a step ran, where that was seen.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(wait)
@@ -62,4 +68,6 @@ def measure_stages(
         utilisation=ideal_s / step_time_s,
         suspects=(),
         advice=tuple(advice),
+        simulated=plan.timeline(),
+        measured=measured,
     )

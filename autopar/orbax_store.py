@@ -1,4 +1,4 @@
-"""The only door to orbax: numbered checkpoints in one folder, each there whole or not at all.
+"""The door to orbax, with `orbax_arrays`: numbered checkpoints in one folder, each there whole or not at all.
 
 In: a folder, nested dicts of arrays and JSON values. Out: the same read back, arrays straight into the shardings asked
 for: each device's part is read by the process that holds it. Nothing here knows of plans. All processes of a
@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
+
+from autopar.orbax_arrays import handler_of_state
 
 #: What the arrays of a checkpoint are called in it; every other part is JSON.
 STATE = "state"
@@ -43,7 +46,11 @@ class Writer:
 
     def __init__(self, folder: Any, keep: int | None) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
-        self._manager = ocp.CheckpointManager(folder, options=options)
+        several = jax.process_count() > 1
+        self._manager = ocp.CheckpointManager(
+            folder, options=options, handler_registry=_handlers() if several else None
+        )
+        self._save = ocp.args.PyTreeSave if several else ocp.args.StandardSave
 
     def write(self, step: int, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         """Start to write a checkpoint; when it returns, the arrays may be changed or donated.
@@ -53,7 +60,7 @@ class Writer:
             parts: JSON values by their name.
         """
         json_parts = {name: ocp.args.JsonSave(part) for name, part in parts.items()}
-        items = ocp.args.Composite(**{STATE: ocp.args.StandardSave(dict(state))}, **json_parts)
+        items = ocp.args.Composite(**{STATE: self._save(dict(state))}, **json_parts)
         self._manager.save(step, args=items, force=True)
 
     def wait(self) -> None:
@@ -63,6 +70,17 @@ class Writer:
     def close(self) -> None:
         """Wait, and end its threads."""
         self._manager.close()
+
+
+def _handlers() -> Any:
+    """By what is asked for, what does it, where there are several processes."""
+    found = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    of_state, of_parts = handler_of_state(), ocp.JsonCheckpointHandler()
+    for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
+        found.add(STATE, args, of_state)
+    for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
+        found.add(None, args, of_parts)
+    return found
 
 
 def read_part(folder: Any, step: int, name: str) -> Any:
@@ -86,5 +104,10 @@ def read_state(folder: Any, step: int, wanted: Mapping[str, Any]) -> Mapping[str
     Args:
         wanted: nested dicts of `jax.ShapeDtypeStruct`s with shardings, the same as were written.
     """
+    at, target = place(folder, step) / STATE, dict(wanted)
+    if jax.process_count() > 1:
+        args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+        with ocp.Checkpointer(handler_of_state()) as reader:
+            return reader.restore(at, args=args)
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-        return reader.restore(place(folder, step) / STATE, args=ocp.args.StandardRestore(dict(wanted)))
+        return reader.restore(at, args=ocp.args.StandardRestore(target))

@@ -17,9 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import execute
 from autopar.front_ends.call import Results
 from autopar.partition_spec import named_shardings
+from autopar.pipeline.batches import Gathering
 from autopar.pipeline.crossings import is_mine, without_shards
 from autopar.pipeline.leaves import joined, rows_of
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.step import PipelinedStep
 from autopar.pipeline.unstack import Rows
 from autopar.processes.arguments import Arguments
@@ -41,6 +43,7 @@ class Prepared:
         mesh: of all devices of one program; of stages, of the first.
         probe: position of the smallest output that no later call takes over.
         compiled_for: shapes and shardings of what it was given first.
+        measured: of stages, when the tasks of the step ran that was measured last.
     """
 
     plan: AnyPlan
@@ -54,6 +57,7 @@ class Prepared:
     uneven: dict[int, dict[Rows, NamedSharding]] = field(default_factory=dict)
     is_compiled: bool = False
     compiled_for: tuple[Any, ...] = field(default=())
+    measured: PipelineTimeline | None = None
 
     def placed(self, trees: Sequence[Any]) -> tuple[Any, ...]:
         """Arguments as they must lie."""
@@ -90,6 +94,7 @@ def prepared_of(
         run, mesh = execute.jit_plan(plan, program.trace, devices), devices
         shardings = named_shardings([tensor.sharding for tensor in plan.inputs], devices)
     uneven = run.uneven if isinstance(run, PipelinedStep) else {}
+    gathers = Gathering if isinstance(run, PipelinedStep) and jax.process_count() > 1 else None
     carried = {position for _, position in plan.carried}
     free = [(tensor.num_bytes, i) for i, tensor in enumerate(plan.outputs) if i not in carried]
     return Prepared(
@@ -99,7 +104,7 @@ def prepared_of(
         run=run,
         in_shardings=list(shardings),
         mesh=mesh,
-        arguments=Arguments(name, plan, shardings),
+        arguments=Arguments(name, plan, shardings, gathers),
         probe=min(free)[1] if free else None,
         uneven=uneven,
     )

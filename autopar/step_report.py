@@ -6,6 +6,7 @@ devices, and which of the profile's figures to look into where measured and pred
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain_tables import plain_text
+from autopar.errors import PlotError
+from autopar.explain_tables import TEXT_WIDTH, inset, plain_text
+from autopar.pipeline.spans import PipelineTimeline
+from autopar.pipeline.timeline_file import write_timelines
+from autopar.pipeline.timeline_text import timeline_text
+from autopar.pipeline.twin import differences
 from autopar.units import human_bytes, human_seconds
 
 
@@ -49,6 +55,7 @@ class StepReport:
         utilisation: the part of the devices' peak that these are, in the time measured ("MFU").
         suspects: what may be off, the likeliest first; empty where nothing is far off.
         advice: what to do, in words.
+        simulated, measured: of a step in stages, when its tasks run; the latter where a step was `measured`.
     """
 
     program: str
@@ -66,6 +73,8 @@ class StepReport:
     utilisation: float
     suspects: tuple[Suspect, ...]
     advice: tuple[str, ...]
+    simulated: PipelineTimeline | None = None
+    measured: PipelineTimeline | None = None
 
     @property
     def off(self) -> float:
@@ -82,6 +91,22 @@ class StepReport:
         """Whether neither is far off."""
         return not self.advice
 
+    @property
+    def timelines(self) -> tuple[PipelineTimeline, ...]:
+        """Those there are."""
+        return tuple(one for one in (self.simulated, self.measured) if one is not None)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write the simulated timeline and below it the measured: as a picture, or where the path ends in `.json` as a trace
+        for Perfetto.
+
+        Raises:
+            PlotError: it cannot be written, or the step is one program, which has no timeline.
+        """
+        if not self.timelines:
+            raise PlotError(f"`{self.program}` is one program: there are timelines of steps in stages alone")
+        write_timelines(path, *self.timelines)
+
     def __str__(self) -> str:
         return plain_text(lambda console: render_report(self, console))
 
@@ -89,7 +114,10 @@ class StepReport:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON types: plain seconds and bytes."""
-        more = {"off": self.off, "memory_off": self.memory_off, "holds": self.holds}
+        more: dict[str, Any] = {"off": self.off, "memory_off": self.memory_off, "holds": self.holds}
+        for name in ("simulated", "measured"):
+            timeline: PipelineTimeline | None = getattr(self, name)
+            more[name] = None if timeline is None else timeline.rows()
         return {"format": "autopar-report", "version": 1} | asdict(self) | more
 
 
@@ -120,6 +148,22 @@ def render_report(told: StepReport, console: Console) -> None:
             console.print(Padding(Text(text), (0, 0, 0, 2)))
     for line in told.advice:
         console.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
+    if told.simulated is not None:
+        _print_timelines(told.simulated, told.measured, console)
+
+
+def _print_timelines(simulated: PipelineTimeline, measured: PipelineTimeline | None, console: Console) -> None:
+    """One over the other, and in words where they differ."""
+    both = (simulated,) if measured is None else (simulated, measured)
+    title = "Timeline of a step" if measured is None else "Timeline of a step: simulated, and as it ran task by task"
+    console.print(Text(), Text(title, "bold"), sep="\n")
+    console.print(inset(timeline_text(*both, width=min(console.width, TEXT_WIDTH) - 4)))
+    if measured is None:
+        lines = ("as it runs: call `step.measured(...)` once in place of `step(...)`, and report again",)
+    else:
+        lines = differences(simulated, measured)
+    for line in lines:
+        console.print(inset(Text(f"- {line}")))
 
 
 def _percent(off: float | None) -> str:

@@ -223,15 +223,35 @@ def frozen() -> None:
             float(loss)
 
 
-def hangs() -> None:
-    """Process 1 does not come to its fourth step."""
+def to_watch(how: str) -> tuple[autopar.ParallelStep, Any, Callable[..., Iterator[Batch]]]:
+    """A step, `whole` or in `stages`, a new state, and the whole batches of some steps."""
+    if how == "stages":
+        step = in_stages()
+        return step, step.init(staged_state, jax.random.key(0), batch=next(staged_batches())), staged_batches
     step = autopar.parallelize(mesh="4")(step_of())
-    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
-    state, _ = step(state, step.shard_batch(share(next(batches()))))  # compiled
+    return step, step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES), batches
+
+
+def hangs(how: str = "whole") -> None:
+    """Process 1 does not come to its fourth step."""
+    step, state, batches_of = to_watch(how)
+    state, _ = step(state, step.shard_batch(share(next(batches_of()))))  # compiled
     with autopar.watch(step, timeout_s=12.0, step_timeout_s=5.0):
-        for number, batch in enumerate(batches()):
+        for number, batch in enumerate(batches_of()):
             if number == 3 and jax.process_index() == 1:
                 read_for_ever()
+            state, loss = step(state, step.shard_batch(share(batch)))
+            float(loss)
+
+
+def dies(how: str, who: str) -> None:
+    """A process is killed before its fourth step."""
+    step, state, batches_of = to_watch(how)
+    state, _ = step(state, step.shard_batch(share(next(batches_of()))))  # compiled
+    with autopar.watch(step, timeout_s=8.0):
+        for number, batch in enumerate(batches_of()):
+            if number == 3 and jax.process_index() == int(who):
+                os.kill(os.getpid(), signal.SIGKILL)
             state, loss = step(state, step.shard_batch(share(batch)))
             float(loss)
 
@@ -240,23 +260,23 @@ def read_for_ever() -> None:
     time.sleep(1e6)
 
 
-def straggles() -> None:
-    """Process 1 takes longer between its steps than the others; later it meets a mistake of its own."""
-    step = autopar.parallelize(mesh="4")(step_of())
-    state = step.init(create_state, jax.random.key(0), batch=BATCH_SHAPES)
+def straggles(how: str = "whole", who: str = "1") -> None:
+    """A process takes longer between its steps than the others; later it meets a mistake of its own."""
+    step, state, batches_of = to_watch(how)
+    slow = jax.process_index() == int(who)
     with autopar.watch(step, timeout_s=12.0) as watched:
-        for batch in batches(stop=20):
-            if jax.process_index() == 1:
+        for batch in batches_of(stop=20):
+            if slow:
                 time.sleep(0.3)
             state, loss = step(state, step.shard_batch(share(batch)))
             float(loss)
         while len(watched.step_times()) < 2:
             time.sleep(0.2)
-        slow = [[one.member.index, one.factor, one.late_s, one.step_s] for one in watched.step_times()]
-        tell({"times": slow, "stragglers": [str(one) for one in watched.stragglers()]})
+        times = [[one.member.index, one.factor, one.late_s, one.step_s] for one in watched.step_times()]
+        tell({"times": times, "stragglers": [str(one) for one in watched.stragglers()]})
     with autopar.watch(step, timeout_s=12.0):
-        for number, batch in enumerate(batches()):
-            if number == 3 and jax.process_index() == 1:
+        for number, batch in enumerate(batches_of()):
+            if number == 3 and slow:
                 raise KeyError("no such file")
             state, loss = step(state, step.shard_batch(share(batch)))
             float(loss)
@@ -297,6 +317,181 @@ def pipelined(*cases: str) -> None:
                 wanted = np.asarray(other)[shard.index]
                 off = max(off, float(np.max(np.abs(np.asarray(shard.data) - wanted) / (1e-6 + 1e-5 * np.abs(wanted)))))
         told[case] = {"losses": losses, "expected": expected, "off": off, "shards": mine}
+    tell(told)
+
+
+def measured(*cases: str) -> None:
+    """A step in stages, called and then measured.
+
+    Args:
+        cases: as of `pipelined`.
+    """
+    from pipelines import pipelined as in_stages
+    from test_pipeline_run import mlp_batch, mlp_state, mlp_step
+
+    from autopar.pipeline.measured import run_measured
+
+    told: dict[str, Any] = {}
+    for case in cases:
+        num_stages, mesh, schedule = case.split()
+        args: Any = jax.tree.map(np.asarray, (mlp_state(4), mlp_batch(0)))
+        options: Any = {"num_microbatches": 4, "schedule": schedule, "mesh": mesh}
+        run, pipeline = in_stages(mlp_step, args, num_stages=int(num_stages), **options)
+        expected = jax.tree.leaves(run(*args))
+        results, timeline = run_measured(pipeline, jax.tree.leaves(args))
+        pairs = [
+            (one.data, other.data)
+            for a, b in zip(results, expected, strict=True)
+            for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True)
+        ]
+        told[case] = {
+            "same": bool(pairs) and all(np.array_equal(one, other) for one, other in pairs),
+            "spans": [[span.submesh, span.task, [span.start_s, span.end_s]] for span in timeline.spans],
+        }
+    tell(told)
+
+
+STAGED_WIDTH, STAGED_LAYERS = 32, 4
+
+
+def staged_state(rng: jax.Array) -> State:
+    """A state of stages with all that a checkpoint has to mind: counters, PRNG keys of each half, a weakly typed number."""
+    shape = (STAGED_WIDTH, STAGED_WIDTH)
+    kernels = [jax.random.normal(key, shape) / STAGED_WIDTH**0.5 for key in jax.random.split(rng, STAGED_LAYERS)]
+    return {
+        "params": kernels,
+        "opt": OPTIMIZER.init(kernels),
+        "rng": list(jax.random.split(rng)),
+        "rate": jnp.asarray(0.5),
+    }
+
+
+def staged_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+    def loss_of(params: Any) -> jax.Array:
+        x = batch["x"]
+        for number, kernel in enumerate(params):
+            kept = jax.random.bernoulli(
+                jax.random.fold_in(state["rng"][2 * number // STAGED_LAYERS], number), 0.9, (STAGED_WIDTH,)
+            )
+            x = x + jnp.tanh(x @ kernel) * kept
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], jax.tree.map(lambda u: state["rate"] * u, updates))
+    finite = [
+        jnp.isfinite(grads[n].sum()).astype(int) for n in (0, STAGED_LAYERS - 1)
+    ]  # so each key is made in its half
+    rng = [jax.random.fold_in(key, one) for key, one in zip(state["rng"], finite, strict=True)]
+    return {"params": params, "opt": opt, "rng": rng, "rate": state["rate"] * 0.99}, loss
+
+
+def staged_batches(start: int = 0, stop: int = STEPS) -> Iterator[Batch]:
+    for step in range(start, stop):
+        x = np.random.default_rng(step).normal(size=(BATCH, STAGED_WIDTH)).astype(np.float32)
+        yield {"x": x, "y": np.roll(x, 1, axis=1)}
+
+
+def in_stages() -> autopar.ParallelStep:
+    options: Any = {"stages": 2, "num_microbatches": 2, "schedule": "1f1b", "hardware": "cpu-host", "cache": False}
+    return autopar.parallelize(**options)(staged_step)
+
+
+def digests(state: Any) -> dict[str, str]:
+    """Of the leaves that this process has whole."""
+    from autopar.processes.local_batch import digest
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): digest(leaf) for path, leaf in leaves if leaf.is_fully_addressable}
+
+
+def kept(folder: str, *what: str) -> None:
+    """A state of a step in stages is saved, or restored, and the training goes on.
+
+    Args:
+        what: in order: `save`; `restore`, in stages; `whole`, restore as one program on all devices.
+    """
+    told: dict[str, Any] = {}
+    for action in what:
+        step = (
+            autopar.parallelize(mesh=str(jax.device_count()), cache=False)(staged_step)
+            if action == "whole"
+            else in_stages()
+        )
+        key, batch = jax.random.key(0), next(staged_batches())
+        with autopar.Checkpoints(folder, step) as checkpoints:
+            if action == "save":
+                state, losses = step.init(staged_state, key, batch=batch), []
+                for one in staged_batches(0, 2):
+                    state, loss = step(state, one)
+                    losses.append(float(loss))
+                checkpoints.save(2, state)
+                told[action] = {"state": digests(state), "losses": losses}
+            else:
+                state = checkpoints.restore(staged_state, key, batch=batch)
+                told[action] = {
+                    "state": digests(state),
+                    "rate": not state["rate"].addressable_shards or state["rate"].weak_type,
+                }
+        told[action]["rest"] = []
+        for one in staged_batches(2, 4):
+            state, loss = step(state, one)
+            told[action]["rest"].append(float(loss))
+    tell(told)
+
+
+def shares_in_stages() -> None:
+    """Each process feeds its share to a step in stages; then all the whole; and mistakes."""
+    step, told = in_stages(), {}
+    for how in ("shares", "whole"):
+        state = step.init(staged_state, jax.random.key(0), batch=next(staged_batches()))
+        told[how] = []
+        for batch in staged_batches():
+            laid = step.shard_batch(share(batch) if how == "shares" else batch)
+            state, loss = step(state, laid)
+            told[how].append(float(loss))
+    batch, messages = next(staged_batches()), {}
+    wrong = {
+        "uneven": {**share(batch), "x": batch["x"][: 8 - jax.process_index()]},
+        "other paths": {"z": batch["x"]},
+        "dtype": {**share(batch), "y": np.arange(8)},
+    }
+    for name, given in wrong.items():
+        try:
+            in_stages_anew(step).shard_batch(given)
+        except errors.BatchError as error:
+            messages[name] = str(error)
+    tell(told | {"messages": messages})
+
+
+def in_stages_anew(step: autopar.ParallelStep) -> autopar.ParallelStep:
+    """The same step, whose first batch has not come yet."""
+    anew = autopar.parallelize(plan=step.latest_plan)(staged_step)
+    anew.abstract_state(staged_state, jax.random.key(0), batch=next(staged_batches()))
+    return anew
+
+
+def gathered() -> None:
+    """Shares of an array go to submeshes of one process, of two, of all, split by rows and otherwise."""
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from autopar.pipeline.batches import Gathering
+
+    whole = np.arange(16 * 6, dtype=np.int32).reshape(16, 6)
+    devices, count, told = np.array(jax.devices(), dtype=object), jax.process_count(), {}
+    size = len(whole) // count
+    mine = whole[jax.process_index() * size : (jax.process_index() + 1) * size]
+    for start, stop in ((0, 2), (len(devices) - 2, len(devices)), (len(devices) - 4, len(devices)), (0, len(devices))):
+        mesh = Mesh(devices[start:stop].reshape(2, -1), ("a", "b"))
+        for spec in ((), ("a",), (("a", "b"),), (None, "a"), ("b", "a")):
+            gather = Gathering(NamedSharding(mesh, PartitionSpec(*spec)))
+            for add in (0, 1000):  # the second time it is known how
+                array = gather(mine + add, whole.shape)
+                same = [np.array_equal(one.data, (whole + add)[one.index]) for one in array.addressable_shards]
+                told[f"{start} {stop} {spec} {add}"] = [all(same), len(same), array.shape == whole.shape]
+    key = jax.random.split(jax.random.key(0), 4)
+    words = gather(np.asarray(jax.random.key_data(key)), (4 * count, 2))
+    told["words"] = [True, len(words.addressable_shards), words.shape == (4 * count, 2)]
     tell(told)
 
 

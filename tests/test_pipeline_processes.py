@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from several_processes import run
+
+from autopar.errors import ProcessError
+from autopar.pipeline.leaves import StackedLeaf, as_arrays
+from autopar.pipeline.unstack import Rows
 
 
 def check(*cases: str, processes: int, devices: int) -> None:
@@ -29,3 +37,61 @@ def test_two_processes() -> None:
 def test_four_processes() -> None:
     """A stage in each; stages of two processes."""
     check("4 1 1f1b", "4 1 zb-h1", "2 2 gpipe", "2 2 interleaved 2", processes=4, devices=1)
+
+
+@pytest.mark.slow
+def test_a_state_over_processes_is_saved_and_restored(tmp_path: Path) -> None:
+    """Saved by two; restored by two, in stages and as one program, and by one alone: bit by bit."""
+    folder = str(tmp_path / "kept")
+    two = run("kept", folder, "save", "restore", "whole", processes=2, devices=1)
+    assert [one.code for one in two] == [0, 0], two[-1].errors[-3000:]
+    (alone,) = run("kept", folder, "restore", processes=1, devices=2)
+    assert alone.code == 0, alone.errors[-3000:]
+    saved: dict[str, str] = {}
+    again: dict[str, str] = {}
+    for one in two:
+        assert one.last["save"]["state"] and not saved.keys() & one.last["save"]["state"].keys(), "each has its own"
+        saved |= one.last["save"]["state"]
+        again |= one.last["restore"]["state"]
+    assert len(saved) == 4 + 1 + 2 * 4 + 3 and saved == again == alone.last["restore"]["state"]
+    told: list[dict[str, Any]] = [*(one.last[action] for one in two for action in ("save", "restore", "whole"))]
+    for one in [*told, alone.last["restore"]]:
+        assert one["rest"] == pytest.approx(two[0].last["save"]["rest"], rel=1e-5)
+        assert one.get("rate", True), "a weakly typed number stays one"
+
+
+@pytest.mark.slow
+def test_each_process_gives_its_share_of_a_batch() -> None:
+    two = run("shares_in_stages", processes=2, devices=1)
+    assert [one.code for one in two] == [0, 0], two[-1].errors[-3000:]
+    for one in two:
+        told = one.last
+        assert told["shares"] == told["whole"] == two[0].last["whole"]
+        assert "`batch/x` has shape (7, 32)" in told["messages"]["uneven"]
+        assert "(8, 32), the share of each of 2 processes, or the whole, (16, 32)" in told["messages"]["uneven"]
+        assert "`batch/z`" in told["messages"]["other paths"]
+        assert "int32, and the plan was made for float32" in told["messages"]["dtype"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)])
+def test_shares_come_to_submeshes_of_one_process_and_of_several(processes: int, devices: int) -> None:
+    ended = run("gathered", processes=processes, devices=devices)
+    assert [one.code for one in ended] == [0] * processes, ended[-1].errors[-3000:]
+    for one in ended:
+        assert (
+            len(one.last) > 3 * 5 * 2
+            and "uneven" in one.last
+            and all(same and shape for same, _, shape in one.last.values())
+        )
+    held = [sum(number for _, number, _ in one.last.values()) for one in ended]
+    assert all(held)
+
+
+def test_a_stack_in_unequal_parts_of_several_processes_is_refused() -> None:
+    parts: Any = {
+        Rows(0, start, stop): SimpleNamespace(shape=(stop - start, 3), dtype="float32", is_fully_addressable=start > 0)
+        for start, stop in ((0, 1), (1, 3))
+    }
+    with pytest.raises(ProcessError, match=r"layers 0:1, 1:3\) lies in unequal parts .* divides its layers"):
+        as_arrays({"kernels": StackedLeaf(parts)})

@@ -248,13 +248,21 @@ def test_when_process_0_dies_jax_ends_the_others_and_it_is_named(tmp_path: Path)
     assert re.search(rf"autopar: process 0 {HOST}.* is gone: nothing answers at 127.0.0.1", ended[1].errors)
 
 
-def test_a_process_that_hangs_is_named_with_its_line() -> None:
-    for one in run("hangs", processes=2, devices=2):
+@pytest.mark.parametrize(("how", "devices"), [("whole", 2), pytest.param("stages", 1, marks=pytest.mark.slow)])
+def test_a_process_that_hangs_is_named_with_its_line(how: str, devices: int) -> None:
+    for one in run("hangs", how, processes=2, devices=devices):
         assert one.code == 1
         assert re.search(
             rf"process 1 {HOST} hangs at process_programs.py:\d+ \(read_for_ever\).* called its step 3 times",
             one.errors,
         ), one.errors[-2000:]
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_named_by_those_of_other_stages() -> None:
+    ended = run("dies", "stages", "1", processes=2, devices=1)
+    assert [one.code for one in ended] == [1, -9]
+    assert re.search(rf"ProcessError: process 1 {HOST} has given no sign of life for \d+ s", ended[0].errors)
 
 
 @pytest.mark.slow
@@ -265,15 +273,19 @@ def test_a_frozen_process_0_is_named_in_time() -> None:
     assert "stopped sending heartbeats" not in other.errors and "Heartbeat" not in other.errors, "JAX takes 100 s"
 
 
-def test_a_straggler_is_named_and_a_process_that_fails_by_itself() -> None:
-    ended = run("straggles", processes=2, devices=2)
+@pytest.mark.parametrize(
+    ("how", "devices", "slow"), [("whole", 2, 1), pytest.param("stages", 1, 0, marks=pytest.mark.slow)]
+)
+def test_a_straggler_is_named_and_a_process_that_fails_by_itself(how: str, devices: int, slow: int) -> None:
+    ended = run("straggles", how, str(slow), processes=2, devices=devices, limit_s=100.0)  # by itself JAX takes so long
     for one in ended:
-        (slow, factor, late_s, step_s), (_, _, other_late_s, _) = one.last["times"]
-        assert slow == 1 and factor > 1.5 and late_s > 0.28 and step_s > 0.28 and other_late_s < late_s
-        assert len(one.last["stragglers"]) == 1 and "process 1" in one.last["stragglers"][0]
+        (first, factor, late_s, step_s), (_, _, other_late_s, _) = one.last["times"]
+        assert first == slow and factor > 1.5 and late_s > 0.28 and step_s > 0.28 and other_late_s < late_s
+        assert len(one.last["stragglers"]) == 1 and f"process {slow}" in one.last["stragglers"][0]
         assert one.code not in (0, None)
-    assert re.search(rf"process 1 {HOST} failed in call 3 of its step: KeyError: 'no such file'", ended[0].errors)
-    assert "KeyError: 'no such file'" in ended[1].errors
+    failed, met = ended[slow], ended[1 - slow]
+    assert re.search(rf"process {slow} {HOST} failed in call 3 of its step: KeyError: 'no such file'", met.errors)
+    assert "KeyError: 'no such file'" in failed.errors
 
 
 # -- what processes tell each other, without processes ---------------------------------------

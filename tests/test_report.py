@@ -67,6 +67,24 @@ def test_what_comes_after_a_new_start_alone_counts() -> None:
     assert calls.num_steps == 0
 
 
+def test_a_call_unlike_the_others_does_not_count() -> None:
+    """Three steps of a second; after it, where no call is compared with one before, four of two seconds."""
+    calls = Calls(Clock([0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 50.0, 52.0, 54.0, 56.0, 58.0]))
+    for _ in range(4):
+        calls.note()
+    calls.interrupt(nothing)
+    assert calls.num_steps == 3 and calls.step_time_s(nothing) == (1.0, False)
+    calls.note()
+    calls.note()  # fewer steps since: those before still tell more
+    assert calls.num_steps == 3 and calls.step_time_s(nothing) == (1.0, False)
+    for _ in range(3):
+        calls.note()
+    assert calls.num_steps == 4 and calls.step_time_s(nothing) == (2.0, False)
+    calls.start_anew()
+    calls.interrupt(nothing)
+    assert calls.num_steps == 0
+
+
 def test_only_the_last_calls_are_remembered() -> None:
     calls = Calls(Clock(float(n) for n in range(1000)))
     for _ in range(900):

@@ -34,7 +34,8 @@ class _Taker:
     Args:
         sharding: as it wants it.
         crossing: from where the argument lies at home, between processes; None inside one.
-        prepare: lays it for the wire first, where it cannot pass as it lies.
+        prepare: lays it for the wire first, where it cannot pass as it lies: in another layout, or in memory that is
+            written over before it has passed.
     """
 
     stage: int
@@ -121,12 +122,8 @@ class PipelineArguments:
             crossing = Crossing(raw.shape, raw.dtype, passing)
             if not crossing.between_processes:
                 crossing = None
-            elif passing.source != at_home or raw.dtype != aval.dtype:
-                is_key = raw.dtype != aval.dtype
-                prepare = jax.jit(
-                    (lambda value: jax.random.key_data(value)) if is_key else (lambda value: value),
-                    out_shardings=passing.source,
-                )
+            elif passing.source != at_home or raw.dtype != aval.dtype or i in self.donated:
+                prepare = jax.jit(_sent, out_shardings=passing.source)
             if crossing is not None and (passing.target != sharding or raw.dtype != aval.dtype):
                 self._arrivals[s][slot] = sharding
         taker = _Taker(s, slot, register, sharding, is_mine(sharding), crossing, prepare)
@@ -159,6 +156,12 @@ class PipelineArguments:
                 values[one.register] = (
                     jax.random.wrap_key_data(laid, impl=jax.random.key_impl(leaf)) if is_key else laid
                 )
+
+
+def _sent(value: Any) -> Any:
+    """An array of its own that passes between processes; of keys, their words."""
+    is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(value) if is_key else jax.numpy.copy(value)
 
 
 def _lies(leaf: jax.Array, sharding: NamedSharding) -> bool:

@@ -139,12 +139,12 @@ def processes_of(sharding: NamedSharding) -> frozenset[int]:
     return frozenset(device.process_index for device in devices_of(sharding).flat)
 
 
-def without_shards(shape: Shape, dtype: Any, sharding: NamedSharding) -> Any:
+def without_shards(shape: Shape, dtype: Any, sharding: jax.sharding.Sharding) -> Any:
     """What stands in this process for an array that lies in others alone."""
     return _absent(shape, dtype, sharding)
 
 
-def _absent(shape: Shape, dtype: Any, sharding: NamedSharding) -> Any:
+def _absent(shape: Shape, dtype: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.errors import ProcessError
 from autopar.pipeline.unstack import Rows
 
 #: The mesh axis over the stages' submeshes.
@@ -58,8 +59,17 @@ class StackedLeaf:
         return next(iter(self.parts.values())).dtype
 
     def joined(self) -> jax.Array:
-        """The whole, on the devices of its first part."""
+        """The whole, on the devices of its first part.
+
+        Raises:
+            ProcessError: some parts lie in other processes.
+        """
         parts = list(self.parts.values())
+        if not all(part.is_fully_addressable for part in parts):
+            raise ProcessError(
+                f"{self!r} lies in unequal parts on the devices of several processes, and none has it whole: it cannot be"
+                " saved or read as one array. Ask for a number of `stages` that divides its layers"
+            )
         sharding = parts[0].sharding
         if isinstance(sharding, NamedSharding):  # as that is, but for layers: of others there may be other numbers
             spec = [None if d == self.dim else names for d, names in enumerate(sharding.spec)]

@@ -7,7 +7,7 @@ values of slots to those of slots, to what is sent, laid for the wire, and to re
 from __future__ import annotations
 
 import itertools
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,27 +75,47 @@ class PieceProgram:
     shared: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
     jitted: Callable[..., Any] | None = None
 
-    def jit(self, donated: Sequence[int]) -> Callable[..., list[Any]]:
+    def jit(self, donated: Sequence[int]) -> Any:
         """The jitted function.
 
         Args:
             donated: places among the arrays that it takes whose memory it may use again.
         """
-        free = [None] * sum(self.counts[1])
-        pinned = [one.sharding for one in self.sends] + [sharding for _, sharding in self.results]
         return jax.jit(
             self.function,
             donate_argnums=tuple(donated),
-            out_shardings=[*free, *pinned],
+            out_shardings=self._out_shardings,
             compiler_options=self.compiler_options,
         )
 
+    @property
+    def _out_shardings(self) -> list[NamedSharding | None]:
+        """Of what goes to other stages, and of results; what stays lies as XLA leaves it."""
+        pinned = [one.sharding for one in self.sends] + [sharding for _, sharding in self.results]
+        return [None] * sum(self.counts[1]) + pinned
+
     def first_call(self, donated: Sequence[int], values: Sequence[Any]) -> Any:
         """Compile it, and call it."""
-        self.jitted = self.jit(donated)
-        with warnings.catch_warnings():  # what finds no result of its shape is let go all the same
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            return self.jitted(*values)
+        jitted = self.jit(self._usable(donated, values))
+        self.jitted = jitted
+        return jitted(*values)
+
+    def _usable(self, donated: Sequence[int], values: Sequence[Any]) -> list[int]:
+        """Places of arrays in whose memory something has room that the piece makes: of as large parts on each device; or of
+        the same shape, where XLA chooses the parts. JAX warns of others."""
+        made = Counter(
+            (one.shape if sharding is None else sharding.shard_shape(one.shape), one.dtype, sharding is None)
+            for one, sharding in zip(self.jit(()).trace(*values).out_info, self._out_shardings, strict=True)
+        )
+        usable: list[int] = []
+        for i in donated:
+            value = values[i]
+            kinds = ((value.sharding.shard_shape(value.shape), value.dtype, False), (value.shape, value.dtype, True))
+            kind = next((kind for kind in kinds if made[kind]), None)
+            if kind is not None:
+                made[kind] -= 1
+                usable.append(i)
+        return usable
 
 
 class StagePieces:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.pipeline.tasks import Task
 
@@ -74,6 +75,13 @@ class PipelineTimeline:
     def on(self, submesh: int) -> list[Span]:
         """A submesh's spans by their start."""
         return sorted((span for span in self.spans if span.submesh == submesh), key=lambda s: (s.start_s, s.end_s))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Its spans as JSON types."""
+        return [
+            {"submesh": span.submesh, "start_s": span.start_s, "end_s": span.end_s, **span.task._asdict()}
+            for span in self.spans
+        ]
 
     def stages_on(self, submesh: int) -> tuple[int, ...]:
         """The stages that a submesh ran, in the order of the program."""

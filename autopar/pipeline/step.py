@@ -16,8 +16,10 @@ from autopar.equations import LiteralOperand
 from autopar.errors import PlanMismatchError
 from autopar.partition_spec import named_shardings
 from autopar.pipeline.cutting import Cuttable, StageProgram
+from autopar.pipeline.measured import run_measured
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.run import Pipeline, PlannedStage
+from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.unstack import Rows
 from autopar.program import Program
 
@@ -85,3 +87,8 @@ class PipelinedStep:
     def __call__(self, *trees: Any) -> Any:
         """The step: pytrees of arrays as it was planned for."""
         return jax.tree.unflatten(self.out_tree, self.pipeline.run(jax.tree.leaves(trees)))
+
+    def measured(self, *trees: Any) -> tuple[Any, PipelineTimeline]:
+        """The same of a step that has run before, task by task, and when its tasks ran."""
+        leaves, timeline = run_measured(self.pipeline, jax.tree.leaves(trees))
+        return jax.tree.unflatten(self.out_tree, leaves), timeline

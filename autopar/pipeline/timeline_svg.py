@@ -10,9 +10,8 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape, quoteattr
 
-from autopar.pipeline.palette import BUBBLE_COLOUR, INK, LOOKS, phases_of, shade
+from autopar.pipeline.palette import BUBBLE_COLOUR, INK, LOOKS, drawn_s, headline, phases_of, shade
 from autopar.pipeline.spans import PipelineTimeline, Span
-from autopar.pipeline.timeline_text import headline
 from autopar.units import human_seconds
 
 _WIDTH, _LEFT, _RIGHT = 960, 84, 56
@@ -26,12 +25,12 @@ _STYLE = (
 
 def timeline_svg(*timelines: PipelineTimeline) -> str:
     """Draw them."""
-    whole = max(timeline.makespan_s for timeline in timelines)
-    scale = (_WIDTH - _LEFT - _RIGHT) / whole if whole else 0.0
+    wholes = drawn_s(timelines)
+    longest = max(wholes)
     parts: list[str] = []
     top = float(_MARGIN)
-    for timeline in timelines:
-        parts += _panel(timeline, top, scale, whole)
+    for timeline, whole in zip(timelines, wholes, strict=True):
+        parts += _panel(timeline, top, whole, headline(timeline, longest / whole if whole else 1))
         top += _TITLE + timeline.num_submeshes * (_ROW + _GAP) + _AXIS
     parts += _legend(timelines, top)
     height = top + _LEGEND
@@ -44,9 +43,14 @@ def timeline_svg(*timelines: PipelineTimeline) -> str:
     return "\n".join([head, f"<style>{_STYLE}</style>", ground, *parts, "</svg>"]) + "\n"
 
 
-def _panel(timeline: PipelineTimeline, top: float, scale: float, whole: float) -> list[str]:
-    """Title, rows and axis of one timeline."""
-    parts = [f'<text class="title" x="{_MARGIN}" y="{top + 16:g}">{escape(headline(timeline))}</text>']
+def _panel(timeline: PipelineTimeline, top: float, whole: float, title: str) -> list[str]:
+    """Title, rows and axis of one timeline.
+
+    Args:
+        whole: seconds that the width stands for.
+    """
+    scale = (_WIDTH - _LEFT - _RIGHT) / whole if whole else 0.0
+    parts = [f'<text class="title" x="{_MARGIN}" y="{top + 16:g}">{escape(title)}</text>']
     first, pitch = top + _TITLE, _ROW + _GAP
     bottom = first + timeline.num_submeshes * pitch
     for submesh, (idle, fraction) in enumerate(zip(timeline.idle_s, timeline.bubble_fractions, strict=True)):

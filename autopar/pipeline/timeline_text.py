@@ -12,9 +12,8 @@ from itertools import groupby
 
 from rich.text import Text
 
-from autopar.pipeline.palette import INK, LOOKS, label, phases_of
+from autopar.pipeline.palette import INK, LOOKS, drawn_s, headline, label, phases_of
 from autopar.pipeline.spans import PipelineTimeline, Span
-from autopar.units import human_seconds
 
 
 def timeline_text(*timelines: PipelineTimeline, width: int = 100) -> Text:
@@ -25,10 +24,13 @@ def timeline_text(*timelines: PipelineTimeline, width: int = 100) -> Text:
     """
     name_width = max(len(_name(t.num_submeshes - 1)) for t in timelines)
     columns = max(10, width - name_width - len("  100 %") - 1)
-    scale = _columns_per_second(timelines, columns)
+    wholes = drawn_s(timelines)
+    longest = max(wholes)
     text = Text()
-    for timeline in timelines:
-        text.append(f"{headline(timeline)}\n", "bold")
+    for timeline, whole in zip(timelines, wholes, strict=True):
+        together = [one for one, its in zip(timelines, wholes, strict=True) if its == whole]
+        scale = _columns_per_second(together, whole, columns)
+        text.append(f"{headline(timeline, longest / whole if whole else 1)}\n", "bold")
         row_columns = max(1, math.ceil(timeline.makespan_s * scale - 1e-6))
         for submesh, idle in enumerate(timeline.bubble_fractions):
             text.append(f"{_name(submesh):<{name_width}} ")
@@ -37,21 +39,18 @@ def timeline_text(*timelines: PipelineTimeline, width: int = 100) -> Text:
     return text.append(_legend(timelines), "dim")
 
 
-def headline(timeline: PipelineTimeline) -> str:
-    """`1f1b, simulated: 33.0 ms, bubble 27 %`"""
-    return f"{timeline.title}: {human_seconds(timeline.makespan_s)}, bubble {100 * timeline.bubble_fraction:.0f} %"
-
-
 def _name(submesh: int) -> str:
     return f"submesh {submesh}"
 
 
-def _columns_per_second(timelines: Sequence[PipelineTimeline], columns: int) -> float:
+def _columns_per_second(timelines: Sequence[PipelineTimeline], whole: float, columns: int) -> float:
     """The shortest task in a whole number of cells, so that equal tasks look equal; at most as many as a label needs.
 
     Where it has less than two, all that the line holds: better a cell more or less than half a line.
+
+    Args:
+        whole: seconds that a line stands for.
     """
-    whole = max(timeline.makespan_s for timeline in timelines)
     shortest = min((s.seconds for t in timelines for s in t.spans if s.seconds > 0), default=0)
     if not shortest:
         return 0.0

@@ -74,16 +74,8 @@ def agreed_plan(
     assert program is not None
     if fixed is not None:
         return fixed, program
-    mine, made = program, list[P]()
-
-    def make() -> Any:
-        made.append(planned(mine))
-        return made[0].to_json()
-
-    told = exchange.made_once(f"the plan of `{name}`", make)
-    if made:
-        return made[0], program
-    plan = read(told)
+    mine = program
+    plan = read(exchange.made_once(f"the plan of `{name}`", lambda: planned(mine).to_json()))  # read on process 0 too
     trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # not in what is told
     return replace(plan, **trees), program  # type: ignore[type-var]
 

@@ -6,7 +6,7 @@ planned step takes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from autopar.errors import BatchError
 from autopar.front_ends.paths import leaf_paths
 from autopar.plan import Placement
 from autopar.processes.exchange import among_processes
-from autopar.processes.local_batch import Place, is_global, lay_out, on_host
+from autopar.processes.local_batch import Gather, Place, is_global, lay_out, on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,13 @@ class Arguments:
 
     Args:
         shardings: of each array.
+        gathers: what brings shares of an array to where it lies, of a step in stages over several processes.
     """
 
     step: str
     plan: Placement
     shardings: Sequence[NamedSharding]
+    gathers: Callable[[NamedSharding], Gather] | None = None
     _places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
     _checked: set[str] = field(default_factory=set)
 
@@ -105,7 +107,10 @@ class Arguments:
         if argument.name not in self._places:
             own = slice(argument.start, argument.stop)
             pairs = zip(self.plan.inputs[own], self.shardings[own], strict=True)
-            self._places[argument.name] = tuple(Place.of(tensor, sharding) for tensor, sharding in pairs)
+            gathers = self.gathers or (lambda sharding: None)
+            self._places[argument.name] = tuple(
+                Place.of(tensor, sharding, gathers(sharding)) for tensor, sharding in pairs
+            )
         return self._places[argument.name]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ from autopar.processes.exchange import Exchange, Given, named
 
 _LOG = logging.getLogger("autopar")
 
+#: Of this process's share of an array and the shape of the whole, the whole.
+Gather = Callable[[np.ndarray, tuple[int, ...]], jax.Array]
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -32,15 +35,19 @@ class Place:
     Args:
         num_shares: how many processes give it.
         stays: whether the plan puts each process's share on that process's own devices.
+        gather: of a step in stages, what makes the whole, which some processes have no part of, of this process's share.
     """
 
     tensor: TensorPlan
     sharding: NamedSharding
     num_shares: int
     stays: bool
+    gather: Gather | None = None
 
     @classmethod
-    def of(cls, tensor: TensorPlan, sharding: NamedSharding) -> Place:
+    def of(cls, tensor: TensorPlan, sharding: NamedSharding, gather: Gather | None = None) -> Place:
+        if gather is not None:
+            return cls(tensor, sharding, jax.process_count(), stays=False, gather=gather)
         processes = sorted({device.process_index for device in sharding.device_set})
         return cls(tensor, sharding, len(processes), _stays(sharding, tensor.shape, processes))
 
@@ -72,7 +79,9 @@ class Place:
         return tuple(array.shape) != self.tensor.shape
 
     def global_array(self, array: Any) -> jax.Array:
-        """The global array, of this process's share or the whole."""
+        """The global array, of this process's share or the whole; the whole itself, where each stage takes its part of it."""
+        if self.gather is not None and not self.is_share(array):
+            return array
         if _is_key(array):
             words = np.asarray(jax.random.key_data(array))
             shape = (*self.tensor.shape, *words.shape[len(array.shape) :])
@@ -80,6 +89,8 @@ class Place:
         return self._laid_out(np.asarray(array, dtype=self.tensor.dtype), self.tensor.shape)
 
     def _laid_out(self, array: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+        if self.gather is not None:
+            return self.gather(array, shape)
         if self.stays or array.shape == shape:
             return jax.make_array_from_process_local_data(self.sharding, array, shape)
         assert isinstance(self.sharding.mesh, Mesh)
