@@ -18,14 +18,32 @@ split, and a part split off, no device needs another's scores before the merge.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.vector_search.metrics import NO_ID, Metric, score_dtype, scores, worst_score
+from autopar.vector_search.metrics import NO_ID, Metric, distances_of, score_dtype, scores, worst_score
 
 #: Integers up to this are floats, exactly.
 _EXACT_IN_F32 = 2**24
+
+#: Scores and positions, best first: `[..., k]`.
+Best = tuple[jax.Array, jax.Array]
+#: Vectors, their terms, whether they may be returned, and the position of the first.
+Rows = tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]
+
+
+def exact_search(metric: Metric, k: int, step_rows: int) -> Callable[..., Best]:
+    """A search as a step to plan: as `exact_top_k`, with distances in place of scores."""
+
+    def search(queries: jax.Array, vectors: jax.Array, term: jax.Array | None, may_return: jax.Array) -> Best:
+        found, positions = exact_top_k(queries, vectors, term, may_return, metric=metric, k=k, step_rows=step_rows)
+        return distances_of(found, queries, metric), positions
+
+    search.__qualname__ = "exact_search"
+    return search
 
 
 def exact_top_k(
@@ -64,7 +82,10 @@ def exact_top_k(
         found = scores(queries, vectors, metric, term).astype(sorted_as)
         found = jnp.where(may_return, found, worst)
         new = _best_of_rows(found, start, kept)
-        return new if best is None else _best(*(jnp.concatenate(two, axis=-1) for two in zip(best, new)), kept)
+        if best is None:
+            return new
+        values, positions = (jnp.concatenate(two, axis=-1) for two in zip(best, new, strict=True))
+        return _best(values, positions, kept)
 
     def of_blocks(best: Best | None, some: Rows) -> Best:
         if blocks > 1:
@@ -89,12 +110,6 @@ def exact_top_k(
     if sorted_as != dtype:
         values = jnp.where(values == worst, worst_score(dtype), values.astype(dtype))
     return values, positions
-
-
-#: Scores and positions, best first: `[..., k]`.
-Best = tuple[jax.Array, jax.Array]
-#: Vectors, their terms, whether they may be returned, and the position of the first.
-Rows = tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]
 
 
 def _best(values: jax.Array, positions: jax.Array, k: int) -> Best:
