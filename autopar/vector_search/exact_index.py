@@ -106,7 +106,7 @@ class ExactIndex:
     def _program(self, blocks: Blocks, k: int) -> tuple[Planned, tuple[Any, ...]]:
         """The program of a search, and the corpus as it wants it."""
         program = self._programs.get((blocks, k)) or self._planned(blocks, k)
-        corpus = self._held.at(program.shardings[1:])
+        corpus = self._held.at(program.shardings[1:], program.plan.prediction.peak_bytes)
         if corpus is None:  # no room for one layout more: the plan is to keep to the first
             pins = {t.path: partition_spec(t.sharding) for t in self._home.plan.inputs if t.path in _CORPUS}
             program = self._planned(blocks, k, {"pin": pins, "mesh": self._home.mesh})

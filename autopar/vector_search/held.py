@@ -29,12 +29,16 @@ class Held:
         self.layouts: list[Arrays] = [tuple(map(jax.device_put, arrays, shardings))]
         self.specs = [shardings[0].spec]  # of the vectors, in each layout
 
-    def at(self, shardings: Sequence[NamedSharding]) -> Arrays | None:
-        """The arrays as they are to lie; None where a copy more would be more than the devices may hold."""
+    def at(self, shardings: Sequence[NamedSharding], peak_bytes: float) -> Arrays | None:
+        """The arrays as they are to lie; None where a copy more would be more than the devices may hold.
+
+        Args:
+            peak_bytes: that a device needs for the program that asks for them, they among them.
+        """
         for arrays in self.layouts:
             if all(a.sharding.is_equivalent_to(s, a.ndim) for a, s in zip(arrays, shardings, strict=True)):
                 return arrays
-        if self.device_bytes + _device_bytes(self.layouts[0], shardings) > self._budget:
+        if self.device_bytes + peak_bytes > self._budget:
             return None
         self.layouts.append(tuple(map(jax.device_put, self.layouts[0], shardings)))
         self.specs.append(shardings[0].spec)
