@@ -116,7 +116,7 @@ class ExactIndex:
 
     def _planned(self, blocks: Blocks, k: int, more: Mapping[str, Any] = MappingProxyType({})) -> Planned:
         tiling, struct = self._tiling, jax.ShapeDtypeStruct
-        search = exact_search(self.metric, k, tiling.step_rows(blocks))
+        search = exact_search(self.metric, k, at_once=blocks.at_once)
         vectors = struct((*tiling.shape, self._dim), self._dtype)
         arguments = (
             struct((blocks.blocks, blocks.block, self._dim), self._dtype),
