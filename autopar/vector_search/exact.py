@@ -9,7 +9,7 @@ A step takes a part of each part of the corpus, and for each block of queries:
     scores = one product of matrices                     [block, parts, rows, group]
     maxima = the best of each column over the rows       [block, parts, group]
     the k columns with the best maxima hold the k best: each that is left out is behind k others
-    k best of those columns, then of these and the best so far
+    k best of those columns and of the best so far
 
 so that of `rows x group` scores some `group + k rows` are sorted, and nothing is approximate. A part keeps its own k best
 to the end: then they are merged, once. How any of this lies on devices is for the planner to say: `parts` and `block`
@@ -85,7 +85,7 @@ def exact_top_k(
 
     def of_block(queries: jax.Array, best: Best, some: Corpus) -> Best:
         """The best so far of one block, and of a step."""
-        new = _best_of_rows(scored(queries, some), some[-1], kept)
+        new = _candidates(scored(queries, some), some[-1], kept)
         values, positions = (jnp.concatenate(two, axis=-1) for two in zip(best, new, strict=True))
         return _best(values, positions, kept)
 
@@ -98,7 +98,8 @@ def exact_top_k(
     if at_once:
         found = jnp.moveaxis(scored(queries.reshape(-1, dim), corpus), 1, 2)
         firsts = jnp.moveaxis(places, 0, 1).reshape(parts, -1)
-        values, positions = _best_of_rows(found.reshape(blocks * block, parts, -1, group), firsts, kept)
+        found = found.reshape(blocks * block, parts, steps * rows, group)
+        values, positions = _best(*_candidates(found, firsts, kept), kept)
     else:
         shape = (blocks, block, parts, kept)
         none = (jnp.full(shape, worst, sorted_as), jnp.full(shape, NO_ID, jnp.int32))
@@ -123,14 +124,11 @@ def _best(values: jax.Array, positions: jax.Array, k: int) -> Best:
     return values, jnp.take_along_axis(positions, places, axis=-1, mode="promise_in_bounds")
 
 
-def _best_of_rows(found: jax.Array, firsts: jax.Array, k: int) -> Best:
-    """The best k of each part.
+def _candidates(found: jax.Array, firsts: jax.Array, k: int) -> Best:
+    """Scores and positions among which are the best k of each part, in no order: `[block, parts, ...]`.
 
     Args:
-        found: scores, `[block, parts, rows, group]`. firsts: position of the first of each row, `[parts, rows]`.
-
-    Returns:
-        `[block, parts, k]`; where there are fewer, filled up with the worst.
+        found: all scores, `[block, parts, rows, group]`. firsts: position of the first of each row, `[parts, rows]`.
     """
     block, parts, rows, group = found.shape
     columns = jnp.arange(group, dtype=jnp.int32)
@@ -139,10 +137,7 @@ def _best_of_rows(found: jax.Array, firsts: jax.Array, k: int) -> Best:
         columns = _best(_maxima(found), every, k)[1][:, :, None]
         found = jnp.take_along_axis(found, columns, axis=-1, mode="promise_in_bounds")
     positions = jnp.broadcast_to(firsts[..., None] + columns, found.shape)
-    values, positions = (a.reshape(block, parts, -1) for a in (found, positions))
-    lacking = ((0, 0), (0, 0), (0, max(0, k - values.shape[-1])))
-    values = jnp.pad(values, lacking, constant_values=worst_score(values.dtype))
-    return _best(values, jnp.pad(positions, lacking, constant_values=NO_ID), k)
+    return found.reshape(block, parts, -1), positions.reshape(block, parts, -1)
 
 
 def _maxima(found: jax.Array) -> jax.Array:
