@@ -31,9 +31,9 @@ def sharded_top_k(part: jax.Array, k: int, axes: tuple[str, ...], *, axis: int =
         `min(k, its part)`.
     """
     axis %= part.ndim
-    values, indices = lax.top_k(part, min(k, part.shape[axis]), axis=axis)
+    values, indices = _top_k(part, min(k, part.shape[axis]), axis)
     values, indices = _joined(values, indices, part.shape[axis], axes, axis)
-    values, places = lax.top_k(values, k, axis=axis)
+    values, places = _top_k(values, k, axis)
     return values, jnp.take_along_axis(indices, places, axis)
 
 
@@ -72,6 +72,16 @@ def arg_extreme(part: Part, x: jax.Array) -> Sequence[jax.Array]:
     of_all = lax.argmin if _is_min(part) else lax.argmax
     best = of_all(values, 0, index.dtype)
     return [jnp.take_along_axis(indices, best[None], 0)[0]]
+
+
+def _top_k(x: jax.Array, k: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k`, of the rows of a matrix where that can be: of arrays of more dims XLA's CPU backend sorts everything."""
+    if axis != x.ndim - 1 or x.ndim < 3 or not x.size:
+        values, indices = lax.top_k(x, k, axis=axis)
+        return values, indices
+    values, indices = lax.top_k(x.reshape(-1, x.shape[-1]), k)
+    shape = (*x.shape[:-1], k)
+    return values.reshape(shape), indices.reshape(shape)
 
 
 def _is_min(part: Part) -> bool:
