@@ -1,0 +1,1 @@
+"""Vector search: indexes as compiled programs, laid over the mesh by the planner."""

@@ -1,0 +1,116 @@
+"""How like two vectors are: scores to search by, and distances as a user sees them.
+
+In: queries and vectors, `[.., d]`, of f32, bf16 or int8. Out: scores, of which larger is better, so that one
+program serves every metric; and from them the distances: of `l2` squared, smaller is better; of `inner_product` and
+`cosine` the similarity itself. Missing results have id -1 and score -inf (of integers the smallest there is).
+
+    l2              2 q.x - |x|^2        squared distance |q|^2 - score
+    inner_product   q.x                  q.x
+    cosine          q.x / |x|            q.x / (|q| |x|)
+
+What depends on the vectors alone, `|x|^2` or `1/|x|`, is their *term*: made once, when an index is built.
+
+int8 is exact: products are added as 32-bit integers, as which l2's scores and distances stay. bf16 is added as f32, and
+f32 is multiplied as such, also where a device would round it to fewer bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Metric = Literal["l2", "inner_product", "cosine"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+
+#: Of a place in a result that nothing fills.
+NO_ID = -1
+
+#: Elements that a vector of int8 may have at most: |2 q.x - |x|^2| stays within 32 bits.
+MAX_INT8_DIM = (2**31 - 1) // (3 * 128 * 128)
+
+
+def score_dtype(vectors: jnp.dtype, metric: Metric) -> jnp.dtype:
+    """Of scores and distances of vectors of a dtype: int32 of int8, except of cosine; else f32."""
+    is_exact = vectors == jnp.int8 and metric != "cosine"
+    return jnp.dtype(jnp.int32 if is_exact else jnp.float32)
+
+
+def worst_score(dtype: jnp.dtype) -> float | int:
+    """What no score is below."""
+    return int(jnp.iinfo(dtype).min) if jnp.issubdtype(dtype, jnp.integer) else -math.inf
+
+
+def terms(vectors: jax.Array, metric: Metric) -> jax.Array | None:
+    """What a score needs of each vector beside its product with the query, `[n]`; None of `inner_product`.
+
+    The cosine of a vector of zeros is 0.
+    """
+    if metric == "inner_product":
+        return None
+    squares = _squares(vectors)
+    if metric == "l2":
+        return squares
+    length = jnp.sqrt(squares.astype(jnp.float32))
+    return jnp.where(length > 0, 1 / jnp.where(length > 0, length, 1), 0)
+
+
+def scores(queries: jax.Array, vectors: jax.Array, metric: Metric, term: jax.Array | None = None) -> jax.Array:
+    """Of each query and vector, larger is better.
+
+    Args:
+        queries: `[num_queries, d]`. vectors: `[n, d]`, of the same dtype.
+        term: `terms(vectors, metric)`, where it is known.
+
+    Returns:
+        `[num_queries, n]`, of `score_dtype`.
+    """
+    term = terms(vectors, metric) if term is None else term
+    if metric == "l2":
+        if queries.dtype == jnp.int8:
+            return 2 * products(queries, vectors) - term
+        return products(2 * queries, vectors) - term  # doubled exactly, and before there are many
+    found = products(queries, vectors)
+    return found if metric == "inner_product" else found.astype(jnp.float32) * term
+
+
+def products(queries: jax.Array, vectors: jax.Array) -> jax.Array:
+    """`[num_queries, n]`: q.x, of int8 exact in int32."""
+    is_integer = queries.dtype == jnp.int8
+    return lax.dot_general(
+        queries,
+        vectors,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.int32 if is_integer else jnp.float32,
+    )
+
+
+def distances_of(found: jax.Array, queries: jax.Array, metric: Metric) -> jax.Array:
+    """Scores as a user sees them.
+
+    Args:
+        found: `[num_queries, k]`, of `queries`, `[num_queries, d]`.
+
+    Returns:
+        of l2 the squared distance; else the similarity. What is missing stays the worst there is: of l2 the largest.
+    """
+    if metric == "inner_product":
+        return found
+    squares = _squares(queries)[:, None]
+    if metric == "cosine":
+        length = jnp.sqrt(squares.astype(jnp.float32))
+        return jnp.where(length > 0, found / jnp.where(length > 0, length, 1), jnp.where(jnp.isneginf(found), found, 0))
+    if jnp.issubdtype(found.dtype, jnp.integer):
+        worst = jnp.iinfo(found.dtype)
+        return jnp.where(found == worst.min, worst.max, squares - jnp.where(found == worst.min, 0, found))
+    return jnp.where(jnp.isneginf(found), jnp.inf, jnp.maximum(squares - found, 0))
+
+
+def _squares(vectors: jax.Array) -> jax.Array:
+    """`[n]`: |x|^2."""
+    wide = vectors.astype(jnp.int32 if vectors.dtype == jnp.int8 else jnp.float32)
+    return jnp.sum(wide * wide, axis=-1)
