@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,22 @@ import numpy as np
 import pytest
 from nearest import exact_nearest, exact_scores, recall
 
+from autopar.vector_search import list_search
 from autopar.vector_search.inverted_lists import InvertedLists, fill, members
 from autopar.vector_search.k_means import k_means
-from autopar.vector_search.list_search import Found, Passes, distinct, passes, search, search_lists
+from autopar.vector_search.list_search import Found, Passes, distinct, passes
 from autopar.vector_search.metrics import METRICS, NO_ID, Metric
 from autopar.vector_search.seats import seats
 from autopar.vector_search.size_classes import size_classes
 from benchmarks.synthetic_vectors import faiss_synthetic
 
-NUM, LISTS, DIM = 1500, 24, 12
+NUM, LISTS, DIM = 1000, 16, 12
+
+search = jax.jit(list_search.search, static_argnums=(2, 3), static_argnames="how")
+search_lists = jax.jit(list_search.search_lists, static_argnums=2, static_argnames="how")
 
 
+@cache
 def made(
     metric: Metric = "l2", dtype: str = "float32", most_classes: int = 4
 ) -> tuple[InvertedLists, np.ndarray, np.ndarray]:
@@ -66,7 +71,7 @@ def test_every_vector_is_in_its_list_once() -> None:
 def test_search_is_exact_within_the_lists_probed(metric: Metric, dtype: str) -> None:
     index, vectors, queries = made(metric, dtype)
     probes = np.stack([np.random.default_rng(i).permutation(LISTS)[:5] for i in range(len(queries))]).astype(np.int32)
-    found = jax.jit(search_lists, static_argnums=2)(index, jnp.asarray(queries), 7, jnp.asarray(probes))
+    found = search_lists(index, jnp.asarray(queries), 7, jnp.asarray(probes))
     truth = best_within(index, vectors, queries, probes, 7)
     score = exact_scores(queries, vectors, metric)
     for row, (mine, theirs) in enumerate(zip(np.asarray(found.positions).tolist(), truth, strict=True)):
@@ -87,20 +92,19 @@ def test_the_passes_change_no_result() -> None:
     """Room for all, for some, for none; tiles of few rows; few lists in a pass. Also when every query wants one list."""
     index, _, queries = made()
     classes = len(index.classes)
-    crowded = np.stack([np.array([3, 4 + i % 9, 15], np.int32) for i in range(len(queries))])
-    spread = np.stack([np.random.default_rng(i).permutation(LISTS)[:6] for i in range(len(queries))]).astype(np.int32)
+    crowded = np.stack([np.array([3, 4 + i % 9, 14, 0, 1], np.int32) for i in range(len(queries))])
+    spread = np.stack([np.random.default_rng(i).permutation(LISTS)[:5] for i in range(len(queries))]).astype(np.int32)
     for probes in (crowded, spread):
         results: list[Found] = []
-        for rows, tile, num in ((40, 8, 1), (8, 8, 2), (8, 3, 1), (0, 4, 2), (0, 1, 1)):
+        for rows, tile, num in ((40, 8, 1), (8, 3, 1), (0, 4, 2)):
             how = Passes(rows, tile, (num,) * classes)
-            run = jax.jit(partial(search_lists, how=how), static_argnums=2)
-            results.append(run(index, jnp.asarray(queries), 9, jnp.asarray(probes)))
+            results.append(search_lists(index, jnp.asarray(queries), 9, jnp.asarray(probes), how=how))
         for one, other in itertools.pairwise(results):
             np.testing.assert_array_equal(one.positions, other.positions)
             np.testing.assert_allclose(one.scores, other.scores, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_queries", [1, 3, 40])
+@pytest.mark.parametrize("num_queries", [1, 3])
 def test_one_query_and_many_find_the_same(num_queries: int) -> None:
     index, _, queries = made()
     every = search(index, jnp.asarray(queries), 5, 4)
@@ -114,7 +118,7 @@ def test_few_queries_are_not_multiplied_with_all_lists() -> None:
     assert passes(index, 100, 8).rows > 100 * 8 / LISTS
 
 
-@pytest.mark.parametrize("k", [1, 64, 200])
+@pytest.mark.parametrize("k", [1, 300])
 def test_any_k_and_what_is_missing_is_marked(k: int) -> None:
     index, vectors, queries = made()
     probes = np.tile(np.array([[0, 1]], np.int32), (len(queries), 1))
@@ -127,7 +131,7 @@ def test_any_k_and_what_is_missing_is_marked(k: int) -> None:
         assert np.all(np.isneginf(score[row, len(theirs) :]))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
 def test_a_filter_leaves_the_rest_out_and_finds_the_nearest_of_what_is_allowed(share: float) -> None:
     index, vectors, queries = made()
     allowed = np.random.default_rng(1).random(NUM) < share
@@ -141,11 +145,12 @@ def test_a_filter_leaves_the_rest_out_and_finds_the_nearest_of_what_is_allowed(s
 
 
 def test_a_vector_in_two_lists_is_found_once() -> None:
-    _, vectors, queries = made()
-    clusters = k_means(jnp.asarray(vectors), LISTS, rounds=4)
-    first = np.asarray(clusters.lists)
+    index, vectors, queries = made()
+    first = np.zeros(NUM, int)
+    for number, held in enumerate(members(index)):
+        first[held] = number
     both = np.stack([first, np.where(np.arange(NUM) % 3 == 0, (first + 1) % LISTS, NO_ID)], axis=1)
-    index = fill(vectors, np.asarray(clusters.centroids), both, "l2")
+    index = fill(vectors, np.asarray(index.centroids), both, "l2")
     assert sum(len(each) for each in members(index)) == NUM + len(range(0, NUM, 3))
     found = search(index, jnp.asarray(queries), 10, LISTS)
     np.testing.assert_array_equal(found.positions, exact_nearest(queries, vectors, 10))
@@ -182,7 +187,7 @@ def test_size_classes_pad_least_of_all_ways_to_cut() -> None:
 
 def test_one_class_and_many_give_the_same() -> None:
     one, _, queries = made(most_classes=1)
-    many, _, _ = made(most_classes=6)
+    many, _, _ = made()
     assert len(one.classes) == 1 < len(many.classes)
     assert many.num_slots < one.num_slots
     a, b = (search(each, jnp.asarray(queries), 10, 5) for each in (one, many))
@@ -191,7 +196,7 @@ def test_one_class_and_many_give_the_same() -> None:
 
 def test_with_faiss_centroids_and_lists_the_recall_is_faiss_own() -> None:
     faiss = pytest.importorskip("faiss")
-    data = faiss_synthetic(32, 0, 4000, 200)
+    data = faiss_synthetic(32, 0, 2000, 100)
     quantizer = faiss.IndexFlatL2(32)
     theirs = faiss.IndexIVFFlat(quantizer, 32, 40)
     theirs.train(data.corpus)
