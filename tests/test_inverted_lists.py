@@ -12,9 +12,10 @@ import pytest
 from nearest import exact_nearest, exact_scores, recall
 
 from autopar.vector_search import list_search
+from autopar.vector_search.best import Best, distinct
 from autopar.vector_search.inverted_lists import InvertedLists, fill, members
 from autopar.vector_search.k_means import k_means
-from autopar.vector_search.list_search import Found, Passes, distinct, passes
+from autopar.vector_search.list_search import Passes, passes
 from autopar.vector_search.metrics import METRICS, NO_ID, Metric
 from autopar.vector_search.seats import seats
 from autopar.vector_search.size_classes import size_classes
@@ -95,7 +96,7 @@ def test_the_passes_change_no_result() -> None:
     crowded = np.stack([np.array([3, 4 + i % 9, 14, 0, 1], np.int32) for i in range(len(queries))])
     spread = np.stack([np.random.default_rng(i).permutation(LISTS)[:5] for i in range(len(queries))]).astype(np.int32)
     for probes in (crowded, spread):
-        results: list[Found] = []
+        results: list[Best] = []
         for rows, tile, num in ((40, 8, 1), (8, 3, 1), (0, 4, 2)):
             how = Passes(rows, tile, (num,) * classes)
             results.append(search_lists(index, jnp.asarray(queries), 9, jnp.asarray(probes), how=how))
@@ -157,7 +158,7 @@ def test_a_vector_in_two_lists_is_found_once() -> None:
 
 
 def test_distinct_keeps_the_best_of_each_and_marks_what_is_missing() -> None:
-    found = Found(jnp.array([[9.0, 9.0, 5.0, 5.0, -jnp.inf]]), jnp.array([[4, 4, 2, 2, NO_ID]], jnp.int32))
+    found = Best(jnp.array([[9.0, 9.0, 5.0, 5.0, -jnp.inf]]), jnp.array([[4, 4, 2, 2, NO_ID]], jnp.int32))
     best = distinct(found, 3)
     assert best.positions.tolist() == [[4, 2, NO_ID]]
     assert best.scores.tolist() == [[9.0, 5.0, -np.inf]]

@@ -15,15 +15,17 @@ passes until every probe has been served. Few queries go to tiles at once: they 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopar.vector_search.best import Best, better, distinct, nothing
 from autopar.vector_search.inverted_lists import InvertedLists, ListClass
-from autopar.vector_search.metrics import NO_ID, Metric, score_dtype, scores, worst_score
+from autopar.vector_search.metrics import NO_ID, Metric, scores, worst_score
+from autopar.vector_search.product_quantisation import Codebooks, decode
 from autopar.vector_search.seats import Seats, Tiles, seats, tiles
 from autopar.vector_search.size_classes import LENGTH_MULTIPLE
 
@@ -32,13 +34,6 @@ _ROOM = 1.25
 
 #: With fewer probes a list on average than this, nothing is multiplied but in tiles.
 _FEW_PROBES = 4.0
-
-
-class Found(NamedTuple):
-    """`scores` `[num_queries, k]`, best first, and int32 `positions` of the corpus; `NO_ID` where there is none."""
-
-    scores: jax.Array
-    positions: jax.Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ def search(
     num_probes: int,
     allowed: jax.Array | None = None,
     how: Passes | None = None,
-) -> Found:
+) -> Best:
     """The best k of the vectors in the `num_probes` lists nearest to each query.
 
     Args:
@@ -89,40 +84,28 @@ def search_lists(
     probes: jax.Array,
     allowed: jax.Array | None = None,
     how: Passes | None = None,
-) -> Found:
+) -> Best:
     """The same in lists that are known: `probes`, int32 `[num_queries, num_probes]`, none twice for a query."""
     num_queries, num_probes = probes.shape
+    if index.codebooks is not None:
+        queries = queries.astype(jnp.float32)
     how = how or passes(index, num_queries, num_probes)
     seating = seats(probes, index.num_lists)
     classes = index.classes if allowed is None else tuple(_without(each, allowed) for each in index.classes)
     wanted = k * index.copies
-    best = _nothing(num_queries, wanted, queries.dtype, index.metric)
+    best = nothing(num_queries, wanted, queries.dtype, index.metric)
     if how.rows:
-        parts = [_Part(each, how.rows) for each in classes]
+        parts = [_Part(each, index.codebooks, how.rows) for each in classes]
         row = jnp.where(seating.seat < how.rows, probes * how.rows + seating.seat, -1)
         best = _one_pass(parts, queries, row, wanted, index.metric)
     best = _further(index, classes, queries, probes, seating, best, how)
     return best if index.copies == 1 else distinct(best, k)
 
 
-def distinct(found: Found, k: int) -> Found:
-    """The best k of which none is there twice."""
-    same = (found.positions[:, :, None] == found.positions[:, None, :]) & (found.positions != NO_ID)[:, :, None]
-    is_again = jnp.any(jnp.tril(same, -1), axis=-1)
-    worst = worst_score(found.scores.dtype)
-    best, place = lax.top_k(jnp.where(is_again, worst, found.scores), k)
-    return Found(best, jnp.where(best == worst, NO_ID, jnp.take_along_axis(found.positions, place, axis=1)))
-
-
 def _without(lists: ListClass, allowed: jax.Array) -> ListClass:
     """With the slots that are not allowed made padding."""
     is_allowed = (lists.positions != NO_ID) & allowed[jnp.maximum(lists.positions, 0)]
-    return ListClass(lists.vectors, lists.terms, jnp.where(is_allowed, lists.positions, NO_ID))
-
-
-def _nothing(num_queries: int, k: int, dtype: jnp.dtype, metric: Metric) -> Found:
-    made = score_dtype(dtype, metric)
-    return Found(jnp.full((num_queries, k), worst_score(made), made), jnp.full((num_queries, k), NO_ID, jnp.int32))
+    return replace(lists, positions=jnp.where(is_allowed, lists.positions, NO_ID))
 
 
 def _further(
@@ -131,9 +114,9 @@ def _further(
     queries: jax.Array,
     probes: jax.Array,
     seating: Seats,
-    best: Found,
+    best: Best,
     how: Passes,
-) -> Found:
+) -> Best:
     """Passes over tiles, until no probe is left."""
     cut: list[Tiles] = []
     first_lists: list[int] = []
@@ -153,31 +136,25 @@ def _further(
     beyond = seating.seat - how.rows
     tile = before[probes] + beyond // how.tile
 
-    def one_more(state: tuple[jax.Array, Found]) -> tuple[jax.Array, Found]:
+    def one_more(state: tuple[jax.Array, Best]) -> tuple[jax.Array, Best]:
         number, best = state
         is_now = (beyond >= 0) & (tile // per_pass == number)
         row = jnp.where(is_now, (offset + tile % per_pass) * how.tile + beyond % how.tile, -1)
         parts: list[_Part] = []
         for lists, one, num in zip(classes, cut, how.num_tiles, strict=True):
             which = one.lists(number * num, num)
-            parts.append(_Part(jax.tree.map(lambda array, which=which: array[which], lists), how.tile))
+            parts.append(_Part(jax.tree.map(lambda array, which=which: array[which], lists), index.codebooks, how.tile))
         found = _one_pass(parts, queries, row, best.scores.shape[1], index.metric)
-        return number + 1, _better(best, found)
+        return number + 1, better(best, found)
 
     return lax.while_loop(lambda state: state[0] < last, one_more, (jnp.zeros((), last.dtype), best))[1]
 
 
-def _better(one: Found, other: Found) -> Found:
-    both = jnp.concatenate([one.scores, other.scores], axis=1)
-    best, place = lax.top_k(both, one.scores.shape[1])
-    positions = jnp.concatenate([one.positions, other.positions], axis=1)
-    return Found(best, jnp.take_along_axis(positions, place, axis=1))
-
-
 class _Part(NamedTuple):
-    """Lists, and how many rows each has in this pass."""
+    """Lists, what their codes stand for, and how many rows each has in this pass."""
 
     lists: ListClass
+    codebooks: Codebooks | None
     rows: int
 
     @property
@@ -185,7 +162,7 @@ class _Part(NamedTuple):
         return self.lists.positions.shape[0] * self.rows
 
 
-def _one_pass(parts: list[_Part], queries: jax.Array, row: jax.Array, k: int, metric: Metric) -> Found:
+def _one_pass(parts: list[_Part], queries: jax.Array, row: jax.Array, k: int, metric: Metric) -> Best:
     """The best k of each query in the lists where it has a row.
 
     Args:
@@ -204,7 +181,7 @@ def _one_pass(parts: list[_Part], queries: jax.Array, row: jax.Array, k: int, me
     for part in parts:
         num_lists, length = part.lists.positions.shape
         rows = lax.slice_in_dim(asked, first, first + part.num_rows).reshape(num_lists, part.rows)
-        block = _block(part.lists, queries[rows], metric)
+        block = _block(part, queries[rows], metric)
         best = block.reshape(part.num_rows, length // group, group).max(axis=-1)
         blocks.append(block.reshape(part.num_rows, length))
         maxima.append(
@@ -225,16 +202,21 @@ def _group(num_slots: int, k: int) -> int:
     return max(1, min(LENGTH_MULTIPLE, 2 ** round(math.log2(max(1.0, math.sqrt(num_slots / k))))))
 
 
-def _block(lists: ListClass, rows: jax.Array, metric: Metric) -> jax.Array:
+def _block(part: _Part, rows: jax.Array, metric: Metric) -> jax.Array:
     """`[num_lists, rows, length]`: scores of rows of queries, `[num_lists, rows, d]`; of padding the worst."""
+    lists = part.lists
+    vectors = lists.vectors
+    if part.codebooks is not None:
+        vectors = decode(part.codebooks, lists.vectors)
+        vectors = vectors if lists.origins is None else vectors + lists.origins[:, None, :]
     term_axis = None if lists.terms is None else 0
     found = jax.vmap(lambda q, x, term: scores(q, x, metric, term), in_axes=(0, 0, term_axis))(
-        rows, lists.vectors, lists.terms
+        rows, vectors, lists.terms
     )
     return jnp.where((lists.positions == NO_ID)[:, None, :], worst_score(found.dtype), found)
 
 
-def _slots(parts: list[_Part], blocks: list[jax.Array], row: jax.Array, start: jax.Array, group: int, k: int) -> Found:
+def _slots(parts: list[_Part], blocks: list[jax.Array], row: jax.Array, start: jax.Array, group: int, k: int) -> Best:
     """The best k slots of groups, `[num_queries, num_groups]`: each in a row of all parts (-1: none) from `start`."""
     num_queries = row.shape[0]
     worst = worst_score(blocks[0].dtype)
@@ -257,7 +239,7 @@ def _slots(parts: list[_Part], blocks: list[jax.Array], row: jax.Array, start: j
         positions = jnp.where(is_here, part.lists.positions[which, jnp.where(is_here, slot, 0)], positions)
         first += part.num_rows
     missing = ((0, 0), (0, k - best.shape[1]))
-    return Found(jnp.pad(best, missing, constant_values=worst), jnp.pad(positions, missing, constant_values=NO_ID))
+    return Best(jnp.pad(best, missing, constant_values=worst), jnp.pad(positions, missing, constant_values=NO_ID))
 
 
 def _runs(block: jax.Array, row: jax.Array, start: jax.Array, length: int) -> jax.Array:

@@ -2,7 +2,7 @@
 
 In: vectors, and for each a table of vectors near to it, exact or not. Out: `NeighbourGraph`. As in Vamana and CAGRA:
 
-    forward  = the near ones, less those that a nearer kept one leads to (`pruned`)
+    forward  = the near ones, less those that a nearer kept one leads to (`diverse`)
     reverse  = who has an edge to this node, nearest first
     edges    = forward and reverse together, pruned again to the degree
 
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import register_dataclass
 
-from autopar.vector_search.metrics import NO_ID, Metric, scores, terms
+from autopar.vector_search.diverse import diverse, squared_distances
+from autopar.vector_search.metrics import NO_ID, Metric, terms
 
 
 @partial(register_dataclass, data_fields=["vectors", "terms", "edges", "entries"], meta_fields=["metric"])
@@ -83,21 +84,13 @@ def _pruned_chunk(
     vectors: jax.Array, nodes: jax.Array, near: jax.Array, metric: Metric, degree: int, alpha: float
 ) -> jax.Array:
     near = jnp.where(_is_first(near) & (near != nodes[:, None]), near, NO_ID)
-    held = vectors[jnp.maximum(near, 0)]
-    far = jnp.where(near == NO_ID, jnp.inf, _distances(vectors[nodes][:, None], held, metric)[:, 0])
+    held, middle = vectors[jnp.maximum(near, 0)], vectors[nodes][:, None]
+    if metric == "cosine":  # inner products do not say how near vectors are to each other: l2 does, of them too
+        held, middle = _unit(held), _unit(middle)
+    far = jnp.where(near == NO_ID, jnp.inf, squared_distances(middle, held)[:, 0])
     far, near, order = lax.sort((far, near, jnp.broadcast_to(jnp.arange(near.shape[1]), near.shape)), num_keys=1)
     held = jnp.take_along_axis(held, order[:, :, None], axis=1)
-    between = _distances(held, held, metric)
-    is_there = near != NO_ID
-
-    def decide(place: jax.Array, is_kept: jax.Array) -> jax.Array:
-        apart = lax.dynamic_index_in_dim(between, place, axis=1, keepdims=False)
-        own = lax.dynamic_index_in_dim(far, place, axis=1)
-        is_led_to = jnp.any(is_kept & (alpha * apart < own), axis=1)
-        there = lax.dynamic_index_in_dim(is_there, place, axis=1, keepdims=False)
-        return lax.dynamic_update_index_in_dim(is_kept, there & ~is_led_to, place, axis=1)
-
-    is_kept = lax.fori_loop(0, near.shape[1], decide, jnp.zeros(near.shape, bool))
+    is_kept = diverse(far, squared_distances(held, held), near != NO_ID, alpha)
     width = min(degree, near.shape[1])
     best, place = lax.top_k(jnp.where(is_kept, -jnp.arange(near.shape[1]), -near.shape[1]), width)
     found = jnp.where(best == -near.shape[1], NO_ID, jnp.take_along_axis(near, place, axis=1))
@@ -110,17 +103,8 @@ def _is_first(table: jax.Array) -> jax.Array:
     return ~jnp.any(jnp.tril(same, -1), axis=-1)
 
 
-def _distances(some: jax.Array, others: jax.Array, metric: Metric) -> jax.Array:
-    """`[chunk, a, b]` between `[chunk, a, d]` and `[chunk, b, d]`: of which a factor means something. Squared of l2;
-    of unit vectors of cosine; inner products say nothing of how near vectors are to each other, so l2's here too."""
-    some, others = some.astype(jnp.float32), others.astype(jnp.float32)
-    if metric == "cosine":
-        some, others = _unit(some), _unit(others)
-    found = jax.vmap(lambda a, b: scores(a, b, "l2"))(some, others)
-    return jnp.maximum(jnp.sum(some * some, axis=-1)[:, :, None] - found, 0)
-
-
 def _unit(vectors: jax.Array) -> jax.Array:
+    vectors = vectors.astype(jnp.float32)
     length = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / jnp.where(length > 0, length, 1)
 
