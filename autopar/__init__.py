@@ -1,5 +1,6 @@
 """autopar: decorate a train step, and it runs sharded on every device, by a plan you can read."""
 
+from autopar import vector_search as vector_search
 from autopar.api import ParallelStep as ParallelStep
 from autopar.api import parallelize as parallelize
 from autopar.checkpoints import Checkpoints as Checkpoints

@@ -87,3 +87,11 @@ class ProcessError(AutoparError):
 
 class BatchError(AutoparError):
     """A process's part of a batch that cannot be laid out by the plan."""
+
+
+class SearchError(AutoparError):
+    """Vectors, ids, queries, a number of neighbours or a filter that an index cannot take."""
+
+
+class IndexFileError(AutoparError):
+    """A saved index that cannot be written, is not there, is damaged, or is of another version."""

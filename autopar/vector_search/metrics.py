@@ -69,12 +69,13 @@ def scores(queries: jax.Array, vectors: jax.Array, metric: Metric, term: jax.Arr
         `[num_queries, ...]`, of `score_dtype`.
     """
     term = terms(vectors, metric) if term is None else term
-    if metric == "l2":
-        if queries.dtype == jnp.int8:
-            return 2 * products(queries, vectors) - term
-        return products(2 * queries, vectors) - term  # doubled exactly, and before there are many
-    found = products(queries, vectors)
-    return found if metric == "inner_product" else found.astype(jnp.float32) * term
+    if term is None:
+        return products(queries, vectors)
+    if metric == "cosine":
+        return products(queries, vectors).astype(jnp.float32) * term
+    if queries.dtype == jnp.int8:
+        return 2 * products(queries, vectors) - term
+    return products(2 * queries, vectors) - term  # doubled exactly, and before there are many
 
 
 def products(queries: jax.Array, vectors: jax.Array) -> jax.Array:
@@ -93,21 +94,27 @@ def distances_of(found: jax.Array, queries: jax.Array, metric: Metric) -> jax.Ar
     """Scores as a user sees them.
 
     Args:
-        found: `[num_queries, k]`, of `queries`, `[num_queries, d]`.
+        found: `[..., k]`, of `queries`, `[..., d]`.
 
     Returns:
         of l2 the squared distance; else the similarity. What is missing stays the worst there is: of l2 the largest.
     """
     if metric == "inner_product":
         return found
-    squares = _squares(queries)[:, None]
+    squares = _squares(queries)[..., None]
     if metric == "cosine":
         length = jnp.sqrt(squares.astype(jnp.float32))
         return jnp.where(length > 0, found / jnp.where(length > 0, length, 1), jnp.where(jnp.isneginf(found), found, 0))
-    if jnp.issubdtype(found.dtype, jnp.integer):
-        worst = jnp.iinfo(found.dtype)
-        return jnp.where(found == worst.min, worst.max, squares - jnp.where(found == worst.min, 0, found))
-    return jnp.where(jnp.isneginf(found), jnp.inf, jnp.maximum(squares - found, 0))
+    missing = found == worst_score(found.dtype)
+    distances = jnp.maximum(squares - jnp.where(missing, 0, found), 0)  # by rounding it might be below
+    return jnp.where(missing, worst_distance(found.dtype, metric), distances)
+
+
+def worst_distance(dtype: jnp.dtype, metric: Metric) -> float | int:
+    """Of a place in a result that nothing fills."""
+    if metric != "l2":
+        return worst_score(dtype)
+    return int(jnp.iinfo(dtype).max) if jnp.issubdtype(dtype, jnp.integer) else math.inf
 
 
 def _squares(vectors: jax.Array) -> jax.Array:

@@ -1,0 +1,160 @@
+"""`build` and `load`: from vectors, or a file, to an index.
+
+In: what the user gives. Out: an `Index` of the kind asked for. `KINDS` is the table of kinds: one entry makes a kind known
+to both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autopar.cost.hardware import HardwareProfile
+from autopar.errors import IndexFileError, SearchError
+from autopar.mesh import MeshShape
+from autopar.vector_search import exact_index, inputs
+from autopar.vector_search.exact_index import ExactIndex
+from autopar.vector_search.index import Index
+from autopar.vector_search.index_file import Saved, read
+from autopar.vector_search.metrics import Metric
+from autopar.vector_search.place import Place
+from autopar.vector_search.progress import Report, progress_bar
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an index is built from, checked.
+
+    Args:
+        recall_target: the share of the true neighbours that a search is to find.
+        settings: of this kind alone.
+    """
+
+    vectors: NDArray[Any]
+    ids: NDArray[np.int64]
+    metric: Metric
+    recall_target: float
+    place: Place
+    settings: Mapping[str, Any]
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of index is made.
+
+    Args:
+        build: from vectors. load: from a file that its `save` has written.
+    """
+
+    build: Callable[[Asked], Index]
+    load: Callable[[Saved, Place], Index]
+
+
+def _exact(asked: Asked) -> Index:
+    if asked.settings:
+        raise SearchError(f"an exact index has no setting {next(iter(asked.settings))!r}: leave it out")
+    return ExactIndex(asked.vectors, asked.ids, asked.metric, asked.place)
+
+
+def _load_exact(saved: Saved, place: Place) -> Index:
+    return ExactIndex(
+        saved.arrays["vectors"], saved.arrays["ids"], inputs.checked_metric(saved.settings["metric"]), place
+    )
+
+
+#: By what `index` of `build` calls them. Read-only.
+KINDS: Mapping[str, Kind] = MappingProxyType({exact_index.KIND: Kind(_exact, _load_exact)})
+
+
+def build(
+    vectors: ArrayLike,
+    *,
+    metric: str = "l2",
+    index: str = "auto",
+    recall_target: float = 0.95,
+    memory_budget_bytes: float | None = None,
+    mesh: str | MeshShape | jax.sharding.Mesh | None = None,
+    ids: ArrayLike | None = None,
+    hardware: str | HardwareProfile | None = None,
+    batch: int = 256,
+    progress: bool | None = None,
+    **settings: Any,
+) -> Index:
+    """Make vectors searchable.
+
+    Args:
+        vectors: `[n, d]`, float32, bfloat16 or int8; other numbers become float32. n may be 0.
+        metric: `"l2"` (squared distances), `"inner_product"` or `"cosine"`.
+        index: `"exact"`, or `"auto"`.
+        recall_target: the share of the true nearest neighbours that a search is to find; `"exact"` finds all.
+        memory_budget_bytes: per device; by default what the hardware profile says is usable.
+        mesh: as of `autopar.plan`; by default the planner's choice for all visible devices.
+        ids: the user's own, 64-bit integers, `[n]`; by default positions.
+        hardware: as of `autopar.plan`.
+        batch: queries that a search is expected to have: for as many the layout is chosen. Others are searched as well.
+        progress: whether to show a bar; by default where standard error is a terminal.
+        settings: of one kind of index alone.
+
+    Raises:
+        SearchError: vectors or ids that cannot be, an unknown metric, kind or setting.
+        AutoparError: of planning: no layout fits the memory budget, a mesh that is not there.
+    """
+    kind = exact_index.KIND if index == "auto" else index
+    if kind not in KINDS:
+        raise SearchError(f"`index` is {index!r}: give one of auto, {', '.join(KINDS)}")
+    if not 0 < recall_target <= 1:
+        raise SearchError(f"`recall_target` is {recall_target!r}: give a share of the neighbours, above 0 and up to 1")
+    with progress_bar(progress) as report:
+        report("check the vectors", 0.0)
+        checked = inputs.checked_vectors(vectors)
+        asked = Asked(
+            vectors=checked,
+            ids=inputs.checked_ids(ids, len(checked)),
+            metric=inputs.checked_metric(metric),
+            recall_target=recall_target,
+            place=_place(mesh, hardware, memory_budget_bytes, batch),
+            settings=settings,
+            report=report,
+        )
+        report(f"lay out {len(checked):,} vectors", 0.1)
+        made = KINDS[kind].build(asked)
+        report("done", 1.0)
+        return made
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    memory_budget_bytes: float | None = None,
+    mesh: str | MeshShape | jax.sharding.Mesh | None = None,
+    hardware: str | HardwareProfile | None = None,
+    batch: int = 256,
+) -> Index:
+    """A saved index, onto the devices there are, however many it was built on.
+
+    Args:
+        memory_budget_bytes, mesh, hardware, batch: as of `build`.
+
+    Raises:
+        IndexFileError: the file is not there, is no index, or is damaged: cut short, or changed by as little as a bit.
+        AutoparError: of planning, as of `build`.
+    """
+    saved = read(path)
+    if saved.kind not in KINDS:
+        raise IndexFileError(f"{path} holds an index of kind {saved.kind!r}, and this autopar knows {', '.join(KINDS)}")
+    return KINDS[saved.kind].load(saved, _place(mesh, hardware, memory_budget_bytes, batch))
+
+
+def _place(mesh: Any, hardware: Any, memory_budget_bytes: float | None, batch: int) -> Place:
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise SearchError(f"`batch` is {batch!r}: give the number of queries that a search is expected to have")
+    options = {"mesh": mesh, "hardware": hardware, "memory_budget_bytes": memory_budget_bytes, "cache": True}
+    return Place({name: value for name, value in options.items() if value is not None}, batch)

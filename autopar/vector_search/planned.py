@@ -1,0 +1,64 @@
+"""A function of arrays, planned for a mesh and ready to run there.
+
+In: a function, the shapes of its arguments, and what is asked of the planner. Out: `Planned`: its plan, where each
+argument is to lie, and the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autopar import execute
+from autopar.partition_spec import named_shardings
+from autopar.plan import Plan
+from autopar.plan_step import plan_program
+from autopar.program import Program, program_of
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A planned function.
+
+    Args:
+        function: as it was written. arguments: their shapes, each one array.
+        shardings: of each argument, on `mesh`.
+        run: the planned function, jitted.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    plan: Plan
+    program: Program
+    mesh: Mesh
+    shardings: tuple[NamedSharding, ...]
+    run: Any
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], arguments: tuple[jax.ShapeDtypeStruct, ...], options: Mapping[str, Any]
+    ) -> Planned:
+        """Trace and plan; nothing is compiled.
+
+        Args:
+            options: of `autopar.plan`. mesh: where it is a `jax.sharding.Mesh`, of that; else of the visible devices.
+
+        Raises:
+            AutoparError: one of its subclasses, naming what to change.
+        """
+        program = program_of(function, arguments, carry=(), donate=())
+        plan = plan_program(program, **options)
+        assert isinstance(plan, Plan)
+        given = options.get("mesh")
+        mesh = given if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
+        program = program.of(plan)
+        shardings = tuple(named_shardings([tensor.sharding for tensor in plan.inputs], mesh))
+        return cls(function, arguments, plan, program, mesh, shardings, execute.jit_plan(plan, program.trace, mesh))
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it; arguments that lie elsewhere are moved."""
+        return self.run(*execute.placed(self.plan, self.shardings, arguments))
