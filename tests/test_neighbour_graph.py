@@ -17,7 +17,7 @@ from benchmarks.synthetic_vectors import faiss_synthetic
 
 NUM, DIM = 800, 16
 
-search = jax.jit(beam.search, static_argnames=("k", "beam", "width"))
+search = jax.jit(beam.search, static_argnames=("k", "beam", "width", "rounds"))
 
 
 @cache
@@ -107,6 +107,14 @@ def test_one_query_by_itself_finds_what_it_finds_among_others() -> None:
     alone = search(graph, jnp.asarray(queries[7:8]), k=5, beam=16)
     np.testing.assert_array_equal(alone.positions[0], every.positions[7])
     assert int(alone.num_scored[0]) == int(every.num_scored[7])
+
+
+def test_enough_rounds_find_what_walking_to_the_end_finds_and_few_score_less() -> None:
+    graph, _, queries = made()
+    to_the_end, enough, few = (search(graph, jnp.asarray(queries), k=5, beam=16, rounds=n) for n in (None, 60, 3))
+    for one, other in zip(to_the_end, enough, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert np.all(np.asarray(few.num_scored) <= len(graph.entries) + 3 * graph.degree)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])

@@ -3,7 +3,7 @@
 In: a `NeighbourGraph` and queries. Out: the best k nodes, and how many scores were computed. In every round each query
 takes the best nodes of its beam that it has not looked at (`width` of them), and scores their neighbours that it has
 not seen; what it has seen is a bit for each node, so that nothing is sorted to find what is there twice. A query ends
-when it has looked at all of its beam; the program ends with the last query.
+when it has looked at all of its beam; the program ends with the last query, or after a number of rounds.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def search(
     k: int,
     beam: int = 64,
     width: int = 1,
+    rounds: int | None = None,
     allowed: jax.Array | None = None,
 ) -> Walked:
     """The best k nodes of the beam where the walk ends.
@@ -51,6 +52,8 @@ def search(
         queries: `[num_queries, d]`, of the vectors' dtype.
         beam: nodes kept, at least k: more finds more, and takes longer.
         width: nodes looked at in one round: more makes fewer rounds, and some more scores.
+        rounds: end after so many, whether or not the beam has been looked at; without it when it has. A program of a
+            known number of rounds is planned for what it costs, and takes as long for any queries.
         allowed: bool `[n]`: which may be found; the walk goes through all.
     """
     beam = max(beam, k)
@@ -83,14 +86,16 @@ def search(
     def one_round(state: tuple[_Beam, jax.Array, jax.Array]) -> tuple[_Beam, jax.Array, jax.Array]:
         walk, *kept = state
         best, place = lax.top_k(jnp.where(walk.is_looked_at, worst, walk.scores), min(width, beam))
-        row = jnp.arange(num_queries)[:, None]
-        nodes = jnp.where(best == worst, NO_ID, walk.positions[row, place])
-        walk = walk._replace(is_looked_at=walk.is_looked_at.at[row, place].set(True))
+        nodes = jnp.where(best == worst, NO_ID, jnp.take_along_axis(walk.positions, place, axis=1))
+        walk = walk._replace(is_looked_at=jax.vmap(lambda one, at: one.at[at].set(True))(walk.is_looked_at, place))
         near = jnp.where((nodes == NO_ID)[:, :, None], NO_ID, graph.edges[jnp.maximum(nodes, 0)])
         return visit((walk, kept[0], kept[1]), near.reshape(num_queries, -1))
 
     first = visit((start, found.scores, found.positions), entries)
-    walk, kept_scores, kept = lax.while_loop(lambda state: ~jnp.all(state[0].is_looked_at), one_round, first)
+    if rounds is None:
+        walk, kept_scores, kept = lax.while_loop(lambda state: ~jnp.all(state[0].is_looked_at), one_round, first)
+    else:
+        walk, kept_scores, kept = lax.fori_loop(0, rounds, lambda _, state: one_round(state), first)
     if allowed is None:
         kept_scores, kept = walk.scores[:, :k], walk.positions[:, :k]
     return Walked(kept_scores, kept, walk.num_scored)
@@ -100,15 +105,14 @@ def _seen(
     graph: NeighbourGraph, queries: jax.Array, walk: _Beam, nodes: jax.Array
 ) -> tuple[_Beam, jax.Array, jax.Array]:
     """`nodes`, `[num_queries, w]`, less those seen before or twice among them; their scores; all marked as seen."""
-    row = jnp.arange(nodes.shape[0])[:, None]
     word = jnp.maximum(nodes, 0) // _BITS
     bit = jnp.uint32(1) << (jnp.maximum(nodes, 0) % _BITS).astype(jnp.uint32)
-    is_new = (nodes != NO_ID) & ((walk.seen[row, word] & bit) == 0)
+    is_new = (nodes != NO_ID) & ((jnp.take_along_axis(walk.seen, word, axis=1) & bit) == 0)
     if nodes.shape[1] > graph.degree:  # of more than one node: one neighbour may be there twice
         is_new &= ~jnp.any(jnp.tril(nodes[:, :, None] == nodes[:, None, :], -1), axis=-1)
     nodes = jnp.where(is_new, nodes, NO_ID)
     # each bit is added once, so that adding sets it
-    seen = walk.seen.at[row, word].add(jnp.where(is_new, bit, jnp.uint32(0)))
+    seen = jax.vmap(lambda one, at, bits: one.at[at].add(bits))(walk.seen, word, jnp.where(is_new, bit, jnp.uint32(0)))
     at = jnp.maximum(nodes, 0)
     term_axis = None if graph.terms is None else 0
     term = None if graph.terms is None else graph.terms[at]
