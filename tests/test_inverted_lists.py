@@ -17,6 +17,7 @@ from autopar.vector_search.inverted_lists import InvertedLists, fill, members
 from autopar.vector_search.k_means import k_means
 from autopar.vector_search.list_search import Passes, passes
 from autopar.vector_search.metrics import METRICS, NO_ID, Metric
+from autopar.vector_search.planned import Planned
 from autopar.vector_search.seats import seats
 from autopar.vector_search.size_classes import size_classes
 from benchmarks.synthetic_vectors import faiss_synthetic
@@ -210,3 +211,24 @@ def test_with_faiss_centroids_and_lists_the_recall_is_faiss_own() -> None:
     truth = exact_nearest(data.queries, data.corpus, 10)
     assert abs(recall(found, truth) - recall(expected, truth)) <= 1e-4
     assert recall(found, expected) >= 0.9995
+
+
+def test_lists_split_over_devices_by_the_planner_find_what_one_device_finds() -> None:
+    """More than one device's budget: every list over all devices, so that each has as much to do."""
+    data = faiss_synthetic(64, 0, 20000, 128)
+    lists = np.random.default_rng(0).integers(0, 32, size=20000)
+    index = fill(data.corpus, data.corpus[:32], lists, "l2", most_classes=1)
+    arrays, tree = jax.tree.flatten((index, jnp.asarray(data.queries)))
+
+    def searched(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        index, queries = jax.tree.unflatten(tree, arrays)
+        return tuple(list_search.search(index, queries, 10, 8))
+
+    shapes = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays)
+    planned = Planned.of(searched, shapes, {"mesh": "8", "memory_budget_bytes": 4e6})
+    split = [s for array, s in zip(arrays, planned.shardings, strict=True) if array.ndim == 3]
+    assert split[0].spec[1] == "data"
+    found, positions = planned(*arrays)
+    expected, whole = jax.jit(searched)(*arrays)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    assert np.mean(np.asarray(positions) == np.asarray(whole)) > 0.995  # near-equal scores change places
