@@ -119,12 +119,10 @@ def _further(
 ) -> Best:
     """Passes over tiles, until no probe is left."""
     cut: list[Tiles] = []
-    first_lists: list[int] = []
     first = 0
     for each in classes:
         size = each.positions.shape[0]
         cut.append(tiles(lax.slice_in_dim(seating.taken, first, first + size), how.rows, how.tile))
-        first_lists.append(first)
         first += size
     last = jnp.max(jnp.stack([-(-one.num_tiles // num) for one, num in zip(cut, how.num_tiles, strict=True)]))
     # each probe's tile, counted within its class, and the rows and the tiles a pass has before its class

@@ -13,7 +13,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.tree_util import register_dataclass
 
 from autopar.vector_search.k_means import nearest, train
@@ -66,7 +65,7 @@ def decode(codebooks: Codebooks, codes: jax.Array) -> jax.Array:
     num_parts, num_codes, width = codebooks.centroids.shape
     rows = codes.astype(jnp.int32) + jnp.arange(num_parts, dtype=jnp.int32) * num_codes
     flat = codebooks.centroids.reshape(num_parts * num_codes, width)
-    found = flat.at[rows].get(mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    found = flat.at[rows].get(mode="promise_in_bounds")
     return found.reshape(*codes.shape[:-1], codebooks.dim)
 
 
