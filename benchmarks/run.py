@@ -119,6 +119,13 @@ BENCHMARKS = {
         sources=("iopddl.py", "baselines/mcmc.py"),
     ),
     "step_time": Benchmark(("demo_gpt",), VIRTUAL_DEVICES),
+    "vector_search": Benchmark(
+        ("exact: batch 1000", "exact: batch 1"),
+        "",
+        sources=("timing.py", "vector_search/faiss_at_its_best.py"),
+        module="vector_search.parts",
+        sources_of={f"exact: batch {batch}": ("vector_search/exact.py",) for batch in (1000, 1)},
+    ),
     "zoo": Benchmark(
         (
             "gpt2",

@@ -64,8 +64,8 @@ def check(found: vector_search.Found, queries: Any, corpus: Any, metric: str, k:
 @given(
     blocks=st.sampled_from([1, 2]),
     block=st.sampled_from([1, 3]),
-    tiling=st.sampled_from([(1, 1, 8), (4, 1, 16), (6, 2, 16), (5, 3, 8), (32, 1, 8)]),
-    steps=st.sampled_from([1, 2, 3]),
+    tiling=st.sampled_from([(1, 1, 1, 8), (2, 1, 2, 16), (2, 2, 3, 16), (1, 3, 5, 8), (3, 1, 32, 8)]),
+    at_once=st.booleans(),
     k=st.sampled_from([1, 2, 7, 40]),
     metric=st.sampled_from(metrics.METRICS),
     dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
@@ -75,8 +75,8 @@ def check(found: vector_search.Found, queries: Any, corpus: Any, metric: str, k:
 def test_the_program_is_exact(
     blocks: int,
     block: int,
-    tiling: tuple[int, int, int],
-    steps: int,
+    tiling: tuple[int, int, int, int],
+    at_once: bool,
     k: int,
     metric: Any,
     dtype: str,
@@ -87,9 +87,8 @@ def test_the_program_is_exact(
     queries = vectors(blocks * block, dim, dtype)
     allowed = RNG.random(len(corpus)) < share
     tiled = jnp.asarray(corpus.reshape(*tiling, dim))
-    step_rows = tiling[0] // steps if tiling[0] % steps == 0 else tiling[0]
     k = min(k, len(corpus))
-    distances, positions = jax.jit(exact_search(metric, k, step_rows))(
+    distances, positions = jax.jit(exact_search(metric, k, at_once=at_once))(
         queries.reshape(blocks, block, dim), tiled, metrics.terms(tiled, metric), allowed.reshape(tiling)
     )
     assert distances.dtype == metrics.score_dtype(jnp.dtype(corpus.dtype), metric)
@@ -169,7 +168,7 @@ def split(num_vectors: int, num_queries: int, hardware: str, k: int = 10) -> dic
     tiling, blocks = Tiling.of(num_vectors, 8), Blocks.of(num_queries, 8)
     struct = jax.ShapeDtypeStruct
     plan = autopar.plan(
-        exact_search("l2", k, tiling.step_rows(blocks)),
+        exact_search("l2", k, at_once=blocks.at_once),
         struct((blocks.blocks, blocks.block, 64), "float32"),
         struct((*tiling.shape, 64), "float32"),
         struct(tiling.shape, "float32"),
@@ -240,7 +239,6 @@ def test_tilings_have_room(num_vectors: int, num_devices: int, num_queries: int)
     tiling, blocks = Tiling.of(num_vectors, num_devices), Blocks.of(num_queries, num_devices)
     assert tiling.places >= num_vectors
     assert tiling.parts == num_devices
-    assert tiling.rows % tiling.step_rows(blocks) == 0
     assert tiling.places - num_vectors <= num_vectors // 8 + 1024 * num_devices
     assert num_queries <= blocks.places <= num_queries + max(num_queries // 3, 256 * num_devices)
 

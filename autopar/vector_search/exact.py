@@ -1,19 +1,19 @@
 """Exact search as one program: every vector is scored, in steps, and the k best so far are carried on.
 
-In: queries `[blocks, block, d]`; the corpus as `[rows, parts, group, d]`, with what its scores need and which of its
-places may be returned. Out: the k best scores of each query and their positions in the corpus read in order,
+In: queries `[blocks, block, d]`; the corpus as `[steps, parts, rows, group, d]`, with what its scores need and which of
+its places may be returned. Out: the k best distances of each query and their positions in the corpus read in order,
 `[blocks, block, k]`.
 
-A step takes some rows of the corpus, and for each block of queries:
+A step takes a part of each part of the corpus, and for each block of queries:
 
-    scores = one product of matrices                     [block, step_rows, parts, group]
+    scores = one product of matrices                     [block, parts, rows, group]
     maxima = the best of each column over the rows       [block, parts, group]
-    the k columns with the best maxima hold the k best, for each that is left out is behind k others
-    k best of those columns, then of these and the best so far
+    the k columns with the best maxima hold the k best: each that is left out is behind k others
+    k best of those columns and of the best so far
 
-so that what is sorted is some `group + k step_rows` scores instead of `group x step_rows`; nothing is approximate. A part keeps its own k best to the end: then they
-are merged, once. How any of this lies on devices is for the planner to say: `parts` and `block` are dims that it may
-split, and a part split off, no device needs another's scores before the merge.
+so that of `rows x group` scores some `group + k rows` are sorted, and nothing is approximate. A part keeps its own k best
+to the end: then they are merged, once. How any of this lies on devices is for the planner to say: `parts` and `block`
+are dims that it may split, and where it splits `parts`, no device needs another's scores before the merge.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _EXACT_IN_F32 = 2**24
 
 #: Scores and positions, best first: `[..., k]`.
 Best = tuple[jax.Array, jax.Array]
-#: Vectors, their terms, whether they may be returned, and the position of the first.
-Rows = tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]
+#: Vectors, their terms, whether they may be returned, and the position of the first of each row.
+Corpus = tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]
 
 
-def exact_search(metric: Metric, k: int, step_rows: int) -> Callable[..., Best]:
+def exact_search(metric: Metric, k: int, *, at_once: bool = False) -> Callable[..., Best]:
     """A search as a step to plan: as `exact_top_k`, with distances in place of scores."""
 
     def search(queries: jax.Array, vectors: jax.Array, term: jax.Array | None, may_return: jax.Array) -> Best:
-        found, positions = exact_top_k(queries, vectors, term, may_return, metric=metric, k=k, step_rows=step_rows)
+        found, positions = exact_top_k(queries, vectors, term, may_return, metric=metric, k=k, at_once=at_once)
         return distances_of(found, queries, metric), positions
 
     search.__qualname__ = "exact_search"
@@ -54,56 +54,57 @@ def exact_top_k(
     *,
     metric: Metric,
     k: int,
-    step_rows: int,
-) -> tuple[jax.Array, jax.Array]:
+    at_once: bool = False,
+) -> Best:
     """The k best of a corpus for each query.
 
     Args:
-        queries: `[blocks, block, d]`. vectors: `[rows, parts, group, d]`.
-        term: `metrics.terms` of them, `[rows, parts, group]`, where the metric has any.
-        may_return: of each place whether it holds a vector that may be returned, `[rows, parts, group]`.
+        queries: `[blocks, block, d]`. vectors: `[steps, parts, rows, group, d]`.
+        term: `metrics.terms` of them, `[steps, parts, rows, group]`, where the metric has any.
+        may_return: of each place whether it holds a vector that may be returned, `[steps, parts, rows, group]`.
         k: at most as many as there are places.
-        step_rows: divides the rows.
+        at_once: one block's few queries are scored in one step, which copies nothing out of the corpus.
 
     Returns:
         scores, best first, and positions, int32: `[blocks, block, k]`. A place that nothing fills has the worst score
         and position -1. Of equal scores any may come first.
     """
     blocks, block, dim = queries.shape
-    rows, parts, group, _ = vectors.shape
-    kept = min(k, rows * group)  # of a part
+    steps, parts, rows, group, _ = vectors.shape
+    kept = min(k, steps * rows * group)  # of a part
     dtype = score_dtype(vectors.dtype, metric)
     sorted_as = jnp.dtype(jnp.float32) if 3 * 128 * 128 * dim < _EXACT_IN_F32 else dtype
     worst = worst_score(sorted_as)
+    places = jnp.arange(steps * parts * rows, dtype=jnp.int32).reshape(steps, parts, rows) * group
+    corpus = (vectors, term, may_return, places)
 
-    def in_rows(queries: jax.Array, best: Best | None, some: Rows) -> Best:
-        """The best so far of one block, and of some rows."""
-        vectors, term, may_return, start = some
+    def scored(queries: jax.Array, some: Corpus) -> jax.Array:
+        vectors, term, may_return, _ = some
         found = scores(queries, vectors, metric, term).astype(sorted_as)
-        found = jnp.where(may_return, found, worst)
-        new = _best_of_rows(found, start, kept)
-        if best is None:
-            return new
+        return jnp.where(may_return, found, worst)
+
+    def of_block(queries: jax.Array, best: Best, some: Corpus) -> Best:
+        """The best so far of one block, and of a step."""
+        new = _candidates(scored(queries, some), some[-1], kept)
         values, positions = (jnp.concatenate(two, axis=-1) for two in zip(best, new, strict=True))
         return _best(values, positions, kept)
 
-    def of_blocks(best: Best | None, some: Rows) -> Best:
+    def of_step(best: Best, some: Corpus) -> tuple[Best, None]:
         if blocks > 1:
-            return lax.scan(lambda _, one: (None, in_rows(*one, some)), None, (queries, best))[1]
-        one = None if best is None else (best[0][0], best[1][0])
-        values, positions = in_rows(queries[0], one, some)
-        return values[None], positions[None]
+            return lax.scan(lambda _, one: (None, of_block(*one, some)), None, (queries, best))[1], None
+        values, positions = of_block(queries[0], (best[0][0], best[1][0]), some)
+        return (values[None], positions[None]), None
 
-    if step_rows == rows:
-        values, positions = of_blocks(None, (vectors, term, may_return, jnp.int32(0)))
+    if at_once:
+        found = jnp.moveaxis(scored(queries.reshape(-1, dim), corpus), 1, 2)
+        firsts = jnp.moveaxis(places, 0, 1).reshape(parts, -1)
+        found = found.reshape(blocks * block, parts, steps * rows, group)
+        values, positions = _best(*_candidates(found, firsts, kept), kept)
     else:
-        steps = rows // step_rows
-        each = jax.tree.map(lambda a: a.reshape(steps, step_rows, *a.shape[1:]), (vectors, term, may_return))
-        starts = jnp.arange(steps, dtype=jnp.int32) * (step_rows * parts * group)
         shape = (blocks, block, parts, kept)
         none = (jnp.full(shape, worst, sorted_as), jnp.full(shape, NO_ID, jnp.int32))
-        (values, positions), _ = lax.scan(lambda best, some: (of_blocks(best, some), None), none, (*each, starts))
-    values, positions = (a.reshape(blocks, block, -1) for a in (values, positions))
+        (values, positions), _ = lax.scan(of_step, none, corpus)
+    values, positions = (a.reshape(blocks, block, parts * kept) for a in (values, positions))
     if parts > 1:
         values, positions = _best(values, positions, min(k, parts * kept))
     positions = jnp.where(values == worst, NO_ID, positions)
@@ -114,37 +115,35 @@ def exact_top_k(
 
 def _best(values: jax.Array, positions: jax.Array, k: int) -> Best:
     """Along the last dim."""
-    values, places = lax.top_k(values, k)
-    return values, jnp.take_along_axis(positions, places, axis=-1)
+    shape = values.shape[:-1]
+    rows = [
+        size for size in shape if size > 1
+    ]  # of a matrix XLA's CPU backend finds the k best; of more dims it sorts all
+    values, places = lax.top_k(values.reshape(*rows, values.shape[-1]), k)
+    values, places = (a.reshape(*shape, k) for a in (values, places))
+    return values, jnp.take_along_axis(positions, places, axis=-1, mode="promise_in_bounds")
 
 
-def _best_of_rows(found: jax.Array, start: jax.Array, k: int) -> Best:
-    """The best k of each part.
+def _candidates(found: jax.Array, firsts: jax.Array, k: int) -> Best:
+    """Scores and positions among which are the best k of each part, in no order: `[block, parts, ...]`.
 
     Args:
-        found: scores, `[block, rows, parts, group]`. start: position of the first.
-
-    Returns:
-        `[block, parts, min(k, rows x group)]`.
+        found: all scores, `[block, parts, rows, group]`. firsts: position of the first of each row, `[parts, rows]`.
     """
-    block, rows, parts, group = found.shape
-    row, part = (jnp.arange(size, dtype=jnp.int32) for size in (rows, parts))
-    first = start + (row[:, None] * parts + part)[..., None] * group  # of each row of a part
+    block, parts, rows, group = found.shape
+    columns = jnp.arange(group, dtype=jnp.int32)
     if group + k * rows < rows * group:
-        _, columns = lax.top_k(_maxima(found), k)
-        columns = columns[:, None]
-        found = jnp.take_along_axis(found, columns, axis=-1)
-    else:
-        columns = jnp.arange(group, dtype=jnp.int32)
-    positions = jnp.broadcast_to(first + columns, found.shape)
-    values, positions = (jnp.moveaxis(a, 1, 2).reshape(block, parts, -1) for a in (found, positions))
-    return _best(values, positions, min(k, values.shape[-1]))
+        every = jnp.broadcast_to(columns, (block, parts, group))
+        columns = _best(_maxima(found), every, k)[1][:, :, None]
+        found = jnp.take_along_axis(found, columns, axis=-1, mode="promise_in_bounds")
+    positions = jnp.broadcast_to(firsts[..., None] + columns, found.shape)
+    return found.reshape(block, parts, -1), positions.reshape(block, parts, -1)
 
 
 def _maxima(found: jax.Array) -> jax.Array:
-    """`[block, rows, ...]` to `[block, ...]`, by halves: XLA's CPU backend makes vector instructions of that, and not of
-    a reduction that it has fused with what makes its operand."""
-    while found.shape[1] % 2 == 0:
-        half = found.shape[1] // 2
-        found = jnp.maximum(found[:, :half], found[:, half:])
-    return found[:, 0] if found.shape[1] == 1 else jnp.max(found, axis=1)
+    """`[block, parts, rows, group]` to `[block, parts, group]`, by halves, which may share a row: XLA's CPU backend
+    makes vector instructions of that, and not of a reduction that it has fused with what makes its operand."""
+    while found.shape[2] > 1:
+        half = -(-found.shape[2] // 2)
+        found = jnp.maximum(found[:, :, :half], found[:, :, -half:])
+    return found[:, :, 0]

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from autopar.partition_spec import partition_spec
 from autopar.vector_search import inputs, metrics
 from autopar.vector_search.exact import exact_search
-from autopar.vector_search.held import Held
+from autopar.vector_search.held import Arrays, Held
 from autopar.vector_search.index import Found, IndexStats
 from autopar.vector_search.index_file import write
 from autopar.vector_search.metrics import Metric
@@ -47,11 +47,11 @@ class ExactIndex:
     def __init__(self, vectors: NDArray[Any], ids: NDArray[np.int64], metric: Metric, place: Place) -> None:
         self.ids = ids
         self.metric: Metric = metric
-        self._place = place
+        self._place, self._num_devices = place, place.num_devices
         self._dim, self._dtype = vectors.shape[1], vectors.dtype
-        self._tiling = Tiling.of(len(ids), place.num_devices)
-        self._programs: dict[tuple[Blocks, int], Planned] = {}
-        self._home = self._planned(Blocks.of(place.batch, place.num_devices), self._kept(_USUAL_K))
+        self._tiling = Tiling.of(len(ids), self._num_devices)
+        self._programs: dict[tuple[Blocks, int], tuple[Planned, Arrays]] = {}
+        self._home = self._planned(Blocks.of(place.batch, self._num_devices), self._kept(_USUAL_K))
         tiled = _tiled(vectors, self._tiling)
         real = _tiled(np.ones(len(ids), np.bool_), self._tiling)
         term = jax.jit(partial(metrics.terms, metric=metric))(jax.device_put(tiled, self._home.shardings[1]))
@@ -62,14 +62,14 @@ class ExactIndex:
         """As `Index.search` says."""
         asked = inputs.checked_queries(queries, self._dim, self._dtype)
         k, allowed = inputs.checked_k(k), inputs.checked_filter(filter, len(self.ids))
-        blocks = Blocks.of(max(1, len(asked)), self._place.num_devices)
+        blocks = Blocks.of(max(1, len(asked)), self._num_devices)
         program, corpus = self._program(blocks, self._kept(k))
         if allowed is not None:
             corpus = (*corpus[:-1], jax.device_put(_tiled(allowed, self._tiling), corpus[-1].sharding))
         padded = np.zeros((blocks.places, self._dim), self._dtype)
         padded[: len(asked)] = asked
         vectors, *term, may_return = corpus
-        found = program(padded.reshape(blocks.blocks, blocks.block, -1), vectors, *(term or [None]), may_return)
+        found = program.run(padded.reshape(blocks.blocks, blocks.block, -1), vectors, *(term or [None]), may_return)
         distances, positions = (np.asarray(a).reshape(blocks.places, -1)[: len(asked)] for a in found)
         result = self._as_found(distances, positions, k)
         return Found(*(a[0] for a in result)) if np.ndim(queries) == 1 else result
@@ -77,7 +77,7 @@ class ExactIndex:
     def planned(self, num_queries: int, k: int) -> Planned:
         """The planned program of such a search: its `plan` explains it, and `autopar.verify` takes its function and
         arguments."""
-        return self._program(Blocks.of(num_queries, self._place.num_devices), self._kept(inputs.checked_k(k)))[0]
+        return self._program(Blocks.of(num_queries, self._num_devices), self._kept(inputs.checked_k(k)))[0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As `Index.save` says."""
@@ -92,10 +92,10 @@ class ExactIndex:
             dtype=self._dtype.name,
             num_vectors=len(self.ids),
             dim=self._dim,
-            num_devices=self._place.num_devices,
+            num_devices=self._num_devices,
             device_bytes=self._held.device_bytes,
             layouts=tuple(map(str, self._held.specs)),
-            searches={(b.places, k): p.plan.prediction.step_time_s for (b, k), p in self._programs.items()},
+            searches={(b.places, k): p.plan.prediction.step_time_s for (b, k), (p, _) in self._programs.items()},
         )
 
     # -- inside ------------------------------------------------------------------------------
@@ -103,20 +103,21 @@ class ExactIndex:
     def _kept(self, k: int) -> int:
         return min(k, self._tiling.places)
 
-    def _program(self, blocks: Blocks, k: int) -> tuple[Planned, tuple[Any, ...]]:
+    def _program(self, blocks: Blocks, k: int) -> tuple[Planned, Arrays]:
         """The program of a search, and the corpus as it wants it."""
-        program = self._programs.get((blocks, k)) or self._planned(blocks, k)
-        corpus = self._held.at(program.shardings[1:], program.plan.prediction.peak_bytes)
-        if corpus is None:  # no room for one layout more: the plan is to keep to the first
-            pins = {t.path: partition_spec(t.sharding) for t in self._home.plan.inputs if t.path in _CORPUS}
-            program = self._planned(blocks, k, {"pin": pins, "mesh": self._home.mesh})
-            corpus = self._held.layouts[0]
-        self._programs[blocks, k] = program
-        return program, corpus
+        if (blocks, k) not in self._programs:
+            program = self._planned(blocks, k)
+            corpus = self._held.at(program.shardings[1:], program.plan.prediction.peak_bytes)
+            if corpus is None:  # no room for one layout more: the plan is to keep to the first
+                pins = {t.path: partition_spec(t.sharding) for t in self._home.plan.inputs if t.path in _CORPUS}
+                program = self._planned(blocks, k, {"pin": pins, "mesh": self._home.mesh})
+                corpus = self._held.layouts[0]
+            self._programs[blocks, k] = program, corpus
+        return self._programs[blocks, k]
 
     def _planned(self, blocks: Blocks, k: int, more: Mapping[str, Any] = MappingProxyType({})) -> Planned:
         tiling, struct = self._tiling, jax.ShapeDtypeStruct
-        search = exact_search(self.metric, k, tiling.step_rows(blocks))
+        search = exact_search(self.metric, k, at_once=blocks.at_once)
         vectors = struct((*tiling.shape, self._dim), self._dtype)
         arguments = (
             struct((blocks.blocks, blocks.block, self._dim), self._dtype),
@@ -128,14 +129,16 @@ class ExactIndex:
 
     def _as_found(self, distances: NDArray[Any], positions: NDArray[Any], k: int) -> Found:
         """The user's ids, padded to k."""
-        missing = ((0, 0), (0, k - distances.shape[1]))
-        worst = metrics.worst_distance(distances.dtype, self.metric)
-        distances = np.pad(distances, missing, constant_values=worst)
-        positions = np.pad(positions, missing, constant_values=metrics.NO_ID)
-        ids = np.full(positions.shape, metrics.NO_ID, np.int64)
         there = positions != metrics.NO_ID
+        ids = np.full(positions.shape, metrics.NO_ID, np.int64)
         ids[there] = self.ids[positions[there]]
-        return Found(ids, distances)
+        if k == ids.shape[1]:
+            return Found(ids, distances)
+        missing = ((0, 0), (0, k - ids.shape[1]))
+        worst = metrics.worst_distance(distances.dtype, self.metric)
+        return Found(
+            np.pad(ids, missing, constant_values=metrics.NO_ID), np.pad(distances, missing, constant_values=worst)
+        )
 
 
 def _tiled(array: NDArray[Any], tiling: Tiling) -> NDArray[Any]:

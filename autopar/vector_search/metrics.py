@@ -29,6 +29,9 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 #: Of a place in a result that nothing fills.
 NO_ID = -1
 
+#: Up to so many, the vectors come first in a product.
+FEW_QUERIES = 4
+
 #: Elements that a vector of int8 may have at most: |2 q.x - |x|^2| stays within 32 bits.
 MAX_INT8_DIM = (2**31 - 1) // (3 * 128 * 128)
 
@@ -80,14 +83,17 @@ def scores(queries: jax.Array, vectors: jax.Array, metric: Metric, term: jax.Arr
 
 def products(queries: jax.Array, vectors: jax.Array) -> jax.Array:
     """`[num_queries, ...]`: q.x, of int8 exact in int32."""
-    last = vectors.ndim - 1
     kind = {
         "precision": lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None,
         "preferred_element_type": jnp.int32 if queries.dtype == jnp.int8 else jnp.float32,
     }
-    if queries.shape[0] == 1:  # XLA's CPU backend is 15 times slower at a product of one row from the left
-        return lax.dot_general(vectors, queries[0], (((last,), (0,)), ((), ())), **kind)[None]
-    return lax.dot_general(queries, vectors, (((1,), (last,)), ((), ())), **kind)
+    *shape, dim = vectors.shape
+    if len(queries) <= FEW_QUERIES:  # XLA's CPU backend is 15 times slower at so few rows from the left
+        found = lax.dot_general(vectors, queries, (((len(shape),), (1,)), ((), ())), **kind)
+        return jnp.moveaxis(found, -1, 0)
+    # as a matrix: a product with more dims begins by copying them, transposed
+    found = lax.dot_general(queries, vectors.reshape(-1, dim), (((1,), (1,)), ((), ())), **kind)
+    return found.reshape(len(queries), *shape)
 
 
 def distances_of(found: jax.Array, queries: jax.Array, metric: Metric) -> jax.Array:

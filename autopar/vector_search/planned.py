@@ -1,7 +1,7 @@
 """A function of arrays, planned for a mesh and ready to run there.
 
 In: a function, the shapes of its arguments, and what is asked of the planner. Out: `Planned`: its plan, where each
-argument is to lie, and the call.
+argument is to lie, and what runs it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Planned:
     Args:
         function: as it was written. arguments: their shapes, each one array.
         shardings: of each argument, on `mesh`.
-        run: the planned function, jitted.
+        run: the planned function, jitted; its arguments lie as `shardings` say, or nowhere yet.
     """
 
     function: Callable[..., Any]
@@ -58,7 +58,3 @@ class Planned:
         program = program.of(plan)
         shardings = tuple(named_shardings([tensor.sharding for tensor in plan.inputs], mesh))
         return cls(function, arguments, plan, program, mesh, shardings, execute.jit_plan(plan, program.trace, mesh))
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Run it; arguments that lie elsewhere are moved."""
-        return self.run(*execute.placed(self.plan, self.shardings, arguments))

@@ -1,6 +1,6 @@
 """How a corpus and queries are cut, so that a search is a few large products of matrices.
 
-In: how many vectors, queries and devices. Out: `Tiling`, the corpus as `[rows, parts, group, d]`, and `Blocks`, the
+In: how many vectors, queries and devices. Out: `Tiling`, the corpus as `[steps, parts, rows, group, d]`, and `Blocks`, the
 queries as `[blocks, block, d]`. A position is a place of the corpus read in that order; places at its end are empty.
 
 There are as many parts as devices, so that the planner may give each one; and a block is so large that it may split
@@ -10,33 +10,29 @@ is what was fastest (docs/decisions/0020-vector-search.md).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from autopar.vector_search.metrics import FEW_QUERIES
 
 #: Vectors beside each other whose maxima over a step's rows are sorted.
 _GROUP = 512
 
 #: Rows of a step.
-_STEP_ROWS = 32
+_ROWS = 32
 
 #: Queries of a block, for each device.
 _BLOCK = 256
 
-#: Scores of one device for which a search takes all rows in one step: there is then nothing to copy out of the corpus.
-_ONE_STEP = 2**23
-
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A corpus as `[rows, parts, group, d]`.
+    """A corpus as `[steps, parts, rows, group, d]`."""
 
-    Args:
-        steps: that large searches take; divides the rows.
-    """
-
-    rows: int
-    parts: int
-    group: int
     steps: int
+    parts: int
+    rows: int
+    group: int
 
     @classmethod
     def of(cls, num_vectors: int, num_devices: int) -> Tiling:
@@ -45,23 +41,18 @@ class Tiling:
         while group > 8 and group * num_devices >= num_vectors:
             group //= 2
         rows = max(1, -(-num_vectors // (group * num_devices)))
-        steps = max(1, round(rows / _STEP_ROWS))
-        return cls(-(-rows // steps) * steps, num_devices, group, steps)
+        steps = max(1, round(rows / _ROWS))
+        return cls(steps, num_devices, -(-rows // steps), group)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, int, int, int]:
         """Of what stands beside the vectors."""
-        return self.rows, self.parts, self.group
+        return self.steps, self.parts, self.rows, self.group
 
     @property
     def places(self) -> int:
         """Vectors that it has room for."""
-        return self.rows * self.parts * self.group
-
-    def step_rows(self, blocks: Blocks) -> int:
-        """Rows that a search takes at a time."""
-        is_small = blocks.blocks == 1 and blocks.block * self.rows * self.group <= _ONE_STEP
-        return self.rows if is_small else self.rows // self.steps
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +75,11 @@ class Blocks:
     def places(self) -> int:
         """Queries that it has room for."""
         return self.blocks * self.block
+
+    @property
+    def at_once(self) -> bool:
+        """Whether they are so few that a search takes the whole corpus in one step."""
+        return self.places <= FEW_QUERIES
 
 
 def _rounded(count: int) -> int:
