@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopar.vector_search.best import is_first
 from autopar.vector_search.metrics import NO_ID, score_dtype, scores, worst_score
 from autopar.vector_search.neighbour_graph import NeighbourGraph
 
@@ -109,7 +110,7 @@ def _seen(
     bit = jnp.uint32(1) << (jnp.maximum(nodes, 0) % _BITS).astype(jnp.uint32)
     is_new = (nodes != NO_ID) & ((jnp.take_along_axis(walk.seen, word, axis=1) & bit) == 0)
     if nodes.shape[1] > graph.degree:  # of more than one node: one neighbour may be there twice
-        is_new &= ~jnp.any(jnp.tril(nodes[:, :, None] == nodes[:, None, :], -1), axis=-1)
+        is_new &= is_first(nodes)
     nodes = jnp.where(is_new, nodes, NO_ID)
     # each bit is added once, so that adding sets it
     seen = jax.vmap(lambda one, at, bits: one.at[at].add(bits))(walk.seen, word, jnp.where(is_new, bit, jnp.uint32(0)))

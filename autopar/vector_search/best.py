@@ -34,8 +34,13 @@ def better(one: Best, other: Best) -> Best:
 
 def distinct(found: Best, k: int) -> Best:
     """The best k of which none is there twice."""
-    same = (found.positions[:, :, None] == found.positions[:, None, :]) & (found.positions != NO_ID)[:, :, None]
-    is_again = jnp.any(jnp.tril(same, -1), axis=-1)
+    is_again = ~is_first(found.positions) & (found.positions != NO_ID)
     worst = worst_score(found.scores.dtype)
     best, place = lax.top_k(jnp.where(is_again, worst, found.scores), k)
     return Best(best, jnp.where(best == worst, NO_ID, jnp.take_along_axis(found.positions, place, axis=1)))
+
+
+def is_first(table: jax.Array) -> jax.Array:
+    """bool, of `[rows, m]`: no equal one stands before it in its row."""
+    same = table[:, :, None] == table[:, None, :]
+    return ~jnp.any(jnp.tril(same, -1), axis=-1)

@@ -37,3 +37,10 @@ def squared_distances(some: jax.Array, others: jax.Array) -> jax.Array:
     products = jnp.einsum("nad,nbd->nab", some, others, precision=lax.Precision.HIGHEST)
     found = jnp.sum(some * some, axis=-1)[:, :, None] + jnp.sum(others * others, axis=-1)[:, None, :] - 2 * products
     return jnp.maximum(found, 0)
+
+
+def unit(vectors: jax.Array) -> jax.Array:
+    """f32 `[.., d]`, each of length 1, or 0: of cosine, l2 of these says which is nearer."""
+    vectors = vectors.astype(jnp.float32)
+    length = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / jnp.where(length > 0, length, 1)

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import register_dataclass
 
-from autopar.vector_search.diverse import diverse, squared_distances
+from autopar.vector_search.best import is_first
+from autopar.vector_search.diverse import diverse, squared_distances, unit
 from autopar.vector_search.metrics import NO_ID, Metric, terms
 
 
@@ -83,10 +84,10 @@ def pruned(vectors: jax.Array, near: jax.Array, metric: Metric, degree: int, alp
 def _pruned_chunk(
     vectors: jax.Array, nodes: jax.Array, near: jax.Array, metric: Metric, degree: int, alpha: float
 ) -> jax.Array:
-    near = jnp.where(_is_first(near) & (near != nodes[:, None]), near, NO_ID)
+    near = jnp.where(is_first(near) & (near != nodes[:, None]), near, NO_ID)
     held, middle = vectors[jnp.maximum(near, 0)], vectors[nodes][:, None]
     if metric == "cosine":  # inner products do not say how near vectors are to each other: l2 does, of them too
-        held, middle = _unit(held), _unit(middle)
+        held, middle = unit(held), unit(middle)
     far = jnp.where(near == NO_ID, jnp.inf, squared_distances(middle, held)[:, 0])
     far, near, order = lax.sort((far, near, jnp.broadcast_to(jnp.arange(near.shape[1]), near.shape)), num_keys=1)
     held = jnp.take_along_axis(held, order[:, :, None], axis=1)
@@ -95,18 +96,6 @@ def _pruned_chunk(
     best, place = lax.top_k(jnp.where(is_kept, -jnp.arange(near.shape[1]), -near.shape[1]), width)
     found = jnp.where(best == -near.shape[1], NO_ID, jnp.take_along_axis(near, place, axis=1))
     return jnp.pad(found, ((0, 0), (0, degree - width)), constant_values=NO_ID)
-
-
-def _is_first(table: jax.Array) -> jax.Array:
-    """bool, of `[rows, m]`: no equal one stands before it in its row."""
-    same = table[:, :, None] == table[:, None, :]
-    return ~jnp.any(jnp.tril(same, -1), axis=-1)
-
-
-def _unit(vectors: jax.Array) -> jax.Array:
-    vectors = vectors.astype(jnp.float32)
-    length = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / jnp.where(length > 0, length, 1)
 
 
 @partial(jax.jit, static_argnames="most")
