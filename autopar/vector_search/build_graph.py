@@ -1,0 +1,58 @@
+"""From vectors to the graph of near ones.
+
+In: vectors. Out: `NeighbourGraph`, connected by what inverted lists find near to each vector: not all of the nearest,
+which pruning and reverse edges make up for. Walks begin at the vectors nearest to a few centroids.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.vector_search.build_lists import build_lists
+from autopar.vector_search.inverted_lists import InvertedLists
+from autopar.vector_search.k_means import k_means
+from autopar.vector_search.list_search import search
+from autopar.vector_search.metrics import Metric
+from autopar.vector_search.neighbour_graph import NeighbourGraph, connect
+
+#: Queries in one search of the lists.
+_AT_ONCE = 2048
+
+
+def build_graph(
+    vectors: np.ndarray,
+    metric: Metric,
+    degree: int = 32,
+    num_entries: int = 32,
+    num_probes: int = 12,
+    rounds: int = 6,
+    seed: int = 0,
+) -> NeighbourGraph:
+    """The graph of `vectors`, `[n, d]`, of which there is at least one.
+
+    Args:
+        num_probes: lists in which each vector's near ones are looked for, `2 * degree` of them.
+    """
+    # of inner products, too, edges lead to what is near: the walk is what follows the product
+    nearness: Metric = "cosine" if metric == "cosine" else "l2"
+    lists = build_lists(vectors, nearness, rounds=rounds, seed=seed)
+    placed = jnp.asarray(vectors)
+    near = near_in_lists(lists, placed, 2 * degree, num_probes)
+    middles = k_means(lists.centroids, min(num_entries, lists.num_lists), rounds, seed).centroids
+    entries = search(lists, middles.astype(placed.dtype), 1, num_probes).positions[:, 0]
+    return connect(placed, near, jnp.unique(jnp.where(entries < 0, 0, entries)), metric, degree)
+
+
+def near_in_lists(lists: InvertedLists, vectors: jax.Array, most: int, num_probes: int) -> jax.Array:
+    """int32 `[n, most + 1]`: positions of what is near to each of `vectors`, `[n, d]`, itself among it."""
+    run = jax.jit(partial(search, k=most + 1, num_probes=num_probes))
+    num = vectors.shape[0]
+    at_once = min(_AT_ONCE, num)
+    # the last batch begins earlier, so that all are of one shape
+    starts = [*range(0, num - at_once, at_once), num - at_once]
+    parts = [run(lists, vectors[start : start + at_once]).positions for start in starts]
+    return jnp.concatenate([*parts[:-1], parts[-1][at_once - (num - len(parts[:-1]) * at_once) :]])

@@ -1,0 +1,58 @@
+"""Lists and graphs built from vectors alone find the nearest."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nearest import exact_nearest, recall
+
+from autopar.vector_search import beam, list_search
+from autopar.vector_search.build_graph import build_graph, near_in_lists
+from autopar.vector_search.build_lists import build_lists
+from autopar.vector_search.inverted_lists import members
+from autopar.vector_search.metrics import METRICS, Metric
+from benchmarks.synthetic_vectors import faiss_synthetic
+
+search = jax.jit(list_search.search, static_argnums=(2, 3))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_lists_of_each_metric_find_the_nearest_in_a_part_of_them(metric: Metric) -> None:
+    data = faiss_synthetic(16, 0, 1500, 50)
+    index = build_lists(data.corpus, metric, num_lists=24, rounds=4)
+    assert max(len(each) for each in members(index)) <= 2 * 1500 / 24
+    found = search(index, jnp.asarray(data.queries), 5, 12)
+    assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 5, metric)) >= 0.95
+
+
+def test_lists_of_codes_and_of_copies_are_built() -> None:
+    data = faiss_synthetic(16, 0, 800, 20)
+    index = build_lists(data.corpus, "l2", num_lists=12, copies=2, num_parts=8, rounds=2)
+    assert index.codebooks is not None
+    assert index.copies == 2
+    assert sum(len(each) for each in members(index)) > 800
+    found = np.asarray(search(index, jnp.asarray(data.queries), 10, 12).positions)
+    assert recall(found, exact_nearest(data.queries, data.corpus, 10)) > 0.5
+    assert all(len(set(row)) == 10 for row in found.tolist())
+
+
+def test_one_vector_is_an_index() -> None:
+    index = build_lists(np.ones((1, 4), np.float32), "l2")
+    assert np.asarray(search(index, jnp.ones((1, 4)), 2, 3).positions).tolist() == [[0, -1]]
+
+
+def test_near_ones_are_those_of_each_vector_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = faiss_synthetic(8, 0, 250, 0).corpus
+    monkeypatch.setattr("autopar.vector_search.build_graph._AT_ONCE", 100)
+    index = build_lists(vectors, "l2", num_lists=5, rounds=2)
+    near = np.asarray(near_in_lists(index, jnp.asarray(vectors), 3, 5))
+    np.testing.assert_array_equal(near, exact_nearest(vectors, vectors, 4))
+
+
+def test_a_graph_built_from_vectors_alone_finds_the_nearest() -> None:
+    data = faiss_synthetic(16, 0, 1500, 50)
+    graph = build_graph(data.corpus, "l2", degree=16, num_entries=8, rounds=3)
+    found = beam.search(graph, jnp.asarray(data.queries), 10, beam=64)
+    assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 10)) >= 0.95

@@ -1,0 +1,163 @@
+"""The graph and the walk: what is pruned, that nothing is scored twice, that the nearest are found with few scores."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nearest import exact_nearest, exact_scores, recall
+
+from autopar.vector_search import beam
+from autopar.vector_search.metrics import METRICS, NO_ID, Metric
+from autopar.vector_search.neighbour_graph import NeighbourGraph, connect, pruned, reverse
+from benchmarks.synthetic_vectors import faiss_synthetic
+
+NUM, DIM = 800, 16
+
+search = jax.jit(beam.search, static_argnames=("k", "beam", "width", "rounds"))
+
+
+@cache
+def made(metric: Metric = "l2") -> tuple[NeighbourGraph, np.ndarray, np.ndarray]:
+    """A graph over exact neighbours, its vectors, and 30 queries."""
+    data = faiss_synthetic(DIM, 0, NUM, 30)
+    near = exact_nearest(data.corpus, data.corpus, 25, metric).astype(np.int32)
+    graph = connect(jnp.asarray(data.corpus), jnp.asarray(near), jnp.arange(4), metric, degree=12, alpha=1.2, chunk=300)
+    return graph, data.corpus, data.queries
+
+
+def pruned_by_hand(vectors: np.ndarray, near: list[int], node: int, degree: int, alpha: float) -> list[int]:
+    """Node by node: an edge stays, unless a kept one is nearer to its end by the factor."""
+    kept: list[int] = []
+    squared = ((vectors[:, None] - vectors[None]) ** 2).sum(axis=-1)
+    for other in sorted(
+        dict.fromkeys(each for each in near if each not in (node, NO_ID)), key=lambda v: squared[node, v]
+    ):
+        if all(alpha * squared[one, other] >= squared[node, other] for one in kept):
+            kept.append(other)
+    return kept[:degree]
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.4])
+def test_pruning_is_that_of_each_node_by_itself(alpha: float) -> None:
+    draw = np.random.default_rng(0)
+    vectors = draw.normal(size=(50, 4)).astype(np.float32)
+    near = draw.integers(-1, 50, size=(50, 20)).astype(np.int32)  # with some twice, some missing, some the node itself
+    found = np.asarray(pruned(jnp.asarray(vectors), jnp.asarray(near), "l2", 6, alpha, chunk=16))
+    for node in range(50):
+        row = found[node]
+        assert row[row != NO_ID].tolist() == pruned_by_hand(vectors, near[node].tolist(), node, 6, alpha)
+
+
+def test_reverse_edges_are_all_there_is_room_for_the_nearest_first() -> None:
+    edges = np.array([[1, 2], [2, NO_ID], [0, 1], [1, 2]], np.int32)
+    assert np.asarray(reverse(jnp.asarray(edges), 3)).tolist() == [
+        [2, NO_ID, NO_ID],
+        [0, 3, 2],
+        [1, 0, 3],
+        [NO_ID, NO_ID, NO_ID],
+    ]
+    assert np.asarray(reverse(jnp.asarray(edges), 1))[:, 0].tolist() == [2, 0, 1, NO_ID]
+
+
+def test_edges_lead_to_others_once() -> None:
+    edges = np.asarray(made()[0].edges)
+    for node, row in enumerate(edges):
+        there = row[row != NO_ID].tolist()
+        assert node not in there
+        assert len(set(there)) == len(there) > 0
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_walk_finds_the_nearest_and_scores_what_it_says(metric: Metric) -> None:
+    graph, vectors, queries = made(metric)
+    found = search(graph, jnp.asarray(queries), k=5, beam=64)
+    positions = np.asarray(found.positions)
+    assert recall(positions, exact_nearest(queries, vectors, 5, metric)) >= 0.95
+    truth = np.take_along_axis(exact_scores(queries, vectors, metric), positions, axis=1)
+    order = np.asarray(found.scores)  # of l2 without the query's own square
+    np.testing.assert_allclose(order - order[:, :1], truth - truth[:, :1], atol=1e-3)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_nothing_is_scored_twice_and_the_scores_are_counted(width: int) -> None:
+    """With a beam that holds all, every node that can be reached is scored, once."""
+    graph, vectors, queries = made()
+    found = search(graph, jnp.asarray(queries[:4]), k=NUM, beam=NUM, width=width)
+    for row, num in zip(np.asarray(found.positions), np.asarray(found.num_scored), strict=True):
+        there = row[row != NO_ID]
+        assert len(set(there.tolist())) == len(there) == num
+        assert num > 0.98 * len(vectors)
+
+
+def test_a_wider_beam_finds_more_and_scores_more() -> None:
+    graph, vectors, queries = made()
+    truth = exact_nearest(queries, vectors, 5)
+    small, large = (search(graph, jnp.asarray(queries), k=5, beam=size) for size in (5, 64))
+    assert recall(np.asarray(small.positions), truth) < recall(np.asarray(large.positions), truth)
+    assert int(small.num_scored.sum()) < int(large.num_scored.sum()) < len(queries) * NUM
+
+
+def test_one_query_by_itself_finds_what_it_finds_among_others() -> None:
+    graph, _, queries = made()
+    every = search(graph, jnp.asarray(queries), k=5, beam=16)
+    alone = search(graph, jnp.asarray(queries[7:8]), k=5, beam=16)
+    np.testing.assert_array_equal(alone.positions[0], every.positions[7])
+    assert int(alone.num_scored[0]) == int(every.num_scored[7])
+
+
+def test_enough_rounds_find_what_walking_to_the_end_finds_and_few_score_less() -> None:
+    graph, _, queries = made()
+    to_the_end, enough, few = (search(graph, jnp.asarray(queries), k=5, beam=16, rounds=n) for n in (None, 60, 3))
+    for one, other in zip(to_the_end, enough, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert np.all(np.asarray(few.num_scored) <= len(graph.entries) + 3 * graph.degree)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_a_filter_is_kept_to_and_the_walk_goes_through_what_is_left_out(share: float) -> None:
+    graph, vectors, queries = made()
+    allowed = np.random.default_rng(1).random(NUM) < share
+    found = np.asarray(search(graph, jnp.asarray(queries), k=5, beam=64, allowed=jnp.asarray(allowed)).positions)
+    which = np.nonzero(allowed)[0]
+    assert set(found[found != NO_ID].tolist()) <= set(which.tolist())
+    if len(which):
+        assert recall(found, which[exact_nearest(queries, vectors[allowed], 5)]) >= 0.9
+    else:
+        assert np.all(found == NO_ID)
+
+
+def test_k_beyond_what_is_there_is_marked() -> None:
+    vectors = jnp.asarray(np.eye(3, dtype=np.float32))
+    near = jnp.array([[1, 2], [0, 2], [0, 1]], jnp.int32)
+    graph = connect(vectors, near, jnp.array([0]), "l2", degree=2)
+    found = beam.search(graph, vectors, k=5)
+    assert np.asarray(found.positions)[:, 0].tolist() == [0, 1, 2]
+    assert np.all(np.asarray(found.positions)[:, 3:] == NO_ID)
+    assert np.all(np.isneginf(np.asarray(found.scores)[:, 3:]))
+
+
+def test_scores_at_a_recall_are_no_more_than_those_of_faiss_hnsw() -> None:
+    """1.3 times as many at most, at the recall of theirs or better."""
+    faiss = pytest.importorskip("faiss")
+    data = faiss_synthetic(32, 0, 4000, 100)
+    truth = exact_nearest(data.queries, data.corpus, 10)
+    theirs = faiss.IndexHNSWFlat(32, 16)
+    theirs.hnsw.efConstruction = 100
+    theirs.add(data.corpus)
+    theirs.hnsw.efSearch = 32
+    faiss.cvar.hnsw_stats.reset()
+    reached = recall(theirs.search(data.queries, 10)[1], truth)
+    exact = faiss.IndexFlatL2(32)
+    exact.add(data.corpus)
+    near = exact.search(data.corpus, 49)[1].astype(np.int32)
+    graph = connect(jnp.asarray(data.corpus), jnp.asarray(near), jnp.arange(0, 4000, 250), "l2", degree=32)
+    for size in (16, 24, 32, 48, 64):
+        found = search(graph, jnp.asarray(data.queries), k=10, beam=size)
+        if recall(np.asarray(found.positions), truth) >= reached:
+            break
+    assert recall(np.asarray(found.positions), truth) >= reached
+    assert int(found.num_scored.sum()) <= 1.3 * faiss.cvar.hnsw_stats.ndis
