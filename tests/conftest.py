@@ -9,6 +9,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 if "AUTOPAR_TESTS_RESULTS" not in os.environ:
     os.environ["AUTOPAR_TESTS_RESULTS"] = tempfile.mkdtemp(prefix="autopar-tests-results-")
     atexit.register(shutil.rmtree, os.environ["AUTOPAR_TESTS_RESULTS"], ignore_errors=True)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in a shell's background; tests interrupt themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 
