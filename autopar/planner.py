@@ -40,6 +40,7 @@ from autopar.rules.groups import Group, form_groups
 from autopar.rules.registered import called, needs_local, template
 from autopar.rules.registry import NodeView, of_each_node
 from autopar.rules.table import rule_for, unknown_rule
+from autopar.seldom_collect import seldom_collect
 from autopar.sharding import TensorSharding
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solution, Solver
@@ -168,6 +169,7 @@ def plan_in_microbatches(program: Program, count: int, *, own_statistics: bool =
     return plan_and_parts(program.as_traced.in_microbatches(count, own_statistics=own_statistics), **options)[0]
 
 
+@seldom_collect()
 def plan_and_parts(
     program: Program,
     *,

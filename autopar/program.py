@@ -26,6 +26,7 @@ from autopar.jax_compat import shape_struct
 from autopar.microbatch.rewrite import split_batch
 from autopar.plan import Again, Plan, ProgramSignature
 from autopar.rematerialise.rewrite import recompute
+from autopar.seldom_collect import seldom_collect
 from autopar.trace import Trace, trace
 
 
@@ -111,6 +112,7 @@ def recomputing(program: Program, agains: Sequence[Again]) -> Program:
     return replace(program, trace=rewritten, graph=graph, whole=None, recomputed=tuple(agains), before=program)
 
 
+@seldom_collect()
 def program_of(
     step: Callable[..., Any],
     args: Sequence[Any],

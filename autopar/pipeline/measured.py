@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -63,7 +62,7 @@ def _of_all(exchange: Exchange, mine: Sequence[Span]) -> list[Span]:
             task = Task(stage, microbatch, phase)
             times[task] += 1
             one = found.get((task, times[task]), Span(submesh, task, start_s, end_s))
-            found[task, times[task]] = replace(one, start_s=min(start_s, one.start_s), end_s=max(end_s, one.end_s))
+            found[task, times[task]] = one._replace(start_s=min(start_s, one.start_s), end_s=max(end_s, one.end_s))
     return list(found.values())
 
 

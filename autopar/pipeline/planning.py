@@ -34,6 +34,7 @@ from autopar.pipeline.stage_costs import PlannedRun
 from autopar.pipeline.unstack import Rows
 from autopar.plan import TensorPlan
 from autopar.program import Program
+from autopar.seldom_collect import seldom_collect
 from autopar.sharding import TensorSharding
 from autopar.units import human_bytes
 from autopar.version import __version__
@@ -83,6 +84,7 @@ class StagesAsked:
         return {k: (self.memory_budget_bytes or p.usable_bytes) * keep for k, p in self.profiles.items()}
 
 
+@seldom_collect()
 def plan_stages(program: Program, asked: StagesAsked) -> PipelinePlan:
     """Cut a step into stages, and plan each.
 

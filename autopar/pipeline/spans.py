@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.pipeline.tasks import Task
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A task, the submesh that ran it, and the seconds at which it began and ended, on one clock for all."""
 
     submesh: int

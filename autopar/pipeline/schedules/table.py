@@ -7,6 +7,7 @@ In: a name (or an entry of one's own) and the numbers of submeshes, microbatches
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -73,6 +74,21 @@ def build(
     reason = unmet(kind, shape)
     if reason:
         raise ScheduleError(reason)
+    if edges is None and SCHEDULES.get(kind.name) is kind:
+        return _of_chain(kind, shape)
+    return _built(kind, shape, edges)
+
+
+#: A search asks for few shapes, and for each again and again.
+_KEPT = 16
+
+
+@functools.lru_cache(_KEPT)
+def _of_chain(kind: ScheduleKind, shape: PipelineShape) -> Schedule:
+    return _built(kind, shape, None)
+
+
+def _built(kind: ScheduleKind, shape: PipelineShape, edges: Edges | None) -> Schedule:
     orders = with_updates(kind.orders(shape))
     num_stages = 1 + max(task.stage for order in orders for task in order)
     built = Schedule(kind.name, orders, kind.needs(orders, chain(num_stages) if edges is None else edges))
