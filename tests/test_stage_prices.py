@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
 from autopar.cost.hardware import LinkProfile, load
 from autopar.mesh import MeshShape
-from autopar.pipeline.cluster import SubmeshShape
+from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.clustering import Clustering, cluster_layers
 from autopar.pipeline.cutting import Cuttable
+from autopar.pipeline.microbatch_search import over_microbatches
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.pieces import Layout
+from autopar.pipeline.planning import StagesAsked, searches_of
 from autopar.pipeline.quick_plan import Form, QuickPlanner, Way
+from autopar.pipeline.scaled_costs import ScaledCosts
+from autopar.pipeline.search import StageSearch
 from autopar.pipeline.stage_costs import HELD_PRICES, OPTIONS, STATE_PRICES, StageCosts
 from autopar.program import program_of
 from autopar.solve.ilp import Ilp
@@ -156,3 +160,40 @@ def test_sums_stay_pending_only_where_they_may() -> None:
 
     assert pending(True) > 0
     assert pending(False) == 0
+
+
+def test_numbers_of_microbatches_are_estimated_from_one_layer() -> None:
+    """Prices by proportion are near those of plans, and need few."""
+    found, clusters = cuttable()
+    known, other = (
+        prices(),
+        StageCosts(
+            found.layers(clusters.starts, 2 * MICROBATCHES), {H100.name: H100}, clusters.keys, splits_backward=True
+        ),
+    )
+    estimated = ScaledCosts(known, other)
+    shapes = [SubmeshShape(H100.name, 1, 1, option=1), SubmeshShape(H100.name, 1, 2)]
+    runs = [(first, last) for first in range(len(known.keys)) for last in range(first, len(known.keys))]
+    guesses = {(run, shape): estimated.cost(*run, shape) for run in runs for shape in shapes}
+    assert other.num_planned <= len(shapes)
+    for (run, shape), guess in guesses.items():
+        planned = other.cost(*run, shape)
+        assert guess.forward_s + guess.backward_s + guess.weight_s == pytest.approx(
+            planned.forward_s + planned.backward_s + planned.weight_s, rel=0.1
+        )
+        assert guess.state_bytes == pytest.approx(planned.state_bytes, rel=1e-3)
+
+
+def test_a_climb_by_estimates_ends_where_one_by_searches_does() -> None:
+    found, _ = cuttable()
+    slow = replace(H100, network_link=LinkProfile(1e9, 1e-5), devices_per_host=1)
+    asked = StagesAsked(cluster=Cluster((DeviceGroup(slow.name, 2, 1),)), profiles={slow.name: slow})
+    numbers, start = (2, 4, 8, 16), 16
+    searched, estimating = searches_of(found, asked), searches_of(found, asked)
+    on_one_each = partial(StageSearch.one_device_each, schedules=("1f1b",))
+    slowly = over_microbatches(searched.search, numbers, start, on_one_each)
+    quickly = over_microbatches(estimating.search, numbers, start, on_one_each, estimating.estimate)
+    assert quickly[0].num_microbatches == slowly[0].num_microbatches < start
+    assert quickly[0].step_time_s == pytest.approx(slowly[0].step_time_s)
+    assert len(quickly) < len(slowly)
+    assert estimating.num_planned < searched.num_planned

@@ -140,7 +140,7 @@ class _Planning:
 
     def run(self) -> PipelinePlan:
         numbers, start = self._numbers()
-        tried = over_microbatches(self._search, numbers, start, self._found)
+        tried = over_microbatches(self._search, numbers, start, self._found, self._estimate)
         best = tried[0]
         if best.outcome.step is None:
             budget = " or ".join(sorted({human_bytes(b) for b in self.asked.budgets.values()}))
@@ -201,6 +201,12 @@ class _Planning:
     def _search(self, count: int, among: Sequence[SubmeshShape] | None) -> StageSearch:
         self.report(f"stages for {count} microbatches", min(0.85, 0.05 + 0.1 * len(self.searches.costs)))
         return self.searches.search(count, among)
+
+    def _estimate(self, count: int, known: int, among: Sequence[SubmeshShape]) -> StageSearch | None:
+        """By what the package's partitioner makes of stages in a chain; others are asked themselves."""
+        if self.branches is not None or self.asked.partitioner is not None:
+            return None
+        return self.searches.estimate(count, known, among)
 
     def _found(self, search: StageSearch) -> Outcome:
         """The best of all schedules; what each found is noted."""

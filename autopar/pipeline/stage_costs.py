@@ -26,6 +26,7 @@ from dataclasses import dataclass, fields, replace
 from autopar.cost.hardware import HardwareProfile
 from autopar.pipeline.cluster import Cluster, SubmeshShape
 from autopar.pipeline.cutting import Layers, StageProgram
+from autopar.pipeline.extract import Port
 from autopar.pipeline.partition_problem import StageCost
 from autopar.pipeline.pieces import Layout
 from autopar.pipeline.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
@@ -51,8 +52,16 @@ _ALL_SPLIT = 1.03
 OPTIONS: tuple[tuple[float, float], ...] = tuple(itertools.product(STATE_PRICES, HELD_PRICES))
 
 
+def at_state_price(shape: SubmeshShape) -> SubmeshShape:
+    """A shape in the first of the options that have its price of state: they are priced from the same plan."""
+    return replace(shape, option=shape.option - shape.option % len(HELD_PRICES))
+
+
 #: What is computed again on several devices may be chosen otherwise than on one.
 _SURE = 0.9
+
+
+Ports = tuple[Port, ...]
 
 
 def likely_shapes(cluster: Cluster) -> tuple[SubmeshShape, ...]:
@@ -140,7 +149,7 @@ class StageCosts:
         self._forms: dict[tuple[int, int], tuple[Form, ...]] = {}
         self._bases: dict[tuple[tuple[int, ...], _Use], _Base] = {}
         self._costs: dict[tuple[tuple[int, ...], _Use], StageCost] = {}
-        self._planned: dict[tuple[int, int, SubmeshShape], PlannedRun] = {}
+        self._planned: dict[tuple[int, int, SubmeshShape, Ports, Ports], PlannedRun] = {}
         self._bounds: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
 
     @property
@@ -170,6 +179,10 @@ class StageCosts:
         """The price of all layers as one stage, which is one program: sums over devices may stay pending from
         microbatch to microbatch, and what is inside kernels passes for nothing from the forward to the backward pass."""
         return self._cost(0, len(self.keys) - 1, _Use(shape, alone=True))
+
+    def layer_cost(self, layer: int, shape: SubmeshShape, *, alone: bool) -> StageCost:
+        """The price of one layer, as a part of a stage or of all that there is."""
+        return self._cost(layer, layer, _Use(shape, alone))
 
     def bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
         """No price on a shape is below that of one device, by the number of devices: splitting saves no work."""
@@ -214,11 +227,11 @@ class StageCosts:
             stage: their program among the others of its step, which sends what these read; by default one that sends all
                 that anybody may read.
         """
-        key = (first, last, shape)
-        if stage is None and key in self._planned:
-            return self._planned[key]
-        use, started = _Use(shape), time.perf_counter()
-        program, profile = stage or self._program(first, last), self._profile(shape)
+        program = stage or self._program(first, last)
+        key = (first, last, shape, program.inputs, program.outputs)
+        if key in self._planned:  # with these borders it is the same program, wherever the others were cut
+            return replace(self._planned[key], program=program)
+        use, started, profile = _Use(shape), time.perf_counter(), self._profile(shape)
         forms = forms_of(program.program)
         way = self._base(first, last, use).way if self.usual is None else self._usual_way(use, len(forms))
         base = self.planner.planned_in(way, forms, profile)
@@ -229,12 +242,9 @@ class StageCosts:
         seconds = time.perf_counter() - started
         plan = plan_as_made(made, base.program, form.unknown, budget=profile.usable_bytes, seconds=seconds)
         figures = self._figures(program, made)
-        run = PlannedRun(
-            program, replace(plan, recomputed=crossing.recomputed), figures.cost(figures.crossings.as_it_is())
-        )
-        if stage is None:
-            self._planned[key] = run
-        return run
+        cost = figures.cost(figures.crossings.as_it_is())
+        self._planned[key] = PlannedRun(program, replace(plan, recomputed=crossing.recomputed), cost)
+        return self._planned[key]
 
     # -- inside ------------------------------------------------------------------------------
 
