@@ -160,6 +160,7 @@ def words_model(texts: list[str], dim: int = 128) -> Embedding:
     from sklearn.preprocessing import Normalizer
 
     hashed = HashingVectorizer(n_features=2**16, alternate_sign=False, stop_words="english")
+    hashed.set_params(norm=None)  # counts, of which TF-IDF takes logarithms
     words = make_pipeline(hashed, TfidfTransformer(sublinear_tf=True))
     smaller = make_pipeline(TruncatedSVD(dim, n_iter=2, random_state=0), Normalizer())
     smaller.fit(words.fit_transform(texts))

@@ -66,6 +66,20 @@ def test_vectors_are_the_same_every_time() -> None:
     np.testing.assert_allclose(np.linalg.norm(one, axis=1), 1, rtol=1e-5)
 
 
+def test_the_text_that_shares_rare_words_comes_first() -> None:
+    texts = [f"all of these talk of the same things, and number {n} of word{n} too" for n in range(60)]
+    embedding = rag.words_model(texts, 16)
+    assert embedding.likeness is not None
+    alike = embedding.likeness("what of word7?", texts)
+    assert alike.min() >= 0
+    assert alike.argmax() == 7
+    vectors = embedding.vectors(texts)
+    index = rag.vector_search.build(vectors, metric="cosine", index="exact", progress=False)
+    library = rag.Library([rag.Passage(text, "file", 1) for text in texts], vectors, embedding, index)
+    ((_, found),) = rag.answer(library, "what of word7?", 1)
+    assert found.text == texts[7]
+
+
 def test_a_sentence_model_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     class Model:
         def __init__(self, name: str, *, local_files_only: bool) -> None:
