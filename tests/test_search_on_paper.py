@@ -112,6 +112,15 @@ def test_batch_and_hardware_flip_the_layout(capsys: pytest.CaptureFixture[str]) 
     assert middle == {"h100-sxm": (1, 8), "cpu-host": (8, 1)}
 
 
+def test_corpus_and_queries_are_split_both(capsys: pytest.CaptureFixture[str]) -> None:
+    """Over hosts the queries, within one the corpus: candidates do not leave the host."""
+    options = ("--corpus", "1e6x128:float32", "--hardware", "h100-sxm", "--mesh", "4x8", "--no-cache", "--json")
+    assert main(("plan", "--for", "search", *options)) == 0
+    rows = {row["batch"]: row for row in json.loads(capsys.readouterr().out)["batches"]}
+    assert (rows[10_000]["corpus_ways"], rows[10_000]["queries_ways"]) == (8, 4)
+    assert (rows[1]["corpus_ways"], rows[1]["queries_ways"]) == (32, 1)
+
+
 def test_the_program_is_the_one_that_an_index_runs() -> None:
     """What is planned on paper is what `build` plans, down to its fingerprint."""
     import numpy as np
@@ -152,6 +161,10 @@ def test_it_is_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["format"] == "autopar-search-on-paper"
     assert told["search"]["batch"] == 10_000
     assert told["search"]["ssd_bytes_per_s"] == [7e9]
+    for row in told["batches"]:
+        assert (
+            0 < row["sent_bytes_per_query"] <= row["most_candidate_bytes_per_query"] + 10 * 4
+        )  # and which were chosen
     asked = next(row for row in told["batches"] if row["batch"] == 10_000)
     assert asked["queries_per_s"] == pytest.approx(10_000 / asked["time_s"])
     assert told["plan"]["prediction"]["step_time_s"] == asked["time_s"]

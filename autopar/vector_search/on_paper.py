@@ -44,8 +44,8 @@ class PlannedBatch:
     Args:
         plan: None where nothing fits, and `refused` says why.
         corpus_ways, queries_ways: into how many parts the plan splits each; 1: every device has all.
-        sent_bytes: that all devices send together, for one query. most_bytes: of k candidates from each device, a value
-            and a position each.
+        sent_bytes: that one device sends for one query. most_bytes: of k candidates from each device, a value and a
+            position each, which is what a merge at one device would have to get.
     """
 
     batch: int
@@ -169,7 +169,7 @@ def _planned(case: PaperSearch, batch: int, num_devices: int, options: dict[str,
         refused="",
         corpus_ways=_ways(made, vectors),
         queries_ways=_ways(made, queries),
-        sent_bytes=num_devices * sent / blocks.places,
+        sent_bytes=sent / blocks.places,
         most_bytes=most,
     )
 

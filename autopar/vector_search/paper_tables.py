@@ -22,8 +22,8 @@ _FITS = (
     " time, which a batch of an exact search shares."
 )
 _BATCHES = (
-    "Predicted by the cost model for the exact search's own program. `sent a query`: bytes that all devices send"
-    " together; k candidates of each device, a value and a position each, would be {most}."
+    "Predicted by the cost model for the exact search's own program. `sent`: bytes that a device sends for one query;"
+    " k candidates of every device, a value and a position each, are {most}."
 )
 _FEWER = (
     "What does not fit in memory is read from the drives: of an exact index all of it, once for each batch of {batch:,};"
@@ -89,7 +89,7 @@ def _print_indexes(told: SearchOnPaper, console: Console) -> None:
 
 
 def _print_batches(told: SearchOnPaper, console: Console) -> None:
-    numbers = ("time", "queries/s", "peak", "sent a query")
+    numbers = ("time", "queries/s", "peak", "sent")
     table = new_table("batch", "corpus", "queries", "mesh", *numbers, right=("batch", *numbers))
     for one in told.batches:
         mark = " *" if one.batch == told.case.batch else ""
