@@ -27,7 +27,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,9 +72,11 @@ def passages(limit: int, library: Path | None = None, documentation: Path = DOCU
     documentation."""
     found: dict[str, Passage] = {}
     library = library or Path(sysconfig.get_paths()["stdlib"])
-    for one in [*_of_library(library), *islice(_of_documentation(documentation), limit)]:
+    for one in chain(_of_library(library), _of_documentation(documentation)):
         found.setdefault(one.text, one)
-    return list(found.values())[:limit]
+        if len(found) == limit:
+            break
+    return list(found.values())
 
 
 def _of_library(folder: Path) -> Iterator[Passage]:
