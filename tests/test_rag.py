@@ -106,6 +106,7 @@ def test_a_sentence_model_is_used_where_there_is_one(monkeypatch: pytest.MonkeyP
     assert rag.sentence_model() is None
 
 
+@pytest.mark.slow
 def test_it_answers_with_sources_and_measures() -> None:
     """V12: of a part of the machine's own text; the recall of the index is at least 0.95."""
     arguments = ["--limit", "600", "--measure", "--show", "2", "abstract base classes of numbers"]
