@@ -1,4 +1,4 @@
-# make demo · make test · make check · make verify: each sets up its own virtual environment from nothing but
+# make demo · make demo-search · make test · make check · make verify: each sets up its own virtual environment from nothing but
 # python3 and make, and is quick the second time. PYTHON=/path/to/python3.12 overrides the choice.
 
 VENV := .venv
@@ -8,16 +8,20 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 VERSIONS := -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
 
-.PHONY: help demo test test-newest test-oldest check verify clean
+.PHONY: help demo demo-search test test-newest test-oldest check verify clean
 help:
-	@echo "make demo    train a small GPT on 8 virtual CPU devices by a plan, and explain it"
-	@echo "make test    the whole test suite; then its contract part on the oldest JAX supported"
-	@echo "make check   ruff, pyright, import-linter"
-	@echo "make verify  plan GPT-2 small for 8 H100s, compile it for them without a GPU, and compare"
-	@echo "make clean   remove the virtual environments and caches"
+	@echo "make demo         train a small GPT on 8 virtual CPU devices by a plan, and explain it"
+	@echo "make demo-search  answer questions from the documentation on this machine, by a vector index"
+	@echo "make test         the whole test suite; then its contract part on the oldest JAX supported"
+	@echo "make check        ruff, pyright, import-linter"
+	@echo "make verify       plan GPT-2 small for 8 H100s, compile it for them without a GPU, and compare"
+	@echo "make clean        remove the virtual environments and caches"
 
 demo: $(VENV)/autopar.stamp
 	@$(VENV)/bin/python examples/train_gpt.py
+
+demo-search: $(VENV)/search.stamp
+	@$(VENV)/bin/python examples/rag.py --measure
 
 test: test-newest
 	@if $(VENV)/bin/python $(IS_OLDEST); then \
@@ -51,6 +55,9 @@ verify: $(VENV)/test.stamp
 # One environment serves all these commands; each adds what it needs.
 $(VENV)/autopar.stamp: pyproject.toml scripts/venv.sh
 	@scripts/venv.sh newest $(VENV) ""
+	@touch $@
+$(VENV)/search.stamp: $(VENV)/autopar.stamp
+	@scripts/venv.sh newest $(VENV) search
 	@touch $@
 $(VENV)/test.stamp: $(VENV)/autopar.stamp
 	@scripts/venv.sh newest $(VENV) test

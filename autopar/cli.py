@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli_options import parse_hardware, parse_pin, parser_of
-from autopar.errors import AutoparError, PlanFileError, TargetError
+from autopar.cli_search import check_target, search_asked
+from autopar.errors import AutoparError, BudgetError, PlanFileError, TargetError
 from autopar.explain import explain_json, render, render_summary
 from autopar.explain_tables import plain_text
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
@@ -66,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_plan(options: argparse.Namespace) -> int | None:
+    check_target(options)
+    if options.plan_for == "search":
+        return _run_search(options)
     if options.compare is not None:
         return _run_compare(options)
     if len(options.target) > 1:
@@ -87,6 +91,27 @@ def _run_plan(options: argparse.Namespace) -> int | None:
     else:
         print(f"\nSaved to {options.output}; `autopar explain {options.output}` says why.")
     return None
+
+
+def _run_search(options: argparse.Namespace) -> None:
+    _check_output(options)
+    case, more = search_asked(options), _planning(options)
+    from autopar.vector_search.on_paper import search_on_paper
+    from autopar.vector_search.paper_sizes import PARTS, PaperSearch
+    from autopar.vector_search.paper_tables import on_paper_json, render_on_paper
+
+    with _progress() as report:
+        told = search_on_paper(PaperSearch(**case), indexes=options.index or tuple(PARTS), progress=report, **more)
+    if options.output is not None:
+        if told.asked.plan is None:
+            raise BudgetError(told.asked.refused)
+        told.asked.plan.save(options.output)
+    if options.json:
+        print(json.dumps(on_paper_json(told), indent=2, allow_nan=False))
+        return
+    _show(lambda console: render_on_paper(told, console))
+    if options.output is not None:
+        print(f"\nThe plan of {told.case.batch:,} queries is saved to {options.output}; `autopar explain` says why.")
 
 
 def _run_compare(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli_search import add_search_options
 from autopar.errors import PinError, TargetError
 from autopar.pipeline.schedules.table import SCHEDULES
 from autopar.version import __version__
@@ -25,6 +26,7 @@ examples:
   autopar plan my_package.train:make --devices 8 --memory-budget 40GB -o gpt.plan.json
   autopar plan train.py:make --devices 8 --pin 'state/params/*/kernel=P(None, "model")'
   autopar plan small.py:make large.py:make --compare v100-sxm-16,a100-sxm-40,h100-sxm
+  autopar plan --for search --corpus 1.4e9x100:int8 --devices 8 --hardware h200
   autopar explain gpt.plan.json
   autopar explain train.py:make --devices 8 --json
   autopar diff old.plan.json gpt.plan.json
@@ -55,11 +57,12 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     about = "plan a step, print a summary, and save the plan"
     plan = added.add_parser("plan", help=about, description=about, **shared)
     about = "file.py:function or package.module:function; several with --compare"
-    plan.add_argument("target", nargs="+", metavar="TARGET", help=about)
+    plan.add_argument("target", nargs="*", metavar="TARGET", help=about)
     plan.add_argument("-o", "--output", metavar="FILE", help="where the plan goes, e.g. gpt.plan.json")
     about = "instead of a plan: on which of these hardware profiles a step fits, on one device and on how many at the"
     about += " least, of at most --devices (default: 1024)"
     plan.add_argument("--compare", metavar="NAME,NAME...", help=about)
+    add_search_options(plan, _size)
     plan.set_defaults(run=commands["plan"])
     about = "say what a plan does and why: of a saved plan, or of a target planned for this"
     explain = added.add_parser("explain", help=about, description=about, **shared)

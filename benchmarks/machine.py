@@ -9,7 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ortools", "transformers", "jraph", "jax-cuda12-pjrt")
+PACKAGES = (
+    *("jax", "jaxlib", "flax", "optax", "numpy", "ortools", "transformers", "jraph", "jax-cuda12-pjrt"),
+    *("faiss-cpu", "hnswlib", "usearch", "scann", "scikit-learn"),  # vector search
+)
 
 
 def machine() -> dict[str, str | float]:

@@ -54,6 +54,9 @@ class Benchmark:
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
 #: Models whose steps are run in stages.
 _EXECUTED = ("MLP", "GPT", "HF BERT", "HF GPT-2")
+#: What approximate searches are measured on, and what makes it, besides what all share.
+_SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/rag.py",)}
+_ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
     "large_steps": Benchmark(
@@ -120,11 +123,23 @@ BENCHMARKS = {
     ),
     "step_time": Benchmark(("demo_gpt",), VIRTUAL_DEVICES),
     "vector_search": Benchmark(
-        ("exact: batch 1000", "exact: batch 1"),
+        (
+            "exact: batch 1000",
+            "exact: batch 1",
+            *(f"{kind}: {data}" for data in _SEARCHED for kind in ("ivf", "pq", "graph")),
+        ),
         "",
         sources=("timing.py", "vector_search/faiss_at_its_best.py"),
+        summary="benchmarks.vector_search.page",
         module="vector_search.parts",
-        sources_of={f"exact: batch {batch}": ("vector_search/exact.py",) for batch in (1000, 1)},
+        sources_of={
+            **{f"exact: batch {batch}": ("vector_search/exact.py",) for batch in (1000, 1)},
+            **{
+                f"{kind}: {data}": (f"vector_search/{kind}.py", *_ON_CURVES, *more)
+                for data, more in _SEARCHED.items()
+                for kind in ("ivf", "pq", "graph")
+            },
+        },
     ),
     "zoo": Benchmark(
         (
@@ -221,7 +236,7 @@ def _measure(name: str, program: str) -> list[Record] | None:
 def _blank_record(name: str, program: str) -> Record:
     here = Path(__file__).parent
     sources = (*BENCHMARKS[name].sources, *BENCHMARKS[name].sources_of.get(program, ()))
-    measured = [_module_file(name), here / "models.py", *(here / source for source in sources)]
+    measured = [_module_file(name), here / "models.py", *((here / source).resolve() for source in sources)]
     return {
         "benchmark": name,
         "program": program,

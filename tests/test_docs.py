@@ -122,6 +122,11 @@ def test_the_table_of_all_reduces_is_what_is_printed(tmp_path: Path) -> None:
     assert autopar_command(command.strip(), tmp_path) == shown
 
 
+def test_the_search_on_paper_is_what_is_printed(tmp_path: Path) -> None:
+    command, shown = blocks(DOCS / "vector-search-on-paper.md")
+    check_shown(shown.text, autopar_command(f"{command.text.strip()} --no-cache", tmp_path), numbers=True)
+
+
 @pytest.mark.slow
 def test_the_page_on_checkpoints_prints_what_it_shows(tmp_path: Path) -> None:
     """Its program is run on 8 devices, then on 4; then the two plans are compared."""

@@ -19,12 +19,16 @@ are dims that it may split, and where it splits `parts`, no device needs another
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from autopar.vector_search.metrics import NO_ID, Metric, distances_of, score_dtype, scores, worst_score
+from autopar.vector_search.metrics import NO_ID, Metric, distances_of, score_dtype, scores, terms, worst_score
+from autopar.vector_search.tiling import Blocks, Tiling
 
 #: Integers up to this are floats, exactly.
 _EXACT_IN_F32 = 2**24
@@ -44,6 +48,20 @@ def exact_search(metric: Metric, k: int, *, at_once: bool = False) -> Callable[.
 
     search.__qualname__ = "exact_search"
     return search
+
+
+def exact_arguments(
+    tiling: Tiling, blocks: Blocks, dim: int, dtype: np.dtype[Any], metric: Metric
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of such a step's arguments: queries, vectors, their terms, which may be returned."""
+    struct = jax.ShapeDtypeStruct
+    vectors = struct((*tiling.shape, dim), dtype)
+    return (
+        struct((blocks.blocks, blocks.block, dim), dtype),
+        vectors,
+        jax.eval_shape(partial(terms, metric=metric), vectors),
+        struct(tiling.shape, np.bool_),
+    )
 
 
 def exact_top_k(

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from autopar.partition_spec import partition_spec
 from autopar.vector_search import inputs, metrics
-from autopar.vector_search.exact import exact_search
+from autopar.vector_search.exact import exact_arguments, exact_search
 from autopar.vector_search.held import Arrays, Held
 from autopar.vector_search.index import Found, IndexStats
 from autopar.vector_search.index_file import write
@@ -116,15 +116,8 @@ class ExactIndex:
         return self._programs[blocks, k]
 
     def _planned(self, blocks: Blocks, k: int, more: Mapping[str, Any] = MappingProxyType({})) -> Planned:
-        tiling, struct = self._tiling, jax.ShapeDtypeStruct
         search = exact_search(self.metric, k, at_once=blocks.at_once)
-        vectors = struct((*tiling.shape, self._dim), self._dtype)
-        arguments = (
-            struct((blocks.blocks, blocks.block, self._dim), self._dtype),
-            vectors,
-            jax.eval_shape(partial(metrics.terms, metric=self.metric), vectors),
-            struct(tiling.shape, np.bool_),
-        )
+        arguments = exact_arguments(self._tiling, blocks, self._dim, self._dtype, self.metric)
         return Planned.of(search, arguments, {**self._place.options, **more})
 
     def _as_found(self, distances: NDArray[Any], positions: NDArray[Any], k: int) -> Found:

@@ -1,0 +1,66 @@
+"""What is searched: FAISS's synthetic set, clusters of very unequal size, and the text on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.synthetic_vectors import faiss_synthetic, skewed_clusters
+from benchmarks.vector_search.faiss_at_its_best import faiss
+from examples.rag import passages, words_model
+
+DIM = 128
+#: At most; of text as many as the machine has.
+NUM_VECTORS, NUM_QUERIES, K = 100_000, 1000, 10
+
+
+class Searched(NamedTuple):
+    """f32: `corpus` `[n, d]`, `queries` `[num_queries, d]`, none of them in the corpus. `nearest`, `[num_queries, k]`:
+    squared distances of the true neighbours, best first."""
+
+    corpus: np.ndarray
+    queries: np.ndarray
+    nearest: np.ndarray
+
+
+def searched(name: str, num_vectors: int = NUM_VECTORS, num_queries: int = NUM_QUERIES) -> Searched:
+    """One of `SETS`."""
+    corpus, queries = SETS[name](num_vectors, num_queries)
+    flat = faiss.IndexFlatL2(corpus.shape[1])
+    flat.add(corpus)  # pyright: ignore[reportCallIssue]
+    return Searched(corpus, queries, flat.search(queries, K)[0])  # pyright: ignore[reportCallIssue]
+
+
+def recall(data: Searched, ids: np.ndarray) -> float:
+    """The share of the true neighbours that were found: of vectors equally far from a query, any counts."""
+    found = np.where(ids[..., None] < 0, np.inf, data.corpus[ids]) - data.queries[:, None]
+    squared = np.einsum("qkd,qkd->qk", found, found)
+    return float(np.mean(squared <= data.nearest[:, -1:] * (1 + 1e-4) + 1e-6))
+
+
+def _synthetic(num_vectors: int, num_queries: int) -> tuple[np.ndarray, np.ndarray]:
+    data = faiss_synthetic(DIM, 0, num_vectors, num_queries)
+    return data.corpus, data.queries
+
+
+def _skewed(num_vectors: int, num_queries: int) -> tuple[np.ndarray, np.ndarray]:
+    data = skewed_clusters(DIM, num_vectors, num_queries)
+    return data.corpus, data.queries
+
+
+def _text(num_vectors: int, num_queries: int) -> tuple[np.ndarray, np.ndarray]:
+    """Passages, of which some, all along, are the queries."""
+    texts = [one.text for one in passages(num_vectors + num_queries)]
+    vectors = words_model(texts, DIM).vectors(texts)
+    is_query = np.zeros(len(vectors), bool)
+    is_query[np.linspace(0, len(vectors) - 1, num_queries).astype(int)] = True
+    return vectors[~is_query], vectors[is_query]
+
+
+#: By name. Read-only.
+SETS: Mapping[str, Callable[[int, int], tuple[np.ndarray, np.ndarray]]] = MappingProxyType(
+    {"synthetic": _synthetic, "skewed": _skewed, "text": _text}
+)
