@@ -46,6 +46,7 @@ def search(
     width: int = 1,
     rounds: int | None = None,
     allowed: jax.Array | None = None,
+    left_out: jax.Array | None = None,
 ) -> Walked:
     """The best k nodes of the beam where the walk ends.
 
@@ -56,6 +57,7 @@ def search(
         rounds: end after so many, whether or not the beam has been looked at; without it when it has. A program of a
             known number of rounds is planned for what it costs, and takes as long for any queries.
         allowed: bool `[n]`: which may be found; the walk goes through all.
+        left_out: int32 `[num_queries]`: a node that a query's walk takes for not there, such as itself.
     """
     beam = max(beam, k)
     num_queries, num_nodes = queries.shape[0], graph.vectors.shape[0]
@@ -65,7 +67,7 @@ def search(
         jnp.full((num_queries, beam), worst, made),
         jnp.full((num_queries, beam), NO_ID, jnp.int32),
         jnp.ones((num_queries, beam), bool),
-        jnp.zeros((num_queries, -(-num_nodes // _BITS)), jnp.uint32),
+        _marked(jnp.zeros((num_queries, -(-num_nodes // _BITS)), jnp.uint32), left_out),
         jnp.zeros(num_queries, jnp.int32),
     )
     entries = jnp.broadcast_to(graph.entries, (num_queries, graph.entries.shape[0]))
@@ -100,6 +102,14 @@ def search(
     if allowed is None:
         kept_scores, kept = walk.scores[:, :k], walk.positions[:, :k]
     return Walked(kept_scores, kept, walk.num_scored)
+
+
+def _marked(seen: jax.Array, nodes: jax.Array | None) -> jax.Array:
+    """With the bit set of one node for each query, which it has not seen."""
+    if nodes is None:
+        return seen
+    bit = jnp.uint32(1) << (nodes % _BITS).astype(jnp.uint32)
+    return seen.at[jnp.arange(len(nodes)), nodes // _BITS].set(bit)
 
 
 def _seen(

@@ -19,6 +19,11 @@ from autopar.vector_search.metrics import Metric
 from autopar.vector_search.product_quantisation import train_codebooks
 
 
+def usual_num_lists(num_vectors: int) -> int:
+    """About twice the square root: a query then compares itself with as many centroids as vectors of a few lists."""
+    return max(1, min(num_vectors, round(2 * math.sqrt(num_vectors))))
+
+
 def build_lists(
     vectors: np.ndarray,
     metric: Metric,
@@ -31,11 +36,10 @@ def build_lists(
     """The lists of `vectors`, `[n, d]`, of which there is at least one.
 
     Args:
-        num_lists: about twice the square root of n, where it is not given: a query then compares itself with as many
-            centroids as vectors of a few lists.
+        num_lists: at most n; `usual_num_lists`, where it is not given.
         copies: in how many lists a vector may be. num_parts: bytes of a code; the lists hold vectors without it.
     """
-    num_lists = min(len(vectors), num_lists or round(2 * math.sqrt(len(vectors))))
+    num_lists = min(len(vectors), num_lists or usual_num_lists(len(vectors)))
     near = np.asarray(unit(jnp.asarray(vectors))) if metric == "cosine" else vectors
     placed = jnp.asarray(near)
     clusters = k_means(placed, num_lists, rounds, seed)
