@@ -31,7 +31,7 @@ from autopar.vector_search.size_classes import LENGTH_MULTIPLE
 from autopar.vector_search.tiling import Blocks, Tiling, rounded
 
 #: A search that takes no longer is quick enough to be exact.
-_QUICK_S = 0.010
+_QUICK_S = 0.05
 #: Places in lists for each vector, about.
 _PADDING = 1.25
 
