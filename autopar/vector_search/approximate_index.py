@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autopar.errors import BudgetError
 from autopar.vector_search import inputs
 from autopar.vector_search.among import Among
 from autopar.vector_search.effort import MEASURED_AT, Measured, least_effort, recall_of
@@ -65,6 +66,7 @@ class ApproximateIndex:
         self._rerank = HostRerank(vectors, method.metric, place)
         effort = measured.effort if measured else method.usual
         home = Search(rounded(min(place.batch, AT_ONCE)), self._kept(MEASURED_AT), effort)
+        self._at_once = AT_ONCE
         self._programs: Programs[Search] = Programs(self._step, home, len(leaves), place)
         self._programs.hold(leaves)
         self.measured = measured or Measured(effort, None, {})
@@ -167,26 +169,44 @@ class ApproximateIndex:
         allowed: NDArray[np.bool_] | None = None,
         left_out: NDArray[np.int32] | None = None,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Distances and positions, `[num_queries, k]`."""
-        num_candidates = min(len(self.ids), max(1, self.method.refined) * k)
+        """Distances and positions, `[num_queries, k]`: so many queries at once as the devices have room for."""
         parts: list[tuple[NDArray[Any], NDArray[Any]]] = []
-        for start in range(0, max(1, len(queries)), AT_ONCE):
-            some = queries[start : start + AT_ONCE]
-            key = Search(rounded(max(1, len(some))), num_candidates, effort, allowed is not None, left_out is not None)
-            program, corpus = self._programs.of(key, as_it_lies=key.leaves_out)
-            more = []
-            if left_out is not None:
-                more = [_padded(left_out[start : start + AT_ONCE], key.num_queries)]
-            arrays = jax.tree.unflatten(self._tree, corpus)
-            distances, positions = (
-                np.asarray(a)[: len(some)]
-                for a in program.run(_padded(some, key.num_queries), arrays, allowed, *(more or [None]))
-            )
-            if self.method.refined:
-                distances, positions = self._rerank.best(some, positions, k)
-            parts.append((distances, positions))
+        start = 0
+        while start < len(queries) or not parts:
+            piece = slice(start, start + self._at_once)
+            try:
+                parts.append(
+                    self._at_one_go(queries[piece], k, effort, allowed, None if left_out is None else left_out[piece])
+                )
+            except BudgetError:
+                if self._at_once == 1:
+                    raise
+                self._at_once //= 2
+            else:
+                start = piece.stop
         distances, positions = (np.concatenate(each) for each in zip(*parts, strict=True))
         return distances, positions
+
+    def _at_one_go(
+        self,
+        queries: NDArray[Any],
+        k: int,
+        effort: int,
+        allowed: NDArray[np.bool_] | None,
+        left_out: NDArray[np.int32] | None,
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        num_candidates = min(len(self.ids), max(1, self.method.refined) * k)
+        num_queries = rounded(max(1, len(queries)))
+        key = Search(num_queries, num_candidates, effort, allowed is not None, left_out is not None)
+        program, corpus = self._programs.of(key, as_it_lies=key.leaves_out)
+        found = program.run(
+            _padded(queries, num_queries),
+            jax.tree.unflatten(self._tree, corpus),
+            allowed,
+            None if left_out is None else _padded(left_out, num_queries),
+        )
+        distances, positions = (np.asarray(each)[: len(queries)] for each in found)
+        return self._rerank.best(queries, positions, k) if self.method.refined else (distances, positions)
 
     def _step(self, key: Search) -> Step:
         return step_of(self.method, key, self._shapes, self._vectors.shape, self._vectors.dtype)
