@@ -25,7 +25,7 @@ from autopar.vector_search.lists_index import IVF, IVF_PQ, Lists
 from autopar.vector_search.method import AT_ONCE, Method, Search, step_of
 from autopar.vector_search.metrics import FEW_QUERIES
 from autopar.vector_search.neighbour_graph import NeighbourGraph
-from autopar.vector_search.planned import Planned
+from autopar.vector_search.planned import plan_of
 from autopar.vector_search.programs import Step
 from autopar.vector_search.size_classes import LENGTH_MULTIPLE
 from autopar.vector_search.tiling import Blocks, Tiling, rounded
@@ -61,7 +61,7 @@ def choose(index: str, asked: Asked) -> tuple[str, str]:
 def _seconds(step: Step, asked: Asked) -> float | None:
     """What the planner expects a search to take; None where it fits no device."""
     try:
-        return Planned.of(*step, asked.place.options).plan.prediction.step_time_s
+        return plan_of(*step, asked.place.options).prediction.step_time_s
     except BudgetError:
         return None
 
