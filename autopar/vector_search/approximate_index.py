@@ -95,17 +95,16 @@ class ApproximateIndex:
         asked = inputs.checked_queries(queries, self._vectors.shape[1], self._vectors.dtype)
         k, allowed = inputs.checked_k(k), inputs.checked_filter(filter, len(self.ids))
         effort = self.measured.effort if effort is None else inputs.checked_effort(effort)
-        which = np.arange(len(self.ids)) if allowed is None else np.flatnonzero(allowed)
-        wanted = self._effort(effort, k, len(which))
-        if self.method.num_compared(wanted) > len(which):
-            distances, positions = self._among.search(asked, self._kept(k), which)
+        num_allowed = len(self.ids) if allowed is None else int(np.count_nonzero(allowed))
+        wanted = self._effort(effort, k, num_allowed)
+        if self.method.num_compared(wanted) > num_allowed:
+            distances, positions = self._exactly(asked, k, allowed)
         else:
             distances, positions = self._run(asked, self._kept(k), wanted, allowed)
-            there = min(k, len(which))
-            short = np.flatnonzero(positions[:, there - 1] == NO_ID)
+            short = np.flatnonzero(positions[:, min(k, num_allowed) - 1] == NO_ID)
             if short.size:
                 distances, positions = distances.copy(), positions.copy()
-                distances[short], positions[short] = self._among.search(asked[short], self._kept(k), which)
+                distances[short], positions[short] = self._exactly(asked[short], k, allowed)
         found = found_at(positions, distances, self.ids, k, self.method.metric)
         return found.of_one() if np.ndim(queries) == 1 else found
 
@@ -148,6 +147,12 @@ class ApproximateIndex:
     @property
     def _arrays(self) -> Any:
         return jax.tree.unflatten(self._tree, self._programs.held.layouts[0])
+
+    def _exactly(
+        self, queries: NDArray[Any], k: int, allowed: NDArray[np.bool_] | None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        which = np.arange(len(self.ids)) if allowed is None else np.flatnonzero(allowed)
+        return self._among.search(queries, self._kept(k), which)
 
     def _kept(self, k: int) -> int:
         return min(k, len(self.ids))
