@@ -243,7 +243,7 @@ def test_a_build_says_how_far_it_is_and_an_interrupted_one_leaves_nothing(monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_none_one_and_five_vectors_are_indexes(kind: str) -> None:
-    none = build(np.zeros((0, 4), np.float32), index=kind)
+    none = build(np.zeros((0, 4), np.float32), index=kind, **SETTINGS.get(kind, {}))
     assert (none.search(np.zeros((2, 4)), 3).ids == NO_ID).all()
     if kind != IVF_PQ:  # as of lists
         one = build(np.ones((1, 4)), index=kind, ids=[7])

@@ -119,6 +119,8 @@ def build(
         kind, why = choose(index, asked)
         if kind != exact_index.KIND:  # they are kept as they are now, whatever becomes of the user's array
             asked = replace(asked, vectors=np.array(checked))
+        elif index in KINDS and index != kind:  # there are none, for whatever settings
+            asked = replace(asked, settings={})
         made = KINDS[kind].build(replace(asked, why=why))
         report("done", 1.0)
         return made

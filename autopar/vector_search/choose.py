@@ -18,7 +18,7 @@ from autopar.vector_search import exact_index, metrics
 from autopar.vector_search.asked import Asked
 from autopar.vector_search.build_lists import usual_num_lists
 from autopar.vector_search.effort import MEASURED_AT
-from autopar.vector_search.exact import exact_search
+from autopar.vector_search.exact import exact_arguments, exact_search
 from autopar.vector_search.graph_index import DEGREE, GRAPH, NUM_ENTRIES, WIDTH, Graph
 from autopar.vector_search.inverted_lists import InvertedLists, ListClass
 from autopar.vector_search.lists_index import IVF, IVF_PQ, Lists
@@ -53,7 +53,8 @@ def choose(index: str, asked: Asked) -> tuple[str, str]:
         kinds[GRAPH] = _seconds(_graph(asked), asked)
     fits = {kind: seconds for kind, seconds in kinds.items() if seconds is not None}
     if not fits:
-        return IVF_PQ, f"the vectors do not fit into {asked.place.budget_bytes / 1e9:.3g} GB a device: their codes do"
+        budget = f"{asked.place.budget_bytes / 1e9:.3g} GB a device"
+        return IVF_PQ, f"the vectors do not fit into {budget}: codes are smaller, and the vectors stay on the host"
     told = ", ".join(f"{kind} {_ms(seconds)}" for kind, seconds in fits.items())
     return min(fits, key=lambda kind: fits[kind]), f"predicted times of {batch}: {told}"
 
@@ -67,13 +68,11 @@ def _seconds(step: Step, asked: Asked) -> float | None:
 
 
 def _exact(asked: Asked) -> Step:
-    (num, dim), dtype = asked.vectors.shape, asked.vectors.dtype
+    num, dim = asked.vectors.shape
     tiling = Tiling.of(num, asked.place.num_devices)
     blocks = Blocks.of(asked.place.batch, asked.place.num_devices)
-    vectors = _array((*tiling.shape, dim), dtype)
     search = exact_search(asked.metric, min(MEASURED_AT, num), at_once=blocks.at_once)
-    queries = _array((blocks.blocks, blocks.block, dim), dtype)
-    return search, (queries, vectors, _terms(vectors, asked), _array(tiling.shape, jnp.bool_))
+    return search, exact_arguments(tiling, blocks, dim, asked.vectors.dtype, asked.metric)
 
 
 def _lists(asked: Asked) -> Step:
