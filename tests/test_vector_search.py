@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from autopar.vector_search.tiling import Blocks, Tiling
 
 MESH_OF_ONE = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 RNG = np.random.default_rng(0)
+build = partial(vector_search.build, index="exact")
 
 
 def vectors(n: int, dim: int = 16, dtype: str = "float32") -> np.ndarray[Any, Any]:
@@ -100,7 +102,7 @@ def test_the_program_is_exact(
 @pytest.mark.parametrize("metric", metrics.METRICS)
 def test_an_index_answers_like_numpy(metric: str, dtype: str) -> None:
     corpus, queries = vectors(700, dtype=dtype), vectors(9, dtype=dtype)
-    index = vector_search.build(corpus, metric=metric)
+    index = build(corpus, metric=metric)
     check(index.search(queries, 5), queries, corpus, metric, 5)
     one = index.search(queries[0], 3)
     assert one.ids.shape == (3,)
@@ -111,7 +113,7 @@ def test_an_index_answers_like_numpy(metric: str, dtype: str) -> None:
 def test_integers_are_exact(num_queries: int) -> None:
     """V1, by NumPy's integers."""
     corpus, queries = vectors(4000, 100, "int8"), vectors(num_queries, 100, "int8")
-    found = vector_search.build(corpus, mesh=MESH_OF_ONE).search(queries, 10)
+    found = build(corpus, mesh=MESH_OF_ONE).search(queries, 10)
     wide = ((queries[:, None].astype(np.int64) - corpus.astype(np.int64)) ** 2).sum(-1)
     assert found.distances.dtype == np.int32
     np.testing.assert_array_equal(found.distances, np.sort(wide, axis=1)[:, :10])
@@ -122,7 +124,7 @@ def test_integers_are_exact(num_queries: int) -> None:
 def test_a_filter_is_exact(share: float) -> None:
     corpus, queries = vectors(1000), vectors(4)
     allowed = RNG.random(1000) < share
-    found = vector_search.build(corpus, mesh=MESH_OF_ONE).search(queries, 20, filter=allowed)
+    found = build(corpus, mesh=MESH_OF_ONE).search(queries, 20, filter=allowed)
     check(found, queries, corpus, "l2", 20, allowed)
     assert share > 0 or np.isinf(found.distances).all()
 
@@ -130,32 +132,32 @@ def test_a_filter_is_exact(share: float) -> None:
 def test_ids_are_the_users_own() -> None:
     corpus, queries = vectors(50), vectors(3)
     own = np.arange(50)[::-1] + 2**40
-    index = vector_search.build(corpus, mesh=MESH_OF_ONE, ids=own)
-    plain = vector_search.build(corpus, mesh=MESH_OF_ONE)
+    index = build(corpus, mesh=MESH_OF_ONE, ids=own)
+    plain = build(corpus, mesh=MESH_OF_ONE)
     np.testing.assert_array_equal(index.search(queries, 4).ids, own[plain.search(queries, 4).ids])
 
 
 def test_more_neighbours_than_there_are_come_padded() -> None:
     corpus, queries = vectors(5), vectors(2)
-    found = vector_search.build(corpus, metric="cosine").search(queries, 600)
+    found = build(corpus, metric="cosine").search(queries, 600)
     check(found, queries, corpus, "cosine", 600)
     assert np.isneginf(found.distances[:, 5:]).all()
 
 
 def test_an_empty_index_finds_nothing() -> None:
-    found = vector_search.build(np.zeros((0, 8), np.int8)).search(np.zeros((3, 8), np.int8), 2)
+    found = build(np.zeros((0, 8), np.int8)).search(np.zeros((3, 8), np.int8), 2)
     assert (found.ids == -1).all()
     assert (found.distances == np.iinfo(np.int32).max).all()
 
 
 def test_no_queries_find_nothing() -> None:
-    found = vector_search.build(vectors(10)).search(np.zeros((0, 16)), 4)
+    found = build(vectors(10)).search(np.zeros((0, 16)), 4)
     assert found.ids.shape == found.distances.shape == (0, 4)
 
 
 def test_a_vector_of_zeros_has_no_cosine() -> None:
     corpus = np.array([[0, 0], [1, 1], [-1, 0]])
-    found = vector_search.build(corpus, metric="cosine", mesh=MESH_OF_ONE).search([[1.0, 0.0], [0.0, 0.0]], 3)
+    found = build(corpus, metric="cosine", mesh=MESH_OF_ONE).search([[1.0, 0.0], [0.0, 0.0]], 3)
     np.testing.assert_allclose(found.distances, [[0.5**0.5, 0, -1], [0, 0, 0]], atol=1e-6)
     assert found.ids[0].tolist() == [1, 0, 2]
 
@@ -196,9 +198,9 @@ def test_corpus_batch_and_hardware_flip_the_layout() -> None:
 def test_an_index_is_held_in_as_many_layouts_as_the_budget_allows() -> None:
     """One query wants the corpus split, three thousand want it whole."""
     corpus, one, many = vectors(4_000, 64), vectors(1, 64), vectors(3_000, 64)
-    roomy, full = (vector_search.build(corpus, mesh="8", batch=1, hardware="cpu-host") for _ in range(2))
+    roomy, full = (build(corpus, mesh="8", batch=1, hardware="cpu-host") for _ in range(2))
     assert isinstance(full, ExactIndex)
-    full._held._budget = 0.0  # as if the devices were full
+    full._programs.held._budget = 0.0  # as if the devices were full
     for index in (roomy, full):
         check(index.search(one, 10), one, corpus, "l2", 10)
         assert len(index.stats().layouts) == 1
@@ -211,7 +213,7 @@ def test_an_index_is_held_in_as_many_layouts_as_the_budget_allows() -> None:
 def test_a_split_corpus_sends_candidates_alone(num_queries: int, k: int) -> None:
     """V2: at most queries x devices x k of values and as many positions, once, counted in the compiled program."""
     corpus = vectors(50_000, 64)
-    index = vector_search.build(corpus, mesh="8", batch=num_queries, hardware="cpu-host")
+    index = build(corpus, mesh="8", batch=num_queries, hardware="cpu-host")
     assert isinstance(index, ExactIndex)
     program = index.planned(num_queries, k)
     assert ("data",) in program.plan.inputs[1].sharding.dims
@@ -225,13 +227,13 @@ def test_a_split_corpus_sends_candidates_alone(num_queries: int, k: int) -> None
     assert max(gathered, default=0) <= candidates * (4 + 4)  # a value and a position
     assert sum(one.num_bytes for one in found) <= candidates * (4 + 4) + places * k * 4  # and which were chosen
     queries = vectors(num_queries, 64)
-    alone = vector_search.build(corpus, mesh=MESH_OF_ONE).search(queries, k)
+    alone = build(corpus, mesh=MESH_OF_ONE).search(queries, k)
     np.testing.assert_array_equal(index.search(queries, k).ids, alone.ids)
 
 
 def test_a_corpus_that_fits_no_device_is_refused() -> None:
     with pytest.raises(BudgetError):
-        vector_search.build(vectors(50_000, 64), mesh="8", memory_budget_bytes=1e6)
+        build(vectors(50_000, 64), mesh="8", memory_budget_bytes=1e6)
 
 
 @given(st.integers(0, 10**7), st.sampled_from([1, 3, 8]), st.integers(1, 10**5))
@@ -250,7 +252,7 @@ def test_tilings_have_room(num_vectors: int, num_devices: int, num_queries: int)
 def test_an_index_is_loaded_onto_other_devices(tmp_path: Path, dtype: str) -> None:
     """V14."""
     corpus, queries = vectors(3_000, dtype=dtype), vectors(20, dtype=dtype)
-    index = vector_search.build(corpus, mesh="8", metric="inner_product", ids=np.arange(3_000) * 7)
+    index = build(corpus, mesh="8", metric="inner_product", ids=np.arange(3_000) * 7)
     index.save(tmp_path / "index")
     loaded = vector_search.load(tmp_path / "index", mesh=MESH_OF_ONE)
     before, after = index.search(queries, 10), loaded.search(queries, 10)
@@ -263,7 +265,7 @@ def test_an_index_is_loaded_onto_other_devices(tmp_path: Path, dtype: str) -> No
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("saved") / "index"
-    vector_search.build(vectors(40, 4), mesh=MESH_OF_ONE).save(path)
+    build(vectors(40, 4), mesh=MESH_OF_ONE).save(path)
     return path.read_bytes()
 
 
@@ -281,7 +283,7 @@ def test_a_damaged_file_is_refused(saved: bytes, tmp_path_factory: pytest.TempPa
 
 
 def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = vector_search.build(vectors(40, 4), mesh=MESH_OF_ONE)
+    index = build(vectors(40, 4), mesh=MESH_OF_ONE)
     path = tmp_path / "index"
     index.save(path)
     before = path.read_bytes()
@@ -328,7 +330,7 @@ REFUSED_CORPORA: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_what_no_index_is_built_of(case: str) -> None:
     corpus, options, message = REFUSED_CORPORA[case]
     with pytest.raises(SearchError, match=message):
-        vector_search.build(corpus, **options)
+        build(corpus, **options)
 
 
 REFUSED_SEARCHES: dict[str, tuple[Any, Any, Any, str]] = {
@@ -344,13 +346,13 @@ REFUSED_SEARCHES: dict[str, tuple[Any, Any, Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED_SEARCHES)
 def test_what_no_index_can_be_asked(case: str) -> None:
     queries, k, allowed, message = REFUSED_SEARCHES[case]
-    index = vector_search.build(vectors(6, 4), mesh=MESH_OF_ONE)
+    index = build(vectors(6, 4), mesh=MESH_OF_ONE)
     with pytest.raises(SearchError, match=message):
         index.search(queries, k, filter=allowed)
 
 
 def test_queries_of_an_int8_index_are_whole() -> None:
-    index = vector_search.build(vectors(6, 4, "int8"), mesh=MESH_OF_ONE)
+    index = build(vectors(6, 4, "int8"), mesh=MESH_OF_ONE)
     assert (index.search([[1, 2, 3, -128]], 2).ids >= 0).all()
     with pytest.raises(SearchError, match="-128 to 127"):
         index.search([[1, 2, 3, 128]], 2)
@@ -366,7 +368,7 @@ def test_scores_are_those_of_faiss() -> None:
     flat = faiss.IndexFlatL2(100)
     flat.add(corpus.astype(np.float32))
     distances, ids = flat.search(queries.astype(np.float32), 10)
-    found = vector_search.build(corpus, mesh=MESH_OF_ONE).search(queries, 10)
+    found = build(corpus, mesh=MESH_OF_ONE).search(queries, 10)
     np.testing.assert_array_equal(found.distances, distances.astype(np.int32))
     tied = (found.distances[:, :, None] == found.distances[:, None]).sum(-1) > 1
     assert ((found.ids == ids) | tied).all()
@@ -379,7 +381,7 @@ def test_digits_have_the_neighbours_that_scikit_learn_finds() -> None:
     digits = datasets.load_digits().data
     distances, ids = neighbors.NearestNeighbors(n_neighbors=10, algorithm="brute").fit(digits).kneighbors(digits)
     for dtype in (np.float32, np.int8):  # whole numbers from 0 to 16
-        found = vector_search.build(digits.astype(dtype), mesh=MESH_OF_ONE).search(digits.astype(dtype), 10)
+        found = build(digits.astype(dtype), mesh=MESH_OF_ONE).search(digits.astype(dtype), 10)
         np.testing.assert_array_equal(found.distances, np.rint(distances**2))
         tied = (found.distances[:, :, None] == found.distances[:, None]).sum(-1) > 1
         last = found.distances == found.distances[:, -1:]  # one further may be as far

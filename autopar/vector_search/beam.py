@@ -46,6 +46,7 @@ def search(
     width: int = 1,
     rounds: int | None = None,
     allowed: jax.Array | None = None,
+    left_out: jax.Array | None = None,
 ) -> Walked:
     """The best k nodes of the beam where the walk ends.
 
@@ -55,7 +56,9 @@ def search(
         width: nodes looked at in one round: more makes fewer rounds, and some more scores.
         rounds: end after so many, whether or not the beam has been looked at; without it when it has. A program of a
             known number of rounds is planned for what it costs, and takes as long for any queries.
-        allowed: bool `[n]`: which may be found; the walk goes through all.
+        allowed: bool `[n]`: which of the beam may be found; the walk goes through all, so that they are the nearest
+            of those, though fewer than k where the beam ends before.
+        left_out: int32 `[num_queries]`: a node that a query's walk takes for not there, such as itself.
     """
     beam = max(beam, k)
     num_queries, num_nodes = queries.shape[0], graph.vectors.shape[0]
@@ -65,41 +68,44 @@ def search(
         jnp.full((num_queries, beam), worst, made),
         jnp.full((num_queries, beam), NO_ID, jnp.int32),
         jnp.ones((num_queries, beam), bool),
-        jnp.zeros((num_queries, -(-num_nodes // _BITS)), jnp.uint32),
+        _marked(jnp.zeros((num_queries, -(-num_nodes // _BITS)), jnp.uint32), left_out),
         jnp.zeros(num_queries, jnp.int32),
     )
     entries = jnp.broadcast_to(graph.entries, (num_queries, graph.entries.shape[0]))
-    found = start._replace(positions=start.positions[:, :k], scores=start.scores[:, :k])
 
-    def visit(state: tuple[_Beam, jax.Array, jax.Array], nodes: jax.Array) -> tuple[_Beam, jax.Array, jax.Array]:
-        walk, kept_scores, kept = state
+    def visit(walk: _Beam, nodes: jax.Array) -> _Beam:
         walk, nodes, score = _seen(graph, queries, walk, nodes)
-        if allowed is not None:
-            may = (nodes != NO_ID) & allowed[jnp.maximum(nodes, 0)]
-            kept_scores, kept = _merged(
-                (kept_scores, kept), (jnp.where(may, score, worst), jnp.where(may, nodes, NO_ID)), k
-            )
         best, positions, is_looked_at = _merged(
             (walk.scores, walk.positions, walk.is_looked_at), (score, nodes, nodes == NO_ID), beam
         )
-        return walk._replace(scores=best, positions=positions, is_looked_at=is_looked_at), kept_scores, kept
+        return walk._replace(scores=best, positions=positions, is_looked_at=is_looked_at)
 
-    def one_round(state: tuple[_Beam, jax.Array, jax.Array]) -> tuple[_Beam, jax.Array, jax.Array]:
-        walk, *kept = state
+    def one_round(walk: _Beam) -> _Beam:
         best, place = lax.top_k(jnp.where(walk.is_looked_at, worst, walk.scores), min(width, beam))
         nodes = jnp.where(best == worst, NO_ID, jnp.take_along_axis(walk.positions, place, axis=1))
         walk = walk._replace(is_looked_at=jax.vmap(lambda one, at: one.at[at].set(True))(walk.is_looked_at, place))
         near = jnp.where((nodes == NO_ID)[:, :, None], NO_ID, graph.edges[jnp.maximum(nodes, 0)])
-        return visit((walk, kept[0], kept[1]), near.reshape(num_queries, -1))
+        return visit(walk, near.reshape(num_queries, -1))
 
-    first = visit((start, found.scores, found.positions), entries)
+    walk = visit(start, entries)
     if rounds is None:
-        walk, kept_scores, kept = lax.while_loop(lambda state: ~jnp.all(state[0].is_looked_at), one_round, first)
+        walk = lax.while_loop(lambda walk: ~jnp.all(walk.is_looked_at), one_round, walk)
     else:
-        walk, kept_scores, kept = lax.fori_loop(0, rounds, lambda _, state: one_round(state), first)
+        walk = lax.fori_loop(0, rounds, lambda _, walk: one_round(walk), walk)
     if allowed is None:
-        kept_scores, kept = walk.scores[:, :k], walk.positions[:, :k]
-    return Walked(kept_scores, kept, walk.num_scored)
+        return Walked(walk.scores[:, :k], walk.positions[:, :k], walk.num_scored)
+    may = (walk.positions != NO_ID) & allowed[jnp.maximum(walk.positions, 0)]
+    found, place = lax.top_k(jnp.where(may, walk.scores, worst), k)
+    positions = jnp.take_along_axis(jnp.where(may, walk.positions, NO_ID), place, axis=1)
+    return Walked(found, positions, walk.num_scored)
+
+
+def _marked(seen: jax.Array, nodes: jax.Array | None) -> jax.Array:
+    """With the bit set of one node for each query, which it has not seen."""
+    if nodes is None:
+        return seen
+    bit = jnp.uint32(1) << (nodes % _BITS).astype(jnp.uint32)
+    return seen.at[jnp.arange(len(nodes)), nodes // _BITS].set(bit)
 
 
 def _seen(

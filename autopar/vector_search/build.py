@@ -8,42 +8,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.errors import IndexFileError, SearchError
 from autopar.mesh import MeshShape
-from autopar.vector_search import exact_index, inputs
+from autopar.vector_search import exact_index, graph_index, inputs, lists_index
+from autopar.vector_search.asked import Asked
+from autopar.vector_search.choose import choose
 from autopar.vector_search.exact_index import ExactIndex
 from autopar.vector_search.index import Index
 from autopar.vector_search.index_file import Saved, read
-from autopar.vector_search.metrics import Metric
 from autopar.vector_search.place import Place
-from autopar.vector_search.progress import Report, progress_bar
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What an index is built from, checked.
-
-    Args:
-        recall_target: the share of the true neighbours that a search is to find.
-        settings: of this kind alone.
-    """
-
-    vectors: NDArray[Any]
-    ids: NDArray[np.int64]
-    metric: Metric
-    recall_target: float
-    place: Place
-    settings: Mapping[str, Any]
-    report: Report
+from autopar.vector_search.progress import progress_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +43,24 @@ class Kind:
 
 
 def _exact(asked: Asked) -> Index:
-    if asked.settings:
-        raise SearchError(f"an exact index has no setting {next(iter(asked.settings))!r}: leave it out")
-    return ExactIndex(asked.vectors, asked.ids, asked.metric, asked.place)
+    asked.whole_numbers(exact_index.KIND, {})
+    return ExactIndex(asked.vectors, asked.ids, asked.metric, asked.place, asked.why)
 
 
 def _load_exact(saved: Saved, place: Place) -> Index:
-    return ExactIndex(
-        saved.arrays["vectors"], saved.arrays["ids"], inputs.checked_metric(saved.settings["metric"]), place
-    )
+    metric = inputs.checked_metric(saved.settings["metric"])
+    return ExactIndex(saved.arrays["vectors"], saved.arrays["ids"], metric, place)
 
 
 #: By what `index` of `build` calls them. Read-only.
-KINDS: Mapping[str, Kind] = MappingProxyType({exact_index.KIND: Kind(_exact, _load_exact)})
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        exact_index.KIND: Kind(_exact, _load_exact),
+        lists_index.IVF: Kind(partial(lists_index.build, kind=lists_index.IVF), lists_index.load),
+        lists_index.IVF_PQ: Kind(partial(lists_index.build, kind=lists_index.IVF_PQ), lists_index.load),
+        graph_index.GRAPH: Kind(graph_index.build, graph_index.load),
+    }
+)
 
 
 def build(
@@ -93,22 +82,25 @@ def build(
     Args:
         vectors: `[n, d]`, float32, bfloat16 or int8; other numbers become float32. n may be 0.
         metric: `"l2"` (squared distances), `"inner_product"` or `"cosine"`.
-        index: `"exact"`, or `"auto"`.
-        recall_target: the share of the true nearest neighbours that a search is to find; `"exact"` finds all.
+        index: `"exact"`; `"ivf"`, lists of near vectors of which a query probes some; `"ivfpq"`, lists of codes, which
+            are far smaller; `"graph"`, of near vectors, which a query walks; `"auto"`, what the cost model says.
+        recall_target: the share of the true nearest neighbours that a search is to find: when the index is built, the
+            least effort that reaches it is found on a sample. `"exact"` finds all.
         memory_budget_bytes: per device; by default what the hardware profile says is usable.
         mesh: as of `autopar.plan`; by default the planner's choice for all visible devices.
         ids: the user's own, 64-bit integers, `[n]`; by default positions.
         hardware: as of `autopar.plan`.
         batch: queries that a search is expected to have: for as many the layout is chosen. Others are searched as well.
         progress: whether to show a bar; by default where standard error is a terminal.
-        settings: of one kind of index alone.
+        settings: of one kind of index alone: of `"ivf"` num_lists and copies, in how many lists a vector near their
+            border may be; of `"ivfpq"` these, code_bytes of a vector and refined, how many candidates for each neighbour
+            are scored by the vectors; of `"graph"` degree, edges of a node, and width, nodes looked at in one round.
 
     Raises:
         SearchError: vectors or ids that cannot be, an unknown metric, kind or setting.
         AutoparError: of planning: no layout fits the memory budget, a mesh that is not there.
     """
-    kind = exact_index.KIND if index == "auto" else index
-    if kind not in KINDS:
+    if index != "auto" and index not in KINDS:
         raise SearchError(f"`index` is {index!r}: give one of auto, {', '.join(KINDS)}")
     if not 0 < recall_target <= 1:
         raise SearchError(f"`recall_target` is {recall_target!r}: give a share of the neighbours, above 0 and up to 1")
@@ -124,8 +116,12 @@ def build(
             settings=settings,
             report=report,
         )
-        report(f"lay out {len(checked):,} vectors", 0.1)
-        made = KINDS[kind].build(asked)
+        kind, why = choose(index, asked)
+        if kind != exact_index.KIND:  # they are kept as they are now, whatever becomes of the user's array
+            asked = replace(asked, vectors=np.array(checked))
+        elif index in KINDS and index != kind:  # there are none, for whatever settings
+            asked = replace(asked, settings={})
+        made = KINDS[kind].build(replace(asked, why=why))
         report("done", 1.0)
         return made
 

@@ -43,7 +43,7 @@ def build_graph(
     placed = jnp.asarray(vectors)
     near = near_in_lists(lists, placed, 2 * degree, num_probes)
     middles = k_means(lists.centroids, min(num_entries, lists.num_lists), rounds, seed).centroids
-    entries = search(lists, middles.astype(placed.dtype), 1, num_probes).positions[:, 0]
+    entries = near_in_lists(lists, middles.astype(placed.dtype), 0, num_probes)[:, 0]
     return connect(placed, near, jnp.unique(jnp.where(entries < 0, 0, entries)), metric, degree)
 
 

@@ -27,7 +27,8 @@ class Held:
     def __init__(self, arrays: Sequence[Any], shardings: Sequence[NamedSharding], budget_bytes: float) -> None:
         self._budget = budget_bytes
         self.layouts: list[Arrays] = [tuple(map(jax.device_put, arrays, shardings))]
-        self.specs = [shardings[0].spec]  # of the vectors, in each layout
+        self._largest = max(range(len(arrays)), key=lambda i: self.layouts[0][i].nbytes)
+        self.specs = [shardings[self._largest].spec]  # of the vectors, in each layout
 
     def at(self, shardings: Sequence[NamedSharding], peak_bytes: float) -> Arrays | None:
         """The arrays as they are to lie; None where a copy more would be more than the devices may hold.
@@ -41,7 +42,7 @@ class Held:
         if self.device_bytes + peak_bytes > self._budget:
             return None
         self.layouts.append(tuple(map(jax.device_put, self.layouts[0], shardings)))
-        self.specs.append(shardings[0].spec)
+        self.specs.append(shardings[self._largest].spec)
         return self.layouts[-1]
 
     @property

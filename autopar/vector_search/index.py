@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopar.vector_search.metrics import Metric
+from autopar.vector_search.metrics import NO_ID, Metric, worst_distance
 
 
 class Found(NamedTuple):
@@ -26,6 +26,27 @@ class Found(NamedTuple):
 
     ids: NDArray[np.int64]
     distances: NDArray[Any]
+
+    def of_one(self) -> Found:
+        """Of the first query alone, `[k]`."""
+        return Found(self.ids[0], self.distances[0])
+
+
+def found_at(positions: NDArray[Any], distances: NDArray[Any], ids: NDArray[np.int64], k: int, metric: Metric) -> Found:
+    """As the user sees it: the user's ids, padded to k.
+
+    Args:
+        positions, distances: `[num_queries, m]`, best first, `NO_ID` where there is none; m is at most k.
+        ids: of the vectors, by position.
+    """
+    there = positions != NO_ID
+    found = np.full(positions.shape, NO_ID, np.int64)
+    found[there] = ids[positions[there]]
+    if k == found.shape[1]:
+        return Found(found, distances)
+    missing = ((0, 0), (0, k - found.shape[1]))
+    worst = worst_distance(distances.dtype, metric)
+    return Found(np.pad(found, missing, constant_values=NO_ID), np.pad(distances, missing, constant_values=worst))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +77,17 @@ class IndexStats:
 class Index(Protocol):
     """Vectors that can be searched. Made by `build` or `load`."""
 
-    def search(self, queries: ArrayLike, k: int, *, filter: ArrayLike | None = None) -> Found:
-        """The k nearest of each query.
+    def search(
+        self, queries: ArrayLike, k: int, *, filter: ArrayLike | None = None, effort: int | None = None
+    ) -> Found:
+        """The k nearest of each query, or as many of them as the effort finds.
 
         Args:
             queries: `[num_queries, d]`, or one, `[d]`, whose results then are `[k]`.
             k: any number; beyond what there is, results are padded with id -1.
             filter: of each vector, in the order given to `build`, whether it may be returned: bool, `[n]`.
+            effort: lists that are looked into, or nodes of a graph that are kept in hand; by default what reached the
+                recall target when the index was built. An exact index takes none.
 
         Raises:
             SearchError: naming what of these cannot be.

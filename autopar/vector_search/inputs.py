@@ -122,6 +122,17 @@ def checked_k(k: Any) -> int:
     return int(k)
 
 
+def checked_effort(effort: Any) -> int:
+    """How hard to search.
+
+    Raises:
+        SearchError: it is no whole number of at least 1.
+    """
+    if isinstance(effort, bool) or not isinstance(effort, int | np.integer) or effort < 1:
+        raise SearchError(f"`effort` is {effort!r}: give a whole number of at least 1")
+    return int(effort)
+
+
 def checked_filter(allowed: ArrayLike | None, num_vectors: int) -> NDArray[np.bool_] | None:
     """Of each vector whether it may be returned.
 

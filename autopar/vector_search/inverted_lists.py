@@ -159,3 +159,21 @@ def _rows(of: np.ndarray, which: np.ndarray, padding: int) -> np.ndarray:
 def members(index: InvertedLists) -> Sequence[np.ndarray]:
     """The positions in each list, in the order of `centroids`: for a look at an index, and for tests."""
     return [row[row != NO_ID] for each in index.classes for row in np.asarray(each.positions)]
+
+
+def lists_of(index: InvertedLists, num_vectors: int) -> np.ndarray:
+    """int32 `[num_vectors, copies]`: the lists that each vector is in; `NO_ID` where it is in fewer."""
+    owners: list[np.ndarray] = []
+    first = 0
+    for each in index.classes:
+        num = len(each.positions)
+        owners.append(np.broadcast_to(np.arange(first, first + num, dtype=np.int32)[:, None], each.positions.shape))
+        first += num
+    owner = np.concatenate([each.reshape(-1) for each in owners])
+    member = np.concatenate([np.asarray(each.positions).reshape(-1) for each in index.classes])
+    owner, member = owner[member != NO_ID], member[member != NO_ID]
+    order = np.argsort(member, kind="stable")
+    owner, member = owner[order], member[order]
+    found = np.full((num_vectors, index.copies), NO_ID, np.int32)
+    found[member, np.arange(len(member)) - np.searchsorted(member, member)] = owner
+    return found

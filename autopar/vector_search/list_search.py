@@ -69,10 +69,14 @@ def search(
 
     Args:
         queries: `[num_queries, d]`, of the vectors' dtype.
-        allowed: bool `[n]`: by position, which vectors may be found; all, where it is not given.
+        allowed: bool `[n]`: by position, which vectors may be found; all, where it is not given. Lists that hold none of
+            these are not probed, as long as there are others.
         how: the passes; `passes` of this batch, where it is not given. It changes no result.
     """
     nearest = scores(queries.astype(jnp.float32), index.centroids, index.metric)
+    if allowed is not None:
+        holds_some = jnp.concatenate([jnp.any(_is_allowed(each, allowed), axis=1) for each in index.classes])
+        nearest = jnp.where(holds_some, nearest, -jnp.inf)
     probes = lax.top_k(nearest, min(num_probes, index.num_lists))[1].astype(jnp.int32)
     return search_lists(index, queries, k, probes, allowed, how)
 
@@ -104,8 +108,12 @@ def search_lists(
 
 def _without(lists: ListClass, allowed: jax.Array) -> ListClass:
     """With the slots that are not allowed made padding."""
-    is_allowed = (lists.positions != NO_ID) & allowed[jnp.maximum(lists.positions, 0)]
-    return replace(lists, positions=jnp.where(is_allowed, lists.positions, NO_ID))
+    return replace(lists, positions=jnp.where(_is_allowed(lists, allowed), lists.positions, NO_ID))
+
+
+def _is_allowed(lists: ListClass, allowed: jax.Array) -> jax.Array:
+    """bool `[num_lists, length]`."""
+    return (lists.positions != NO_ID) & allowed[jnp.maximum(lists.positions, 0)]
 
 
 def _further(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import execute
@@ -20,18 +19,39 @@ from autopar.plan_step import plan_program
 from autopar.program import Program, program_of
 
 
+def plan_of(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Plan:
+    """The plan alone, for any devices, whether or not they are there.
+
+    Args:
+        arguments: shapes of arrays, or pytrees of these. options: of `autopar.plan`.
+
+    Raises:
+        AutoparError: one of its subclasses, naming what to change.
+    """
+    return _planned(function, arguments, options)[1]
+
+
+def _planned(
+    function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[Program, Plan]:
+    program = program_of(function, arguments, carry=(), donate=())
+    plan = plan_program(program, **options)
+    assert isinstance(plan, Plan)
+    return program.of(plan), plan
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A planned function.
 
     Args:
-        function: as it was written. arguments: their shapes, each one array.
-        shardings: of each argument, on `mesh`.
+        function: as it was written. arguments: shapes of arrays, or pytrees of these.
+        shardings: of each array, on `mesh`.
         run: the planned function, jitted; its arguments lie as `shardings` say, or nowhere yet.
     """
 
     function: Callable[..., Any]
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    arguments: tuple[Any, ...]
     plan: Plan
     program: Program
     mesh: Mesh
@@ -39,9 +59,7 @@ class Planned:
     run: Any
 
     @classmethod
-    def of(
-        cls, function: Callable[..., Any], arguments: tuple[jax.ShapeDtypeStruct, ...], options: Mapping[str, Any]
-    ) -> Planned:
+    def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Planned:
         """Trace and plan; nothing is compiled.
 
         Args:
@@ -50,11 +68,8 @@ class Planned:
         Raises:
             AutoparError: one of its subclasses, naming what to change.
         """
-        program = program_of(function, arguments, carry=(), donate=())
-        plan = plan_program(program, **options)
-        assert isinstance(plan, Plan)
+        program, plan = _planned(function, arguments, options)
         given = options.get("mesh")
         mesh = given if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
-        program = program.of(plan)
         shardings = tuple(named_shardings([tensor.sharding for tensor in plan.inputs], mesh))
         return cls(function, arguments, plan, program, mesh, shardings, execute.jit_plan(plan, program.trace, mesh))

@@ -17,7 +17,11 @@ def rerank(vectors: jax.Array, queries: jax.Array, candidates: jax.Array, k: int
         vectors: `[n, d]`. queries: `[num_queries, d]`, of the same dtype.
         candidates: int32 `[num_queries, m]`, positions, none twice; `NO_ID` counts for nothing. m is at least k.
     """
-    held = vectors[jnp.maximum(candidates, 0)]
+    return best_of(vectors[jnp.maximum(candidates, 0)], queries, candidates, k, metric)
+
+
+def best_of(held: jax.Array, queries: jax.Array, candidates: jax.Array, k: int, metric: Metric) -> Best:
+    """The same, of candidates that have been fetched: `held`, `[num_queries, m, d]`."""
     found = jax.vmap(lambda q, x: scores(q[None], x, metric)[0])(queries, held)
     best, place = lax.top_k(jnp.where(candidates == NO_ID, worst_score(found.dtype), found), k)
     return Best(best, jnp.take_along_axis(candidates, place, axis=1))

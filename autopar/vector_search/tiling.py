@@ -68,8 +68,8 @@ class Blocks:
         then have a program of their own."""
         block = _BLOCK * num_devices
         if num_queries <= block:
-            return cls(1, min(block, _rounded(num_queries)))
-        return cls(_rounded(-(-num_queries // block)), block)
+            return cls(1, min(block, rounded(num_queries)))
+        return cls(rounded(-(-num_queries // block)), block)
 
     @property
     def places(self) -> int:
@@ -82,10 +82,10 @@ class Blocks:
         return self.places <= FEW_QUERIES
 
 
-def _rounded(count: int) -> int:
+def rounded(count: int) -> int:
     """Up to a number of three binary digits.
 
-    >>> [_rounded(n) for n in (1, 7, 9, 100, 250)]
+    >>> [rounded(n) for n in (1, 7, 9, 100, 250)]
     [1, 7, 10, 112, 256]
     """
     unit = 1 << max(0, count.bit_length() - 3)

@@ -1,0 +1,184 @@
+"""Inverted lists as indexes: `ivf`, lists of vectors, and `ivfpq`, lists of codes, scored again by the vectors.
+
+In: what is asked for, or a file. Out: an `ApproximateIndex` whose effort is the number of lists that a query probes: with
+all of them `ivf` is exact. Codes lie on the devices in place of vectors, which stay in the host's memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import SearchError
+from autopar.vector_search import list_search
+from autopar.vector_search.approximate_index import ApproximateIndex
+from autopar.vector_search.asked import Asked
+from autopar.vector_search.best import Best
+from autopar.vector_search.build_lists import build_lists, usual_num_lists
+from autopar.vector_search.effort import Measured, in_steps
+from autopar.vector_search.index_file import Saved
+from autopar.vector_search.inputs import checked_metric
+from autopar.vector_search.inverted_lists import InvertedLists, ListClass, lists_of
+from autopar.vector_search.metrics import NO_ID, Metric, scores, terms, worst_score
+from autopar.vector_search.place import Place
+from autopar.vector_search.product_quantisation import Codebooks
+
+IVF, IVF_PQ = "ivf", "ivfpq"
+
+#: Candidates of codes that are scored again, for each neighbour.
+_REFINED = 8
+#: Vectors of the lists probed, for each neighbour, at least.
+_PER_NEIGHBOUR = 4
+
+
+@dataclass(frozen=True)
+class Lists:
+    """How inverted lists are searched: a `Method`.
+
+    Args:
+        copies: in how many lists a vector may be.
+    """
+
+    kind: str
+    metric: Metric
+    num_vectors: int
+    num_lists: int
+    copies: int
+    refined: int = 0
+
+    @property
+    def most(self) -> int:
+        """All lists."""
+        return self.num_lists
+
+    @property
+    def usual(self) -> int:
+        """A sixteenth of them."""
+        return -(-self.num_lists // 16)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For a file."""
+        return {"num_lists": self.num_lists, "copies": self.copies, "refined": self.refined}
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """For `stats`."""
+        return {name: value for name, value in self.settings.items() if value}
+
+    def search(
+        self,
+        queries: jax.Array,
+        arrays: InvertedLists,
+        allowed: jax.Array | None,
+        left_out: jax.Array | None,
+        *,
+        k: int,
+        effort: int,
+    ) -> Best:
+        """The best k of the `effort` nearest lists."""
+        if left_out is None:
+            return list_search.search(arrays, queries, k, effort, allowed)
+        found = list_search.search(arrays, queries, k + 1, effort, allowed)
+        is_left_out = found.positions == left_out[:, None]
+        best, place = jax.lax.top_k(jnp.where(is_left_out, worst_score(found.scores.dtype), found.scores), k)
+        positions = jnp.where(is_left_out, NO_ID, found.positions)
+        return Best(best, jnp.take_along_axis(positions, place, axis=1))
+
+    def efforts(
+        self, arrays: InvertedLists, sample: NDArray[Any], truth: NDArray[Any], recall_target: float
+    ) -> Sequence[int]:
+        """From the number of lists that hold so many of the true neighbours on: of vectors that is enough."""
+        near = np.argsort(-np.asarray(scores(jnp.asarray(sample, jnp.float32), arrays.centroids, self.metric)), axis=1)
+        rank = np.argsort(near, axis=1, kind="stable")
+        lists = lists_of(arrays, self.num_vectors)[truth]  # [num_queries, k, copies]
+        ranks = np.take_along_axis(rank[:, None], np.maximum(lists, 0), axis=2)
+        needed = np.sort(np.where(lists == NO_ID, self.num_lists, ranks).min(axis=2), axis=None) + 1
+        first = needed[min(needed.size, math.ceil(recall_target * needed.size)) - 1]
+        return in_steps(int(first), self.num_lists)
+
+    def enough(self, k: int) -> int:
+        """Lists that hold some times k on average."""
+        return -(-_PER_NEIGHBOUR * k * self.num_lists // self.num_vectors)
+
+    def num_compared(self, effort: int) -> float:
+        """Those in so many lists on average."""
+        return self.num_vectors * min(1.0, effort / self.num_lists)
+
+    def saved(self, arrays: InvertedLists) -> dict[str, NDArray[Any]]:
+        """Centroids; what is in the lists, by position; codes and what they stand for."""
+        found = {"centroids": np.asarray(arrays.centroids)}
+        for i, each in enumerate(arrays.classes):
+            found[f"positions {i}"] = np.asarray(each.positions)
+            if arrays.codebooks is not None:
+                found[f"codes {i}"] = np.asarray(each.vectors)
+        if arrays.codebooks is not None:
+            found["codebooks"] = np.asarray(arrays.codebooks.centroids)
+        return found
+
+
+def build(asked: Asked, kind: str) -> ApproximateIndex:
+    """Lists of the vectors, of one kind.
+
+    Raises:
+        SearchError: a setting that is not known or cannot be.
+    """
+    num, dim = asked.vectors.shape
+    known = {"num_lists": usual_num_lists(num), "copies": 1}
+    if kind == IVF_PQ:
+        known |= {"code_bytes": _usual_code_bytes(dim), "refined": _REFINED}
+    settings = asked.whole_numbers(kind, known)
+    code_bytes = settings.get("code_bytes")
+    if code_bytes is not None and dim % code_bytes:
+        raise SearchError(
+            f"`code_bytes` is {code_bytes}, and vectors have {dim} elements: give a number that divides it"
+        )
+    if settings["num_lists"] > num:
+        raise SearchError(
+            f"`num_lists` is {settings['num_lists']:,}, and there are {num:,} vectors: give at most as many"
+        )
+    asked.report(f"put {num:,} vectors into {settings['num_lists']:,} lists", 0.1)
+    lists = build_lists(asked.vectors, asked.metric, settings["num_lists"], settings["copies"], code_bytes)
+    method = Lists(kind, asked.metric, num, settings["num_lists"], settings["copies"], settings.get("refined", 0))
+    asked.report("lay out the lists", 0.7)
+    index = ApproximateIndex(method, lists, asked.vectors, asked.ids, asked.place, why=asked.why)
+    index.measure(asked.recall_target, asked.report)
+    return index
+
+
+def load(saved: Saved, place: Place) -> ApproximateIndex:
+    """What `save` has written."""
+    arrays, settings = saved.arrays, saved.settings
+    metric = checked_metric(settings["metric"])
+    books = Codebooks(jnp.asarray(arrays["codebooks"])) if "codebooks" in arrays else None
+    classes: list[ListClass] = []
+    first = 0
+    for i in range(sum(name.startswith("positions ") for name in arrays)):
+        positions = arrays[f"positions {i}"]
+        last = first + len(positions)
+        if books is None:
+            held = jnp.asarray(arrays["vectors"][np.maximum(positions, 0)])
+            held = jnp.where(jnp.asarray(positions != NO_ID)[:, :, None], held, jnp.zeros((), held.dtype))
+            classes.append(ListClass(held, terms(held, metric), jnp.asarray(positions)))
+        else:
+            origins = jnp.asarray(arrays["centroids"][first:last])
+            classes.append(ListClass(jnp.asarray(arrays[f"codes {i}"]), None, jnp.asarray(positions), origins))
+        first = last
+    lists = InvertedLists(jnp.asarray(arrays["centroids"]), tuple(classes), metric, settings["copies"], books)
+    method = Lists(
+        saved.kind, metric, len(arrays["ids"]), settings["num_lists"], settings["copies"], settings["refined"]
+    )
+    measured = Measured.loaded(settings["measured"])
+    return ApproximateIndex(method, lists, arrays["vectors"], arrays["ids"], place, measured, settings["why"])
+
+
+def _usual_code_bytes(dim: int) -> int:
+    """The most that divide d and are no more than a quarter of it."""
+    return max(each for each in range(1, max(2, dim // 4 + 1)) if dim % each == 0)

@@ -1,0 +1,395 @@
+"""Lists, codes and graphs as indexes: what exact search says, as far as the recall asked for; filters, files, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nearest import exact_nearest, exact_scores, recall
+
+from autopar import vector_search
+from autopar.errors import IndexFileError, SearchError
+from autopar.vector_search import beam
+from autopar.vector_search.approximate_index import ApproximateIndex
+from autopar.vector_search.build import KINDS, _place
+from autopar.vector_search.choose import choose
+from autopar.vector_search.effort import least_effort, recall_of
+from autopar.vector_search.graph_index import GRAPH
+from autopar.vector_search.lists_index import IVF, IVF_PQ
+from autopar.vector_search.metrics import NO_ID
+from autopar.vector_search.neighbour_graph import connect
+from benchmarks.synthetic_vectors import faiss_synthetic
+
+NUM, DIM = 1000, 16
+DATA = faiss_synthetic(DIM, 0, NUM, 400)
+MESH_OF_ONE = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+SETTINGS: dict[str, dict[str, Any]] = {
+    IVF: {"num_lists": 24},
+    IVF_PQ: {"num_lists": 24, "code_bytes": 8},
+    GRAPH: {"degree": 16},
+}
+build = partial(vector_search.build, mesh=MESH_OF_ONE, progress=False)
+
+CASES = [
+    (IVF, "l2", "float32"),
+    (IVF, "cosine", "bfloat16"),
+    (IVF_PQ, "l2", "float32"),
+    (IVF_PQ, "inner_product", "int8"),
+    (GRAPH, "l2", "float32"),
+    (GRAPH, "cosine", "int8"),
+]
+
+
+@cache
+def data(dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    """Vectors, and 40 queries that are none of them."""
+    scale = 100 if dtype == "int8" else 1
+    return (scale * DATA.corpus).astype(getattr(jnp, dtype)), (scale * DATA.queries[:40]).astype(getattr(jnp, dtype))
+
+
+@cache
+def made(kind: str, metric: str = "l2", dtype: str = "float32") -> ApproximateIndex:
+    index = build(data(dtype)[0], index=kind, metric=metric, ids=OWN_IDS, **SETTINGS[kind])
+    assert isinstance(index, ApproximateIndex)
+    return index
+
+
+#: Beyond 32 bits, and in another order than the vectors.
+OWN_IDS = np.arange(NUM)[::-1] * 3 + 2**40
+
+
+def positions(found: vector_search.Found) -> np.ndarray:
+    """Of what was found, in the order given to `build`."""
+    return np.where(found.ids == NO_ID, NO_ID, NUM - 1 - (found.ids - 2**40) // 3)
+
+
+@pytest.mark.parametrize(("kind", "metric", "dtype"), CASES)
+def test_a_search_finds_what_the_recall_target_asks_for(kind: str, metric: str, dtype: str) -> None:
+    """Of queries that are none of the vectors; and distances are those of exact search."""
+    corpus, queries = data(dtype)
+    index = made(kind, metric, dtype)
+    found = index.search(queries, 10)
+    which = positions(found)
+    assert recall(which, exact_nearest(queries, corpus, 10, metric)) >= 0.92  # 0.95, as far as 400 neighbours tell
+    truth = exact_scores(queries, corpus, metric)
+    if metric == "cosine":
+        truth /= np.linalg.norm(queries.astype(np.float64), axis=1)[:, None]
+    own = (-1 if metric == "l2" else 1) * np.take_along_axis(truth, which, axis=1)
+    np.testing.assert_allclose(found.distances, own, rtol=1e-4, atol=1e-4)
+    told = index.stats()
+    assert (told.kind, told.metric, told.dtype, told.num_vectors, told.dim) == (kind, metric, dtype, NUM, DIM)
+    assert told.details["recall"] >= 0.95
+    assert told.details["recall_by_effort"][told.details["effort"]] == told.details["recall"]
+    one = index.search(queries[0], 10)
+    np.testing.assert_array_equal(one.ids, found.ids[0])
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.6])
+def test_a_filter_is_kept_to_and_the_nearest_of_what_is_allowed_are_found(kind: str, share: float) -> None:
+    """V11."""
+    corpus, queries = data()
+    allowed = np.random.default_rng(0).random(NUM) < share
+    found = positions(made(kind).search(queries, 10, filter=allowed))
+    which = np.flatnonzero(allowed)
+    truth = which[exact_nearest(queries, corpus[allowed], 10)]
+    assert (found[:, : truth.shape[1]] >= 0).all()
+    assert (found[:, truth.shape[1] :] == NO_ID).all()
+    assert allowed[found[found != NO_ID]].all()
+    assert recall(found, truth) >= 0.9
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_filter_that_allows_what_is_far_from_the_query_alone(kind: str) -> None:
+    corpus, queries = data()
+    far = np.argsort(((corpus - queries[0]) ** 2).sum(axis=1))[NUM // 2 :]
+    allowed = np.isin(np.arange(NUM), far)
+    found = positions(made(kind).search(queries[0], 10, filter=allowed))
+    assert recall(found[None], far[None, :10]) >= 0.9
+    none = made(kind).search(queries[:3], 4, filter=np.zeros(NUM, bool))
+    assert (none.ids == NO_ID).all()
+    assert np.isposinf(none.distances).all()
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_any_number_of_neighbours_is_found_where_there_are_as_many(kind: str) -> None:
+    corpus, queries = data()
+    found = positions(made(kind).search(queries[:3], 400))
+    assert (np.sort(found, axis=1)[:, 1:] != np.sort(found, axis=1)[:, :-1]).all()
+    assert (found >= 0).all()
+    assert recall(found, exact_nearest(queries[:3], corpus, 400)) >= 0.9
+    every = positions(made(kind).search(queries[:3], NUM + 5))
+    assert np.sort(every[:, :NUM], axis=1).tolist() == [list(range(NUM))] * 3
+    assert (every[:, NUM:] == NO_ID).all()
+
+
+def test_all_lists_are_exact_and_few_are_not() -> None:
+    corpus, queries = data()
+    truth = exact_nearest(queries, corpus, 10)
+    index = made(IVF)
+    np.testing.assert_array_equal(positions(index.search(queries, 10, effort=10**6)), truth)
+    assert recall(positions(index.search(queries, 10, effort=1)), truth) < index.stats().details["recall"] - 0.05
+
+
+def test_more_queries_than_one_program_takes_are_answered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, (_, queries) = made(IVF), data()
+    whole = index.search(queries, 10)
+    monkeypatch.setattr(index, "_at_once", 20)
+    np.testing.assert_array_equal(index.search(queries, 10).ids, whole.ids)
+    assert index.search(queries[:0], 3).ids.shape == (0, 3)
+
+
+def test_a_vector_in_two_lists_is_found_once() -> None:
+    corpus, queries = data()
+    found = build(corpus, index=IVF, num_lists=24, copies=3).search(queries, 10).ids
+    assert all(len(set(row)) == 10 for row in found.tolist())
+    assert recall(found, exact_nearest(queries, corpus, 10)) >= 0.92
+
+
+def test_what_codes_lose_is_told() -> None:
+    corpus, _ = data()
+    told = build(corpus, index=IVF_PQ, num_lists=4, code_bytes=1, refined=1, recall_target=0.99).stats().details
+    assert told["recall"] < 0.9
+    assert told["recall"] == max(told["recall_by_effort"].values())
+
+
+# -- files and devices -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "budget"), [(IVF, 2e5), (IVF_PQ, None), (GRAPH, 1e5)])
+def test_an_index_is_loaded_onto_other_devices_and_finds_the_same(
+    tmp_path: Path, kind: str, budget: float | None
+) -> None:
+    """V14; lists and graphs with so little memory that they are split."""
+    index, (_, queries) = made(kind), data()
+    index.save(tmp_path / "index")
+    loaded = vector_search.load(tmp_path / "index", mesh="8", memory_budget_bytes=budget, batch=8)
+    before, after = index.search(queries[:8], 10), loaded.search(queries[:8], 10)
+    np.testing.assert_array_equal(before.ids, after.ids)
+    np.testing.assert_allclose(before.distances, after.distances, rtol=1e-4, atol=1e-4)
+    assert loaded.stats().details == index.stats().details
+    if budget is not None:
+        assert loaded.stats().device_bytes < index.stats().device_bytes
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "index"
+    made(kind).save(path)
+    whole = path.read_bytes()
+    for place in np.linspace(0, len(whole) - 1, 20).astype(int):
+        flipped = bytearray(whole)
+        flipped[place] ^= 4
+        for damaged in (bytes(flipped), whole[:place]):
+            path.write_bytes(damaged)
+            with pytest.raises(IndexFileError, match=str(path)):
+                vector_search.load(path, mesh=MESH_OF_ONE)
+
+
+def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "index"
+    path.write_bytes(b"before")
+
+    def interrupted(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made(IVF).save(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["index"]
+    assert path.read_bytes() == b"before"
+
+
+def test_an_index_does_not_change_with_the_users_array() -> None:
+    corpus, queries = data()
+    mine = corpus.copy()
+    index = build(mine, index=IVF, num_lists=24)
+    few = np.arange(NUM) < 20  # searched by the vectors themselves
+    before = index.search(queries, 5, filter=few).ids
+    mine[:] = 0
+    np.testing.assert_array_equal(index.search(queries, 5, filter=few).ids, before)
+
+
+def test_a_build_says_how_far_it_is_and_an_interrupted_one_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, float]] = []
+
+    @contextmanager
+    def bar(show: bool | None) -> Iterator[Any]:
+        yield lambda *each: told.append(each)
+
+    def interrupted(*of: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module("autopar.vector_search.build"), "progress_bar", bar)
+    monkeypatch.setattr(ApproximateIndex, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(data()[0], index=IVF, **SETTINGS[IVF])
+    assert "put 1,000 vectors into 24 lists" in dict(told)
+    assert [share for _, share in told] == sorted(share for _, share in told)
+
+
+# -- few vectors -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_one_and_five_vectors_are_indexes(kind: str) -> None:
+    none = build(np.zeros((0, 4), np.float32), index=kind, **SETTINGS.get(kind, {}))
+    assert (none.search(np.zeros((2, 4)), 3).ids == NO_ID).all()
+    if kind != IVF_PQ:  # as of lists
+        one = build(np.ones((1, 4)), index=kind, ids=[7])
+        assert one.search(np.zeros(4), 2).ids.tolist() == [7, NO_ID]
+    five = build(np.eye(5, 4), index=kind).search(np.eye(5, 4), 3)
+    assert five.ids[:4, 0].tolist() == [0, 1, 2, 3]
+    assert (five.ids >= 0).all()
+
+
+def test_equal_vectors_can_be_told_apart_by_nobody() -> None:
+    """Any ten of them are the ten nearest."""
+    index = build(np.ones((200, 4), np.int8), index=IVF, num_lists=4)
+    assert index.stats().details["recall"] == 1
+    assert len(set(index.search(np.ones(4, np.int8), 10).ids.tolist()) - {NO_ID}) == 10
+
+
+# -- efforts ---------------------------------------------------------------------------------
+
+
+def test_recall_counts_what_is_as_near_as_the_last() -> None:
+    truth = (np.array([[1.0, 2.0, 2.0]]), np.array([[4, 5, 6]]))
+    assert recall_of((np.array([[1.0, 2.0, 2.0]]), np.array([[4, 7, 8]])), truth, "l2") == 1
+    assert recall_of((np.array([[1.0, 2.5, 2.5]]), np.array([[4, 7, 8]])), truth, "l2") == 1 / 3
+    assert recall_of((np.array([[1.0, np.inf, np.inf]]), np.array([[4, NO_ID, NO_ID]])), truth, "l2") == 1 / 3
+
+
+def test_the_greatest_effort_is_kept_where_none_is_enough() -> None:
+    measured = least_effort((1, 2, 4), 0.9, lambda effort: effort / 8)
+    assert (measured.effort, measured.recall) == (4, 0.5)
+
+
+def test_a_walk_leaves_out_what_it_is_told_to() -> None:
+    """As if it were not among the vectors: all else is found."""
+    corpus, _ = data()
+    near = exact_nearest(corpus[:200], corpus[:200], 20).astype(np.int32)
+    graph = connect(jnp.asarray(corpus[:200]), jnp.asarray(near), jnp.arange(3), "l2", degree=16)
+    itself = np.arange(0, 200, 10)
+    found = np.asarray(
+        beam.search(graph, jnp.asarray(corpus[itself]), 5, beam=200, left_out=jnp.asarray(itself)).positions
+    )
+    nearest = exact_nearest(corpus[itself], corpus[:200], 6)
+    assert (nearest[:, 0] == itself).all()
+    np.testing.assert_array_equal(found, nearest[:, 1:])
+
+
+def test_the_sample_measures_what_strangers_find() -> None:
+    """Vectors as their own queries, left out of their search, find as much as queries that are none of them."""
+    corpus, _ = data()
+    strangers = DATA.queries
+    for kind in (IVF, GRAPH):
+        found = positions(made(kind).search(strangers, 10))
+        assert abs(recall(found, exact_nearest(strangers, corpus, 10)) - made(kind).stats().details["recall"]) < 0.03
+
+
+# -- auto ------------------------------------------------------------------------------------
+
+
+def chosen(num: int, dim: int = 128, hardware: str = "h100-sxm", **options: Any) -> tuple[str, str]:
+    """For so many vectors, of which there is but one in memory."""
+    asked = SimpleNamespace(
+        vectors=np.broadcast_to(np.zeros((), np.float32), (num, dim)),
+        metric="l2",
+        recall_target=options.get("recall_target", 0.95),
+        place=_place("8", hardware, options.get("budget"), options.get("batch", 256)),
+    )
+    return choose("auto", asked)  # pyright: ignore[reportArgumentType]
+
+
+def test_auto_goes_by_what_searches_are_predicted_to_take() -> None:
+    kind, why = chosen(100_000)
+    assert kind == "exact"
+    assert "256 queries" in why
+    assert "quick enough" in why
+    kind, why = chosen(400_000_000)
+    assert kind == IVF
+    assert why.startswith("predicted times of 256 queries: exact ")
+    assert chosen(400_000_000, recall_target=1.0)[0] == "exact"
+    assert chosen(1_000_000, hardware="cpu-host")[0] == IVF
+    assert chosen(6_000_000, hardware="cpu-host", batch=1)[0] == GRAPH
+    assert chosen(20_000_000, budget=2e9)[0] == "exact"
+    kind, why = chosen(20_000_000, budget=1e9)
+    assert kind == IVF_PQ
+    assert "1 GB a device" in why
+
+
+def test_auto_says_why() -> None:
+    index = vector_search.build(data()[0], mesh=MESH_OF_ONE)
+    assert index.stats().kind == "exact"
+    assert "quick enough" in index.stats().details["why"]
+
+
+# -- what is refused -------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown setting": ({"index": IVF, "degree": 3}, "'ivf' has no setting 'degree': it has num_lists, copies"),
+    "a setting of another kind": ({"index": GRAPH, "num_lists": 3}, "'num_lists': it has degree, width"),
+    "zero": ({"index": IVF, "num_lists": 0}, "`num_lists` is 0"),
+    "a fraction": ({"index": GRAPH, "degree": 1.5}, "`degree` is 1.5"),
+    "more lists than vectors": ({"index": IVF, "num_lists": 7}, "there are 6 vectors"),
+    "codes that do not divide": ({"index": IVF_PQ, "code_bytes": 3}, "4 elements"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_cannot_be(case: str) -> None:
+    options, message = REFUSED[case]
+    with pytest.raises(SearchError, match=message):
+        build(np.ones((6, 4)), **options)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_what_no_index_is_built_of_and_can_be_asked(kind: str) -> None:
+    corpus, queries = data()
+    nan = corpus.copy()
+    nan[3, 4] = np.nan
+    built: list[tuple[Any, dict[str, Any], str]] = [
+        (nan, {}, r"nan at \[3, 4\]"),
+        (corpus[0], {}, "two|n, d"),
+        (corpus, {"ids": np.zeros(NUM, int)}, "0 twice"),
+        (corpus, {"metric": "hamming"}, "hamming"),
+    ]
+    for wrong, options, message in built:
+        with pytest.raises(SearchError, match=message):
+            build(wrong, index=kind, **options)
+    index = made(kind)
+    searched: list[tuple[Any, int, dict[str, Any], str]] = [
+        (queries[:, :3], 1, {}, "num_queries, 16"),
+        (queries, 0, {}, "`k` is 0"),
+        (queries, 1, {"filter": [True]}, "each of the 1,000 vectors"),
+        (queries, 1, {"effort": 0}, "`effort` is 0"),
+    ]
+    for asked, k, options, message in searched:
+        with pytest.raises(SearchError, match=message):
+            index.search(asked, k, **options)
+    with pytest.raises(SearchError, match="this index is exact"):
+        build(corpus, index="exact").search(queries, 1, effort=3)
+
+
+def test_digits_have_the_neighbours_that_scikit_learn_finds() -> None:
+    """V13: where scikit-learn is installed."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    neighbors = pytest.importorskip("sklearn.neighbors")
+    digits = datasets.load_digits().data.astype(np.int8)
+    queries = digits[::9]
+    distances, ids = neighbors.NearestNeighbors(n_neighbors=10, algorithm="brute").fit(digits).kneighbors(queries)
+    index = build(digits, index=IVF, num_lists=8)
+    found, truth = index.search(queries, 10), (np.rint(distances**2), ids)
+    assert recall_of((found.distances, found.ids), truth, "l2") >= 0.93
+    np.testing.assert_array_equal(index.search(queries, 10, effort=8).distances, np.rint(distances**2))
