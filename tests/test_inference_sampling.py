@@ -214,12 +214,10 @@ def test_a_split_vocabulary_is_never_gathered_and_draws_the_same() -> None:
         else:
             np.testing.assert_array_equal(got, expected)
     compiled = planned.run.lower(*structs).compile().as_text() or ""
-    sent = hlo.collectives(compiled, ignore_up_to=0)
-    largest = max(one.num_elements for one in sent)
-    assert largest <= SLOTS * 8 * 64 * 2, "of each device its candidates"
-    gathered = [one for one in sent if one.kind == "all-gather" and one.num_elements > SLOTS * 8]
-    assert sum(one.num_elements for one in gathered) <= 2 * SLOTS * 8 * 64, "values and places, once"
-    assert len(sent) <= 12, [(one.kind, one.num_elements) for one in sent]
+    sent = hlo.collectives(compiled, ignore_up_to=SLOTS)
+    assert max(one.num_elements for one in sent) <= SLOTS * 8 * 64, "of each device its candidates"
+    assert sum(one.num_elements > SLOTS * 8 for one in sent) == 2, "their values and places, once"
+    assert len(sent) <= 6, [(one.kind, one.num_elements) for one in sent]
 
 
 # -- speculation -------------------------------------------------------------------------------
@@ -289,4 +287,4 @@ def test_plans_of_a_sampler_need_no_pin() -> None:
     plan = autopar.plan(
         lambda logits, *rest: sample(logits, SamplingParams(*rest[:4]), rest[4]), *structs, positions, mesh="8"
     )
-    assert not plan.notes or all("without a rule" not in str(note) for note in plan.notes)
+    assert not any("no sharding rule" in str(note) for note in plan.notes)

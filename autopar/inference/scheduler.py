@@ -146,7 +146,8 @@ class Scheduler:
         shape = Shape(width=1 + self.options.num_proposals) if any(proposed.values()) else self._decode_shape()
         decodes = self._decodes(shape, proposed, copies)
         rows, length = (0, 0) if shape != Shape() else self._chunk_shape()
-        chunks = self._chunks(rows, length, copies, may_preempt=not decodes)
+        is_idle = not decodes and not any(each.num_unknown or each.is_verified for each in self._running.values())
+        chunks = self._chunks(rows, length, copies, may_preempt=is_idle)
         if chunks:
             shape = Shape(rows=rows, length=length)
         if not decodes and not chunks:
@@ -282,6 +283,11 @@ class Scheduler:
         return max(self.options.chunks, key=worth)
 
     def _chunks(self, rows: int, length: int, copies: list[Copy], *, may_preempt: bool) -> list[Run]:
+        """Of the oldest prompts the next chunk each.
+
+        Args:
+            may_preempt: nothing else runs or is on its way, so no page will be given back but by preemption.
+        """
         runs: list[Run] = []
         for sequence in self._prompts()[:rows]:
             if sequence.request.name not in self._running:
