@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from scipy import special, stats
 
-import autopar
 from autopar import hlo
 from autopar.errors import InferenceError
 from autopar.inference.sampling import SamplingOptions, SamplingParams, kept, params_of, sample
@@ -277,14 +276,26 @@ def test_a_slot_without_proposals_is_sampled_and_only_logits_that_are_read_must_
     assert found.num_accepted.tolist() == [0, 0] and found.tokens[0, 0] == logits[0, 0].argmax()
 
 
-def test_plans_of_a_sampler_need_no_pin() -> None:
-    """The planner takes it as it is, whatever it chooses."""
-    structs = (
-        jax.ShapeDtypeStruct((SLOTS, LARGE), jnp.float32),
-        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in same_for_all(SLOTS)),
+def test_proposals_are_verified_where_the_vocabulary_lies() -> None:
+    """As sampling: candidates and single numbers are sent, for each slot and proposal."""
+    slots, width, size = 8, 4, 8 * 512
+    logits = (3 * RNG.standard_normal((slots, width, size))).astype(np.float32)
+    proposed = logits.argmax(-1)[:, :-1].astype(np.int32)
+    proposed[::2, 1] = 5
+    options = params(
+        *(SamplingOptions(t, k, seed=i) for i, (t, k) in enumerate([(0, 0), (0.05, 0), (0.1, 9), (1, 0)] * 2))
     )
-    positions = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
-    plan = autopar.plan(
-        lambda logits, *rest: sample(logits, SamplingParams(*rest[:4]), rest[4]), *structs, positions, mesh="8"
-    )
-    assert not any("no sharding rule" in str(note) for note in plan.notes)
+    flat = (logits, proposed, np.full(slots, width - 1, np.int32), *options, np.arange(slots, dtype=np.int32))
+
+    def step(logits: Any, proposed: Any, num: Any, *rest: Any) -> Any:
+        return verify(logits, proposed, num, SamplingParams(*rest[:4]), rest[4])
+
+    structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat)
+    planned = Planned.of(step, structs, {"mesh": "model=8", "pin": {"logits": P(None, None, "model")}})
+    found = planned.run(*(jax.device_put(a, s) for a, s in zip(flat, planned.shardings, strict=True)))
+    expected = VERIFY(*flat[:3], options, flat[-1])
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    sent = hlo.collectives(planned.run.lower(*structs).compile().as_text() or "", ignore_up_to=0)
+    assert max(one.num_elements for one in sent) <= slots * width * size / 8, "never more than a device has"

@@ -20,6 +20,7 @@ from autopar.inference.scheduler import Propose, Scheduler
 from autopar.inference.stopping import TextUntilStop
 
 PAGE = 16
+EXAMPLES = 60
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -189,7 +190,7 @@ def some_requests(chance: random.Random, num: int) -> list[Request]:
     return [Request(str(i), prompt(), chance.randint(1, 40), chance.choice(stops)) for i in range(num)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     num_slots=st.sampled_from([1, 3, 8]),
@@ -223,6 +224,16 @@ def test_everybody_gets_their_own_tokens(
         arrive=arrive,
     )
     served.check(requests)
+
+
+def test_proposals_may_follow_a_chunk_that_is_still_on_its_way() -> None:
+    """A prompt of one token more than its chunk, which is verified with guesses before the chunk has come out."""
+    requests = [Request(str(i), (i, *range(32)), 9) for i in range(3)]
+    options = Options(1, 120, ((1, 32),), 1, 3)
+    served = Served(requests, options, 8, ahead=1, propose=lambda tokens, most: [1] * most)
+    served.check(requests)
+    first, second = served.iterations[:2]
+    assert not first.chunks[0].samples and second.shape.width > 1
 
 
 def test_a_long_prompt_is_cut_and_others_generate_beside_it() -> None:

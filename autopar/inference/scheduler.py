@@ -219,9 +219,9 @@ class Scheduler:
     # -- slots that generate -------------------------------------------------------------------
 
     def _all_generate(self) -> list[_Sequence]:
-        """All sequences that are not about to end, where nobody waits and no prompt is to be computed; else none."""
+        """All sequences that are not about to end, where no prompt is to be computed; else none."""
         going_on = [sequence for sequence in self._running.values() if sequence.num_to_generate > 0]
-        return going_on if not self._waiting and all(sequence.generates for sequence in going_on) else []
+        return going_on if all(sequence.generates for sequence in going_on) else []
 
     def _proposals(self) -> dict[str, tuple[int, ...]]:
         """Guesses of what each sequence will generate; none where prompts are to be computed, or tokens are unknown."""
@@ -237,7 +237,7 @@ class Scheduler:
     def _decode_shape(self) -> Shape:
         """Many steps where nobody waits, and all have as many to go and room for them."""
         steps, generating = self.options.steps, self._all_generate()
-        if not generating or any(sequence.num_to_generate < steps for sequence in generating):
+        if self._waiting or not generating or any(sequence.num_to_generate < steps for sequence in generating):
             return Shape()
         needed = sum(self.cache.num_needed(each.table, each.num_sent + steps) for each in generating)
         return Shape(steps=steps) if needed <= self.cache.pool.num_available else Shape()
@@ -318,7 +318,7 @@ class Scheduler:
     def _take(self, sequence: _Sequence, run: Run, result: Result, shape: Shape) -> Progress | None:
         """Tokens to their sequence; what follows its end is dropped."""
         sequence.num_done = run.start + run.num_tokens
-        if sequence.is_verified:  # of the proposals, the rejected lie in the cache in vain
+        if shape.width > 1:  # of the proposals, the rejected lie in the cache in vain
             sequence.is_verified = False
             sequence.num_done = sequence.num_sent = run.start + len(result.tokens)
         elif run.samples:
