@@ -95,3 +95,7 @@ class SearchError(AutoparError):
 
 class IndexFileError(AutoparError):
     """A saved index that cannot be written, is not there, is damaged, or is of another version."""
+
+
+class InferenceError(AutoparError):
+    """A request, a cache or an engine's options that cannot be served."""

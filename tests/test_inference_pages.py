@@ -1,0 +1,325 @@
+"""Pages of the KV cache: nothing is leaked, written by two or lost, under any order of operations; what is found again is
+what brute force finds; and on the device a paged cache gives the bits of a contiguous one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from autopar.errors import InferenceError
+from autopar.inference import kv_pages
+from autopar.inference.page_pool import PagePool, num_pages_in
+from autopar.inference.page_tables import PagedCache, PageTable
+
+PAGE = 4
+
+
+class Oracle:
+    """What a pool with one prefix tree must hold: contents of pages as written, and prefixes by brute force."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pool = PagePool(num_pages)
+        self.cache = PagedCache(self.pool, PAGE)
+        self.contents: dict[tuple[int, int], int] = {}  # (page, offset) to token: the device's arrays
+        self.live: list[tuple[PageTable, list[int]]] = []
+        self.kept: set[tuple[int, ...]] = set()  # prefixes of whole pages that were kept, evicted or not
+        self.fits_all = True
+
+    def start(self, tokens: list[int]) -> None:
+        table = self.cache.start(tokens)
+        found = table.num_tokens
+        longest = max((len(p) for p in self.kept if len(p) < len(tokens) and tuple(tokens[: len(p)]) == p), default=0)
+        assert found == longest if self.fits_all else found <= longest
+        self.live.append((table, tokens[:found]))
+        self.check(len(self.live) - 1)
+        if not self.write(len(self.live) - 1, tokens[found:]):
+            self.end(len(self.live) - 1)
+
+    def write(self, i: int, new: list[int]) -> bool:
+        table, tokens = self.live[i]
+        before = list(table.pages), self.pool.num_available
+        needed = self.cache.num_needed(table, len(tokens) + len(new))
+        if needed > self.pool.num_free:
+            self.fits_all = False
+        copies = self.cache.grow(table, len(tokens) + len(new))
+        if copies is None:
+            assert needed > self.pool.num_available and before == (table.pages, self.pool.num_available)
+            return False
+        for source, target in copies:
+            for offset in range(PAGE):
+                if (source, offset) in self.contents:
+                    self.contents[target, offset] = self.contents[source, offset]
+        for at, token in enumerate(new, len(tokens)):
+            assert self.pool.references(table.pages[at // PAGE]) == 1, "only its one holder writes to a page"
+            self.contents[table.pages[at // PAGE], at % PAGE] = token
+        tokens += new
+        for j in range(len(self.live)):
+            self.check(j)
+        return True
+
+    def keep(self, i: int) -> None:
+        table, tokens = self.live[i]
+        first = table.num_kept
+        self.cache.keep(table, tokens)
+        if table.num_kept < len(tokens) // PAGE:
+            assert self.pool.references(table.pages[table.num_kept]) > 1, "only what a fork holds too is not kept"
+        assert table.num_kept >= first
+        self.kept |= {tuple(tokens[: PAGE * num]) for num in range(1, table.num_kept + 1)}
+        self.check(i)
+
+    def fork(self, i: int) -> None:
+        table, tokens = self.live[i]
+        self.live.append((self.cache.fork(table), list(tokens)))
+
+    def cut(self, i: int, num: int) -> None:
+        table, tokens = self.live[i]
+        left = max(table.num_kept * PAGE, len(tokens) - num)
+        self.cache.cut(table, left)
+        del tokens[left:]
+
+    def end(self, i: int) -> None:
+        table, _ = self.live.pop(i)
+        self.cache.end(table)
+
+    def check(self, i: int) -> None:
+        """A sequence reads its own tokens."""
+        table, tokens = self.live[i]
+        assert [self.contents[table.pages[t // PAGE], t % PAGE] for t in range(len(tokens))] == tokens
+
+    def check_all(self) -> None:
+        self.pool.check()
+        assert self.pool.num_free + self.pool.num_evictable + self.pool.num_held == self.pool.num_pages
+        assert self.pool.num_held == len({page for table, _ in self.live for page in table.pages})
+
+
+class Operations(RuleBasedStateMachine):
+    @initialize(num_pages=st.integers(1, 24))
+    def begin(self, num_pages: int) -> None:
+        self.oracle = Oracle(num_pages)
+
+    def _some(self, data: Any) -> int:
+        return data.draw(st.integers(0, len(self.oracle.live) - 1))
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    def start(self, tokens: list[int]) -> None:
+        self.oracle.start(tokens)
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def write(self, data: Any, tokens: list[int]) -> None:
+        self.oracle.write(self._some(data), tokens)
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def keep(self, data: Any) -> None:
+        self.oracle.keep(self._some(data))
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def fork(self, data: Any) -> None:
+        self.oracle.fork(self._some(data))
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data(), num=st.integers(1, 6))
+    def cut(self, data: Any, num: int) -> None:
+        self.oracle.cut(self._some(data), num)
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def end(self, data: Any) -> None:
+        self.oracle.end(self._some(data))
+
+    @invariant()
+    def all_is_well(self) -> None:
+        if hasattr(self, "oracle"):
+            self.oracle.check_all()
+
+    def teardown(self) -> None:
+        if hasattr(self, "oracle"):
+            while self.oracle.live:
+                self.oracle.end(0)
+            assert self.oracle.pool.num_held == 0
+
+
+Operations.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestOperations = Operations.TestCase
+
+
+def test_ten_thousand_operations_leak_nothing() -> None:
+    """Long sequences of operations in a small pool, so that pages are shared, copied and evicted all the time."""
+    chance = random.Random(0)
+    oracle = Oracle(40)
+    for step in range(10_000):
+        some = chance.randrange(len(oracle.live)) if oracle.live else None
+        what = chance.choice(["start", "write", "keep", "fork", "cut", "end"])
+        if some is None or (what == "start" and len(oracle.live) < 12):
+            oracle.start([chance.randrange(2) for _ in range(chance.randint(1, 30))])
+        elif what == "write":
+            oracle.write(some, [chance.randrange(2) for _ in range(chance.randint(1, 9))])
+        elif what == "keep":
+            oracle.keep(some)
+        elif what == "fork" and len(oracle.live) < 12:
+            oracle.fork(some)
+        elif what == "cut":
+            oracle.cut(some, chance.randint(1, 6))
+        elif what == "end":
+            oracle.end(some)
+        if step % 50 == 0:
+            oracle.check_all()
+    while oracle.live:
+        oracle.end(0)
+    oracle.check_all()
+    assert oracle.pool.num_held == 0
+    assert oracle.pool.take(40) is not None, "all pages can be had again"
+
+
+def test_prefixes_found_are_those_of_brute_force() -> None:
+    """A tree of prompts, as conversations make it, in a pool that holds them all."""
+    chance = random.Random(1)
+    oracle = Oracle(20_000)
+    prompts = [[0]]
+    for _ in range(400):
+        begin = chance.choice(prompts)
+        prompt = begin[: chance.randint(1, len(begin))] + [chance.randrange(3) for _ in range(chance.randint(1, 12))]
+        prompts.append(prompt)
+        oracle.start(list(prompt))
+        oracle.keep(0)
+        oracle.end(0)
+    assert oracle.fits_all
+    oracle.check_all()
+
+
+def test_least_recently_used_pages_go_first_and_leaves_before_their_stems() -> None:
+    pool = PagePool(6)
+    cache = PagedCache(pool, PAGE)
+
+    def computed(tokens: list[int]) -> None:
+        table = cache.start(tokens)
+        assert cache.grow(table, len(tokens)) is not None
+        cache.keep(table, tokens)
+        cache.end(table)
+
+    first, second = [1] * 8, [2] * 8
+    computed(first)
+    computed(second)
+    cache.end(cache.start([*first, 0]))  # the first was used last
+    taken = pool.take(3)
+    assert taken is not None
+    assert (cache.start([*second, 0]).num_tokens, cache.start([*first, 0]).num_tokens) == (4, 8)
+
+
+def test_two_caches_stand_on_one_pool() -> None:
+    """Models with pages of one size in bytes, that hold different numbers of tokens: each takes what the other leaves."""
+    pool = PagePool(8)
+    small, large = PagedCache(pool, 16), PagedCache(pool, 4)
+    table, other = small.start([1]), large.start([1])
+    assert small.grow(table, 64) == [] and large.grow(other, 16) == []
+    assert large.grow(other, 17) is None
+    small.end(table)
+    assert large.grow(other, 17) == [] and pool.num_held == 5
+
+
+def test_a_cache_without_room_is_refused() -> None:
+    assert num_pages_in(10 * 4096 + 5, 4096) == 9
+    with pytest.raises(InferenceError, match="5000 bytes are left for the KV cache, of which a page takes 4096"):
+        num_pages_in(5000, 4096)
+    with pytest.raises(InferenceError, match="holds nothing"):
+        PagePool(0)
+
+
+# -- on the device ---------------------------------------------------------------------------
+
+ROWS, LENGTH, HEADS, KV_HEADS, DIM = 3, 16, 4, 2, 8
+RNG = np.random.default_rng(0)
+
+
+def random_array(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def shuffled_tables(num_pages: int) -> jax.Array:
+    """Pages in no order."""
+    return jnp.asarray(RNG.permutation(num_pages)[: ROWS * LENGTH // PAGE].reshape(ROWS, -1), jnp.int32)
+
+
+def test_paged_is_contiguous_to_the_bit() -> None:
+    """A chunk of each row, then token by token, in pages that were full of NaNs."""
+    pages = kv_pages.empty_pages(20, PAGE, KV_HEADS, DIM, jnp.dtype("float32"))
+    pages = kv_pages.KVPages(pages.keys.at[:].set(jnp.nan), pages.values.at[:].set(jnp.nan))
+    keys = values = jnp.zeros((ROWS, LENGTH, KV_HEADS, DIM))
+    tables = shuffled_tables(20)
+    rows = jnp.arange(ROWS)[:, None]
+
+    @jax.jit
+    def both(pages: Any, keys: Any, values: Any, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        pages = kv_pages.write(pages, k, v, tables, positions)
+        at = jnp.where(positions < 0, LENGTH, positions)
+        keys, values = (a.at[rows, at].set(new, mode="drop") for a, new in ((keys, k), (values, v)))
+        paged = kv_pages.attend(q, *kv_pages.gather(pages, tables), positions)
+        return pages, keys, values, paged, kv_pages.attend(q, keys, values, positions)
+
+    lengths = np.array([5, 1, 7])
+    chunk = np.where(np.arange(7) < lengths[:, None], np.arange(7), -1)
+    for positions in [chunk, *(lengths[:, None] + step for step in range(9))]:
+        n = positions.shape[1]
+        new = [random_array(ROWS, n, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        pages, keys, values, paged, contiguous = both(pages, keys, values, jnp.asarray(positions), *new)
+        is_real = positions >= 0
+        assert np.isfinite(np.asarray(paged)[is_real]).all()
+        np.testing.assert_array_equal(np.asarray(paged)[is_real], np.asarray(contiguous)[is_real])
+
+
+def test_attention_is_what_it_says() -> None:
+    """Against NumPy, head by head."""
+    q = random_array(1, 2, HEADS, DIM)
+    k, v = random_array(1, 6, KV_HEADS, DIM), random_array(1, 6, KV_HEADS, DIM)
+    got = kv_pages.attend(q, k, v, jnp.array([[3, 4]]))
+    for token, position in enumerate((3, 4)):
+        for head in range(HEADS):
+            of = head // (HEADS // KV_HEADS)
+            scores = np.asarray(k[0, : position + 1, of]) @ np.asarray(q[0, token, head]) / np.sqrt(DIM)
+            weights = np.exp(scores - scores.max())
+            expected = weights @ np.asarray(v[0, : position + 1, of]) / weights.sum()
+            np.testing.assert_allclose(got[0, token, head], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_read_before_they_write() -> None:
+    pages = kv_pages.KVPages(random_array(5, PAGE, KV_HEADS, DIM), random_array(5, PAGE, KV_HEADS, DIM))
+    waste = pages.waste_page
+    made = kv_pages.copy(pages, jnp.array([0, 1, waste]), jnp.array([1, 2, waste]))
+    for before, after in zip(pages, made, strict=True):
+        np.testing.assert_array_equal(after[jnp.array([0, 1, 2, 3])], before[jnp.array([0, 0, 1, 3])])
+
+
+def test_a_step_moves_no_whole_pool() -> None:
+    """The donated pool is written where it lies: nothing of its size is copied, read or made anew."""
+    num_pages = 4096
+    pages = kv_pages.empty_pages(num_pages, PAGE, KV_HEADS, DIM, jnp.dtype("float32"))
+
+    def step(pages: Any, q: Any, k: Any, v: Any, tables: Any, positions: Any, copied: Any) -> Any:
+        pages = kv_pages.copy(pages, *copied)
+        pages = kv_pages.write(pages, k, v, tables, positions)
+        return pages, kv_pages.attend(q, *kv_pages.gather(pages, tables), positions)
+
+    q, k = random_array(ROWS, 1, HEADS, DIM), random_array(ROWS, 1, KV_HEADS, DIM)
+    copied = jnp.zeros((2, 1), jnp.int32)
+    compiled = (
+        jax.jit(step, donate_argnums=0)
+        .lower(pages, q, k, k, shuffled_tables(num_pages), jnp.full((ROWS, 1), 3), tuple(copied))
+        .compile()
+    )
+    text = compiled.as_text() or ""
+    pool = f"f32[{num_pages + 1},{PAGE},{KV_HEADS},{DIM}]"
+    assert text.count("may-alias") + text.count("must-alias") >= 2, "keys and values are written in place"
+    moved = [line for line in text.splitlines() if f"= {pool}" in line and (" copy(" in line or " select(" in line)]
+    assert not moved, moved[:2]
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < pages.keys.nbytes / 4

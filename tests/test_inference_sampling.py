@@ -1,0 +1,301 @@
+"""Sampling and verification: what NumPy says may be drawn is drawn, as often as its probability; the same for a request
+wherever it runs; and of a vocabulary split over eight devices the logits stay where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from scipy import special, stats
+
+from autopar import hlo
+from autopar.errors import InferenceError
+from autopar.inference.sampling import SamplingOptions, SamplingParams, kept, params_of, sample
+from autopar.inference.speculation import verify
+from autopar.vector_search.planned import Planned
+
+RNG = np.random.default_rng(0)
+NUM, VOCABULARY = 8, 97  # candidates, tokens
+SAMPLE = jax.jit(sample, static_argnames="num_candidates")
+VERIFY = jax.jit(verify, static_argnames="num_candidates")
+
+
+def params(*slots: SamplingOptions) -> SamplingParams:
+    return params_of(slots)
+
+
+def same_for_all(num: int, seeds: Any = None, **options: Any) -> SamplingParams:
+    made = params_of([SamplingOptions(**options)] * num)
+    return made if seeds is None else made._replace(seed=np.asarray(seeds, np.uint32))
+
+
+def allowed(logits: np.ndarray, options: SamplingOptions, num_candidates: int = NUM) -> np.ndarray:
+    """Probabilities of all tokens, as written in every description of these parameters."""
+    order = np.argsort(-logits, kind="stable")
+    if options.temperature == 0:
+        return np.eye(len(logits))[order[0]]
+    ranked = logits[order].astype(np.float64) / options.temperature
+    p = special.softmax(ranked)
+    if options.top_k:
+        p[options.top_k :] = 0
+        p /= p.sum()
+    if options.top_p < 1:
+        before = np.cumsum(p) - p
+        p[1:][before[1:] >= options.top_p] = 0
+        p[num_candidates:] = 0
+        p /= p.sum()
+    found = np.zeros(len(logits))
+    found[order] = p
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.integers(0, NUM),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    spread=st.sampled_from([0.5, 4.0]),
+    has_ties=st.booleans(),
+)
+def test_what_is_kept_is_what_numpy_keeps(
+    seed: int, temperature: float, top_k: int, top_p: float, spread: float, has_ties: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (spread * rng.standard_normal((4, VOCABULARY))).astype(np.float32)
+    if has_ties:
+        logits = np.round(logits)
+    options = SamplingOptions(temperature, top_k, top_p)
+    found = KEPT(jnp.asarray(logits), same_for_all(4, temperature=temperature, top_k=top_k, top_p=top_p))
+    for row, got in zip(logits, special.softmax(np.asarray(found.logits, np.float64), axis=-1), strict=True):
+        expected = allowed(row, options)
+        if not _is_near_a_border(row, options):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found.log_total, special.logsumexp(logits.astype(np.float64), axis=-1), rtol=1e-5)
+
+
+KEPT = jax.jit(lambda logits, params: kept(logits, params, num_candidates=NUM))
+
+
+def _is_near_a_border(logits: np.ndarray, options: SamplingOptions) -> bool:
+    """Whether rounding decides if one token more is in the nucleus."""
+    if options.top_p == 1 or options.temperature == 0:
+        return False
+    p = np.sort(allowed(logits, SamplingOptions(options.temperature, options.top_k)))[::-1]
+    return bool((np.abs(np.cumsum(p) - options.top_p) < 1e-5).any())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SamplingOptions(1.0),
+        SamplingOptions(0.7, top_k=5),
+        SamplingOptions(1.0, top_p=0.8),
+        SamplingOptions(1.5, top_k=6, top_p=0.7),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_as_often_as_they_are_probable(options: SamplingOptions) -> None:
+    """Chi-squared, of 20,000 seeds at one position, and of as many positions of one seed."""
+    num, logits = 20_000, np.float32(2) * RNG.standard_normal(12).astype(np.float32)
+    rows = jnp.broadcast_to(jnp.asarray(logits), (num, 12))
+    many, one = np.arange(num), np.full(num, 7)
+    given = params_of([options])
+    for seeds, positions in ((many, one), (one, many)):
+        wide = SamplingParams(*(np.repeat(each, num) for each in given))._replace(seed=seeds.astype(np.uint32))
+        drawn = SAMPLE(rows, wide, jnp.asarray(positions, jnp.int32))
+        assert bool(drawn.is_sound.all())
+        check_frequencies(np.asarray(drawn.tokens), allowed(logits, options, 12))
+
+
+def check_frequencies(tokens: np.ndarray, probabilities: np.ndarray, least: float = 1e-3) -> None:
+    """No token that may not be, and a chi-squared of the others that chance makes more often than `least`."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    assert counts[probabilities == 0].sum() == 0
+    expected = len(tokens) * probabilities
+    many = expected >= 5
+    seen = np.append(counts[many], counts[~many].sum())
+    foreseen = np.append(expected[many], expected[~many].sum())
+    if foreseen[-1] < 1:
+        seen, foreseen = seen[:-1], foreseen[:-1] * seen[:-1].sum() / foreseen[:-1].sum()
+    assert stats.chisquare(seen, foreseen).pvalue > least
+
+
+def test_a_request_has_its_tokens_in_any_slot_beside_any_others() -> None:
+    logits = RNG.standard_normal((16, VOCABULARY)).astype(np.float32)
+    mine = SamplingOptions(0.9, top_k=7, top_p=0.9, seed=42)
+    others = [SamplingOptions(1.0, seed=i) if i % 2 else SamplingOptions() for i in range(16)]
+    found = set()
+    for slot in range(16):
+        given = [*others[:slot], mine, *others[slot + 1 :]]
+        rows = RNG.permutation(logits)
+        rows[slot] = logits[0]
+        positions = RNG.integers(0, 99, 16).astype(np.int32)
+        positions[slot] = 5
+        drawn = SAMPLE(rows, params(*given), positions)
+        found.add((int(drawn.tokens[slot]), float(drawn.logprobs[slot])))
+    assert len(found) == 1
+
+
+def test_greedy_takes_the_first_of_equals_and_logprobs_are_those_of_the_logits() -> None:
+    logits = np.round(2 * RNG.standard_normal((5, VOCABULARY))).astype(np.float32)
+    drawn = SAMPLE(logits, same_for_all(5), np.zeros(5, np.int32), num_candidates=NUM)
+    np.testing.assert_array_equal(drawn.tokens, logits.argmax(-1))
+    logprobs = special.log_softmax(logits.astype(np.float64), axis=-1)
+    np.testing.assert_allclose(drawn.logprobs, logprobs.max(-1), rtol=1e-5)
+    best = np.argsort(-logits, axis=-1, kind="stable")[:, :NUM]
+    np.testing.assert_array_equal(drawn.best_tokens, best)
+    np.testing.assert_allclose(drawn.best_logprobs, np.take_along_axis(logprobs, best, -1), rtol=1e-5)
+
+
+def test_logits_that_are_no_numbers_are_told_of_their_own_slot() -> None:
+    logits = RNG.standard_normal((6, VOCABULARY)).astype(np.float32)
+    logits[1, 3], logits[2, 96], logits[3], logits[4, :50] = np.nan, np.inf, -np.inf, -np.inf
+    drawn = SAMPLE(logits, same_for_all(6, temperature=1.0), np.zeros(6, np.int32))
+    assert drawn.is_sound.tolist() == [True, False, False, False, True, True]
+    alone = SAMPLE(logits[5:], same_for_all(1, temperature=1.0), np.zeros(1, np.int32))
+    assert drawn.tokens[5] == alone.tokens[0] and drawn.tokens[4] >= 50, "the others are as without it"
+
+
+def test_a_nucleus_larger_than_the_candidates_is_cut_and_told() -> None:
+    flat, steep = np.zeros(VOCABULARY, np.float32), -np.arange(VOCABULARY, dtype=np.float32)
+    drawn = SAMPLE(
+        np.stack([flat, steep]), same_for_all(2, temperature=1.0, top_p=0.9), np.zeros(2, np.int32), num_candidates=NUM
+    )
+    assert drawn.is_cut.tolist() == [True, False] and drawn.tokens[0] < NUM
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 65}, "top_k is 65: at least 1 and at most 64"),
+        ({"top_p": 0.0}, "top_p is 0.0: larger than 0"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+    ],
+)
+def test_parameters_that_cannot_be_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(InferenceError, match=why):
+        SamplingOptions(**options)
+
+
+# -- a vocabulary split over devices -----------------------------------------------------------
+
+SLOTS, LARGE = 16, 8 * 2048
+
+
+def test_a_split_vocabulary_is_never_gathered_and_draws_the_same() -> None:
+    """Planned for eight devices: candidates of each are sent, and single numbers of each slot."""
+    logits = (3 * RNG.standard_normal((SLOTS, LARGE))).astype(np.float32)
+    options = [
+        SamplingOptions(t, k, p, seed=i)
+        for i, (t, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.8, 40, 1), (1, 0, 0.9)] * 4)
+    ]
+    arguments = (logits, params(*options), np.arange(SLOTS, dtype=np.int32))
+
+    def step(logits: Any, temperature: Any, top_k: Any, top_p: Any, seed: Any, positions: Any) -> Any:
+        return sample(logits, SamplingParams(temperature, top_k, top_p, seed), positions)
+
+    flat = (logits, *arguments[1], arguments[2])
+    structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat)
+    planned = Planned.of(step, structs, {"mesh": "model=8", "pin": {"logits": P(None, "model")}})
+    found = planned.run(*(jax.device_put(a, s) for a, s in zip(flat, planned.shardings, strict=True)))
+    for got, expected in zip(jax.tree.leaves(found), SAMPLE(*arguments), strict=True):
+        if np.issubdtype(np.asarray(expected).dtype, np.floating):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(got, expected)
+    compiled = planned.run.lower(*structs).compile().as_text() or ""
+    sent = hlo.collectives(compiled, ignore_up_to=SLOTS)
+    assert max(one.num_elements for one in sent) <= SLOTS * 8 * 64, "of each device its candidates"
+    assert sum(one.num_elements > SLOTS * 8 for one in sent) == 2, "their values and places, once"
+    assert len(sent) <= 6, [(one.kind, one.num_elements) for one in sent]
+
+
+# -- speculation -------------------------------------------------------------------------------
+
+
+def test_greedy_accepts_what_greedy_would_have_generated() -> None:
+    logits = RNG.standard_normal((4, 4, VOCABULARY)).astype(np.float32)
+    best = logits.argmax(-1).astype(np.int32)
+    proposed = best[:, :3].copy()
+    proposed[1, 0] += 1
+    proposed[2, 2] = (proposed[2, 2] + 1) % VOCABULARY
+    num = np.array([3, 3, 3, 1], np.int32)
+    found = VERIFY(logits, proposed % VOCABULARY, num, same_for_all(4), np.zeros(4, np.int32))
+    assert found.num_accepted.tolist() == [3, 0, 2, 1]
+    for row, count in enumerate([3, 0, 2, 1]):
+        assert found.tokens[row, : count + 1].tolist() == best[row, : count + 1].tolist()
+        assert not found.tokens[row, count + 1 :].any()
+    logprobs = special.log_softmax(logits.astype(np.float64), axis=-1)
+    np.testing.assert_allclose(
+        found.logprobs[0], np.take_along_axis(logprobs[0], best[0][:, None], -1)[:, 0], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 5}], ids=str)
+@pytest.mark.parametrize("by", ["certainty", "draft"])
+def test_the_distribution_is_the_targets_whatever_is_proposed(by: str, options: dict[str, Any]) -> None:
+    """100,000 seeds, a vocabulary of ten: the first token, and the second after each accepted proposal."""
+    num, size = 100_000, 10
+    logits = RNG.standard_normal((2, size)).astype(np.float32)
+    q = special.softmax(1.5 * RNG.standard_normal(size)).astype(np.float32)
+    proposed = RNG.choice(size, num, p=q / q.sum(dtype=np.float64)) if by == "draft" else np.full(num, 3)
+    draft = jnp.broadcast_to(jnp.asarray(q), (num, 1, size)) if by == "draft" else None
+    found = VERIFY(
+        jnp.broadcast_to(jnp.asarray(logits), (num, 2, size)),
+        proposed[:, None].astype(np.int32),
+        np.ones(num, np.int32),
+        same_for_all(num, np.arange(num), **options),
+        np.full(num, 11, np.int32),
+        draft,
+    )
+    first = allowed(logits[0], SamplingOptions(**options))
+    tokens, accepted = np.asarray(found.tokens), np.asarray(found.num_accepted)
+    check_frequencies(tokens[:, 0], first)
+    check_frequencies(tokens[accepted == 1, 1], allowed(logits[1], SamplingOptions(**options)))
+    frequencies = np.bincount(tokens[:, 0], minlength=size) / num
+    assert 0.5 * np.abs(frequencies - first).sum() <= 0.01, "total variation"
+    rate = np.minimum(first, q).sum() if by == "draft" else first[3]
+    assert accepted.mean() == pytest.approx(rate, abs=0.01)
+
+
+def test_a_slot_without_proposals_is_sampled_and_only_logits_that_are_read_must_be_sound() -> None:
+    logits = RNG.standard_normal((2, 3, VOCABULARY)).astype(np.float32)
+    logits[0, 1:] = np.nan
+    logits[1, 0, 5] = np.nan
+    found = VERIFY(logits, np.zeros((2, 2), np.int32), np.zeros(2, np.int32), same_for_all(2), np.zeros(2, np.int32))
+    assert found.is_sound.tolist() == [True, False]
+    assert found.num_accepted.tolist() == [0, 0] and found.tokens[0, 0] == logits[0, 0].argmax()
+
+
+def test_proposals_are_verified_where_the_vocabulary_lies() -> None:
+    """As sampling: candidates and single numbers are sent, for each slot and proposal."""
+    slots, width, size = 8, 4, 8 * 512
+    logits = (3 * RNG.standard_normal((slots, width, size))).astype(np.float32)
+    proposed = logits.argmax(-1)[:, :-1].astype(np.int32)
+    proposed[::2, 1] = 5
+    options = params(
+        *(SamplingOptions(t, k, seed=i) for i, (t, k) in enumerate([(0, 0), (0.05, 0), (0.1, 9), (1, 0)] * 2))
+    )
+    flat = (logits, proposed, np.full(slots, width - 1, np.int32), *options, np.arange(slots, dtype=np.int32))
+
+    def step(logits: Any, proposed: Any, num: Any, *rest: Any) -> Any:
+        return verify(logits, proposed, num, SamplingParams(*rest[:4]), rest[4])
+
+    structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat)
+    planned = Planned.of(step, structs, {"mesh": "model=8", "pin": {"logits": P(None, None, "model")}})
+    found = planned.run(*(jax.device_put(a, s) for a, s in zip(flat, planned.shardings, strict=True)))
+    expected = VERIFY(*flat[:3], options, flat[-1])
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    sent = hlo.collectives(planned.run.lower(*structs).compile().as_text() or "", ignore_up_to=0)
+    assert max(one.num_elements for one in sent) <= slots * width * size / 8, "never more than a device has"

@@ -1,0 +1,383 @@
+"""The scheduler, by simulation: a model of a few lines stands in for the device and checks all that it is asked to run."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InferenceError
+from autopar.inference.page_pool import PagePool
+from autopar.inference.page_tables import PagedCache
+from autopar.inference.proposals import Payoff, expected_tokens, propose_n_gram
+from autopar.inference.requests import Iteration, Options, Progress, Request, Result, Run
+from autopar.inference.scheduler import Propose, Scheduler
+from autopar.inference.stopping import TextUntilStop
+
+PAGE = 16
+EXAMPLES = 60
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The model: what follows depends on all that stands before."""
+    return hash(tuple(tokens)) % 7
+
+
+def generated(request: Request) -> tuple[int, ...]:
+    """By the model alone."""
+    tokens = list(request.prompt)
+    while len(tokens) - len(request.prompt) < request.max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.stop_tokens:
+            break
+    return tuple(tokens[len(request.prompt) :])
+
+
+class Device:
+    """Pages as a device has them: what an iteration writes is there afterwards, whoever it belonged to."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages: dict[tuple[int, int], int] = {}
+        self.last: dict[int, int] = {}  # of each slot
+
+    def run(self, iteration: Iteration) -> dict[str, Result]:
+        read = {(target, o): self.pages.get((source, o)) for source, target in iteration.copies for o in range(PAGE)}
+        self.pages |= {place: token for place, token in read.items() if token is not None}
+        assert len({run.slot for run in iteration.runs}) == len(iteration.runs)
+        assert len(iteration.chunks) <= iteration.shape.rows
+        return {run.name: self._run(run, iteration) for run in iteration.runs}
+
+    def _run(self, run: Run, iteration: Iteration) -> Result:
+        tokens = run.tokens or (self.last[run.slot],)
+        if run in iteration.chunks:
+            assert len(tokens) == run.num_tokens <= iteration.shape.length
+        else:
+            assert len(tokens) <= iteration.shape.width
+        new: list[int] = []
+        for at, token in enumerate(tokens, run.start):
+            self._write(run, at, token)
+        if not run.samples:
+            return Result()
+        if len(tokens) > 1 and run not in iteration.chunks:
+            new = self._verified(run, tokens)
+        else:
+            for step in range(iteration.shape.steps):
+                before = self._read(run, run.start + len(tokens) + step)
+                new.append(next_token(before))
+                if step + 1 < iteration.shape.steps:
+                    self._write(run, run.start + len(tokens) + step, new[-1])
+        self.last[run.slot] = new[-1]
+        return Result(tuple(new))
+
+    def _verified(self, run: Run, tokens: Sequence[int]) -> list[int]:
+        new: list[int] = []
+        for i in range(len(tokens)):
+            new.append(next_token(self._read(run, run.start + i + 1)))
+            if i + 1 < len(tokens) and new[-1] != tokens[i + 1]:
+                break
+        return new
+
+    def _write(self, run: Run, at: int, token: int) -> None:
+        self.pages[run.pages[at // self.page_size], at % self.page_size] = token
+
+    def _read(self, run: Run, length: int) -> list[int]:
+        return [self.pages[run.pages[t // self.page_size], t % self.page_size] for t in range(length)]
+
+
+class Served:
+    """All requests served, and what it took."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        options: Options,
+        num_pages: int,
+        *,
+        ahead: int = 0,
+        propose: Propose | None = None,
+        shares_prefixes: bool = True,
+        arrive: int | None = None,
+    ) -> None:
+        self.pool = PagePool(num_pages)
+        cache = PagedCache(self.pool, PAGE, shares_prefixes=shares_prefixes)
+        self.scheduler, device = Scheduler(cache, options, propose), Device(PAGE)
+        self.tokens: dict[str, list[int]] = {request.name: [] for request in requests}
+        self.ended: dict[str, str] = {}
+        self.iterations: list[Iteration] = []
+        self.used: list[float] = []
+        waiting, on_their_way = deque(requests), deque[tuple[Iteration, dict[str, Result]]]()
+        while len(self.ended) < len(requests):
+            for _ in range(min(len(waiting), arrive or len(waiting))):
+                self.scheduler.submit(waiting.popleft())
+            iteration = self.scheduler.next()
+            self.pool.check()
+            if iteration is not None:
+                assert iteration.shape in options.shapes
+                on_their_way.append((iteration, device.run(iteration)))
+                self.iterations.append(iteration)
+                if self.pool.num_held:
+                    self.used.append(self.scheduler.num_cached_tokens / (self.pool.num_held * PAGE))
+            assert iteration is not None or on_their_way or waiting, "nothing runs and nothing is on its way"
+            if len(on_their_way) > (ahead if iteration is not None else 0):
+                self._take(self.scheduler.took(*on_their_way.popleft()))
+            assert len(self.iterations) < 100_000
+
+    def _take(self, progress: Sequence[Progress]) -> None:
+        for each in progress:
+            assert each.name not in self.ended
+            self.tokens[each.name] += each.tokens
+            if each.ended:
+                self.ended[each.name] = each.ended
+
+    @property
+    def steps(self) -> int:
+        """Device steps: each token of a scan is one."""
+        return sum(iteration.shape.steps for iteration in self.iterations)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Everybody has what the model alone gives, and nothing is left."""
+        for request in requests:
+            expected = generated(request)
+            assert tuple(self.tokens[request.name]) == expected, request.name
+            is_stopped = expected[-1] in request.stop_tokens
+            assert self.ended[request.name] == ("stop" if is_stopped else "length")
+        assert self.pool.num_held == 0
+        self.pool.check()
+
+
+def workload(num: int = 128, mean: int = 60, prompt: int = 32) -> list[Request]:
+    """Outputs of geometric lengths around a mean, between 4 and 240 tokens; prompts that share nothing."""
+    chance = random.Random(0)
+
+    def length() -> int:
+        n = 1
+        while chance.random() > 1 / mean:
+            n += 1
+        return min(max(n, 4), 240)
+
+    return [Request(str(i), tuple(chance.randrange(10**6) for _ in range(prompt)), length()) for i in range(num)]
+
+
+def test_continuous_batching_takes_half_the_steps_of_static_or_less() -> None:
+    requests = workload()
+    options = Options(num_slots=16, max_length=512)
+    served = Served(requests, options, num_pages=512, shares_prefixes=False)
+    served.check(requests)
+    lengths = [request.max_tokens for request in requests]
+    static = sum(max(lengths[i : i + 16]) for i in range(0, len(lengths), 16))
+    ideal = sum(lengths) / 16
+    assert static >= 2.0 * served.steps, (static, served.steps)
+    assert served.steps <= 1.4 * ideal, (served.steps, ideal)
+    assert sum(served.used) / len(served.used) >= 0.85
+    assert len({iteration.shape for iteration in served.iterations}) <= len(options.shapes) <= 6
+
+
+def some_requests(chance: random.Random, num: int) -> list[Request]:
+    """Short and long ones, some of which begin alike."""
+    stems = [tuple(chance.randrange(5) for _ in range(40)) for _ in range(2)]
+
+    def prompt() -> tuple[int, ...]:
+        own = tuple(chance.randrange(5) for _ in range(chance.randint(1, 30)))
+        return chance.choice([(), stems[0], stems[1][: chance.randint(1, 40)]]) + own
+
+    stops = [frozenset[int](), frozenset([6]), frozenset([0, 1])]
+    return [Request(str(i), prompt(), chance.randint(1, 40), chance.choice(stops)) for i in range(num)]
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_slots=st.sampled_from([1, 3, 8]),
+    num_pages=st.sampled_from([8, 11, 60]),
+    ahead=st.sampled_from([0, 1, 2]),
+    steps=st.sampled_from([1, 4]),
+    num_proposals=st.sampled_from([0, 3]),
+    shares_prefixes=st.booleans(),
+    arrive=st.sampled_from([None, 1]),
+)
+def test_everybody_gets_their_own_tokens(
+    seed: int,
+    num_slots: int,
+    num_pages: int,
+    ahead: int,
+    steps: int,
+    num_proposals: int,
+    shares_prefixes: bool,
+    arrive: int | None,
+) -> None:
+    """Whatever is preempted, shared, proposed or sent ahead: with few pages most are computed more than once."""
+    requests = some_requests(random.Random(seed), 20)
+    options = Options(num_slots, 120, ((2, 8), (1, 32)), steps, num_proposals)
+    served = Served(
+        requests,
+        options,
+        num_pages,
+        ahead=ahead,
+        propose=lambda tokens, most: propose_n_gram(tokens, most, shortest=1),
+        shares_prefixes=shares_prefixes,
+        arrive=arrive,
+    )
+    served.check(requests)
+
+
+def test_proposals_may_follow_a_chunk_that_is_still_on_its_way() -> None:
+    """A prompt of one token more than its chunk, which is verified with guesses before the chunk has come out."""
+    requests = [Request(str(i), (i, *range(32)), 9) for i in range(3)]
+    options = Options(1, 120, ((1, 32),), 1, 3)
+    served = Served(requests, options, 8, ahead=1, propose=lambda tokens, most: [1] * most)
+    served.check(requests)
+    first, second = served.iterations[:2]
+    assert not first.chunks[0].samples and second.shape.width > 1
+
+
+def test_a_long_prompt_is_cut_and_others_generate_beside_it() -> None:
+    requests = [Request("short", (1, 2), 60), Request("long", tuple(range(2048)), 4)]
+    served = Served(requests, Options(2, 4096), 400, arrive=1)
+    served.check(requests)
+    chunks = [iteration for iteration in served.iterations if any(run.name == "long" for run in iteration.chunks)]
+    assert len(chunks) == 2048 // 256
+    assert all([run.name for run in iteration.decodes] == ["short"] for iteration in chunks)
+
+
+def test_equal_prompts_that_come_at_once_are_computed_once() -> None:
+    """As for many chains of thought from one question."""
+    prompt = tuple(range(100))
+    requests = [Request(str(i), prompt, 5) for i in range(8)]
+    served = Served(requests, Options(8, 256), 100)
+    served.check(requests)
+    computed = sum(run.num_tokens for iteration in served.iterations for run in iteration.chunks)
+    assert computed <= 100 + 7 * (100 - 96)
+    most = max(len({page for run in iteration.runs for page in run.pages}) for iteration in served.iterations)
+    assert most <= 6 + 8 * 1, "the prompt's whole pages once, and one of its own for each"
+
+
+def test_a_burst_waits_in_order() -> None:
+    requests = [Request(str(i), (i,), 10) for i in range(160)]
+    served = Served(requests, Options(16, 64), 64)
+    served.check(requests)
+    assert list(served.ended) == sorted(served.ended, key=int)
+
+
+def test_what_is_aborted_or_refused_leaves_nothing_and_others_go_on() -> None:
+    scheduler, device = Scheduler(PagedCache(PagePool(40), PAGE), Options(4, 256, steps=1)), Device(PAGE)
+    requests = [Request(str(i), (i, *range(i * 7)), 30) for i in range(8)]
+    for request in requests:
+        scheduler.submit(request)
+    ended: dict[str, str | None] = {}
+    tokens: dict[str, list[int]] = {request.name: [] for request in requests}
+    for step in range(400):
+        iteration = scheduler.next()
+        if iteration is None:
+            break
+        results = device.run(iteration)
+        if step == 5:
+            assert scheduler.abort("1") and scheduler.abort("7") and not scheduler.abort("unknown")
+        if step == 8:
+            results["2"] = replace(results["2"], tokens=(), ended="logits are not numbers")
+        for each in scheduler.took(iteration, results):
+            tokens[each.name] += each.tokens
+            ended |= {each.name: each.ended} if each.ended else {}
+    assert ended.pop("2") == "logits are not numbers"
+    assert ended == dict.fromkeys(("0", "3", "4", "5", "6"), "length")
+    assert all(tuple(tokens[request.name]) == generated(request) for request in requests if request.name in ended)
+    assert scheduler.cache.pool.num_held == scheduler.num_running == scheduler.num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (Request("a", (), 4), "has 0 prompt tokens and asks for 4: at least one of each"),
+        (Request("a", (1,), 0), "has 1 prompt tokens and asks for 0: at least one of each"),
+        (Request("a", (1,) * 60, 10), "has 60 prompt tokens and asks for 10 more, but a sequence has at most 64"),
+        (Request("a", (1,) * 50, 10), "may need 4 pages of 16 tokens, but the cache has 3"),
+        (Request("there", (1,), 1), "request 'there' is under way already"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(request_: Request, why: str) -> None:
+    scheduler = Scheduler(PagedCache(PagePool(3), PAGE), Options(2, 64))
+    scheduler.submit(Request("there", (1,), 1))
+    with pytest.raises(InferenceError, match=why):
+        scheduler.submit(request_)
+    assert scheduler.num_waiting == 1
+
+
+# -- proposals and stop strings ---------------------------------------------------------------
+
+
+def test_n_grams_are_found_where_they_stood_last() -> None:
+    assert propose_n_gram([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], 2) == [4, 9]
+    assert propose_n_gram([5, 1, 2, 3, 4, 7, 8, 3, 4, 6, 1, 2, 3, 4], 3) == [7, 8, 3], "the longest end first"
+    assert propose_n_gram([1, 2, 3], 4) == [] == propose_n_gram([], 4)
+
+
+def test_repetition_takes_fewer_iterations_with_proposals() -> None:
+    """Tokens per verified step of a text that goes in circles are many; those of the model are nobody's guess."""
+    proposals = Options(1, 512, steps=1, num_proposals=4)
+    request = Request("a", (1, 2, 3), 200)
+    of_model = generated(request)
+    known = [*request.prompt, *of_model]
+    served = Served([request], proposals, 64, propose=lambda tokens, most: known[len(tokens) : len(tokens) + most])
+    served.check([request])
+    assert len(served.iterations) <= 1 + 200 / 5 + 1
+
+
+@pytest.mark.parametrize(("acceptance", "num", "expected"), [(0.6, 4, 2.306), (0.8, 4, 3.362), (0.9, 7, 5.695)])
+def test_tokens_of_a_verified_step_are_those_of_the_formula(acceptance: float, num: int, expected: float) -> None:
+    assert expected_tokens(acceptance, num) == pytest.approx(expected, abs=6e-4)
+    assert expected_tokens(1.0, num) == num + 1
+
+
+def test_speculation_is_off_while_it_does_not_pay_and_tried_again() -> None:
+    payoff = Payoff(cost=1.5, patience=4)
+    for _ in range(50):
+        payoff.verified(8 * 3, 8)
+    assert payoff.is_on and payoff.tokens_per_step == pytest.approx(3.0)
+    num_verified = 0
+    for _ in range(1000):
+        if payoff.is_on:
+            payoff.verified(8, 8)
+            num_verified += 1
+        else:
+            payoff.plain()
+    assert num_verified <= 60, "less and less often while it fails"
+    while not payoff.is_on:
+        payoff.plain()
+    for _ in range(4):
+        payoff.verified(8 * 3, 8)
+    assert payoff.is_on, "it pays again"
+
+
+@given(
+    text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), data=st.data()
+)
+def test_text_ends_before_a_stop_string_however_it_comes(text: str, stops: list[str], data: st.DataObject) -> None:
+    watch, shown = TextUntilStop(stops), ""
+    rest = text
+    while rest:
+        num = data.draw(st.integers(1, len(rest)))
+        shown += watch.add(rest[:num])
+        rest = rest[num:]
+    shown += watch.end()
+    first = min((end for stop in stops if (end := _first_end(text, stop)) is not None), default=None)
+    assert watch.is_stopped == (first is not None)
+    if first is None:
+        assert shown == text
+    else:
+        assert text.startswith(shown) and any(text[len(shown) :].startswith(stop) for stop in stops)
+        assert not any(stop in shown for stop in stops)
+
+
+def _first_end(text: str, stop: str) -> int | None:
+    at = text.find(stop)
+    return None if at < 0 else at + len(stop)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InferenceError, match="a stop string is empty"):
+        TextUntilStop([""])
