@@ -67,7 +67,7 @@ def build(
     vectors: ArrayLike,
     *,
     metric: str = "l2",
-    index: str = "auto",
+    index: str | Kind = "auto",
     recall_target: float = 0.95,
     memory_budget_bytes: float | None = None,
     mesh: str | MeshShape | jax.sharding.Mesh | None = None,
@@ -83,7 +83,8 @@ def build(
         vectors: `[n, d]`, float32, bfloat16 or int8; other numbers become float32. n may be 0.
         metric: `"l2"` (squared distances), `"inner_product"` or `"cosine"`.
         index: `"exact"`; `"ivf"`, lists of near vectors of which a query probes some; `"ivfpq"`, lists of codes, which
-            are far smaller; `"graph"`, of near vectors, which a query walks; `"auto"`, what the cost model says.
+            are far smaller; `"graph"`, of near vectors, which a query walks; `"auto"`, what the cost model says; or a `Kind` of
+            one's own.
         recall_target: the share of the true nearest neighbours that a search is to find: when the index is built, the
             least effort that reaches it is found on a sample. `"exact"` finds all.
         memory_budget_bytes: per device; by default what the hardware profile says is usable.
@@ -100,7 +101,8 @@ def build(
         SearchError: vectors or ids that cannot be, an unknown metric, kind or setting.
         AutoparError: of planning: no layout fits the memory budget, a mesh that is not there.
     """
-    if index != "auto" and index not in KINDS:
+    name, own = ("", index) if isinstance(index, Kind) else (index, None)
+    if name not in ("", "auto", *KINDS):
         raise SearchError(f"`index` is {index!r}: give one of auto, {', '.join(KINDS)}")
     if not 0 < recall_target <= 1:
         raise SearchError(f"`recall_target` is {recall_target!r}: give a share of the neighbours, above 0 and up to 1")
@@ -116,12 +118,12 @@ def build(
             settings=settings,
             report=report,
         )
-        kind, why = choose(index, asked)
+        kind, why = choose(name, asked)
         if kind != exact_index.KIND:  # they are kept as they are now, whatever becomes of the user's array
             asked = replace(asked, vectors=np.array(checked))
-        elif index in KINDS and index != kind:  # there are none, for whatever settings
+        elif name not in (kind, "auto"):  # there are none, for whatever settings
             asked = replace(asked, settings={})
-        made = KINDS[kind].build(replace(asked, why=why))
+        made = (own if own and kind == name else KINDS[kind]).build(replace(asked, why=why))
         report("done", 1.0)
         return made
 
@@ -133,10 +135,12 @@ def load(
     mesh: str | MeshShape | jax.sharding.Mesh | None = None,
     hardware: str | HardwareProfile | None = None,
     batch: int = 256,
+    kind: Kind | None = None,
 ) -> Index:
     """A saved index, onto the devices there are, however many it was built on.
 
     Args:
+        kind: what it was built as, if that was one's own.
         memory_budget_bytes, mesh, hardware, batch: as of `build`.
 
     Raises:
@@ -144,9 +148,13 @@ def load(
         AutoparError: of planning, as of `build`.
     """
     saved = read(path)
-    if saved.kind not in KINDS:
-        raise IndexFileError(f"{path} holds an index of kind {saved.kind!r}, and this autopar knows {', '.join(KINDS)}")
-    return KINDS[saved.kind].load(saved, _place(mesh, hardware, memory_budget_bytes, batch))
+    kind = KINDS.get(saved.kind, kind)
+    if kind is None:
+        raise IndexFileError(
+            f"{path} holds an index of kind {saved.kind!r}, and this autopar knows {', '.join(KINDS)}: one of your own is"
+            " read with `kind=`"
+        )
+    return kind.load(saved, _place(mesh, hardware, memory_budget_bytes, batch))
 
 
 def _place(mesh: Any, hardware: Any, memory_budget_bytes: float | None, batch: int) -> Place:
