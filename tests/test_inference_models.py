@@ -71,7 +71,9 @@ def test_logits_are_those_of_transformers_in_flax(name: str, folders: dict[str, 
     tokens = tokens_of(LLAMA)
     expected = np.asarray(kind.from_pretrained(folders[name])(tokens).logits)
     assert expected.std() > 0.5
-    np.testing.assert_allclose(logits_of(folders[name], tokens), expected, atol=1e-4, rtol=0)
+    difference = float(np.abs(logits_of(folders[name], tokens) - expected).max())
+    print(f"largest difference of logits from Flax, {name}: {difference}")
+    assert difference <= 1e-4
 
 
 TORCH = """
@@ -156,38 +158,36 @@ def test_frequencies_of_llama_3() -> None:
     assert len(between) and ((between > 1 / 8) & (between < 1)).all()
 
 
-def test_a_plan_says_where_weights_lie(folders: dict[str, Path]) -> None:
-    """On 8 devices by the plan of the forward program: the same logits as on one, no weight read more than once."""
-    checkpoint = Checkpoint.open(folders["llama"])
+def test_a_plan_says_where_weights_lie(tmp_path: Path) -> None:
+    """Memory for six tenths of the weights on each of 8 devices: the planner splits them, and logits are those of one device."""
+    write_checkpoint(tmp_path / "model", {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8})
+    checkpoint = Checkpoint.open(tmp_path / "model")
     model: Any = checkpoint.model
-    tokens = tokens_of(LLAMA, batch=2, length=8)
+    tokens = tokens_of(LLAMA, batch=1, length=8)
 
-    def forward(params: Any, tokens: jax.Array) -> jax.Array:
+    def forward(params: Any, tokens: Any) -> jax.Array:
         return model.apply(params, tokens)[0]
 
+    abstract = checkpoint.abstract_params()
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    weights = sum(leaf.size * 4 for leaf in jax.tree.leaves(checkpoint.abstract_params()))
     plan = autopar.plan(
-        forward,
-        checkpoint.abstract_params(),
-        tokens,
-        mesh=mesh,
-        hardware="h100-sxm",
-        memory_budget_bytes=weights,  # less than replicated weights and activations take
-        pin={"params/params/layers_*/up/weight": PartitionSpec("x")},
+        forward, abstract, tokens, mesh=mesh, hardware="h100-sxm", memory_budget_bytes=int(0.6 * weights)
     )
     assert isinstance(plan, autopar.Plan)
     shardings = plan.in_shardings(mesh)
     params = checkpoint.load(shardings[0])
     for leaf, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings[0]), strict=True):
         assert leaf.sharding == sharding
-    assert params["params"]["layers_0"]["up"]["weight"].addressable_shards[0].data.shape == (6, 32)
+    on_one = sum(leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(params))
+    assert on_one < 0.5 * weights
     run = jax.jit(forward, in_shardings=shardings, out_shardings=plan.out_shardings(mesh))
     np.testing.assert_allclose(run(params, tokens), forward(checkpoint.load(), tokens), atol=1e-5)
 
 
-def test_weights_are_never_whole_on_the_host(tmp_path: Path) -> None:
-    """What Python's allocators hold at the peak is one slice, not a tensor; replicated slices are read once."""
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_weights_are_never_whole_on_the_host(dtype: Any, tmp_path: Path) -> None:
+    """One slice is read at once, and each once; no more memory than that is taken for it."""
     write_checkpoint(tmp_path / "model", {**LLAMA, "hidden_size": 256, "vocab_size": 8192, "intermediate_size": 1024})
     checkpoint = Checkpoint.open(tmp_path / "model")
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
@@ -195,17 +195,35 @@ def test_weights_are_never_whole_on_the_host(tmp_path: Path) -> None:
         lambda leaf: NamedSharding(mesh, PartitionSpec(*("x" if size % 4 == 0 else None for size in leaf.shape[:1]))),
         checkpoint.abstract_params(),
     )
-    read: list[tuple[str, int]] = []
-    checkpoint.load(split)  # whatever is imported or compiled once
+    read: list[int] = []
+    taken: list[int] = []  # bytes at the peak beyond those held when the slice before had been read
+    held = [0]
+
+    def on_slice(path: str, size: int) -> None:
+        now, peak = tracemalloc.get_traced_memory()
+        taken.append(peak - held[0])
+        read.append(size)
+        held[0] = now
+        tracemalloc.reset_peak()
+
+    checkpoint.load(split, dtype)  # whatever is imported or compiled once
     tracemalloc.start()
-    params = checkpoint.load(split, progress=lambda path, size: read.append((path, size)))
-    _, peak = tracemalloc.get_traced_memory()
+    params = checkpoint.load(split, dtype, progress=on_slice)
     tracemalloc.stop()
-    tensor = 8192 * 256 * 4
-    assert max(size for _, size in read) == tensor // 4
-    assert peak < tensor // 4 + 512 * 1024
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    assert sum(size for _, size in read) == total
+    assert sum(read) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert max(read) == params["params"]["embed"]["weight"].nbytes // 4
+    assert max(taken) < 1.5 * max(read)
+
+
+def test_weights_do_not_change_with_their_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", LLAMA)
+    params = Checkpoint.open(tmp_path / "model").load()
+    before = jax.tree.map(lambda leaf: np.array(leaf, copy=True), params)
+    file = tmp_path / "model" / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.write(bytes(size))
+    jax.tree.map(np.testing.assert_array_equal, params, before)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -258,6 +276,7 @@ def test_a_bare_model_and_buffers_beside_weights_are_read(folders: dict[str, Pat
         ({**LLAMA, "hidden_act": "relu"}, "`hidden_act` is 'relu'"),
         ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn'"),
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no `low_freq_factor`"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "`quantization_config`"),
         ({**LLAMA, "hidden_size": "32"}, "`hidden_size` is '32', and must be a positive int"),
         ({**LLAMA, "num_hidden_layers": 0}, "`num_hidden_layers` is 0"),

@@ -14,6 +14,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from autopar.errors import ModelError
 from autopar.inference import names
 from autopar.inference.config import DecoderConfig
 from autopar.inference.decoder import Decoder
+from autopar.inference.slices import lay_out
 from autopar.inference.tensor_file import DTYPES, StoredTensor, read_header, write_file
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -104,11 +106,12 @@ class Checkpoint:
                 f"the shardings to load {self.folder} into are not a tree like its parameters. Take those of a plan whose"
                 " step was given `abstract_params()`: `plan.in_shardings(mesh)[0]`"
             )
-        by_path = traverse_util.flatten_dict(shardings["params"])
+        by_path: Any = traverse_util.flatten_dict(shardings["params"])
         loaded = {}
         for path, (source, tensor) in self.tensors.items():
+            report = partial(progress, "/".join(path)) if progress is not None else None
             view = source.view(tensor.mapped())
-            loaded[path] = _array(view, _dtype(tensor, dtype), by_path[path], "/".join(path), progress)
+            loaded[path] = lay_out(view, _dtype(tensor, dtype), by_path[path], report)
         return _tree(loaded)
 
 
@@ -164,7 +167,7 @@ def write_checkpoint(
 def _sources(config: DecoderConfig) -> dict[names.Path, names.Source]:
     """Where each of a decoder's parameters lies."""
     shapes: Any = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    flat = traverse_util.flatten_dict(shapes["params"])
+    flat: Any = traverse_util.flatten_dict(shapes["params"])
     return {path: names.source(config, path, leaf.shape) for path, leaf in flat.items()}
 
 
@@ -237,25 +240,6 @@ def _check(
 def _some(texts: list[str]) -> str:
     more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
     return ", ".join(texts[:_LISTED]) + more
-
-
-def _array(
-    view: NDArray[Any], dtype: Any, sharding: Sharding, path: str, progress: Callable[[str, int], None] | None
-) -> jax.Array:
-    """An array of which each slice is read once, put on the devices that want it, and let go."""
-    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(view.shape).items():
-        bounds = [part.indices(size)[:2] for part, size in zip(index or (), view.shape, strict=True)]
-        devices.setdefault(tuple(bounds), []).append(device)
-    parts = []
-    for bounds, holders in devices.items():
-        part = np.array(view[tuple(slice(*bound) for bound in bounds)], dtype, order="C")
-        # A copy of its own on CPUs too, and there before the next slice is read.
-        parts += jax.block_until_ready([jax.device_put(part, device, may_alias=False) for device in holders])
-        if progress is not None:
-            progress(path, part.nbytes)
-        del part
-    return jax.make_array_from_single_device_arrays(view.shape, sharding, parts)
 
 
 def _write_files(

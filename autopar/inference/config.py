@@ -154,6 +154,8 @@ class _Fields:
         scaling = _Fields(both, f"{self.source}, rope_scaling")
         base = scaling.take("rope_theta", float, None) or self.take("rope_theta", float, default_base)
         kind = scaling.take("rope_type", str, None) or scaling.take("type", str, "default")
+        for place in (self, scaling):
+            place.refuse("partial_rotary_factor", 1)
         if kind == "default":
             return Rotary(base)
         if kind == "linear":

@@ -122,9 +122,9 @@ def source(config: DecoderConfig, path: Path, shape: tuple[int, ...]) -> Source:
     names = _FAMILIES[config.family]
     layer = outer[0].removeprefix("layers_") if outer else ""
     part, parts = names.fused.get(module, (0, 1))
-    transposed = names.transposed and len(shape) > 1 and not module.startswith("embed")
-    stored = _flat(shape, module)
-    stored = (stored[0] * parts, *stored[1:])
+    transposed = names.transposed and leaf == "weight" and not module.startswith("embed")
+    flat = _flat(shape, module, leaf)
+    stored = (flat[0] * parts, *flat[1:])
     name = f"{names.prefix}{names.modules[module].format(layer)}.{leaf}"
     return Source(name, stored[::-1] if transposed else stored, shape, part, parts, transposed)
 
@@ -134,8 +134,10 @@ def is_no_weight(config: DecoderConfig, name: str) -> bool:
     return (config.tied and name == HEAD) or bool(re.fullmatch(_FAMILIES[config.family].not_weights, name))
 
 
-def _flat(shape: tuple[int, ...], module: str) -> tuple[int, ...]:
+def _flat(shape: tuple[int, ...], module: str, leaf: str) -> tuple[int, ...]:
     """A parameter's shape with its heads as one dim, [out, in], which is how checkpoints have it; biases [out]."""
+    if leaf == "bias":
+        return (math.prod(shape),)
     if len(shape) == 1:
         return shape
     if module == "out":
