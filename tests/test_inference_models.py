@@ -185,6 +185,33 @@ def test_a_plan_says_where_weights_lie(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(params, tokens), forward(checkpoint.load(), tokens), atol=1e-5)
 
 
+def test_a_plan_lays_out_a_step_against_a_cache(tmp_path: Path) -> None:
+    """The planner splits the cache by its heads, and the step gives on 8 devices what it gives on one."""
+    write_checkpoint(tmp_path / "model", {**LLAMA, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8})
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    model: Any = checkpoint.model
+    tokens = tokens_of(LLAMA, batch=2, length=4)
+    positions = np.array([[0, 1, 2, 3], [0, 1, 2, 3]])
+
+    def step(params: Any, cache: Any, tokens: Any, positions: Any) -> Any:
+        return model.apply(params, tokens, positions, AttendContiguous(positions), cache)
+
+    cache = ContiguousCache.empty(checkpoint.config, batch=2, length=512)
+    abstract = jax.tree.map(jnp.asarray, (tokens, positions))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    held = cache.keys.nbytes + cache.values.nbytes
+    plan = autopar.plan(
+        step, checkpoint.abstract_params(), cache, *abstract, mesh=mesh, hardware="h100-sxm", memory_budget_bytes=held
+    )
+    assert isinstance(plan, autopar.Plan)
+    shardings: Any = plan.in_shardings(mesh)
+    assert shardings[1].keys.spec == shardings[1].values.spec == PartitionSpec(None, None, None, "x")
+    run = jax.jit(step, in_shardings=shardings, out_shardings=plan.out_shardings(mesh))
+    planned = run(checkpoint.load(shardings[0]), jax.device_put(cache, shardings[1]), *abstract)
+    one = jax.jit(step)(checkpoint.load(), cache, *abstract)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), planned, one)
+
+
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_weights_are_never_whole_on_the_host(dtype: Any, tmp_path: Path) -> None:
     """One slice is read at once, and each once; no more memory than that is taken for it."""

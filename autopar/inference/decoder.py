@@ -46,7 +46,8 @@ class Decoder(nn.Module):
         """Logits of what follows each token.
 
         Args:
-            tokens: int, [batch, tokens]. positions: of these, the same shape; by default 0, 1, 2, …
+            tokens: int, [batch, tokens]. positions: of these, the same shape; by default 0, 1, 2, … Where they are
+                learned, those from `max_positions` on are taken for the last: to be refused before.
             attend, cache: where keys and values go; by default nowhere, and each token sees those before it in `tokens`.
             only: int, [batch, n]: of which tokens logits are wanted, by their index in `tokens`; by default of all.
 
