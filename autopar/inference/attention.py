@@ -2,7 +2,7 @@
 
 The decoder makes queries, keys and values of new tokens, and hands them to an `Attend` with a cache that is the caller's: any
 pytree. It comes back with the new tokens in it. Here are the two that need nothing else: over a whole sequence without a
-cache, and over one contiguous array for each of keys and values. Pages are another `Attend`.
+cache, and over contiguous arrays, one of keys and one of values for each layer. Pages are another `Attend`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from autopar.inference import kv_pages
 from autopar.inference.config import DecoderConfig
 
 
@@ -43,16 +44,17 @@ def attend_causally(
 
 
 class ContiguousCache(NamedTuple):
-    """Keys and values, each [layers, batch, length, kv_heads, head_dim]; of positions not yet written, anything finite."""
+    """Keys and values of each layer, each array [batch, length, kv_heads, head_dim]."""
 
-    keys: jax.Array
-    values: jax.Array
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
 
     @classmethod
     def empty(cls, config: DecoderConfig, batch: int, length: int, dtype: Any = jnp.float32) -> ContiguousCache:
         """Room for `length` tokens of each sequence."""
-        shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        shape = (batch, length, config.num_kv_heads, config.head_dim)
+        keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
+        return cls(keys, values)
 
 
 class AttendContiguous:
@@ -62,8 +64,8 @@ class AttendContiguous:
         """Of one call of the decoder.
 
         Args:
-            positions: int, [batch, tokens]; all before them are in the cache. What is at or past the cache's end (a slot
-                without a sequence) is not written.
+            positions: int, [batch, tokens]; all before them are in the cache. Negative ones are padding: these tokens, and
+                those past the cache's end, are not written, and what comes out for them is of no worth.
         """
         self.positions = positions
 
@@ -71,12 +73,16 @@ class AttendContiguous:
         self, cache: ContiguousCache, layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
     ) -> tuple[jax.Array, ContiguousCache]:
         """As `Attend` says."""
-        rows = jnp.arange(self.positions.shape[0])[:, None]
-        place = (layer, rows, self.positions)
-        cache = ContiguousCache(
-            cache.keys.at[place].set(keys.astype(cache.keys.dtype), mode="drop"),
-            cache.values.at[place].set(values.astype(cache.values.dtype), mode="drop"),
-        )
-        seen = jnp.arange(cache.keys.shape[2]) <= self.positions[:, None, :, None]  # [batch, 1, tokens, length]
-        stored = (cache.keys[layer].astype(queries.dtype), cache.values[layer].astype(queries.dtype))
-        return jax.nn.dot_product_attention(queries, *stored, mask=seen), cache
+        keys, values = self._written(cache.keys[layer], keys), self._written(cache.values[layer], values)
+        stored = (keys.astype(queries.dtype), values.astype(queries.dtype))
+        cache = ContiguousCache(_replaced(cache.keys, layer, keys), _replaced(cache.values, layer, values))
+        return kv_pages.attend(queries, *stored, self.positions), cache
+
+    def _written(self, stored: jax.Array, new: jax.Array) -> jax.Array:
+        rows = jnp.arange(new.shape[0])[:, None]
+        places = jnp.where(self.positions < 0, stored.shape[1], self.positions)
+        return stored.at[rows, places].set(new.astype(stored.dtype), mode="drop")
+
+
+def _replaced(layers: tuple[jax.Array, ...], layer: int, array: jax.Array) -> tuple[jax.Array, ...]:
+    return (*layers[:layer], array, *layers[layer + 1 :])
