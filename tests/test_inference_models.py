@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.errors import ModelError
-from autopar.inference import Checkpoint, DecoderConfig, load_tokenizer, write_checkpoint
+from autopar.inference import Checkpoint, DecoderConfig, kv_pages, load_tokenizer, write_checkpoint
 from autopar.inference.attention import AttendContiguous, ContiguousCache
 from autopar.inference.rotary import Llama3Scaling, Rotary
 
@@ -137,6 +137,36 @@ def test_chunks_and_single_tokens_against_a_cache_give_the_same_logits(name: str
             np.testing.assert_allclose(logits[row], whole[row, places[row]], atol=1e-5)
     for stored in (*cache.keys, *cache.values):
         np.testing.assert_array_equal(stored[2, 8:], 0)
+
+
+def test_pages_are_another_cache(folders: dict[str, Path]) -> None:
+    """The decoder over pages gives, bit by bit, what it gives over a contiguous cache."""
+    checkpoint = Checkpoint.open(folders["llama"])
+    model: Any = checkpoint.model
+    params, tokens = checkpoint.load(), tokens_of(LLAMA, batch=2, length=10)
+    tables = jnp.array([[4, 0, 6, 2], [1, 5, 3, 7]], jnp.int32)
+
+    @jax.jit
+    def over_pages(params: Any, cache: Any, tokens: Any, positions: Any) -> Any:
+        def attend(cache: Any, layer: int, queries: Any, keys: Any, values: Any) -> Any:
+            pages = kv_pages.write(cache[layer], keys, values, tables, positions)
+            attended = kv_pages.attend(queries, *kv_pages.gather(pages, tables), positions)
+            return attended, (*cache[:layer], pages, *cache[layer + 1 :])
+
+        return model.apply(params, tokens, positions, attend, cache)
+
+    @jax.jit
+    def over_arrays(params: Any, cache: Any, tokens: Any, positions: Any) -> Any:
+        return model.apply(params, tokens, positions, AttendContiguous(positions), cache)
+
+    config = checkpoint.config
+    pages: Any = (kv_pages.empty_pages(8, 4, config.num_kv_heads, config.head_dim, jnp.dtype(jnp.float32)),)
+    pages, arrays = pages * config.num_layers, ContiguousCache.empty(config, batch=2, length=16)
+    for start, end in ((0, 7), (7, 8), (8, 9), (9, 10)):
+        given = tokens[:, start:end], np.broadcast_to(np.arange(start, end), (2, end - start))
+        logits, pages = over_pages(params, pages, *given)
+        expected, arrays = over_arrays(params, arrays, *given)
+        np.testing.assert_array_equal(logits, expected)
 
 
 def test_logits_of_chosen_tokens_alone(folders: dict[str, Path]) -> None:
