@@ -99,3 +99,7 @@ class IndexFileError(AutoparError):
 
 class InferenceError(AutoparError):
     """A request, a cache or an engine's options that cannot be served."""
+
+
+class ModelError(AutoparError):
+    """A model's folder whose configuration is not supported, whose tensors are not what it says, or with no tokenizer."""

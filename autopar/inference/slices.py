@@ -1,0 +1,34 @@
+"""An array on the host, as the memory map of a file is, laid out over devices slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from numpy.typing import NDArray
+
+
+def lay_out(
+    view: NDArray[Any], dtype: Any, sharding: Sharding, report: Callable[[int], None] | None = None
+) -> jax.Array:
+    """Read each distinct slice that devices want once, and have it on them before the next is read.
+
+    Args:
+        view: in any dtype and order. report: called with the bytes of each slice that has been read.
+    """
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(view.shape).items():
+        bounds = [part.indices(size)[:2] for part, size in zip(index or (), view.shape, strict=True)]
+        devices.setdefault(tuple(bounds), []).append(device)
+    parts: list[jax.Array] = []
+    for bounds, holders in devices.items():
+        # A copy, in memory of its own: a CPU device keeps what it is given, which must not be the file.
+        part = np.array(view[tuple(slice(*bound) for bound in bounds)], dtype, order="C")
+        parts += jax.block_until_ready([jax.device_put(part, device) for device in holders])
+        if report is not None:
+            report(part.nbytes)
+        del part
+    return jax.make_array_from_single_device_arrays(view.shape, sharding, parts)
