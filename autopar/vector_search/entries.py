@@ -45,31 +45,41 @@ def with_entries_for_all(graph: NeighbourGraph, most: int = 256, size: int = 16,
         most: entries in all, if it has not more already.
         size: nodes in the beam of a walk that is tried: few, as of a search that is quick.
     """
-    num_tried = min(_TRIED, graph.vectors.shape[0])
-    tried = jax.random.permutation(jax.random.key(seed), graph.vectors.shape[0])[:num_tried].astype(jnp.int32)
+    num_nodes = graph.vectors.shape[0]
+    tried = jax.random.permutation(jax.random.key(seed), num_nodes)[: min(_TRIED, num_nodes)].astype(jnp.int32)
+    entries = np.asarray(graph.entries)
+    room = max(most, len(entries))
     for _ in range(_ROUNDS):
-        room = most - graph.entries.size
-        if room <= 0:
-            break
         # one program for any number of entries
-        padded = jnp.pad(graph.entries, (0, room), constant_values=NO_ID)
-        found, is_lost = (np.asarray(each) for each in _looked_for(replace(graph, entries=padded), tried, size))
-        lost = np.asarray(tried)[is_lost]
-        helpful = _helpful(_is_nearer(graph, lost, found[is_lost]), room)
+        padded = np.pad(entries, (0, room - len(entries)), constant_values=NO_ID)
+        helps = np.asarray(_helps(replace(graph, entries=jnp.asarray(padded)), tried, size))
+        helpful = _helpful(helps, room - len(entries))
         if not helpful:
             break
-        graph = replace(graph, entries=jnp.unique(jnp.concatenate([graph.entries, jnp.asarray(lost[helpful])])))
-    return graph
+        entries = np.unique(np.concatenate([entries, np.asarray(tried)[helpful]]))
+    return replace(graph, entries=jnp.asarray(entries))
 
 
 @partial(jax.jit, static_argnames="size")
+def _helps(graph: NeighbourGraph, tried: jax.Array, size: int) -> jax.Array:
+    """bool `[num, num]`, of `tried`, int32 `[num]`: row i says which of the lost ones would help the i-th, as it is
+    lost, and nearer to them than to the nearest that its walk finds."""
+    found, is_lost = _looked_for(graph, tried, size)
+    held, there = graph.vectors[tried], graph.vectors[found]
+    if graph.metric == "cosine":
+        held, there = unit(held), unit(there)
+    apart = squared_distances(held[None], held[None])[0]
+    is_nearer = apart < squared_distances(held[:, None], there[:, None])[:, 0]
+    return is_nearer & is_lost[:, None] & is_lost
+
+
 def _looked_for(graph: NeighbourGraph, tried: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Of each of `tried`, int32 `[num]`: the nearest that a walk finds, int32 `[num]`; and whether it is lost, as the
     walk ends with neither itself nor a neighbour of it. A near miss is no matter of where walks begin."""
 
-    def look_for(one: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = beam.search(graph, graph.vectors[one], size, size).positions
-        own = jnp.concatenate([one[:, None], graph.edges[one]], axis=1)
+    def look_for(some: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = beam.search(graph, graph.vectors[some], size, size).positions
+        own = jnp.concatenate([some[:, None], graph.edges[some]], axis=1)
         is_there = (found[:, :, None] == own[:, None]) & (found != NO_ID)[:, :, None]
         return found[:, 0], ~jnp.any(is_there, axis=(1, 2))
 
@@ -80,18 +90,10 @@ def _looked_for(graph: NeighbourGraph, tried: jax.Array, size: int) -> tuple[jax
     return found.reshape(-1)[: tried.size], is_lost.reshape(-1)[: tried.size]
 
 
-def _is_nearer(graph: NeighbourGraph, lost: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """bool `[num_lost, num_lost]`: each is nearer to which of the others than to what was `found` for it."""
-    held, there = graph.vectors[lost], graph.vectors[found]
-    if graph.metric == "cosine":
-        held, there = unit(held), unit(there)
-    apart = squared_distances(held[None], held[None])[0]
-    return np.asarray(apart < squared_distances(held[:, None], there[:, None])[:, 0])
-
-
 def _helpful(helps: np.ndarray, most: int) -> list[int]:
     """Which columns of `helps`, bool `[num, num]`: each time the one that most of the rows left have, up to `most`."""
     chosen: list[int] = []
+    helps = helps[np.any(helps, axis=1)]
     while len(chosen) < most and len(helps):
         best = int(np.argmax(np.sum(helps, axis=0)))
         is_helped = helps[:, best]
