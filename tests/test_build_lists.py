@@ -11,9 +11,11 @@ from nearest import exact_nearest, recall
 from autopar.vector_search import beam, list_search
 from autopar.vector_search.build_graph import build_graph, near_in_lists
 from autopar.vector_search.build_lists import build_lists
+from autopar.vector_search.entries import _helpful, with_entries_for_all
 from autopar.vector_search.inverted_lists import members
 from autopar.vector_search.metrics import METRICS, Metric
-from benchmarks.synthetic_vectors import faiss_synthetic
+from autopar.vector_search.neighbour_graph import connect
+from benchmarks.synthetic_vectors import faiss_synthetic, skewed_clusters
 
 search = jax.jit(list_search.search, static_argnums=(2, 3))
 
@@ -54,5 +56,37 @@ def test_near_ones_are_those_of_each_vector_in_its_place(monkeypatch: pytest.Mon
 def test_a_graph_built_from_vectors_alone_finds_the_nearest() -> None:
     data = faiss_synthetic(16, 0, 1500, 50)
     graph = build_graph(data.corpus, "l2", degree=16, num_entries=8, rounds=3)
+    assert graph.entries.size <= 8  # of one piece it needs no more
     found = beam.search(graph, jnp.asarray(data.queries), 10, beam=64)
     assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 10)) >= 0.95
+
+
+def test_walks_get_to_clusters_that_no_edge_leads_to() -> None:
+    data = skewed_clusters(16, 1500, 50, num_clusters=50, exponent=0.5)
+    graph = build_graph(data.corpus, "l2", degree=16, num_entries=8, rounds=3)
+    assert 8 < graph.entries.size <= 64
+    found = beam.search(graph, jnp.asarray(data.queries), 10, beam=64)
+    assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 10)) >= 0.95
+
+
+def test_entries_are_chosen_by_the_angle_where_edges_are() -> None:
+    data = skewed_clusters(16, 600, 40, num_clusters=20, exponent=0.5)
+    # of one direction and any length: by l2 some are nearer to another cluster
+    corpus = data.corpus * np.random.default_rng(0).uniform(0.01, 10, (600, 1)).astype(np.float32)
+    near = exact_nearest(corpus, corpus, 17, "cosine")
+    few = connect(jnp.asarray(corpus), jnp.asarray(near), jnp.arange(4), "cosine", degree=16)
+    graph = with_entries_for_all(few, size=10)
+    assert set(range(4)) < set(graph.entries.tolist())
+    found = beam.search(graph, jnp.asarray(data.queries), 10, beam=10)
+    assert recall(np.asarray(found.positions), exact_nearest(data.queries, corpus, 10, "cosine")) >= 0.95
+
+
+def test_an_entry_is_chosen_that_helps_most_of_those_left() -> None:
+    helps = np.zeros((6, 6), bool)
+    np.fill_diagonal(helps, True)
+    helps[[0, 1, 2], 1] = True
+    helps[[2, 3], 3] = True
+    helps[[3, 4], 4] = True
+    # 3 helps two as well, but one of these is helped already; 5 would help itself alone
+    assert _helpful(helps, 8) == [1, 4]
+    assert _helpful(helps, 1) == [1]

@@ -1,11 +1,13 @@
 """From vectors to the graph of near ones.
 
 In: vectors. Out: `NeighbourGraph`, connected by what inverted lists find near to each vector: not all of the nearest,
-which pruning and reverse edges make up for. Walks begin at the vectors nearest to a few centroids.
+which pruning and reverse edges make up for. Walks begin at the vectors nearest to a few centroids, and where none of
+these leads to (`entries`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.vector_search.build_lists import build_lists
+from autopar.vector_search.entries import with_entries_for_all
 from autopar.vector_search.inverted_lists import InvertedLists
 from autopar.vector_search.k_means import k_means
 from autopar.vector_search.list_search import search
-from autopar.vector_search.metrics import Metric
+from autopar.vector_search.metrics import Metric, terms
 from autopar.vector_search.neighbour_graph import NeighbourGraph, connect
 
 #: Queries in one search of the lists.
@@ -44,7 +47,9 @@ def build_graph(
     near = near_in_lists(lists, placed, 2 * degree, num_probes)
     middles = k_means(lists.centroids, min(num_entries, lists.num_lists), rounds, seed).centroids
     entries = near_in_lists(lists, middles.astype(placed.dtype), 0, num_probes)[:, 0]
-    return connect(placed, near, jnp.unique(jnp.where(entries < 0, 0, entries)), metric, degree)
+    graph = connect(placed, near, jnp.unique(jnp.where(entries < 0, 0, entries)), nearness, degree)
+    graph = with_entries_for_all(graph, seed=seed)
+    return replace(graph, metric=metric, terms=terms(placed, metric))
 
 
 def near_in_lists(lists: InvertedLists, vectors: jax.Array, most: int, num_probes: int) -> jax.Array:

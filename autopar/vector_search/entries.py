@@ -1,0 +1,104 @@
+"""Where walks of a graph begin, so that they get to all of it.
+
+In: a `NeighbourGraph` with some entries. Out: the same with more of them, where it needs more. Of clusters that lie far
+apart all that is near to a vector is in its own cluster: no edge leads from one to another, and from afar all look
+equally far, so that nothing tells a walk which to go to. Entries at the middles of the largest clusters meet a part of
+them. A walk that has met no node of the right one finds nothing at all, however large its beam; and of a corpus that is
+of one piece, more entries are only more to be compared with.
+
+So walks are tried: vectors of the corpus, drawn at random, are looked for. Of those that are lost some become entries:
+each time the one that most of the others are nearer to than to what they found; none that helps so few that it costs
+more than it finds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar.vector_search import beam
+from autopar.vector_search.diverse import squared_distances, unit
+from autopar.vector_search.metrics import NO_ID
+from autopar.vector_search.neighbour_graph import NeighbourGraph
+
+#: Vectors that are looked for, and how many at once.
+_TRIED, _AT_ONCE = 2048, 512
+
+#: Of the lost, how many a new entry helps at least: two in 2048 are 0.1 % of recall, for which every walk pays one
+#: distance. More nodes in the beam would cost several.
+_WORTH = 2
+
+#: Walks are tried again with the new entries: from some the lost are not got to, for all that they are near.
+_ROUNDS = 3
+
+
+def with_entries_for_all(graph: NeighbourGraph, most: int = 256, size: int = 16, seed: int = 0) -> NeighbourGraph:
+    """The graph with the entries that it needs beside its own.
+
+    Args:
+        graph: its metric is the one its edges are near by: l2 or cosine.
+        most: entries in all, if it has not more already.
+        size: nodes in the beam of a walk that is tried: few, as of a search that is quick.
+    """
+    num_nodes = graph.vectors.shape[0]
+    tried = jax.random.permutation(jax.random.key(seed), num_nodes)[: min(_TRIED, num_nodes)].astype(jnp.int32)
+    entries = np.asarray(graph.entries)
+    room = max(most, len(entries))
+    for _ in range(_ROUNDS):
+        # one program for any number of entries
+        padded = np.pad(entries, (0, room - len(entries)), constant_values=NO_ID)
+        helps = np.asarray(_helps(replace(graph, entries=jnp.asarray(padded)), tried, size))
+        helpful = _helpful(helps, room - len(entries))
+        if not helpful:
+            break
+        entries = np.unique(np.concatenate([entries, np.asarray(tried)[helpful]]))
+    return replace(graph, entries=jnp.asarray(entries))
+
+
+@partial(jax.jit, static_argnames="size")
+def _helps(graph: NeighbourGraph, tried: jax.Array, size: int) -> jax.Array:
+    """bool `[num, num]`, of `tried`, int32 `[num]`: row i says which of the lost ones would help the i-th, as it is
+    lost, and nearer to them than to the nearest that its walk finds."""
+    found, is_lost = _looked_for(graph, tried, size)
+    held, there = graph.vectors[tried], graph.vectors[found]
+    if graph.metric == "cosine":
+        held, there = unit(held), unit(there)
+    apart = squared_distances(held[None], held[None])[0]
+    is_nearer = apart < squared_distances(held[:, None], there[:, None])[:, 0]
+    return is_nearer & is_lost[:, None] & is_lost
+
+
+def _looked_for(graph: NeighbourGraph, tried: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Of each of `tried`, int32 `[num]`: the nearest that a walk finds, int32 `[num]`; and whether it is lost, as the
+    walk ends with neither itself nor a neighbour of it. A near miss is no matter of where walks begin."""
+
+    def look_for(some: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = beam.search(graph, graph.vectors[some], size, size).positions
+        own = jnp.concatenate([some[:, None], graph.edges[some]], axis=1)
+        is_there = (found[:, :, None] == own[:, None]) & (found != NO_ID)[:, :, None]
+        return found[:, 0], ~jnp.any(is_there, axis=(1, 2))
+
+    at_once = min(_AT_ONCE, tried.size)
+    num_parts = -(-tried.size // at_once)
+    padded = jnp.pad(tried, (0, num_parts * at_once - tried.size))
+    found, is_lost = lax.map(look_for, padded.reshape(num_parts, at_once))
+    return found.reshape(-1)[: tried.size], is_lost.reshape(-1)[: tried.size]
+
+
+def _helpful(helps: np.ndarray, most: int) -> list[int]:
+    """Which columns of `helps`, bool `[num, num]`: each time the one that most of the rows left have, up to `most`."""
+    chosen: list[int] = []
+    helps = helps[np.any(helps, axis=1)]
+    while len(chosen) < most and len(helps):
+        best = int(np.argmax(np.sum(helps, axis=0)))
+        is_helped = helps[:, best]
+        if np.sum(is_helped) < _WORTH:
+            break
+        chosen.append(best)
+        helps = helps[~is_helped]
+    return chosen
