@@ -120,6 +120,7 @@ def test_a_filter_that_allows_what_is_far_from_the_query_alone(kind: str) -> Non
     assert np.isposinf(none.distances).all()
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_any_number_of_neighbours_is_found_where_there_are_as_many(kind: str) -> None:
     corpus, queries = data()
@@ -165,6 +166,7 @@ def test_what_codes_lose_is_told() -> None:
 # -- files and devices -----------------------------------------------------------------------
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("kind", "budget"), [(IVF, 2e5), (IVF_PQ, None), (GRAPH, 1e5)])
 def test_an_index_is_loaded_onto_other_devices_and_finds_the_same(
     tmp_path: Path, kind: str, budget: float | None

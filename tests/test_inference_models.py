@@ -111,6 +111,7 @@ def test_logits_are_those_of_transformers_in_torch(folders: dict[str, Path], tmp
     assert max(differences.values()) <= 1e-4, differences
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_and_single_tokens_against_a_cache_give_the_same_logits(name: str, folders: dict[str, Path]) -> None:
     """A chunk, a shorter one, then token by token; sequences at different positions, and a slot without one."""
@@ -216,6 +217,7 @@ def test_a_plan_says_where_weights_lie(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(params, tokens), forward(checkpoint.load(), tokens), atol=1e-5)
 
 
+@pytest.mark.contract
 def test_a_plan_lays_out_a_step_against_a_cache(tmp_path: Path) -> None:
     """The planner splits the cache by its heads, and the step gives on 8 devices what it gives on one."""
     write_checkpoint(tmp_path / "model", {**LLAMA, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8})

@@ -250,6 +250,7 @@ def shuffled_tables(num_pages: int) -> jax.Array:
     return jnp.asarray(RNG.permutation(num_pages)[: ROWS * LENGTH // PAGE].reshape(ROWS, -1), jnp.int32)
 
 
+@pytest.mark.contract
 def test_paged_is_contiguous_to_the_bit() -> None:
     """A chunk of each row, then token by token, in pages that were full of NaNs."""
     pages = kv_pages.empty_pages(20, PAGE, KV_HEADS, DIM, jnp.dtype("float32"))

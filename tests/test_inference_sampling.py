@@ -191,6 +191,7 @@ def test_parameters_that_cannot_be_are_refused(options: dict[str, Any], why: str
 SLOTS, LARGE = 16, 8 * 2048
 
 
+@pytest.mark.contract
 def test_a_split_vocabulary_is_never_gathered_and_draws_the_same() -> None:
     """Planned for eight devices: candidates of each are sent, and single numbers of each slot."""
     logits = (3 * RNG.standard_normal((SLOTS, LARGE))).astype(np.float32)

@@ -164,6 +164,7 @@ def workload(num: int = 128, mean: int = 60, prompt: int = 32) -> list[Request]:
     return [Request(str(i), tuple(chance.randrange(10**6) for _ in range(prompt)), length()) for i in range(num)]
 
 
+@pytest.mark.contract
 def test_continuous_batching_takes_half_the_steps_of_static_or_less() -> None:
     requests = workload()
     options = Options(num_slots=16, max_length=512)

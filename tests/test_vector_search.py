@@ -98,6 +98,7 @@ def test_the_program_is_exact(
     check(vector_search.Found(ids, np.asarray(distances).reshape(-1, k)), queries, corpus, metric, k, allowed)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("metric", metrics.METRICS)
 def test_an_index_answers_like_numpy(metric: str, dtype: str) -> None:
@@ -209,6 +210,7 @@ def test_an_index_is_held_in_as_many_layouts_as_the_budget_allows() -> None:
     assert roomy.stats().device_bytes > full.stats().device_bytes
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("num_queries", "k"), [(1, 10), (64, 10), (64, 100)])
 def test_a_split_corpus_sends_candidates_alone(num_queries: int, k: int) -> None:
     """V2: at most queries x devices x k of values and as many positions, once, counted in the compiled program."""
