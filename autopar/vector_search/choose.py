@@ -32,6 +32,8 @@ from autopar.vector_search.tiling import Blocks, Tiling, rounded
 
 #: A search that takes no longer is quick enough to be exact.
 _QUICK_S = 0.05
+#: What finds less, and takes long to build, is to be so many times as fast as exact search, by prediction.
+_WORTH = 1.5
 #: Places in lists for each vector, about.
 _PADDING = 1.25
 
@@ -56,7 +58,10 @@ def choose(index: str, asked: Asked) -> tuple[str, str]:
         budget = f"{asked.place.budget_bytes / 1e9:.3g} GB a device"
         return IVF_PQ, f"the vectors do not fit into {budget}: codes are smaller, and the vectors stay on the host"
     told = ", ".join(f"{kind} {_ms(seconds)}" for kind, seconds in fits.items())
-    return min(fits, key=lambda kind: fits[kind]), f"predicted times of {batch}: {told}"
+    best = min(fits, key=lambda kind: fits[kind])
+    if exact is not None and fits[best] > exact / _WORTH:
+        best, told = exact_index.KIND, f"{told}; others are to be {_WORTH:g} times as fast as exact"
+    return best, f"predicted times of {batch}: {told}"
 
 
 def _seconds(step: Step, asked: Asked) -> float | None:
