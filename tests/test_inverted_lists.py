@@ -17,7 +17,7 @@ from autopar.vector_search.inverted_lists import InvertedLists, fill, members
 from autopar.vector_search.k_means import k_means
 from autopar.vector_search.list_search import Passes, passes
 from autopar.vector_search.metrics import METRICS, NO_ID, Metric
-from autopar.vector_search.planned import Planned
+from autopar.planned import Planned
 from autopar.vector_search.seats import seats
 from autopar.vector_search.size_classes import size_classes
 from benchmarks.synthetic_vectors import faiss_synthetic

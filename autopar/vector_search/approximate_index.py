@@ -29,7 +29,7 @@ from autopar.vector_search.index_file import write
 from autopar.vector_search.method import AT_ONCE, Method, Search, step_of
 from autopar.vector_search.metrics import NO_ID
 from autopar.vector_search.place import Place
-from autopar.vector_search.planned import Planned
+from autopar.planned import Planned
 from autopar.vector_search.programs import Programs, Step
 from autopar.vector_search.progress import Report
 from autopar.vector_search.tiling import rounded

@@ -25,7 +25,7 @@ from autopar.vector_search.lists_index import IVF, IVF_PQ, Lists
 from autopar.vector_search.method import AT_ONCE, Method, Search, step_of
 from autopar.vector_search.metrics import FEW_QUERIES
 from autopar.vector_search.neighbour_graph import NeighbourGraph
-from autopar.vector_search.planned import plan_of
+from autopar.planned import plan_of
 from autopar.vector_search.programs import Step
 from autopar.vector_search.size_classes import LENGTH_MULTIPLE
 from autopar.vector_search.tiling import Blocks, Tiling, rounded

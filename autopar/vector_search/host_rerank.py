@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autopar.vector_search.metrics import Metric, distances_of
 from autopar.vector_search.place import Place
-from autopar.vector_search.planned import Planned
+from autopar.planned import Planned
 from autopar.vector_search.rerank import best_of
 from autopar.vector_search.tiling import rounded
 

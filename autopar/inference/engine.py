@@ -1,0 +1,360 @@
+"""The engine: requests in, text out, from one model on one mesh.
+
+In: a model's folder, devices. Out: `Engine`. It runs where it is asked to: whoever waits for a token, or calls `step`,
+makes it do the next iteration, for all requests alike; there is no thread of its own, and several threads may ask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.errors import InferenceError, ModelError
+from autopar.inference.checkpoint import Checkpoint
+from autopar.inference.config import DecoderConfig
+from autopar.inference.generation import Generation
+from autopar.inference.layout import Layout, Served, laid_out
+from autopar.inference.page_pool import PagePool
+from autopar.inference.page_tables import PagedCache
+from autopar.inference.requests import Iteration, Options, Request
+from autopar.inference.runner import Runner, Running
+from autopar.inference.sampling import SamplingOptions
+from autopar.inference.scheduler import Scheduler
+from autopar.inference.stopping import TextUntilStop
+from autopar.inference.tokenizer import load_tokenizer, text_stream
+from autopar.planned import Planned
+from autopar.planner import asked_meshes, asked_profile
+
+Progress = Callable[[str, float], None]
+
+#: Iterations that are sent to the devices before the results of the first are looked at.
+_AHEAD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What an engine has done, and holds.
+
+    Args:
+        num_waiting, num_running: requests.
+        free_pages, evictable_pages, held_pages: of the cache; they add up to all.
+        num_iterations: calls of a program. num_steps: of the model; several in one call.
+        num_prompt_tokens: computed. num_cached_tokens: of prompts, found in the cache. num_tokens: generated.
+        num_compiled: programs that JAX has compiled.
+    """
+
+    num_waiting: int
+    num_running: int
+    free_pages: int
+    evictable_pages: int
+    held_pages: int
+    num_iterations: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_tokens: int
+    num_compiled: int
+
+
+class Engine:
+    """Serves requests from one model.
+
+    Args:
+        runner: programs and weights on devices. tokenizer: of the package `tokenizers`; None for tokens alone.
+        stop_tokens: that end every request which does not say otherwise.
+        pool: of pages; by default one for this model alone.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Any = None,
+        stop_tokens: Iterable[int] = (),
+        pool: PagePool | None = None,
+        *,
+        shares_prefixes: bool = True,
+    ) -> None:
+        self.runner, self.tokenizer = runner, tokenizer
+        self.stop_tokens = frozenset(stop_tokens)
+        self.pool = pool or PagePool(runner.layout.num_pages)
+        served = runner.served
+        cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes)
+        self._scheduler = Scheduler(cache, served.options)
+        self._generations: dict[str, Generation] = {}
+        self._on_their_way: deque[Running] = deque()
+        self._lock = threading.RLock()
+        self._names = itertools.count()
+        self._broken: BaseException | None = None
+        self._counts = dict.fromkeys(("num_iterations", "num_steps", "num_prompt_tokens", "num_cached_tokens"), 0)
+        self._num_tokens = 0
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        options: Options | None = None,
+        mesh: Any = None,
+        hardware: Any = None,
+        memory_budget_bytes: float | None = None,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        dtype: Any = None,
+        shares_prefixes: bool = True,
+        cache: bool | str | os.PathLike[str] = True,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Serve a model's folder, as Hugging Face writes it.
+
+        Args:
+            options: how work is cut: slots, the longest sequence, chunks of prompts; by default for the model's positions.
+            mesh, hardware, memory_budget_bytes, cache: as of `autopar.plan`; by default all visible devices in a row.
+            num_pages: of the KV cache; by default what weights leave room for. page_size: tokens of each.
+            dtype: of weights and cache; by default the checkpoint's.
+            shares_prefixes: whether what one prompt begins with is found again for the next.
+            progress: called with a stage's name and the fraction done.
+
+        Raises:
+            ModelError: the folder is no model that is supported. InferenceError: it does not fit, or sizes cannot be.
+        """
+        checkpoint = Checkpoint.open(folder)
+        options = options_for(checkpoint.config, options)
+        params = checkpoint.abstract_params(dtype)
+        if mesh is None:
+            mesh = f"model={asked_meshes(None, None)[0].num_devices}"
+        profile = asked_profile(hardware)
+        budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
+        kv_dtype = dtype or params["params"]["embed"]["weight"].dtype
+        served = Served(checkpoint.model, params, options, page_size, jnp.dtype(kv_dtype))
+        planning = {"mesh": mesh, "hardware": profile, "memory_budget_bytes": budget, "cache": cache}
+
+        def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> Planned:
+            return Planned.of(function, arguments, {**planning, "pin": pins}, carry)
+
+        layout = laid_out(served, make, budget, num_pages, progress)
+        runner = Runner(served, layout, _loaded(checkpoint, served, layout, dtype, progress))
+        runner.warm_up(progress)
+        tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
+        return cls(runner, tokenizer, stop_tokens_of(folder), shares_prefixes=shares_prefixes)
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        sampling: SamplingOptions | None = None,
+        stop: Iterable[str] = (),
+        stop_tokens: Iterable[int] | None = None,
+        num_best: int = 0,
+        name: str | None = None,
+    ) -> Generation:
+        """Queue a request.
+
+        Args:
+            prompt: text, or tokens. max_tokens: to generate, at most.
+            sampling: by default the most probable token each time.
+            stop: strings that end it, which are not shown. stop_tokens: by default the model's own.
+            num_best: how many of the most probable tokens are told of each; the candidates that the programs keep at most.
+            name: by which the request is known; by default a new one.
+
+        Raises:
+            InferenceError: it can never be served.
+        """
+        tokens = self._tokens(prompt)
+        if isinstance(stop, str):
+            stop = (stop,)
+        sampling = sampling or SamplingOptions()
+        if not 0 <= num_best <= sampling.num_candidates:
+            raise InferenceError(f"num_best is {num_best}: 0 or more, and at most {sampling.num_candidates}")
+        stops = TextUntilStop(stop)
+        if tuple(stop) and self.tokenizer is None:
+            raise InferenceError("stop strings need a tokenizer, and the model's folder has none: give stop_tokens")
+        ends = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
+        with self._lock:
+            self._check()
+            if name is None:
+                name = next(new for n in self._names if (new := f"request-{n}") not in self._generations)
+            request = Request(name, tokens, max_tokens, ends)
+            self._scheduler.submit(request)
+            decode = None if self.tokenizer is None else text_stream(self.tokenizer)
+            generation = Generation(request, sampling, num_best, decode, self.step, self.abort, stops)
+            self._generations[name] = generation
+            return generation
+
+    def generate(self, prompts: Iterable[str | Sequence[int]], **asked: Any) -> list[Generation]:
+        """All of several requests, in their order; arguments as of `submit`."""
+        generations = [self.submit(prompt, **asked) for prompt in prompts]
+        return [generation.result() for generation in generations]
+
+    def abort(self, name: str) -> None:
+        """End a request; one that is not there has ended."""
+        with self._lock:
+            if name in self._generations:
+                self._scheduler.abort(name)
+                self._end(self._generations[name], "aborted")
+
+    def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InferenceError(
+                    "the model's folder has no tokenizer.json, so text cannot be made into tokens: give tokens as the"
+                    " prompt, or copy tokenizer.json from where the model came from"
+                )
+            return tuple(self.tokenizer.encode(prompt).ids)
+        tokens, size = tuple(int(token) for token in prompt), self.runner.served.model.config.vocab_size
+        wrong = next((token for token in tokens if not 0 <= token < size), None)
+        if wrong is not None:
+            raise InferenceError(f"the prompt has the token {wrong}, and the model's are 0 to {size - 1}")
+        return tokens
+
+    # -- iterations --------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Send the next iteration to the devices, and take what has come of one before.
+
+        Returns:
+            whether there was anything to do.
+        """
+        with self._lock:
+            self._check()
+            try:
+                return self._step()
+            except BaseException as error:
+                # What was given to a program is gone, whether or not it came back.
+                self._broken = error
+                for generation in list(self._generations.values()):
+                    self._end(generation, "failed")
+                raise
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while self.step():
+            pass
+
+    def _step(self) -> bool:
+        iteration = self._scheduler.next()
+        if iteration is not None:
+            sampling = {run.name: self._generations[run.name].sampling for run in iteration.runs}
+            self._on_their_way.append(self.runner.start(iteration, sampling))
+            self._count(iteration)
+        elif not self._on_their_way:
+            return False
+        if len(self._on_their_way) > (_AHEAD if iteration is not None else 0):
+            self._take(self._on_their_way.popleft())
+        return True
+
+    def _take(self, running: Running) -> None:
+        results, told = running.results({name: each.num_best for name, each in self._generations.items()})
+        for progress in self._scheduler.took(running.iteration, results):
+            generation = self._generations[progress.name]
+            before = len(generation.tokens)
+            generation.take(progress.tokens, told[progress.name], progress.ended)
+            self._num_tokens += len(generation.tokens) - before
+            if generation.ended is not None:
+                self._scheduler.abort(progress.name)  # where a stop string has ended it
+                del self._generations[progress.name]
+
+    def _end(self, generation: Generation, why: str) -> None:
+        generation.end(why)
+        del self._generations[generation.name]
+
+    def _count(self, iteration: Iteration) -> None:
+        self._counts["num_iterations"] += 1
+        self._counts["num_steps"] += iteration.shape.steps
+        for run in iteration.runs:
+            generation = self._generations[run.name]
+            if not generation.is_begun:
+                generation.is_begun, generation.num_cached = True, run.start
+                self._counts["num_cached_tokens"] += run.start
+            self._counts["num_prompt_tokens"] += max(
+                0, min(run.start + run.num_tokens, generation.num_prompt_tokens) - run.start
+            )
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise InferenceError(
+                f"the engine has stopped: {type(self._broken).__name__}: {self._broken}. Open the model again"
+            ) from self._broken
+
+    @property
+    def stats(self) -> Stats:
+        """Now."""
+        with self._lock:
+            return Stats(
+                self._scheduler.num_waiting,
+                self._scheduler.num_running,
+                self.pool.num_free,
+                self.pool.num_evictable,
+                self.pool.num_held,
+                **self._counts,
+                num_tokens=self._num_tokens,
+                num_compiled=self.runner.num_compiled,
+            )
+
+
+def options_for(config: DecoderConfig, options: Options | None) -> Options:
+    """Checked against what the model was made for.
+
+    Raises:
+        InferenceError: sequences may be longer than it has positions.
+    """
+    if options is None:
+        default = Options()
+        return replace(default, max_length=min(default.max_length, config.max_positions))
+    if options.max_length > config.max_positions:
+        raise InferenceError(
+            f"max_length is {options.max_length}, and the model was made for {config.max_positions} positions: give at"
+            " most so many"
+        )
+    return options
+
+
+def stop_tokens_of(folder: str | os.PathLike[str]) -> frozenset[int]:
+    """The tokens that end a text by `generation_config.json`, or by `config.json`.
+
+    Raises:
+        ModelError: one of the files is no JSON, or names something else than tokens.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        if not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return frozenset(map(int, found if isinstance(found, list) else [found]))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{path} cannot be read ({error}). Copy it again from where it came from") from None
+    return frozenset()
+
+
+def _loaded(
+    checkpoint: Checkpoint, served: Served, layout: Layout[Planned], dtype: Any, progress: Progress | None
+) -> Any:
+    """The weights, lying as the plans say."""
+
+    home = layout.programs[served.keys[0]]
+    leaves, structure = jax.tree.flatten(served.params)
+    shardings = jax.tree.unflatten(structure, home.shardings[: len(leaves)])
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    read = 0
+
+    def tell(_: str, num_bytes: int) -> None:
+        nonlocal read
+        read += num_bytes
+        if progress is not None:
+            progress("read weights", min(1.0, read / total))
+
+    return checkpoint.load(shardings, dtype, tell)
