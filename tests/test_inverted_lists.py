@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from nearest import exact_nearest, exact_scores, recall
 
+from autopar.planned import Planned
 from autopar.vector_search import list_search
 from autopar.vector_search.best import Best, distinct
 from autopar.vector_search.inverted_lists import InvertedLists, fill, members
 from autopar.vector_search.k_means import k_means
 from autopar.vector_search.list_search import Passes, passes
 from autopar.vector_search.metrics import METRICS, NO_ID, Metric
-from autopar.planned import Planned
 from autopar.vector_search.seats import seats
 from autopar.vector_search.size_classes import size_classes
 from benchmarks.synthetic_vectors import faiss_synthetic

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar import plan_cache
 from autopar.errors import InferenceError, ModelError
 from autopar.inference.checkpoint import Checkpoint
 from autopar.inference.config import DecoderConfig
@@ -130,20 +131,12 @@ class Engine:
         checkpoint = Checkpoint.open(folder)
         options = options_for(checkpoint.config, options)
         params = checkpoint.abstract_params(dtype)
-        if mesh is None:
-            mesh = f"model={asked_meshes(None, None)[0].num_devices}"
-        profile = asked_profile(hardware)
-        budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
-        kv_dtype = dtype or params["params"]["embed"]["weight"].dtype
-        served = Served(checkpoint.model, params, options, page_size, jnp.dtype(kv_dtype))
-        planning = {"mesh": mesh, "hardware": profile, "memory_budget_bytes": budget, "cache": cache}
-
-        def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> Planned:
-            return Planned.of(function, arguments, {**planning, "pin": pins}, carry)
-
-        layout = laid_out(served, make, budget, num_pages, progress)
+        kept = jnp.dtype(dtype or params["params"]["embed"]["weight"].dtype)
+        served = Served(checkpoint.model, params, options, page_size, kept)
+        place = {"mesh": mesh, "hardware": hardware, "memory_budget_bytes": memory_budget_bytes, "cache": cache}
+        layout = planned_for(served, place, num_pages, progress)
         runner = Runner(served, layout, _loaded(checkpoint, served, layout, dtype, progress))
-        runner.warm_up(progress)
+        runner.warm_up(progress, plan_cache.folder_of(cache))
         tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         return cls(runner, tokenizer, stop_tokens_of(folder), shares_prefixes=shares_prefixes)
 
@@ -172,7 +165,7 @@ class Engine:
         Raises:
             InferenceError: it can never be served.
         """
-        tokens = self._tokens(prompt)
+        tokens = self.tokens_of(prompt)
         if isinstance(stop, str):
             stop = (stop,)
         sampling = sampling or SamplingOptions()
@@ -205,14 +198,22 @@ class Engine:
                 self._scheduler.abort(name)
                 self._end(self._generations[name], "aborted")
 
-    def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def tokens_of(self, prompt: str | Sequence[int], *, special: bool = True) -> tuple[int, ...]:
+        """Of text; tokens are checked.
+
+        Args:
+            special: add those that the tokenizer begins or ends a text with.
+
+        Raises:
+            InferenceError: there is no tokenizer for text, or a token that the model does not have.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InferenceError(
                     "the model's folder has no tokenizer.json, so text cannot be made into tokens: give tokens as the"
                     " prompt, or copy tokenizer.json from where the model came from"
                 )
-            return tuple(self.tokenizer.encode(prompt).ids)
+            return tuple(self.tokenizer.encode(prompt, add_special_tokens=special).ids)
         tokens, size = tuple(int(token) for token in prompt), self.runner.served.model.config.vocab_size
         wrong = next((token for token in tokens if not 0 <= token < size), None)
         if wrong is not None:
@@ -302,6 +303,26 @@ class Engine:
                 num_tokens=self._num_tokens,
                 num_compiled=self.runner.num_compiled,
             )
+
+
+def planned_for(
+    served: Served, place: Mapping[str, Any], num_pages: int | None = None, progress: Progress | None = None
+) -> Layout[Planned]:
+    """All programs, planned for devices that are there.
+
+    Args:
+        place: mesh, hardware, memory_budget_bytes and cache, as of `autopar.plan`; by default all devices in a row.
+        num_pages, progress: as of `laid_out`.
+    """
+    mesh = place.get("mesh") or f"model={asked_meshes(None, None)[0].num_devices}"
+    profile, asked = asked_profile(place.get("hardware")), place.get("memory_budget_bytes")
+    budget = profile.usable_bytes if asked is None else float(asked)
+    planning = {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget}
+
+    def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> Planned:
+        return Planned.of(function, arguments, {**planning, "pin": pins}, carry)
+
+    return laid_out(served, make, budget, num_pages, progress)
 
 
 def options_for(config: DecoderConfig, options: Options | None) -> Options:

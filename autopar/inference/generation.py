@@ -72,6 +72,11 @@ class Generation:
         return self.request.name
 
     @property
+    def stopped_at(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return self.stops.stopped_at
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.compiled_cache import compiled_kept_in
 from autopar.inference.layout import Key, Layout, Served
 from autopar.inference.page_tables import Copy
 from autopar.inference.requests import Iteration, Result, Run, Shape
@@ -160,8 +162,14 @@ class Runner:
                 field[row] = value
         return rows.packed()
 
-    def warm_up(self, progress: Callable[[str, float], None] | None = None) -> dict[Shape, float]:
+    def warm_up(
+        self, progress: Callable[[str, float], None] | None = None, keep_in: Path | None = None
+    ) -> dict[Shape, float]:
         """Compile every program, and run each with nothing to do.
+
+        Args:
+            progress: called with a stage's name and the fraction done. keep_in: the folder of a plan cache, in which what
+                is compiled is kept, too.
 
         Returns:
             seconds of a second run of each shape.
@@ -172,9 +180,11 @@ class Runner:
                 progress("compile programs", number / len(self.served.options.shapes))
             sizes = [(self._num_slots, shape.width)] + ([(shape.rows, shape.length)] if shape.rows else [])
             rows = [self.served.rows(num, width, self.layout.num_pages).packed() for num, width in sizes]
-            for _ in range(2):
-                started = time.perf_counter()
+            fingerprint = self.layout.programs[shape].plan.program.fingerprint
+            with compiled_kept_in(keep_in and keep_in / "compiled" / fingerprint):
                 jax.block_until_ready(self._run(shape, *rows))
-                seconds[shape] = time.perf_counter() - started
+            started = time.perf_counter()
+            jax.block_until_ready(self._run(shape, *rows))
+            seconds[shape] = time.perf_counter() - started
         self._copy([Copy(self.layout.num_pages, self.layout.num_pages)])
         return seconds

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import BudgetError
+from autopar.planned import plan_of
 from autopar.vector_search import exact_index, metrics
 from autopar.vector_search.asked import Asked
 from autopar.vector_search.build_lists import usual_num_lists
@@ -25,7 +26,6 @@ from autopar.vector_search.lists_index import IVF, IVF_PQ, Lists
 from autopar.vector_search.method import AT_ONCE, Method, Search, step_of
 from autopar.vector_search.metrics import FEW_QUERIES
 from autopar.vector_search.neighbour_graph import NeighbourGraph
-from autopar.planned import plan_of
 from autopar.vector_search.programs import Step
 from autopar.vector_search.size_classes import LENGTH_MULTIPLE
 from autopar.vector_search.tiling import Blocks, Tiling, rounded
