@@ -1,4 +1,4 @@
-"""The command line: `autopar plan`, `explain`, `diff`, `verify`, `calibrate`.
+"""The command line: `autopar plan`, `explain`, `diff`, `verify`, `calibrate`, `generate`.
 
 In: arguments. Out: text, tables or JSON on standard output, progress and errors on standard error,
 and an exit code: 0 done, 1 a verification that does not hold or a diagnosis with what nobody meant, 2 a mistake of the
@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli_generate import run_generate
 from autopar.cli_options import parse_hardware, parse_pin, parser_of
 from autopar.cli_search import check_target, search_asked
 from autopar.errors import AutoparError, BudgetError, PlanFileError, TargetError
@@ -457,4 +458,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "diff": _run_diff,
     "calibrate": _run_calibrate,
     "verify": _run_verify,
+    "generate": lambda options: run_generate(options, _progress),
 }

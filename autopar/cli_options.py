@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli_generate import add_generate_command
 from autopar.cli_search import add_search_options
 from autopar.errors import PinError, TargetError
 from autopar.pipeline.schedules.table import SCHEDULES
@@ -35,6 +36,7 @@ examples:
   autopar verify train.py:make --mesh 8 --hardware h100-sxm
   autopar verify train.py:make --plan gpt.plan.json
   autopar verify train.py:make_sharded --as-is --hardware h100-sxm
+  autopar generate Qwen3-0.6B --prompt 'Once upon a time' --max-tokens 100
 
 TARGET is path/file.py:function or package.module:function. The function takes nothing and returns
 (step, args): the train step and the tuple of its arguments, arrays or jax.ShapeDtypeStructs.
@@ -107,6 +109,7 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     about = "save the verified plan, which is a tighter one where the first took too much memory"
     verify.add_argument("-o", "--output", metavar="FILE", help=about)
     verify.set_defaults(run=commands["verify"])
+    add_generate_command(added, commands["generate"], _size)
     return parser
 
 

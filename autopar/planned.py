@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import execute
 from autopar.partition_spec import named_shardings
 from autopar.plan import Plan
+from autopar.plan_cache import quietly
 from autopar.plan_step import plan_program
 from autopar.program import Program, program_of
 
@@ -38,7 +39,8 @@ def _planned(
     function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any], carry: Sequence[str]
 ) -> tuple[Program, Plan]:
     program = program_of(function, arguments, carry=carry, donate=carry)
-    plan = plan_program(program, **options)
+    with quietly():
+        plan = plan_program(program, **options)
     assert isinstance(plan, Plan)
     return program.of(plan), plan
 

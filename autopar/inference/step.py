@@ -140,7 +140,9 @@ def step_of(model: Decoder, shape: Shape, attend: AttendPages = attend_gathered)
         def mixed(params: Any, resident: Resident, slots: jax.Array, chunks: jax.Array) -> tuple[Resident, Out]:
             return function(params, resident, Rows.unpacked(slots, 1), Rows.unpacked(chunks, shape.length))
 
-        return mixed if shape.rows else decode
+        chosen = mixed if shape.rows else decode
+        chosen.__qualname__ = f"iteration of {shape}"  # by which its plan is known
+        return chosen
 
     if shape.width > 1:
         return unpacked(verified)
