@@ -105,7 +105,7 @@ def _numbers(text: str) -> list[int]:
 def _serving(options: argparse.Namespace) -> dict[str, Any]:
     from autopar.inference import Options
     from autopar.inference.config import DecoderConfig
-    from autopar.inference.engine import options_for
+    from autopar.inference.opening import options_for
 
     served = options_for(DecoderConfig.read(options.model), None)
     if options.max_length is not None:

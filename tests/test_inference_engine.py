@@ -16,7 +16,7 @@ from tiny_models import BAD, LENGTH, OPTIONS, is_idle, opened, write_model
 
 from autopar.errors import InferenceError, ModelError
 from autopar.inference import Checkpoint, Engine, Options, SamplingOptions
-from autopar.inference.engine import planned_for, stop_tokens_of
+from autopar.inference.opening import planned_for, stop_tokens_of
 from autopar.inference.page_pool import PagePool
 
 

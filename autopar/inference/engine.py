@@ -7,24 +7,22 @@ makes it do the next iteration, for all requests alike; there is no thread of it
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from autopar import plan_cache
-from autopar.errors import InferenceError, ModelError
+from autopar.errors import InferenceError
 from autopar.inference.checkpoint import Checkpoint
 from autopar.inference.config import DecoderConfig
 from autopar.inference.generation import Generation
-from autopar.inference.layout import Layout, Served, laid_out
+from autopar.inference.opening import Progress, Reading, planned_for, served_of, stop_tokens_of, weight_shardings
 from autopar.inference.page_pool import PagePool
 from autopar.inference.page_tables import PagedCache
 from autopar.inference.requests import Iteration, Options, Request
@@ -33,10 +31,7 @@ from autopar.inference.sampling import SamplingOptions
 from autopar.inference.scheduler import Scheduler
 from autopar.inference.stopping import TextUntilStop
 from autopar.inference.tokenizer import load_tokenizer, text_stream
-from autopar.planned import Planned
-from autopar.planner import asked_meshes, asked_profile
-
-Progress = Callable[[str, float], None]
+from autopar.jax_compat import shape_struct
 
 #: Iterations that are sent to the devices before the results of the first are looked at.
 _AHEAD = 1
@@ -129,16 +124,49 @@ class Engine:
             ModelError: the folder is no model that is supported. InferenceError: it does not fit, or sizes cannot be.
         """
         checkpoint = Checkpoint.open(folder)
-        options = options_for(checkpoint.config, options)
-        params = checkpoint.abstract_params(dtype)
-        kept = jnp.dtype(dtype or params["params"]["embed"]["weight"].dtype)
-        served = Served(checkpoint.model, params, options, page_size, kept)
         place = {"mesh": mesh, "hardware": hardware, "memory_budget_bytes": memory_budget_bytes, "cache": cache}
+        shapes = checkpoint.abstract_params(dtype)
+        served = served_of(checkpoint.config, shapes, options, page_size)
         layout = planned_for(served, place, num_pages, progress)
-        runner = Runner(served, layout, _loaded(checkpoint, served, layout, dtype, progress))
+        read = Reading(served.params, progress)
+        params = checkpoint.load(weight_shardings(served, layout), dtype, read.slice_read)
+        runner = Runner(served, layout, params)
         runner.warm_up(progress, plan_cache.folder_of(cache))
         tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         return cls(runner, tokenizer, stop_tokens_of(folder), shares_prefixes=shares_prefixes)
+
+    @classmethod
+    def of(
+        cls,
+        config: DecoderConfig,
+        params: Any,
+        tokenizer: Any = None,
+        *,
+        stop_tokens: Iterable[int] = (),
+        options: Options | None = None,
+        mesh: Any = None,
+        hardware: Any = None,
+        memory_budget_bytes: float | None = None,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        shares_prefixes: bool = True,
+        cache: bool | str | os.PathLike[str] = True,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Serve a `Decoder`'s weights that are in memory, such as one that has just been trained.
+
+        Args:
+            params: as `Decoder(config).init` returns them, lying anywhere. Others: as of `open`.
+
+        Raises:
+            InferenceError: it does not fit, or sizes cannot be.
+        """
+        place = {"mesh": mesh, "hardware": hardware, "memory_budget_bytes": memory_budget_bytes, "cache": cache}
+        served = served_of(config, jax.tree.map(shape_struct, params), options, page_size)
+        layout = planned_for(served, place, num_pages, progress)
+        runner = Runner(served, layout, jax.device_put(params, weight_shardings(served, layout)))
+        runner.warm_up(progress, plan_cache.folder_of(cache))
+        return cls(runner, tokenizer, stop_tokens, shares_prefixes=shares_prefixes)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -303,79 +331,3 @@ class Engine:
                 num_tokens=self._num_tokens,
                 num_compiled=self.runner.num_compiled,
             )
-
-
-def planned_for(
-    served: Served, place: Mapping[str, Any], num_pages: int | None = None, progress: Progress | None = None
-) -> Layout[Planned]:
-    """All programs, planned for devices that are there.
-
-    Args:
-        place: mesh, hardware, memory_budget_bytes and cache, as of `autopar.plan`; by default all devices in a row.
-        num_pages, progress: as of `laid_out`.
-    """
-    mesh = place.get("mesh") or f"model={asked_meshes(None, None)[0].num_devices}"
-    profile, asked = asked_profile(place.get("hardware")), place.get("memory_budget_bytes")
-    budget = profile.usable_bytes if asked is None else float(asked)
-    planning = {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget}
-
-    def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> Planned:
-        return Planned.of(function, arguments, {**planning, "pin": pins}, carry)
-
-    return laid_out(served, make, budget, num_pages, progress)
-
-
-def options_for(config: DecoderConfig, options: Options | None) -> Options:
-    """Checked against what the model was made for.
-
-    Raises:
-        InferenceError: sequences may be longer than it has positions.
-    """
-    if options is None:
-        default = Options()
-        return replace(default, max_length=min(default.max_length, config.max_positions))
-    if options.max_length > config.max_positions:
-        raise InferenceError(
-            f"max_length is {options.max_length}, and the model was made for {config.max_positions} positions: give at"
-            " most so many"
-        )
-    return options
-
-
-def stop_tokens_of(folder: str | os.PathLike[str]) -> frozenset[int]:
-    """The tokens that end a text by `generation_config.json`, or by `config.json`.
-
-    Raises:
-        ModelError: one of the files is no JSON, or names something else than tokens.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
-        if not path.is_file():
-            continue
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            if found is not None:
-                return frozenset(map(int, found if isinstance(found, list) else [found]))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ModelError(f"{path} cannot be read ({error}). Copy it again from where it came from") from None
-    return frozenset()
-
-
-def _loaded(
-    checkpoint: Checkpoint, served: Served, layout: Layout[Planned], dtype: Any, progress: Progress | None
-) -> Any:
-    """The weights, lying as the plans say."""
-
-    home = layout.programs[served.keys[0]]
-    leaves, structure = jax.tree.flatten(served.params)
-    shardings = jax.tree.unflatten(structure, home.shardings[: len(leaves)])
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    read = 0
-
-    def tell(_: str, num_bytes: int) -> None:
-        nonlocal read
-        read += num_bytes
-        if progress is not None:
-            progress("read weights", min(1.0, read / total))
-
-    return checkpoint.load(shardings, dtype, tell)

@@ -1,0 +1,112 @@
+"""What it takes to serve a model: its sizes checked, its programs planned, its weights read.
+
+In: a configuration, shapes of weights, devices. Out: `Served` and its `Layout`, for an `Engine` to run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.errors import InferenceError, ModelError
+from autopar.inference.config import DecoderConfig
+from autopar.inference.decoder import Decoder
+from autopar.inference.layout import Layout, Served, laid_out
+from autopar.inference.requests import Options
+from autopar.planned import Planned
+from autopar.planner import asked_meshes, asked_profile
+
+#: Called with a stage's name and the fraction done.
+Progress = Callable[[str, float], None]
+
+
+def planned_for(
+    served: Served, place: Mapping[str, Any], num_pages: int | None = None, progress: Progress | None = None
+) -> Layout[Planned]:
+    """All programs, planned for devices that are there.
+
+    Args:
+        place: mesh, hardware, memory_budget_bytes and cache, as of `autopar.plan`; by default all devices in a row.
+        num_pages, progress: as of `laid_out`.
+    """
+    mesh = place.get("mesh") or f"model={asked_meshes(None, None)[0].num_devices}"
+    profile, asked = asked_profile(place.get("hardware")), place.get("memory_budget_bytes")
+    budget = profile.usable_bytes if asked is None else float(asked)
+    planning = {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget}
+
+    def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> Planned:
+        return Planned.of(function, arguments, {**planning, "pin": pins}, carry)
+
+    return laid_out(served, make, budget, num_pages, progress)
+
+
+def options_for(config: DecoderConfig, options: Options | None) -> Options:
+    """Checked against what the model was made for.
+
+    Raises:
+        InferenceError: sequences may be longer than it has positions.
+    """
+    if options is None:
+        default = Options()
+        return replace(default, max_length=min(default.max_length, config.max_positions))
+    if options.max_length > config.max_positions:
+        raise InferenceError(
+            f"max_length is {options.max_length}, and the model was made for {config.max_positions} positions: give at"
+            " most so many"
+        )
+    return options
+
+
+def stop_tokens_of(folder: str | os.PathLike[str]) -> frozenset[int]:
+    """The tokens that end a text by `generation_config.json`, or by `config.json`.
+
+    Raises:
+        ModelError: one of the files is no JSON, or names something else than tokens.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        if not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return frozenset(map(int, found if isinstance(found, list) else [found]))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{path} cannot be read ({error}). Copy it again from where it came from") from None
+    return frozenset()
+
+
+def served_of(config: DecoderConfig, params: Any, options: Options | None, page_size: int) -> Served:
+    """A model in the sizes that it is served in.
+
+    Args:
+        params: its weights, as shapes; keys and values are kept in the dtype of the embedding.
+    """
+    return Served(
+        Decoder(config), params, options_for(config, options), page_size, params["params"]["embed"]["weight"].dtype
+    )
+
+
+def weight_shardings(served: Served, layout: Layout[Planned]) -> Any:
+    """Of the weights."""
+    leaves, structure = jax.tree.flatten(served.params)
+    return jax.tree.unflatten(structure, layout.programs[served.keys[0]].shardings[: len(leaves)])
+
+
+class Reading:
+    """How much of a checkpoint has been read, told on the way."""
+
+    def __init__(self, params: Any, progress: Progress | None) -> None:
+        self._total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+        self._read, self._progress = 0, progress
+
+    def slice_read(self, _: str, num_bytes: int) -> None:
+        self._read += num_bytes
+        if self._progress is not None:
+            self._progress("read weights", min(1.0, self._read / self._total))
