@@ -6,6 +6,8 @@ is known here, so a day of traffic is simulated in seconds.
 - Continuous batching: a slot is given to the next request in the iteration after its last one ended. A burst waits in
   a queue, in the order of arrival.
 - Prompts are computed in chunks beside the slots that generate, so that these never wait for a long prompt.
+- What has been sent to the device need not be computed again: a request whose tokens but the last a sequence that runs
+  has sent begins as its fork, and generates at once. One whose prefix is being computed waits for it.
 - Admission by reservation: a request is let in when there are pages for its whole prompt, besides those promised to
   others and one for each sequence that generates. Pages are taken as they are needed.
 - Where there is no page for the next token, the youngest sequence gives all its own back and waits to be computed
@@ -35,7 +37,7 @@ class _Sequence:
 
     Args:
         tokens: prompt and generated, as far as known.
-        num_sent: whose computation has been sent to the device. num_done: and has come out.
+        num_sent: whose computation has been sent to the device. In its table there is room for these.
         num_unknown: generated on the device, not known here.
         is_verified: proposals are under way, so how many tokens there will be is open.
     """
@@ -46,7 +48,6 @@ class _Sequence:
     table: PageTable
     tokens: list[int]
     num_sent: int
-    num_done: int
     num_unknown: int = 0
     is_verified: bool = False
 
@@ -152,6 +153,7 @@ class Scheduler:
             shape = Shape(rows=rows, length=length)
         if not decodes and not chunks:
             return None
+        assert len(copies) <= len(decodes) + len(chunks), "a run writes to one page that others read, at most"
         return Iteration(shape, tuple(copies), tuple(decodes), tuple(chunks))
 
     def took(self, iteration: Iteration, results: Mapping[str, Result]) -> list[Progress]:
@@ -174,15 +176,39 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and self._slots:
             request, tokens = self._waiting[0]
-            table = self.cache.start(tokens)
-            if self._is_on_its_way(tokens, table) or not self._is_room(tokens, table):
+            table = self._begun(tokens)
+            if table is None:
+                return
+            if not self._is_room(tokens, table):
                 self.cache.end(table)
                 return
             self._waiting.popleft()
             self._attempts += 1
-            there = table.num_tokens
             slot = self._slots.pop()
-            self._running[request.name] = _Sequence(request, self._attempts, slot, table, tokens, there, there)
+            self._running[request.name] = _Sequence(request, self._attempts, slot, table, tokens, table.num_tokens)
+
+    def _begun(self, tokens: list[int]) -> PageTable | None:
+        """A table with what is there of its tokens, found or shared with a sequence that runs.
+
+        Returns:
+            None where such a sequence has more of them, known but not all sent yet: worth waiting for, and not for long,
+            for it sends them, or ends, or is preempted.
+        """
+        table = self.cache.start(tokens)
+        if not self.cache.shares_prefixes:
+            return table
+        best, source = (table.num_tokens, True), None
+        for sequence in self._running.values():
+            num = self.cache.num_common(tokens, sequence.tokens, table.num_tokens)
+            if (num, num <= sequence.num_sent) > best:
+                best, source = (num, num <= sequence.num_sent), sequence
+            if best == (len(tokens) - 1, True):
+                break
+        if source is None:
+            return table
+        self.cache.end(table)
+        num, is_sent = best
+        return self.cache.fork(source.table, num) if is_sent else None
 
     def _is_room(self, tokens: list[int], table: PageTable) -> bool:
         """For all of its tokens and the first generated, when all that run have theirs, and their next page."""
@@ -191,18 +217,6 @@ class Scheduler:
             for each in self._running.values()
         )
         return self.cache.num_needed(table, len(tokens) + 1) + promised <= self.cache.pool.num_available
-
-    def _is_on_its_way(self, tokens: list[int], table: PageTable) -> bool:
-        """Whether a sequence that runs is computing a longer prefix of it than is there: worth waiting for."""
-        if not self.cache.shares_prefixes:
-            return False
-        size = self.cache.page_size
-        return any(
-            sequence.num_done < table.num_tokens + size <= len(sequence.request.prompt)
-            and table.num_tokens + size < len(tokens)
-            and sequence.tokens[: table.num_tokens + size] == tokens[: table.num_tokens + size]
-            for sequence in self._running.values()
-        )
 
     def _remove(self, sequence: _Sequence) -> None:
         self.cache.end(sequence.table)
@@ -317,10 +331,10 @@ class Scheduler:
 
     def _take(self, sequence: _Sequence, run: Run, result: Result, shape: Shape) -> Progress | None:
         """Tokens to their sequence; what follows its end is dropped."""
-        sequence.num_done = run.start + run.num_tokens
+        num_done = run.start + run.num_tokens
         if shape.width > 1:  # of the proposals, the rejected lie in the cache in vain
             sequence.is_verified = False
-            sequence.num_done = sequence.num_sent = run.start + len(result.tokens)
+            num_done = sequence.num_sent = run.start + len(result.tokens)
         elif run.samples:
             sequence.num_unknown -= shape.steps
         new: list[int] = []
@@ -332,7 +346,7 @@ class Scheduler:
             if ended:
                 break
         if result.ended is None:  # else what is in its pages may be what it is ended for
-            self.cache.keep(sequence.table, sequence.tokens[: sequence.num_done])
+            self.cache.keep(sequence.table, sequence.tokens[:num_done])
         if ended:
             self._remove(sequence)
             self._names.remove(sequence.request.name)
