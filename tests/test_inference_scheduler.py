@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from autopar.errors import InferenceError
 from autopar.inference.page_pool import PagePool
 from autopar.inference.page_tables import PagedCache
-from autopar.inference.proposals import Payoff, expected_tokens, propose_n_gram
+from autopar.inference.proposals import Asked, NGram, Payoff, Proposer, expected_tokens
 from autopar.inference.requests import Iteration, Options, Progress, Request, Result, Run
-from autopar.inference.scheduler import Propose, Scheduler
+from autopar.inference.scheduler import Scheduler
 from autopar.inference.stopping import TextUntilStop
 
 PAGE = 16
@@ -90,6 +90,17 @@ class Device:
         return [self.pages[run.pages[t // self.page_size], t % self.page_size] for t in range(length)]
 
 
+class Guess:
+    """A proposer by a function of one sequence's tokens and how many are wanted."""
+
+    def __init__(self, guess: Callable[[Sequence[int], int], Sequence[int]]) -> None:
+        self.guess = guess
+
+    def propose(self, asked: Sequence[Asked]) -> list[Sequence[int]]:
+        assert len({each.slot for each in asked}) == len(asked)
+        return [self.guess(each.tokens, each.most) for each in asked]
+
+
 class Served:
     """All requests served, and what it took."""
 
@@ -100,7 +111,8 @@ class Served:
         num_pages: int,
         *,
         ahead: int = 0,
-        propose: Propose | None = None,
+        proposer: Proposer | None = None,
+        payoff: Payoff | None = None,
         shares_prefixes: bool = True,
         arrive: int | None = None,
         abort: float = 0.0,
@@ -109,7 +121,7 @@ class Served:
         chance = random.Random(0)
         self.pool = PagePool(num_pages)
         cache = PagedCache(self.pool, PAGE, shares_prefixes=shares_prefixes)
-        self.scheduler, device = Scheduler(cache, options, propose), Device(PAGE)
+        self.scheduler, device = Scheduler(cache, options, proposer, payoff), Device(PAGE)
         self.tokens: dict[str, list[int]] = {request.name: [] for request in requests}
         self.ended: dict[str, str] = {}
         self.iterations: list[Iteration] = []
@@ -230,6 +242,7 @@ def some_requests(chance: random.Random, num: int, alike: float = 0.0) -> list[R
     arrive=st.sampled_from([None, 1]),
     alike=st.sampled_from([0.0, 0.8]),
     abort=st.sampled_from([0.0, 0.1]),
+    may_rest=st.booleans(),
 )
 def test_everybody_gets_their_own_tokens(
     seed: int,
@@ -242,6 +255,7 @@ def test_everybody_gets_their_own_tokens(
     arrive: int | None,
     alike: float,
     abort: float,
+    may_rest: bool,
 ) -> None:
     """Whatever is preempted, forked, proposed, aborted or sent ahead: with few pages most are computed more than once."""
     requests = some_requests(random.Random(seed), 20, alike)
@@ -251,7 +265,8 @@ def test_everybody_gets_their_own_tokens(
         options,
         num_pages,
         ahead=ahead,
-        propose=lambda tokens, most: propose_n_gram(tokens, most, shortest=1),
+        proposer=NGram(shortest=1),
+        payoff=Payoff(cost=1.2, patience=2) if may_rest else None,
         shares_prefixes=shares_prefixes,
         arrive=arrive,
         abort=abort,
@@ -263,7 +278,7 @@ def test_proposals_may_follow_a_chunk_that_is_still_on_its_way() -> None:
     """A prompt of one token more than its chunk, which is verified with guesses before the chunk has come out."""
     requests = [Request(str(i), (i, *range(32)), 9) for i in range(3)]
     options = Options(1, 120, ((1, 32),), 1, 3)
-    served = Served(requests, options, 8, ahead=1, propose=lambda tokens, most: [1] * most)
+    served = Served(requests, options, 8, ahead=1, proposer=Guess(lambda tokens, most: [1] * most))
     served.check(requests)
     first, second = served.iterations[:2]
     assert not first.chunks[0].samples and second.shape.width > 1
@@ -393,20 +408,36 @@ def test_a_request_that_cannot_be_served_is_refused(request_: Request, why: str)
 
 
 def test_n_grams_are_found_where_they_stood_last() -> None:
-    assert propose_n_gram([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], 2) == [4, 9]
-    assert propose_n_gram([5, 1, 2, 3, 4, 7, 8, 3, 4, 6, 1, 2, 3, 4], 3) == [7, 8, 3], "the longest end first"
-    assert propose_n_gram([1, 2, 3], 4) == [] == propose_n_gram([], 4)
+    asked = [[1, 2, 3, 9, 1, 2, 4, 9, 1, 2], [5, 1, 2, 3, 4, 7, 8, 3, 4, 6, 1, 2, 3, 4], [1, 2, 3], []]
+    guesses = NGram().propose([Asked(slot, tokens, 3) for slot, tokens in enumerate(asked)])
+    assert guesses == [[4, 9, 1], [7, 8, 3], [], []], "the longest end first, and where it stood last"
 
 
-def test_repetition_takes_fewer_iterations_with_proposals() -> None:
-    """Tokens per verified step of a text that goes in circles are many; those of the model are nobody's guess."""
-    proposals = Options(1, 512, steps=1, num_proposals=4)
-    request = Request("a", (1, 2, 3), 200)
-    of_model = generated(request)
-    known = [*request.prompt, *of_model]
-    served = Served([request], proposals, 64, propose=lambda tokens, most: known[len(tokens) : len(tokens) + most])
-    served.check([request])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_what_is_guessed_right_takes_fewer_iterations(ahead: int) -> None:
+    """All are asked at once, with what is known; so what is on its way is waited for."""
+    requests = [Request(str(i), (i, 2, 3), 201) for i in range(3)]
+    texts = [[*request.prompt, *generated(request)] for request in requests]
+
+    def guess(tokens: Sequence[int], most: int) -> Sequence[int]:
+        text = texts[tokens[0]]
+        assert list(tokens) == text[: len(tokens)] and 1 <= most <= 4
+        return text[len(tokens) : len(tokens) + most]
+
+    served = Served(requests, Options(3, 512, num_proposals=4), 64, ahead=ahead, proposer=Guess(guess))
+    served.check(requests)
     assert len(served.iterations) <= 1 + 200 / 5 + 1
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_who_guesses_wrong_is_asked_seldom(ahead: int) -> None:
+    requests = [Request(str(i), (i, 2, 3), 400) for i in range(3)]
+    wrong = Guess(lambda tokens, most: [9] * most)
+    options = Options(3, 512, num_proposals=4)
+    served = Served(requests, options, 128, ahead=ahead, proposer=wrong, payoff=Payoff(cost=1.5, patience=4))
+    served.check(requests)
+    verified = sum(iteration.shape.width > 1 for iteration in served.iterations)
+    assert 8 <= verified <= 40 and max(iteration.shape.steps for iteration in served.iterations) == 8
 
 
 @pytest.mark.parametrize(("acceptance", "num", "expected"), [(0.6, 4, 2.306), (0.8, 4, 3.362), (0.9, 7, 5.695)])

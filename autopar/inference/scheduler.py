@@ -20,15 +20,13 @@ is known here, so a day of traffic is simulated in seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import InferenceError
 from autopar.inference.page_tables import Copy, PagedCache, PageTable
+from autopar.inference.proposals import Asked, Payoff, Proposer
 from autopar.inference.requests import Iteration, Options, Progress, Request, Result, Run, Shape
-
-#: Tokens, and how many may follow them at most, to tokens that may: none where there is no guess, or it does not pay.
-Propose = Callable[[Sequence[int], int], Sequence[int]]
 
 
 @dataclass(eq=False, slots=True)
@@ -70,13 +68,21 @@ class Scheduler:
 
     Args:
         cache: the model's.
-        propose: guesses of the tokens that follow others, where `options.num_proposals` is not 0.
+        proposer: guesses what follows, where `options.num_proposals` is not 0.
+        payoff: says when it is asked; by default always.
     """
 
-    def __init__(self, cache: PagedCache, options: Options | None = None, propose: Propose | None = None) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        options: Options | None = None,
+        proposer: Proposer | None = None,
+        payoff: Payoff | None = None,
+    ) -> None:
         self.cache = cache
         self.options = options or Options()
-        self._propose = propose if self.options.num_proposals else None
+        self._proposer = proposer if self.options.num_proposals else None
+        self._payoff = payoff
         self._waiting: deque[tuple[Request, list[int]]] = deque()
         self._running: dict[str, _Sequence] = {}  # the oldest first
         self._slots = list(range(self.options.num_slots - 1, -1, -1))
@@ -142,6 +148,8 @@ class Scheduler:
     def next(self) -> Iteration | None:
         """What to run; None where nothing can before something comes out, is submitted, or gives pages back."""
         self._admit()
+        if self._is_to_be_asked and any(each.num_unknown for each in self._all_generate()):
+            return None
         copies: list[Copy] = []
         proposed = self._proposals()
         shape = Shape(width=1 + self.options.num_proposals) if any(proposed.values()) else self._decode_shape()
@@ -169,7 +177,16 @@ class Scheduler:
                 told = self._take(sequence, run, results[run.name], iteration.shape)
                 if told is not None:
                     progress.append(told)
+        self._tell_payoff(iteration, results)
         return progress
+
+    def _tell_payoff(self, iteration: Iteration, results: Mapping[str, Result]) -> None:
+        if self._payoff is None or not iteration.decodes:
+            return
+        if iteration.shape.width == 1:
+            self._payoff.plain(iteration.shape.steps)
+        elif given := [len(results[run.name].tokens) for run in iteration.decodes if run.name in results]:
+            self._payoff.verified(sum(given), len(given))
 
     # -- admission and preemption --------------------------------------------------------------
 
@@ -237,16 +254,18 @@ class Scheduler:
         going_on = [sequence for sequence in self._running.values() if sequence.num_to_generate > 0]
         return going_on if all(sequence.generates for sequence in going_on) else []
 
+    @property
+    def _is_to_be_asked(self) -> bool:
+        return self._proposer is not None and (self._payoff is None or self._payoff.is_on)
+
     def _proposals(self) -> dict[str, tuple[int, ...]]:
-        """Guesses of what each sequence will generate; none where prompts are to be computed, or tokens are unknown."""
-        propose, generating = self._propose, self._all_generate()
-        if propose is None or any(sequence.num_unknown for sequence in generating):
+        """Guesses of what each sequence will generate; none where prompts are to be computed."""
+        if self._proposer is None or not self._is_to_be_asked:
             return {}
-        most = {each.request.name: min(self.options.num_proposals, each.num_to_generate - 1) for each in generating}
-        return {
-            each.request.name: tuple(propose(each.tokens, most[each.request.name])[: most[each.request.name]])
-            for each in generating
-        }
+        most = {each: min(self.options.num_proposals, each.num_to_generate - 1) for each in self._all_generate()}
+        asking = [each for each, num in most.items() if num > 0]
+        guesses = self._proposer.propose([Asked(each.slot, each.tokens, most[each]) for each in asking])
+        return {each.request.name: tuple(guess[: most[each]]) for each, guess in zip(asking, guesses, strict=True)}
 
     def _decode_shape(self) -> Shape:
         """Many steps where nobody waits, and all have as many to go and room for them."""
