@@ -60,6 +60,11 @@ def add_generate_command(added: Any, run: Callable[[argparse.Namespace], Any], s
     group.add_argument("--slots", type=int, metavar="N", help="texts that are generated at once (default: 16)")
     about = "tokens of the longest text, prompt and all (default: what the model was made for, at most 4096)"
     group.add_argument("--max-length", type=int, metavar="N", help=about)
+    about = (
+        "who guesses tokens, which are verified several at once: n-gram, or the folder of a small model with the same"
+    )
+    about += " tokenizer; what comes out is the same"
+    group.add_argument("--propose", metavar="n-gram|MODEL_DIR", help=about)
     generate.add_argument("--json", action="store_true", help="print JSON when all is there: texts, tokens, logprobs")
     generate.set_defaults(run=run)
 
@@ -119,6 +124,7 @@ def _serving(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "options": served,
         "mesh": options.mesh,
+        "propose": options.propose,
         "memory_budget_bytes": options.memory_budget,
         "dtype": _dtype(options.dtype),
     }

@@ -18,6 +18,7 @@ from autopar.errors import InferenceError, ModelError
 from autopar.inference import Checkpoint, Engine, Options, SamplingOptions
 from autopar.inference.opening import planned_for, stop_tokens_of
 from autopar.inference.page_pool import PagePool
+from autopar.inference.proposals import NGram
 
 
 @pytest.fixture(scope="module")
@@ -275,3 +276,22 @@ def test_the_cache_takes_what_the_weights_leave(engine: Engine) -> None:
     assert 8 < layout(1.6e6).num_pages < 4 * 4 * 8
     assert 0.8 * 1.6e6 < layout(1.6e6).peak_bytes < 0.95 * 1.6e6
     assert layout(1e9).num_pages == 4 * 4 * 8
+
+
+def test_proposals_change_no_token_and_save_steps(folder: Path, engine: Engine) -> None:
+    """Of the model itself as its own draft all are accepted; of n-grams those of a text that repeats itself."""
+    given = [*prompts(3, seed=12, longest=40), [1, 2, 3, 4, 5] * 5]
+    expected = [generation.tokens for generation in engine.generate(given, max_tokens=40)]
+    options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1, num_proposals=3)
+    proposing = opened(folder, options=options, propose=folder)
+    assert proposing.stats.num_compiled == len(options.shapes) + 1
+    always = Engine(proposing.runner, proposer=proposing.proposer)
+    assert [generation.tokens for generation in always.generate(given, max_tokens=40)] == expected
+    assert always.stats.num_steps < 16, "four tokens each, after the prompt's one"
+    repeated = expected[3][:4] * 6
+    plain = Engine(proposing.runner).submit(repeated, max_tokens=40).result().tokens
+    by_n_grams = Engine(proposing.runner, proposer=NGram())
+    assert by_n_grams.submit(repeated, max_tokens=40).result().tokens == plain
+    assert is_idle(by_n_grams)
+    with pytest.raises(InferenceError, match="n-gram"):
+        opened(folder, propose="nobody")

@@ -22,9 +22,20 @@ from autopar.errors import InferenceError
 from autopar.inference.checkpoint import Checkpoint
 from autopar.inference.config import DecoderConfig
 from autopar.inference.generation import Generation
-from autopar.inference.opening import Progress, Reading, planned_for, served_of, stop_tokens_of, weight_shardings
+from autopar.inference.opening import (
+    Progress,
+    Propose,
+    Reading,
+    payoff_of,
+    planned_for,
+    proposer_of,
+    served_of,
+    stop_tokens_of,
+    weight_shardings,
+)
 from autopar.inference.page_pool import PagePool
 from autopar.inference.page_tables import PagedCache
+from autopar.inference.proposals import Payoff, Proposer
 from autopar.inference.requests import Iteration, Options, Request
 from autopar.inference.runner import Runner, Running
 from autopar.inference.sampling import SamplingOptions
@@ -69,6 +80,7 @@ class Engine:
         runner: programs and weights on devices. tokenizer: of the package `tokenizers`; None for tokens alone.
         stop_tokens: that end every request which does not say otherwise.
         pool: of pages; by default one for this model alone.
+        proposer: guesses tokens to be verified, where the programs take proposals. payoff: says when it is asked.
     """
 
     def __init__(
@@ -79,13 +91,16 @@ class Engine:
         pool: PagePool | None = None,
         *,
         shares_prefixes: bool = True,
+        proposer: Proposer | None = None,
+        payoff: Payoff | None = None,
     ) -> None:
         self.runner, self.tokenizer = runner, tokenizer
+        self.proposer = proposer
         self.stop_tokens = frozenset(stop_tokens)
         self.pool = pool or PagePool(runner.layout.num_pages)
         served = runner.served
         cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes)
-        self._scheduler = Scheduler(cache, served.options)
+        self._scheduler = Scheduler(cache, served.options, proposer, payoff)
         self._generations: dict[str, Generation] = {}
         self._on_their_way: deque[Running] = deque()
         self._lock = threading.RLock()
@@ -107,6 +122,7 @@ class Engine:
         page_size: int = 16,
         dtype: Any = None,
         shares_prefixes: bool = True,
+        propose: Propose = None,
         cache: bool | str | os.PathLike[str] = True,
         progress: Progress | None = None,
     ) -> Engine:
@@ -118,6 +134,9 @@ class Engine:
             num_pages: of the KV cache; by default what weights leave room for. page_size: tokens of each.
             dtype: of weights and cache; by default the checkpoint's.
             shares_prefixes: whether what one prompt begins with is found again for the next.
+            propose: who guesses tokens to be verified several at once: "n-gram", which looks for them in the text so far;
+                a folder, of a small model with the same tokenizer; or a `Proposer`. While it does not pay it is not
+                asked.
             progress: called with a stage's name and the fraction done.
 
         Raises:
@@ -125,15 +144,21 @@ class Engine:
         """
         checkpoint = Checkpoint.open(folder)
         place = {"mesh": mesh, "hardware": hardware, "memory_budget_bytes": memory_budget_bytes, "cache": cache}
-        shapes = checkpoint.abstract_params(dtype)
-        served = served_of(checkpoint.config, shapes, options, page_size)
-        layout = planned_for(served, place, num_pages, progress)
+        served = served_of(checkpoint.config, checkpoint.abstract_params(dtype), options, page_size, propose)
+        proposer, seconds = proposer_of(propose, served, place, dtype)
+        layout = planned_for(served, place, num_pages, progress, getattr(proposer, "held_bytes", 0))
         read = Reading(served.params, progress)
-        params = checkpoint.load(weight_shardings(served, layout), dtype, read.slice_read)
-        runner = Runner(served, layout, params)
-        runner.warm_up(progress, plan_cache.folder_of(cache))
+        runner = Runner(served, layout, checkpoint.load(weight_shardings(served, layout), dtype, read.slice_read))
+        payoff = payoff_of(runner.warm_up(progress, plan_cache.folder_of(cache)), seconds)
         tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
-        return cls(runner, tokenizer, stop_tokens_of(folder), shares_prefixes=shares_prefixes)
+        return cls(
+            runner,
+            tokenizer,
+            stop_tokens_of(folder),
+            shares_prefixes=shares_prefixes,
+            proposer=proposer,
+            payoff=payoff,
+        )
 
     @classmethod
     def of(
@@ -150,6 +175,7 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = 16,
         shares_prefixes: bool = True,
+        propose: Propose = None,
         cache: bool | str | os.PathLike[str] = True,
         progress: Progress | None = None,
     ) -> Engine:
@@ -162,11 +188,12 @@ class Engine:
             InferenceError: it does not fit, or sizes cannot be.
         """
         place = {"mesh": mesh, "hardware": hardware, "memory_budget_bytes": memory_budget_bytes, "cache": cache}
-        served = served_of(config, jax.tree.map(shape_struct, params), options, page_size)
-        layout = planned_for(served, place, num_pages, progress)
+        served = served_of(config, jax.tree.map(shape_struct, params), options, page_size, propose)
+        proposer, seconds = proposer_of(propose, served, place, None)
+        layout = planned_for(served, place, num_pages, progress, getattr(proposer, "held_bytes", 0))
         runner = Runner(served, layout, jax.device_put(params, weight_shardings(served, layout)))
-        runner.warm_up(progress, plan_cache.folder_of(cache))
-        return cls(runner, tokenizer, stop_tokens, shares_prefixes=shares_prefixes)
+        payoff = payoff_of(runner.warm_up(progress, plan_cache.folder_of(cache)), seconds)
+        return cls(runner, tokenizer, stop_tokens, shares_prefixes=shares_prefixes, proposer=proposer, payoff=payoff)
 
     # -- requests ----------------------------------------------------------------------------
 

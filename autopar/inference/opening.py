@@ -15,35 +15,103 @@ from typing import Any
 import jax
 
 from autopar.errors import InferenceError, ModelError
+from autopar.inference.checkpoint import Checkpoint
 from autopar.inference.config import DecoderConfig
 from autopar.inference.decoder import Decoder
+from autopar.inference.draft import DraftModel
 from autopar.inference.layout import Layout, Served, laid_out
-from autopar.inference.requests import Options
+from autopar.inference.proposals import NGram, Payoff, Proposer
+from autopar.inference.requests import Options, Shape
+from autopar.partition_spec import partition_spec
 from autopar.planned import Planned
 from autopar.planner import asked_meshes, asked_profile
+
+#: Who guesses tokens: `N_GRAM`, the folder of a small model, or whoever does.
+Propose = str | os.PathLike[str] | Proposer | None
+N_GRAM = "n-gram"
+_NUM_PROPOSALS = 4
 
 #: Called with a stage's name and the fraction done.
 Progress = Callable[[str, float], None]
 
 
 def planned_for(
-    served: Served, place: Mapping[str, Any], num_pages: int | None = None, progress: Progress | None = None
+    served: Served,
+    place: Mapping[str, Any],
+    num_pages: int | None = None,
+    progress: Progress | None = None,
+    others_bytes: float = 0.0,
 ) -> Layout[Planned]:
     """All programs, planned for devices that are there.
 
     Args:
         place: mesh, hardware, memory_budget_bytes and cache, as of `autopar.plan`; by default all devices in a row.
-        num_pages, progress: as of `laid_out`.
+        num_pages, progress: as of `laid_out`. others_bytes: of each device, that something else holds.
     """
-    mesh = place.get("mesh") or f"model={asked_meshes(None, None)[0].num_devices}"
-    profile, asked = asked_profile(place.get("hardware")), place.get("memory_budget_bytes")
-    budget = profile.usable_bytes if asked is None else float(asked)
-    planning = {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget}
+    planning = _planning(place)
+    budget = planning["memory_budget_bytes"] = planning["memory_budget_bytes"] - others_bytes
 
     def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> Planned:
         return Planned.of(function, arguments, {**planning, "pin": pins}, carry)
 
     return laid_out(served, make, budget, num_pages, progress)
+
+
+def _planning(place: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `autopar.plan`, with what is not said filled in."""
+    mesh = place.get("mesh") or f"model={asked_meshes(None, None)[0].num_devices}"
+    profile, asked = asked_profile(place.get("hardware")), place.get("memory_budget_bytes")
+    budget = profile.usable_bytes if asked is None else float(asked)
+    return {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget}
+
+
+# -- proposals -----------------------------------------------------------------------------------
+
+
+def proposer_of(
+    propose: Propose, served: Served, place: Mapping[str, Any], dtype: Any
+) -> tuple[Proposer | None, float]:
+    """Who proposes, and the seconds that it takes for all slots at once.
+
+    Raises:
+        InferenceError: it is none of what can be given, or a model with another vocabulary.
+    """
+    if propose is None or not isinstance(propose, str | os.PathLike):
+        return propose, 0.0
+    if propose == N_GRAM:
+        return NGram(), 0.0
+    if not Path(propose).is_dir():
+        raise InferenceError(
+            f"propose is {os.fspath(propose)!r}: give {N_GRAM!r}, the folder of a small model, or a Proposer"
+        )
+    checkpoint, options = Checkpoint.open(propose), served.options
+    home: list[Planned] = []
+
+    def prepare(function: Any, arguments: Any) -> Planned:
+        known = home[0].plan.inputs if home else ()
+        pins = {t.path: partition_spec(t.sharding) for t in known if t.path.startswith(("params/", "cache/"))}
+        home.append(Planned.of(function, arguments, {**_planning(place), "pin": pins}, ("cache",)))
+        return home[-1]
+
+    draft = DraftModel(
+        checkpoint.model,
+        checkpoint.load(None, dtype),
+        options.num_slots,
+        options.max_length,
+        options.num_proposals,
+        vocab_size=served.model.config.vocab_size,
+        prepare=prepare,
+    )
+    return draft, draft.warm_up()
+
+
+def payoff_of(seconds: Mapping[Shape, float], guess_s: float) -> Payoff | None:
+    """When to propose, by the seconds of each program and those of a guess; None where nothing is proposed."""
+    verified = next((time for shape, time in seconds.items() if shape.width > 1), None)
+    if verified is None:
+        return None
+    plain = min(time / shape.steps for shape, time in seconds.items() if shape.width == 1 and not shape.rows)
+    return Payoff((verified + guess_s) / plain)
 
 
 def options_for(config: DecoderConfig, options: Options | None) -> Options:
@@ -82,15 +150,19 @@ def stop_tokens_of(folder: str | os.PathLike[str]) -> frozenset[int]:
     return frozenset()
 
 
-def served_of(config: DecoderConfig, params: Any, options: Options | None, page_size: int) -> Served:
+def served_of(
+    config: DecoderConfig, params: Any, options: Options | None, page_size: int, propose: Propose = None
+) -> Served:
     """A model in the sizes that it is served in.
 
     Args:
         params: its weights, as shapes; keys and values are kept in the dtype of the embedding.
+        propose: where it is given, four tokens are proposed, unless the options say how many.
     """
-    return Served(
-        Decoder(config), params, options_for(config, options), page_size, params["params"]["embed"]["weight"].dtype
-    )
+    options = options_for(config, options)
+    if propose is not None and not options.num_proposals:
+        options = replace(options, num_proposals=_NUM_PROPOSALS)
+    return Served(Decoder(config), params, options, page_size, params["params"]["embed"]["weight"].dtype)
 
 
 def weight_shardings(served: Served, layout: Layout[Planned]) -> Any:
