@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import BAD, LENGTH, OPTIONS, is_idle, opened, write_model
+from tiny_models import BAD, CONFIG, LENGTH, OPTIONS, is_idle, opened, write_model
 
 from autopar.errors import InferenceError, ModelError
-from autopar.inference import Checkpoint, Engine, Options, SamplingOptions
+from autopar.inference import Checkpoint, Engine, Options, SamplingOptions, write_checkpoint
 from autopar.inference.opening import planned_for, stop_tokens_of
-from autopar.inference.page_pool import PagePool
 from autopar.inference.proposals import NGram
 
 
@@ -122,7 +121,7 @@ def test_what_is_preempted_is_computed_again(engine: Engine) -> None:
     """Pages for one long sequence and a half: all get theirs, one after the other."""
     given = prompts(8, seed=3, longest=60)
     expected = [generation.tokens for generation in engine.generate(given, max_tokens=60)]
-    small = Engine(engine.runner, pool=PagePool(12))
+    small = Engine(engine.runner, num_pages=12)
     assert [generation.tokens for generation in small.generate(given, max_tokens=60)] == expected
     assert is_idle(small)
 
@@ -295,3 +294,21 @@ def test_proposals_change_no_token_and_save_steps(folder: Path, engine: Engine) 
     assert is_idle(by_n_grams)
     with pytest.raises(InferenceError, match="n-gram"):
         opened(folder, propose="nobody")
+
+
+def test_two_models_share_one_pool(folder: Path, tmp_path: Path) -> None:
+    """One with fewer layers lives in the pages of the other; both wait for what the other holds, and nothing is mixed up."""
+    write_checkpoint(tmp_path / "small", CONFIG | {"num_hidden_layers": 1, "intermediate_size": 64}, seed=1)
+    options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1)
+    large = opened(folder, options=options, num_pages=14)
+    alone = opened(tmp_path / "small", options=options, num_pages=14)
+    small = opened(tmp_path / "small", options=options, beside=large)
+    assert small.pool is large.pool
+    given = prompts(6, seed=13, longest=60)
+    expected = [[g.tokens for g in Engine(each.runner).generate(given, max_tokens=40)] for each in (large, alone)]
+    under_way = [[engine.submit(prompt, max_tokens=40) for prompt in given] for engine in (large, small)]
+    assert [[g.result().tokens for g in generations] for generations in under_way] == expected
+    assert is_idle(large)
+    assert is_idle(small)
+    with pytest.raises(InferenceError, match="cannot share pages: in layer 1"):
+        opened(folder, options=options, beside=alone)

@@ -5,6 +5,7 @@ from autopar.inference.checkpoint import write_checkpoint as write_checkpoint
 from autopar.inference.config import DecoderConfig as DecoderConfig
 from autopar.inference.decoder import Decoder as Decoder
 from autopar.inference.engine import Engine as Engine
+from autopar.inference.engine import Serving as Serving
 from autopar.inference.engine import Stats as Stats
 from autopar.inference.generation import Generation as Generation
 from autopar.inference.generation import Piece as Piece

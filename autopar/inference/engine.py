@@ -10,10 +10,10 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 
@@ -73,13 +73,42 @@ class Stats:
     num_compiled: int
 
 
+class Serving(TypedDict, total=False):
+    """How a model is served.
+
+    Args:
+        options: how work is cut: slots, the longest sequence, chunks of prompts; by default for the model's positions.
+        mesh, hardware, memory_budget_bytes, cache: as of `autopar.plan`; by default all visible devices in a row.
+        num_pages: of the KV cache; by default what weights leave room for. page_size: tokens of each; by default 16.
+        shares_prefixes: whether what one prompt begins with is found again for the next; by default it is.
+        propose: who guesses tokens to be verified several at once: "n-gram", which looks for them in the text so far; a
+            folder, of a small model with the same tokenizer; or a `Proposer`. While it does not pay it is not asked.
+        beside: another model's engine, whose pages are to be this one's too, on the same mesh. Pages must be of one shape
+            in every layer, and this model has no more layers than the other.
+        progress: called with a stage's name and the fraction done.
+    """
+
+    options: Options | None
+    mesh: Any
+    hardware: Any
+    memory_budget_bytes: float | None
+    num_pages: int | None
+    page_size: int
+    shares_prefixes: bool
+    propose: Propose
+    beside: Engine | None
+    cache: bool | str | os.PathLike[str]
+    progress: Progress | None
+
+
 class Engine:
     """Serves requests from one model.
 
     Args:
         runner: programs and weights on devices. tokenizer: of the package `tokenizers`; None for tokens alone.
         stop_tokens: that end every request which does not say otherwise.
-        pool: of pages; by default one for this model alone.
+        beside: another model's engine, whose pages this one's are too; `runner` was made with its memory.
+        num_pages: at most so many are used; by default as many as there are.
         proposer: guesses tokens to be verified, where the programs take proposals. payoff: says when it is asked.
     """
 
@@ -88,8 +117,9 @@ class Engine:
         runner: Runner,
         tokenizer: Any = None,
         stop_tokens: Iterable[int] = (),
-        pool: PagePool | None = None,
+        beside: Engine | None = None,
         *,
+        num_pages: int | None = None,
         shares_prefixes: bool = True,
         proposer: Proposer | None = None,
         payoff: Payoff | None = None,
@@ -97,68 +127,39 @@ class Engine:
         self.runner, self.tokenizer = runner, tokenizer
         self.proposer = proposer
         self.stop_tokens = frozenset(stop_tokens)
-        self.pool = pool or PagePool(runner.layout.num_pages)
+        self.pool = beside.pool if beside is not None else PagePool(num_pages or runner.layout.num_pages)
         served = runner.served
         cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes)
         self._scheduler = Scheduler(cache, served.options, proposer, payoff)
         self._generations: dict[str, Generation] = {}
         self._on_their_way: deque[Running] = deque()
-        self._lock = threading.RLock()
+        self._lock = beside._lock if beside is not None else threading.RLock()
+        self._all = beside._all if beside is not None else []  # that share the pages
+        self._all.append(self)
         self._names = itertools.count()
         self._broken: BaseException | None = None
         self._counts = dict.fromkeys(("num_iterations", "num_steps", "num_prompt_tokens", "num_cached_tokens"), 0)
         self._num_tokens = 0
 
     @classmethod
-    def open(
-        cls,
-        folder: str | os.PathLike[str],
-        *,
-        options: Options | None = None,
-        mesh: Any = None,
-        hardware: Any = None,
-        memory_budget_bytes: float | None = None,
-        num_pages: int | None = None,
-        page_size: int = 16,
-        dtype: Any = None,
-        shares_prefixes: bool = True,
-        propose: Propose = None,
-        cache: bool | str | os.PathLike[str] = True,
-        progress: Progress | None = None,
-    ) -> Engine:
+    def open(cls, folder: str | os.PathLike[str], *, dtype: Any = None, **serving: Unpack[Serving]) -> Engine:
         """Serve a model's folder, as Hugging Face writes it.
 
         Args:
-            options: how work is cut: slots, the longest sequence, chunks of prompts; by default for the model's positions.
-            mesh, hardware, memory_budget_bytes, cache: as of `autopar.plan`; by default all visible devices in a row.
-            num_pages: of the KV cache; by default what weights leave room for. page_size: tokens of each.
-            dtype: of weights and cache; by default the checkpoint's.
-            shares_prefixes: whether what one prompt begins with is found again for the next.
-            propose: who guesses tokens to be verified several at once: "n-gram", which looks for them in the text so far;
-                a folder, of a small model with the same tokenizer; or a `Proposer`. While it does not pay it is not
-                asked.
-            progress: called with a stage's name and the fraction done.
+            dtype: of weights and cache; by default the checkpoint's. serving: see `Serving`.
 
         Raises:
             ModelError: the folder is no model that is supported. InferenceError: it does not fit, or sizes cannot be.
         """
         checkpoint = Checkpoint.open(folder)
-        place = {"mesh": mesh, "hardware": hardware, "memory_budget_bytes": memory_budget_bytes, "cache": cache}
-        served = served_of(checkpoint.config, checkpoint.abstract_params(dtype), options, page_size, propose)
-        proposer, seconds = proposer_of(propose, served, place, dtype)
-        layout = planned_for(served, place, num_pages, progress, getattr(proposer, "held_bytes", 0))
-        read = Reading(served.params, progress)
-        runner = Runner(served, layout, checkpoint.load(weight_shardings(served, layout), dtype, read.slice_read))
-        payoff = payoff_of(runner.warm_up(progress, plan_cache.folder_of(cache)), seconds)
+        shapes, progress = checkpoint.abstract_params(dtype), serving.get("progress")
         tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
-        return cls(
-            runner,
-            tokenizer,
-            stop_tokens_of(folder),
-            shares_prefixes=shares_prefixes,
-            proposer=proposer,
-            payoff=payoff,
-        )
+        stop_tokens = stop_tokens_of(folder)
+
+        def load(shardings: Any) -> Any:
+            return checkpoint.load(shardings, dtype, Reading(shapes, progress).slice_read)
+
+        return cls._opened(checkpoint.config, shapes, load, tokenizer, stop_tokens, serving)
 
     @classmethod
     def of(
@@ -168,32 +169,51 @@ class Engine:
         tokenizer: Any = None,
         *,
         stop_tokens: Iterable[int] = (),
-        options: Options | None = None,
-        mesh: Any = None,
-        hardware: Any = None,
-        memory_budget_bytes: float | None = None,
-        num_pages: int | None = None,
-        page_size: int = 16,
-        shares_prefixes: bool = True,
-        propose: Propose = None,
-        cache: bool | str | os.PathLike[str] = True,
-        progress: Progress | None = None,
+        **serving: Unpack[Serving],
     ) -> Engine:
         """Serve a `Decoder`'s weights that are in memory, such as one that has just been trained.
 
         Args:
-            params: as `Decoder(config).init` returns them, lying anywhere. Others: as of `open`.
+            params: as `Decoder(config).init` returns them, lying anywhere. serving: see `Serving`.
 
         Raises:
             InferenceError: it does not fit, or sizes cannot be.
         """
-        place = {"mesh": mesh, "hardware": hardware, "memory_budget_bytes": memory_budget_bytes, "cache": cache}
-        served = served_of(config, jax.tree.map(shape_struct, params), options, page_size, propose)
-        proposer, seconds = proposer_of(propose, served, place, None)
-        layout = planned_for(served, place, num_pages, progress, getattr(proposer, "held_bytes", 0))
-        runner = Runner(served, layout, jax.device_put(params, weight_shardings(served, layout)))
-        payoff = payoff_of(runner.warm_up(progress, plan_cache.folder_of(cache)), seconds)
-        return cls(runner, tokenizer, stop_tokens, shares_prefixes=shares_prefixes, proposer=proposer, payoff=payoff)
+
+        def load(shardings: Any) -> Any:
+            return jax.device_put(params, shardings)
+
+        return cls._opened(config, jax.tree.map(shape_struct, params), load, tokenizer, stop_tokens, serving)
+
+    @classmethod
+    def _opened(
+        cls,
+        config: DecoderConfig,
+        shapes: Any,
+        load: Callable[[Any], Any],
+        tokenizer: Any,
+        stop_tokens: Iterable[int],
+        serving: Serving,
+    ) -> Engine:
+        propose, beside, progress = (serving.get(name) for name in ("propose", "beside", "progress"))
+        served = served_of(config, shapes, serving.get("options"), serving.get("page_size", 16), propose)
+        keep = serving.get("cache", True)
+        place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")} | {"cache": keep}
+        proposer, seconds = proposer_of(propose, served, place)
+        held = getattr(proposer, "held_bytes", 0) + (beside.held_bytes if beside is not None else 0)
+        others = beside.runner.layout if beside is not None else None
+        layout = planned_for(served, place, serving.get("num_pages"), progress, held, others)
+        memory = beside.runner.memory if beside is not None else None
+        runner = Runner(served, layout, load(weight_shardings(served, layout)), memory)
+        payoff = payoff_of(runner.warm_up(progress, plan_cache.folder_of(keep)), seconds)
+        shares = serving.get("shares_prefixes", True)
+        return cls(runner, tokenizer, stop_tokens, beside, shares_prefixes=shares, proposer=proposer, payoff=payoff)
+
+    @property
+    def held_bytes(self) -> float:
+        """Of weights and all else but pages, on the device that holds most: what is not there for a model beside it."""
+        layout = self.runner.layout
+        return layout.peak_bytes - layout.page_bytes * (layout.num_pages + 1)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -284,20 +304,31 @@ class Engine:
             whether there was anything to do.
         """
         with self._lock:
-            self._check()
-            try:
-                return self._step()
-            except BaseException as error:
-                # What was given to a program is gone, whether or not it came back.
-                self._broken = error
-                for generation in list(self._generations.values()):
-                    self._end(generation, "failed")
-                raise
+            if self._did_step():
+                return True
+            # Who waits for pages that another model's requests hold, lets these go on.
+            others = [engine for engine in self._all if engine is not self] if self._generations else []
+            return any(engine._did_step() for engine in others)
 
     def run(self) -> None:
         """Until nothing is left to do."""
         while self.step():
             pass
+
+    def _did_step(self) -> bool:
+        self._check()
+        try:
+            return self._step()
+        except BaseException as error:
+            # What was given to a program is gone, whether or not it came back; the pages of all models are.
+            for engine in self._all:
+                engine._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = error
+        for generation in list(self._generations.values()):
+            self._end(generation, "failed")
 
     def _step(self) -> bool:
         iteration = self._scheduler.next()

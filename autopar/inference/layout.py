@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import jax
@@ -111,41 +112,73 @@ def laid_out(
     budget_bytes: float,
     num_pages: int | None = None,
     progress: Callable[[str, float], None] | None = None,
+    beside: Layout[Any] | None = None,
 ) -> Layout[Made]:
     """Plan all programs.
 
     Args:
         make: plans one. budget_bytes: of one device.
         num_pages: by default as many as the memory has room for, up to four times what all slots need.
+        beside: the programs of another model, whose pages these are to be too.
 
     Raises:
         InferenceError: not even one sequence of full length fits. BudgetError: `num_pages` do not.
     """
+    pinned = {} if beside is None else _pins_of_pages(served, beside)
+    num_pages = num_pages if beside is None else beside.num_pages
     if num_pages is not None:
-        return _laid_out(served, make, num_pages, _home(served, make, num_pages)[0], progress)
+        return _laid_out(served, make, num_pages, _home(served, make, num_pages, pinned)[0], progress, pinned)
     num_pages, home = _pages_that_fit(served, make, budget_bytes)
     while True:
         try:
-            return _laid_out(served, make, num_pages, home, progress)
+            return _laid_out(served, make, num_pages, home, progress, pinned)
         except BudgetError:  # a program that was not asked when pages were counted needs more
             if num_pages == served.pages_of_sequence:
                 raise
             num_pages = max(served.pages_of_sequence, num_pages * 9 // 10)
 
 
+def _pins_of_pages(served: Served, beside: Layout[Any]) -> dict[str, Any]:
+    """As the other model's lie: of as many of its layers as this one has.
+
+    Raises:
+        InferenceError: pages of the two are not of one shape.
+    """
+    theirs = {t.path: t for t in next(iter(beside.programs.values())).plan.inputs if _is_page(t.path)}
+    pages = served.resident(beside.num_pages).pages
+    for layer, page in enumerate(pages):
+        other = theirs.get(f"resident/pages/{layer}/keys")
+        mine = (tuple(page.keys.shape), str(page.keys.dtype))
+        if other is None or (tuple(other.shape), other.dtype) != mine:
+            has = f"{len(theirs) // 2} layers" if other is None else f"pages of {list(other.shape)}, {other.dtype}"
+            raise InferenceError(
+                f"the two models cannot share pages: in layer {layer} this one's are {list(mine[0])}, {mine[1]}, and the"
+                f" other has {has}. Serve first that which has more layers, with the same kv heads, head_dim, page_size"
+                " and dtype, or give each a cache of its own"
+            )
+    return {path: partition_spec(t.sharding) for path, t in theirs.items() if int(path.split("/")[2]) < len(pages)}
+
+
 def _laid_out(
-    served: Served, make: Make[Made], num_pages: int, home: Key, progress: Callable[[str, float], None] | None
+    served: Served,
+    make: Make[Made],
+    num_pages: int,
+    home: Key,
+    progress: Callable[[str, float], None] | None,
+    pinned: Mapping[str, Any],
 ) -> Layout[Made]:
     programs: dict[Key, Made] = {}
     keys = sorted(served.keys, key=lambda key: key != home)
     for number, key in enumerate(keys):
         if progress is not None:
             progress("plan programs", number / len(keys))
-        programs[key] = _made(served, make, key, num_pages, programs.get(home))
+        programs[key] = _made(served, make, key, num_pages, programs.get(home), pinned)
     return Layout(num_pages, _page_bytes(programs[home].plan, num_pages), programs)
 
 
-def _home(served: Served, make: Make[Made], num_pages: int) -> tuple[Key, tuple[Made, Made]]:
+def _home(
+    served: Served, make: Make[Made], num_pages: int, pinned: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Key, tuple[Made, Made]]:
     """The program that says how things lie, and two planned: those that run most, and need most memory.
 
     That is the first of them; where the other has no room beside what lies as is best for this, the other.
@@ -156,17 +189,28 @@ def _home(served: Served, make: Make[Made], num_pages: int) -> tuple[Key, tuple[
     shapes = served.options.shapes
     largest = max(shapes, key=lambda shape: shape.rows * shape.length + shape.width)
     try:
-        home = _made(served, make, shapes[0], num_pages, None)
+        home = _made(served, make, shapes[0], num_pages, None, pinned)
         return shapes[0], (home, _made(served, make, largest, num_pages, home))
     except BudgetError:
-        home = _made(served, make, largest, num_pages, None)
+        home = _made(served, make, largest, num_pages, None, pinned)
         return largest, (home, _made(served, make, shapes[0], num_pages, home))
 
 
-def _made(served: Served, make: Make[Made], key: Key, num_pages: int, home: Made | None) -> Made:
-    """Planned; around the weights and the cache of `home`, if there is one."""
+def _made(
+    served: Served,
+    make: Make[Made],
+    key: Key,
+    num_pages: int,
+    home: Made | None,
+    pinned: Mapping[str, Any] = MappingProxyType({}),
+) -> Made:
+    """Planned; around the weights and the cache of `home`, if there is one, else around what is pinned."""
     function, arguments = served.program(key, num_pages)
-    known = {} if home is None else {t.path: partition_spec(t.sharding) for t in home.plan.inputs if _is_tied(t.path)}
+    known = (
+        dict(pinned)
+        if home is None
+        else {t.path: partition_spec(t.sharding) for t in home.plan.inputs if _is_tied(t.path)}
+    )
     pins = {path: spec for path, spec in known.items() if key != "copy" or path.startswith("resident/")}
     return make(function, arguments, ("resident",), pins)
 
@@ -175,8 +219,12 @@ def _is_tied(path: str) -> bool:
     return path.startswith(("params/", "resident/"))
 
 
+def _is_page(path: str) -> bool:
+    return path.startswith("resident/pages/")
+
+
 def _page_bytes(plan: Plan, num_pages: int) -> float:
-    held = sum(t.num_bytes for t in plan.inputs if t.path.startswith("resident/pages/"))
+    held = sum(t.num_bytes for t in plan.inputs if _is_page(t.path))
     return held / (num_pages + 1)
 
 

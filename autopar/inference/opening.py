@@ -41,12 +41,13 @@ def planned_for(
     num_pages: int | None = None,
     progress: Progress | None = None,
     others_bytes: float = 0.0,
+    beside: Layout[Planned] | None = None,
 ) -> Layout[Planned]:
     """All programs, planned for devices that are there.
 
     Args:
         place: mesh, hardware, memory_budget_bytes and cache, as of `autopar.plan`; by default all devices in a row.
-        num_pages, progress: as of `laid_out`. others_bytes: of each device, that something else holds.
+        num_pages, progress, beside: as of `laid_out`. others_bytes: of each device, that something else holds.
     """
     planning = _planning(place)
     budget = planning["memory_budget_bytes"] = planning["memory_budget_bytes"] - others_bytes
@@ -54,7 +55,7 @@ def planned_for(
     def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> Planned:
         return Planned.of(function, arguments, {**planning, "pin": pins}, carry)
 
-    return laid_out(served, make, budget, num_pages, progress)
+    return laid_out(served, make, budget, num_pages, progress, beside)
 
 
 def _planning(place: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,9 +69,7 @@ def _planning(place: Mapping[str, Any]) -> dict[str, Any]:
 # -- proposals -----------------------------------------------------------------------------------
 
 
-def proposer_of(
-    propose: Propose, served: Served, place: Mapping[str, Any], dtype: Any
-) -> tuple[Proposer | None, float]:
+def proposer_of(propose: Propose, served: Served, place: Mapping[str, Any]) -> tuple[Proposer | None, float]:
     """Who proposes, and the seconds that it takes for all slots at once.
 
     Raises:
@@ -95,7 +94,7 @@ def proposer_of(
 
     draft = DraftModel(
         checkpoint.model,
-        checkpoint.load(None, dtype),
+        checkpoint.load(),
         options.num_slots,
         options.max_length,
         options.num_proposals,

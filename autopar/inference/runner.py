@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.compiled_cache import compiled_kept_in
+from autopar.inference.kv_pages import KVPages
 from autopar.inference.layout import Key, Layout, Served
 from autopar.inference.page_tables import Copy
 from autopar.inference.requests import Iteration, Result, Run, Shape
 from autopar.inference.sampling import SamplingOptions
-from autopar.inference.step import Out
+from autopar.inference.step import Out, Resident
 from autopar.planned import Planned
 
 #: Why a request ended whose logits were no numbers.
@@ -85,37 +86,55 @@ class Running:
         return tuple(tuple(zip(map(int, t), map(float, p), strict=True)) for t, p in zip(tokens, logprobs, strict=True))
 
 
+@dataclass(eq=False, slots=True)
+class PageMemory:
+    """The pages on the devices: of one model, or of several, each of which uses as many layers as it has."""
+
+    pages: tuple[KVPages, ...]
+
+
 class Runner:
     """The devices' side of an engine.
 
     Args:
         params: the weights, laid out as the programs' plans say.
+        memory: another model's pages, around which these programs were planned; by default its own.
     """
 
-    def __init__(self, served: Served, layout: Layout[Planned], params: Any) -> None:
+    def __init__(self, served: Served, layout: Layout[Planned], params: Any, memory: PageMemory | None = None) -> None:
         self.served, self.layout = served, layout
         self._params = params
         self._num_slots = served.options.num_slots
-        self._resident = self._empty()
+        empty = self._empty(whole=memory is None)
+        self._last = empty.last
+        self.memory = memory or PageMemory(empty.pages)
 
     @property
     def num_compiled(self) -> int:
         """Programs that JAX has compiled; it grows for no request."""
         return sum(program.run._cache_size() for program in self.layout.programs.values())
 
-    def _empty(self) -> Any:
+    def _empty(self, *, whole: bool) -> Resident:
+        """What stays on the devices; pages only if it is `whole`."""
         home = self.layout.programs[self.served.keys[0]]
         num_params = len(jax.tree.leaves(self.served.params))
         shapes = self.served.resident(self.layout.num_pages)
-        leaves = jax.tree.leaves(shapes)
-        shardings = jax.tree.unflatten(
-            jax.tree.structure(shapes), home.shardings[num_params : num_params + len(leaves)]
-        )
+        leaves, structure = jax.tree.flatten(shapes)
+        shardings = jax.tree.unflatten(structure, home.shardings[num_params : num_params + len(leaves)])
+        if not whole:
+            shapes, shardings = (each._replace(pages=()) for each in (shapes, shardings))
 
         def zeros() -> Any:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
         return jax.jit(zeros, out_shardings=shardings)()
+
+    def _resident(self) -> Resident:
+        return Resident(self.memory.pages[: self.served.model.config.num_layers], self._last)
+
+    def _keep(self, resident: Resident) -> None:
+        self.memory.pages = (*resident.pages, *self.memory.pages[len(resident.pages) :])
+        self._last = resident.last
 
     def start(self, iteration: Iteration, sampling: Mapping[str, SamplingOptions]) -> Running:
         """Send an iteration to the devices.
@@ -132,7 +151,8 @@ class Runner:
         return Running(iteration, self._run(shape, *rows), self._num_slots)
 
     def _run(self, key: Key, *rows: NDArray[np.int32]) -> Out:
-        self._resident, out = self.layout.programs[key].run(self._params, self._resident, *rows)
+        resident, out = self.layout.programs[key].run(self._params, self._resident(), *rows)
+        self._keep(resident)
         return out
 
     def _copy(self, copies: Sequence[Copy]) -> None:
@@ -140,7 +160,7 @@ class Runner:
             some = copies[start : start + self._num_slots]
             pages = np.full((2, self._num_slots), self.layout.num_pages, np.int32)
             pages[:, : len(some)] = np.array(some, np.int32).T
-            self._resident = self.layout.programs["copy"].run(self._resident, pages)
+            self._keep(self.layout.programs["copy"].run(self._resident(), pages))
 
     def _rows(
         self, runs: Sequence[Run], num: int, width: int, sampling: Mapping[str, SamplingOptions], *, by_slot: bool
