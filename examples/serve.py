@@ -6,7 +6,8 @@
 `make demo-inference` runs this. The model is as small as two CPU cores can train in a minute: it has learnt what code
 looks like, not what it means. What it shows is the engine: prompts that begin alike share their pages, prompts are
 computed in chunks beside those that generate, every slot that becomes free is taken by the next request; then eight
-chains are drawn over one prompt, and judged by whether they are Python.
+chains are drawn over one prompt, and judged by whether they are Python; and where chains write `import `, a vector index over the
+standard library says what.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 import argparse
 import ast
+import contextlib
 import random
+import re
 import sysconfig
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ from rich.text import Text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import autopar
+from autopar import vector_search
 from autopar.inference import Chain, Decoder, DecoderConfig, Engine, Generation, Options, SamplingOptions, best_of
 
 LENGTH = 256
@@ -166,6 +171,8 @@ def drawn(engine: Engine, generations: list[Generation], since: float) -> Group:
         f"hits    {stats.num_cached_tokens:,} of {prompts:,} prompt tokens were in the cache\n"
         f"tokens  {stats.num_tokens:,} generated, {stats.num_tokens / max(seconds, 1e-9):,.0f} per second"
     )
+    if not generations:
+        return Group(pages, counts)
     table = Table(box=None, padding=(0, 1), expand=True)
     for title, style in (("request", "cyan"), ("tokens", "green"), ("text", "")):
         table.add_column(title, style=style, no_wrap=True, ratio=10 if title == "text" else 1)
@@ -190,6 +197,32 @@ def is_python(prompt: str) -> Any:
         return 0.0
 
     return verify
+
+
+def embedded(texts: list[str]) -> np.ndarray:
+    """Words, hashed into 256 places: enough to say which texts share them."""
+    vectors = np.zeros((len(texts), 256), np.float32)
+    for row, text in enumerate(texts):
+        for word in re.findall(r"[a-z]{3,}", text.lower()):
+            vectors[row, zlib.crc32(word.encode()) % 256] += 1
+    return vectors / np.maximum(1, np.linalg.norm(vectors, axis=1, keepdims=True))
+
+
+def module_finder() -> Any:
+    """A tool: the module of the standard library whose description is nearest to a text, by a vector index."""
+    described: dict[str, str] = {}
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")):
+        with contextlib.suppress(SyntaxError, ValueError):
+            about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8", errors="ignore")))
+            if about:
+                described[path.stem] = f"{path.stem} {about[:500]}"
+    names = list(described)
+    index = vector_search.build(embedded(list(described.values())), metric="cosine", index="exact")
+
+    def find(text: str) -> str:
+        return names[int(index.search(embedded([text[-200:]]), 1).ids[0, 0])]
+
+    return find
 
 
 def main() -> None:
@@ -238,6 +271,14 @@ def main() -> None:
     console.print(Text.assemble((prompt, "bright_black"), answers.best.text), highlight=False)
     scores = ", ".join(f"{each.score:.2f}" for each in answers.chains if each.score is not None)
     console.print(f"\nscores: {scores}")
+
+    find, question = module_finder(), '"""Compress the files of a folder with gzip."""\nimport '
+    tools = {"import ": find}
+    answers = best_of(engine, question + "sys\n", 8, tools=tools, max_calls=2, max_tokens=30)
+    asked_for = [each for each in answers.chains if "import " in each.text]
+    console.rule(f"{len(asked_for)} of 8 chains wrote `import `, and a vector index said what", align="left")
+    for each in asked_for[:2]:
+        console.print(Text.assemble((question + "sys\n", "bright_black"), each.text), highlight=False)
     engine.pool.check()
     console.print(f"{engine.stats.held_pages} pages are held: nothing is left of any request.")
 

@@ -199,15 +199,23 @@ class Engine:
         served = served_of(config, shapes, serving.get("options"), serving.get("page_size", 16), propose)
         keep = serving.get("cache", True)
         place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")} | {"cache": keep}
-        proposer, seconds = proposer_of(propose, served, place)
-        held = getattr(proposer, "held_bytes", 0) + (beside.held_bytes if beside is not None else 0)
+        proposing = proposer_of(propose, served, place)
+        held = proposing.held_bytes + (beside.held_bytes if beside is not None else 0)
         others = beside.runner.layout if beside is not None else None
         layout = planned_for(served, place, serving.get("num_pages"), progress, held, others)
         memory = beside.runner.memory if beside is not None else None
         runner = Runner(served, layout, load(weight_shardings(served, layout)), memory)
-        payoff = payoff_of(runner.warm_up(progress, plan_cache.folder_of(keep)), seconds)
+        payoff = payoff_of(runner.warm_up(progress, plan_cache.folder_of(keep)), proposing.seconds)
         shares = serving.get("shares_prefixes", True)
-        return cls(runner, tokenizer, stop_tokens, beside, shares_prefixes=shares, proposer=proposer, payoff=payoff)
+        return cls(
+            runner,
+            tokenizer,
+            stop_tokens,
+            beside,
+            shares_prefixes=shares,
+            proposer=proposing.proposer,
+            payoff=payoff,
+        )
 
     @property
     def held_bytes(self) -> float:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -69,16 +69,24 @@ def _planning(place: Mapping[str, Any]) -> dict[str, Any]:
 # -- proposals -----------------------------------------------------------------------------------
 
 
-def proposer_of(propose: Propose, served: Served, place: Mapping[str, Any]) -> tuple[Proposer | None, float]:
-    """Who proposes, and the seconds that it takes for all slots at once.
+class Proposing(NamedTuple):
+    """Who proposes, the seconds that it takes for all slots at once, and what it holds of each device's memory."""
+
+    proposer: Proposer | None
+    seconds: float = 0.0
+    held_bytes: int = 0
+
+
+def proposer_of(propose: Propose, served: Served, place: Mapping[str, Any]) -> Proposing:
+    """Who proposes.
 
     Raises:
         InferenceError: it is none of what can be given, or a model with another vocabulary.
     """
     if propose is None or not isinstance(propose, str | os.PathLike):
-        return propose, 0.0
+        return Proposing(propose)
     if propose == N_GRAM:
-        return NGram(), 0.0
+        return Proposing(NGram())
     if not Path(propose).is_dir():
         raise InferenceError(
             f"propose is {os.fspath(propose)!r}: give {N_GRAM!r}, the folder of a small model, or a Proposer"
@@ -101,7 +109,7 @@ def proposer_of(propose: Propose, served: Served, place: Mapping[str, Any]) -> t
         vocab_size=served.model.config.vocab_size,
         prepare=prepare,
     )
-    return draft, draft.warm_up()
+    return Proposing(draft, draft.warm_up(), draft.held_bytes)
 
 
 def payoff_of(seconds: Mapping[Shape, float], guess_s: float) -> Payoff | None:
