@@ -6,8 +6,8 @@
 `make demo-inference` runs this. The model is as small as two CPU cores can train in a minute: it has learnt what code
 looks like, not what it means. What it shows is the engine: prompts that begin alike share their pages, prompts are
 computed in chunks beside those that generate, every slot that becomes free is taken by the next request; then eight
-chains are drawn over one prompt, and judged by whether they are Python; and where chains write `import `, a vector index over the
-standard library says what.
+chains are drawn over one prompt, and judged by whether they are Python; and a vector index over the standard library tells a
+chain what to import.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ from autopar import vector_search
 from autopar.inference import Chain, Decoder, DecoderConfig, Engine, Generation, Options, SamplingOptions, best_of
 
 LENGTH = 256
-BATCH, SEQ = 8, 128
+BATCH, SEQ = 16, 64
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 1024,
-    "hidden_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "intermediate_size": 512,
+    "intermediate_size": 384,
     "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
 }
 OPTIONS = Options(num_slots=8, max_length=LENGTH, chunks=((4, 32), (1, 128)), steps=4)
 #: What prompts begin with: those of a module share its pages.
@@ -97,7 +98,7 @@ def tokenizer_of(text: str) -> Tokenizer:
 def train(model: Decoder, tokens: np.ndarray, seconds: float) -> tuple[Any, float]:
     """Weights, and the loss of the last steps. `autopar.parallelize` lays the step over the devices."""
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(optax.warmup_constant_schedule(1e-4, 3e-3, 30), b2=0.95)
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.warmup_constant_schedule(1e-3, 1e-2, 30), b2=0.95)
     )
 
     @autopar.parallelize
@@ -272,13 +273,12 @@ def main() -> None:
     scores = ", ".join(f"{each.score:.2f}" for each in answers.chains if each.score is not None)
     console.print(f"\nscores: {scores}")
 
-    find, question = module_finder(), '"""Compress the files of a folder with gzip."""\nimport '
-    tools = {"import ": find}
-    answers = best_of(engine, question + "sys\n", 8, tools=tools, max_calls=2, max_tokens=30)
-    asked_for = [each for each in answers.chains if "import " in each.text]
-    console.rule(f"{len(asked_for)} of 8 chains wrote `import `, and a vector index said what", align="left")
-    for each in asked_for[:2]:
-        console.print(Text.assemble((question + "sys\n", "bright_black"), each.text), highlight=False)
+    question = '"""Compress the files of a folder with gzip."""\nimport sys'
+    find = module_finder()
+    tools = {"\n": lambda text: f"import {find(question + text)}\n"}
+    answers = best_of(engine, question, 2, tools=tools, max_calls=1, max_tokens=40, sampling=SamplingOptions(0.5))
+    console.rule("where a chain ends its first line, a vector index says what it needs", align="left")
+    console.print(Text.assemble((question, "bright_black"), answers.best.text), highlight=False)
     engine.pool.check()
     console.print(f"{engine.stats.held_pages} pages are held: nothing is left of any request.")
 
