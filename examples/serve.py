@@ -204,7 +204,7 @@ def embedded(texts: list[str]) -> np.ndarray:
     """Words, hashed into 256 places: enough to say which texts share them."""
     vectors = np.zeros((len(texts), 256), np.float32)
     for row, text in enumerate(texts):
-        for word in re.findall(r"[a-z]{3,}", text.lower()):
+        for word in re.findall(r"[a-z]{4,}", text.lower()):
             vectors[row, zlib.crc32(word.encode()) % 256] += 1
     return vectors / np.maximum(1, np.linalg.norm(vectors, axis=1, keepdims=True))
 
@@ -216,7 +216,7 @@ def module_finder() -> Any:
         with contextlib.suppress(SyntaxError, ValueError):
             about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8", errors="ignore")))
             if about:
-                described[path.stem] = f"{path.stem} {about[:500]}"
+                described[path.stem] = f"{path.stem} " * 3 + about[:500]
     names = list(described)
     index = vector_search.build(embedded(list(described.values())), metric="cosine", index="exact")
 
