@@ -200,13 +200,10 @@ def is_python(prompt: str) -> Any:
     return verify
 
 
-def embedded(texts: list[str]) -> np.ndarray:
-    """Words, hashed into 256 places: enough to say which texts share them."""
-    vectors = np.zeros((len(texts), 256), np.float32)
-    for row, text in enumerate(texts):
-        for word in re.findall(r"[a-z]{4,}", text.lower()):
-            vectors[row, zlib.crc32(word.encode()) % 256] += 1
-    return vectors / np.maximum(1, np.linalg.norm(vectors, axis=1, keepdims=True))
+def counted(text: str) -> np.ndarray:
+    """Its words, hashed into 2,048 places."""
+    places = [zlib.crc32(word.encode()) % 2048 for word in re.findall(r"[a-z]{3,}", text.lower())]
+    return np.bincount(places, minlength=2048).astype(np.float32)
 
 
 def module_finder() -> Any:
@@ -217,11 +214,13 @@ def module_finder() -> Any:
             about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8", errors="ignore")))
             if about:
                 described[path.stem] = f"{path.stem} " * 3 + about[:500]
+    counts = np.stack([counted(text) for text in described.values()])
+    rarity = np.log(len(counts) / np.maximum(1, (counts > 0).sum(0)))
+    index = vector_search.build(counts * rarity, metric="cosine", index="exact")
     names = list(described)
-    index = vector_search.build(embedded(list(described.values())), metric="cosine", index="exact")
 
     def find(text: str) -> str:
-        return names[int(index.search(embedded([text[-200:]]), 1).ids[0, 0])]
+        return names[int(index.search((counted(text) * rarity)[None], 1).ids[0, 0])]
 
     return find
 
