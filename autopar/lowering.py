@@ -315,6 +315,7 @@ class _Lowering:
         infos = [self.graph.values[v] for v in node.results]
         num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))
         points = max([elements, *(math.prod(s) for _, s in operands)]) if kind == "reduce" else elements
+        changed = math.prod(operands[1][1]) if node.primitive in _IN_PLACE else points
         used: dict[int, float] = {}
         for at, shape in operands:
             used[at] = max(used.get(at, 0.0), self._utilization(node, kind, elements, math.prod(shape)))
@@ -331,7 +332,7 @@ class _Lowering:
             used,
             elements,
             num_bytes,
-            flops=points * self._flops_per_element(node, operands, shapes),
+            flops=changed * self._flops_per_element(node, operands, shapes),
             reduces=points / max(elements, 1.0),
             rows=kind == "reduce" and _kept_columns(node.params.get("axes"), operands) == 0.0,
             columns=_kept_columns(node.params.get("axes"), operands) if kind == "reduce" else 0.0,

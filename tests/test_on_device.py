@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.compiler import Compiler
-from autopar.cost.hardware import load
+from autopar.cost.hardware import HardwareProfile, load
 from autopar.device_program import Buffer, DeviceProgram, Op, OpKind, peak_of_temporaries
 from autopar.formulation import Formulation, formulate
 from autopar.fusion import Fused, _Fusion, _Siblings, fuse
@@ -201,21 +201,25 @@ def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pyte
 # -- lowering ----------------------------------------------------------------------------------
 
 
-def planned(step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None) -> tuple[Formulation, Any]:
+def planned(
+    step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None, profile: HardwareProfile = H100
+) -> tuple[Formulation, Any]:
     """A function's formulation and the best choices in it."""
     shape = parse_mesh(mesh)
     traced = program_of(step, args, carry=None, donate=None)
     pins = resolve_pins(pin or {}, traced.graph, shape)
     groups = _group(traced.graph, pins).groups
-    made = formulate(traced.graph, groups, shape, H100, pins=pins, memory_budget_bytes=None)
+    made = formulate(traced.graph, groups, shape, profile, pins=pins, memory_budget_bytes=None)
     return made, Ilp().solve(made.problem).choices
 
 
-def built(step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None) -> DeviceProgram:
+def built(
+    step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None, profile: HardwareProfile = H100
+) -> DeviceProgram:
     """A function as XLA would run it on one device."""
-    made, choices = planned(step, *args, mesh=mesh, pin=pin)
+    made, choices = planned(step, *args, mesh=mesh, pin=pin, profile=profile)
     assert choices is not None
-    return device_program(made, choices, H100)
+    return device_program(made, choices, profile)
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -279,6 +283,21 @@ def test_a_scatter_writes_in_place_and_is_charged_for_the_whole() -> None:
     scatter = next(op for op in program.ops if op.num_blocks and set(op.writes) & set(op.reads))
     assert scatter.written_bytes == 50000 * 512 * 4
     assert peak_of_temporaries(program) < 1.1 * 50000 * 512 * 4
+
+
+def test_an_updated_slice_takes_the_time_of_what_changes() -> None:
+    """By a device's own rates: of one row in a table of many, written in a loop."""
+
+    def step(table: Any, row: Any) -> Any:
+        return jax.lax.fori_loop(0, 100, lambda i, t: jax.lax.dynamic_update_slice(t, row * i, (i, 0)), table)
+
+    profile = load("cpu-host")
+    few, many = (
+        simulate(built(step, array(rows, 512), array(1, 512), profile=profile), parse_mesh("1"), profile).compute_s
+        for rows in (200, 200_000)
+    )
+    copied = 2 * 4 * 200_000 * 512 / profile.hbm_bytes_per_s
+    assert many < few + 1.5 * copied
 
 
 # -- memory ------------------------------------------------------------------------------------
