@@ -23,7 +23,6 @@ from autopar.explain_rows import (
     Span,
     StateRow,
     TensorRow,
-    collapse,
     largest_first,
     merge_collectives,
     merge_state,
@@ -43,6 +42,7 @@ from autopar.explain_tables import (
     share_text,
     short_source,
 )
+from autopar.patterns import collapse
 from autopar.plan import Plan
 from autopar.units import human_bytes, human_seconds
 

@@ -67,7 +67,8 @@ def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T]
     """A plan from JSON types.
 
     Args:
-        name, number: the format that it must say it is of, and the version.
+        name, number: the format that it must say it is of, and the newest version. Fields that a version adds have
+            defaults, which say that there is nothing: so a file of an older one is read as it is.
         decode: of its fields. check: refuses what is well typed, but does not agree.
 
     Raises:
@@ -75,8 +76,9 @@ def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T]
     """
     if not isinstance(data, dict) or data.get("format") != name:
         raise PlanFileError(f'it is not a plan: a plan is a JSON object with "format": "{name}"')
-    if data.get("version") != number:
-        raise PlanFileError(f"it is of version {data.get('version')!r}; this autopar reads version {number}")
+    found = data.get("version")
+    if type(found) is not int or not 1 <= found <= number:
+        raise PlanFileError(f"it is of version {found!r}; this autopar reads versions 1 to {number}")
     try:
         plan = decode({k: v for k, v in data.items() if k not in ("format", "version")})
         check(plan)
