@@ -7,9 +7,8 @@ module that follow each other are one entry; where these are still too many, so 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import op_seconds
@@ -171,16 +170,26 @@ def memory_over_step(
             most[part] = max(most[part], held)
             time_of[part][phase] += max(0.0, min(end, (part + 1) / NUM_PARTS) - max(start, part / NUM_PARTS))
         start = end
-    phases: list[Phase] = [max(times, key=times.__getitem__, default="update") for times in time_of]
     instant, buffers = buffers_at_peak(program, order)
     node = graph.nodes[order[instant].node]
     return MemoryOverStep(
         live_bytes=tuple(most),
-        phases=tuple((phase, len(list(parts))) for phase, parts in groupby(phases)),
+        phases=_runs_of([_longest(times) for times in time_of]),
         peak=Instant(path=node.path, primitive=node.primitive, phase=node.phase, source=node.source),
         at_peak=_held(buffers, graph)[:MAX_HELD],
         loops=_loop_parts(program.loops, order, ends),
     )
+
+
+def _runs_of(phases: Sequence[Phase]) -> tuple[tuple[Phase, int], ...]:
+    runs: list[tuple[Phase, int]] = []
+    for phase in phases:
+        runs = [*runs[:-1], (phase, runs[-1][1] + 1)] if runs and runs[-1][0] == phase else [*runs, (phase, 1)]
+    return tuple(runs)
+
+
+def _longest(times: Mapping[Phase, float]) -> Phase:
+    return max(times, key=lambda phase: times[phase])
 
 
 def _ends(

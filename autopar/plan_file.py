@@ -13,15 +13,14 @@ import math
 import numbers
 import os
 import types
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import AutoparError, PlanFileError
 from autopar.mesh import MeshShape
 from autopar.sharding import TensorSharding
+from autopar.whole_file import write_whole
 
 
 class WrongFieldError(Exception):
@@ -44,23 +43,13 @@ def write_document(document: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         PlanFileError: where it cannot be written.
     """
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    text = layout(document) + "\n"
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        write_whole(layout(document) + "\n", path)
     except OSError as error:
         raise PlanFileError(
             f"cannot write the plan to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
             " exists and can be written to."
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T], check: Callable[[_T], None]) -> _T:
