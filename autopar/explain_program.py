@@ -130,7 +130,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "memory": asdict(told.memory),
         "outcome": asdict(plan.outcome),
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
-        **{name: [asdict(row) for row in table] for name, table in rows.items()},
+        **{name: [_row_json(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
         "recomputed": [
@@ -142,6 +142,10 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "versions": plan.versions,
     }
     return finite(document)
+
+
+def _row_json(row: TensorRow | StateRow | CollectiveRow) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "split"}
 
 
 # From rows to text. Every text is a `Text`: a user's paths and types are never read as markup.

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from autopar.patterns import collapse
 from autopar.plan import CollectiveUse, Decision, Plan, TensorPlan
+from autopar.sharding import TensorSharding
 
 Span: TypeAlias = tuple[float, float]  # lowest and highest of the tensors in a row
 _T = TypeVar("_T")
@@ -21,14 +22,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors that differ only in the numbers of their path. Bytes are of all of them together;
-    `collectives` holds (kind, axes, seconds for one tensor)."""
+    """Tensors that differ only in the numbers of their path. Bytes are of all of them together; `sharding` is `split` in
+    words; `collectives` holds (kind, axes, seconds for one tensor)."""
 
     path: str
     kind: Literal["parameter", "optimizer", "data", "activation"]
     shape: tuple[int, ...]
     dtype: str
     sharding: str
+    split: TensorSharding
     num_bytes: float
     local_bytes: float
     count: int = 1
@@ -97,6 +99,7 @@ def of_input(plan: Plan, tensor: TensorPlan, decision: Decision | None) -> Tenso
         shape=tensor.shape,
         dtype=tensor.dtype,
         sharding=str(tensor.sharding),
+        split=tensor.sharding,
         num_bytes=_whole_bytes(plan, tensor),
         local_bytes=tensor.num_bytes,
         pinned=tensor.pinned,
@@ -112,6 +115,7 @@ def of_activation(plan: Plan, decision: Decision) -> TensorRow:
         shape=decision.shape,
         dtype=decision.dtype,
         sharding=str(decision.sharding),
+        split=decision.sharding,
         num_bytes=itemsize * math.prod(decision.shape),
         local_bytes=itemsize * decision.sharding.local_size(decision.shape, plan.mesh),
         **_why(plan, decision),
