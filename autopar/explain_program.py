@@ -8,6 +8,7 @@ a layer number are one row: `h_{0..11}/attn/kernel`, x12.
 from __future__ import annotations
 
 import math
+import os
 import re
 import textwrap
 from collections import Counter
@@ -46,6 +47,7 @@ from autopar.explain_tables import (
 )
 from autopar.patterns import collapse
 from autopar.plan import Plan
+from autopar.step_perfetto import write_step
 from autopar.units import human_bytes, human_seconds
 
 #: A path longer than this is broken after a slash.
@@ -78,6 +80,14 @@ class Explanation:
     time: StepTime
     memory: MemoryUse
     modules: ModuleTree
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write what a device runs when as a trace for Perfetto; the path ends in `.json`.
+
+        Raises:
+            PlotError: where it cannot be written, or the plan's file is too old to know.
+        """
+        write_step(path, self.plan)
 
     def __str__(self) -> str:
         return plain_text(lambda console: _print(self, console))

@@ -164,8 +164,7 @@ def memory_over_step(
     most = [0.0] * NUM_PARTS
     time_of: list[dict[Phase, float]] = [defaultdict(float) for _ in range(NUM_PARTS)]
     start = 0.0
-    for op, held, end in zip(order, live, ends, strict=True):
-        phase = graph.nodes[op.node].phase
+    for held, end, phase in zip(live, ends, _phases(order, graph), strict=True):
         for part in range(_part(start), _part(end) + 1):
             most[part] = max(most[part], held)
             time_of[part][phase] += max(0.0, min(end, (part + 1) / NUM_PARTS) - max(start, part / NUM_PARTS))
@@ -179,6 +178,18 @@ def memory_over_step(
         at_peak=_held(buffers, graph)[:MAX_HELD],
         loops=_loop_parts(program.loops, order, ends),
     )
+
+
+def _phases(order: Sequence[Op], graph: Graph) -> list[Phase]:
+    """The phase that each operation runs in. A collective is sent for what follows: it is in the phase of the next
+    kernel, whichever made it needed."""
+    found: list[Phase] = []
+    phase: Phase = "update"
+    for op in reversed(order):
+        if op.kind != "collective":
+            phase = graph.nodes[op.node].phase
+        found.append(phase)
+    return found[::-1]
 
 
 def _runs_of(phases: Sequence[Phase]) -> tuple[tuple[Phase, int], ...]:

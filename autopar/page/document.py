@@ -20,7 +20,7 @@ from autopar.explain_stages import StagesExplanation
 from autopar.explain_tables import share_text
 from autopar.page.figures import at_peak, memory_curve, time_bar
 from autopar.page.lanes import HATCH, pipeline_lanes, step_lanes
-from autopar.page.markup import Child, Element, data, el, written
+from autopar.page.markup import Child, Element, data, el, in_code, written
 from autopar.page.stages import same_stages, stages_table, submesh_memory, submesh_times, tried_table
 from autopar.page.tables import collectives_table, compiled_view, decisions_table, meshes_table
 from autopar.page.tree import module_view
@@ -152,7 +152,7 @@ def _headline(told: Explanation | StagesExplanation) -> Element:
     return el(
         "header",
         el("h1", "Plan of ", el("code", plan.program.name), f" for {plan.num_devices} x {plan.hardware}"),
-        el("p", plan.words, class_="words"),
+        el("p", *in_code(plan.words), class_="words"),
         el("p", shape, class_="about"),
         el("div", *cards, class_="cards"),
     )
@@ -243,7 +243,7 @@ def _stages_body(told: StagesExplanation, known: dict[str, Any]) -> list[Child]:
         title = f"Stage {names}" if len(group) == 1 else f"Stages {names}, alike"
         inside = el(
             "details",
-            el("summary", f"{first.plan.words}; mesh {first.plan.mesh.describe()}"),
+            el("summary", *in_code(first.plan.words), f"; mesh {first.plan.mesh.describe()}"),
             el(
                 "div",
                 el("section", el("h3", "Where the time of its program goes"), time_bar(first.time)),
@@ -266,7 +266,7 @@ def _closing(told: Explanation | StagesExplanation) -> list[Child]:
     plan = told.plan
     sections: list[Child] = []
     if plan.notes:
-        sections.append(_section("notes", "Notes", el("ul", *(el("li", note) for note in plan.notes))))
+        sections.append(_section("notes", "Notes", el("ul", *(el("li", *in_code(note)) for note in plan.notes))))
     versions = ", ".join(f"{name} {number}" for name, number in sorted(plan.versions.items()))
     about = f"Figures are predictions of the cost model. Planned by {versions or 'an unknown version'}; page by autopar {__version__}."
     return [*sections, el("footer", el("p", about), el("p", "Program ", el("code", plan.program.fingerprint)))]

@@ -207,11 +207,14 @@ def at_peak(use: MemoryUse, under: str) -> Element | None:
 
 
 def _held_row(one: Held, whole: float, under: str) -> Element:
-    made = one.primitive or "gathered"
     times = f" x{one.count}" if one.count > 1 else ""
     return el(
         "tr",
-        el("td", el("code", below(one.path, under)), el("small", f"{one.phase} {made}")),
+        el(
+            "td",
+            el("code", below(one.path, under)),
+            el("small", f"{one.phase} {one.primitive}" if one.primitive else "gathered"),
+        ),
         el("td", f"{one.dtype}[{','.join(map(str, one.shape))}]{times}", class_="type"),
         el("td", human_bytes(one.num_bytes), class_="number"),
         _share_cell(one.num_bytes, whole),

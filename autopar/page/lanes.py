@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.page.figures import kind_class, ticks_of_time
 from autopar.page.markup import Element, el, percent, svg
-from autopar.pipeline.palette import BUBBLE_COLOUR, LOOKS, label, phases_of, shade
+from autopar.pipeline.palette import LOOKS, label, phases_of, shade
 from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.timeline_text import owners
 from autopar.step_trace import StepTrace
@@ -35,7 +35,7 @@ HATCH = svg(
     class_="away",
 )
 #: Tasks of a submesh above which its row is drawn in cells, each what took most of it.
-MAX_TASKS = 600
+MAX_TASKS = 300
 _CELLS = 480
 
 
@@ -140,7 +140,7 @@ def pipeline_lanes(timeline: PipelineTimeline, name: str) -> tuple[Element, dict
         )
         for phase in phases_of(timeline)
     ]
-    legend.append(el("li", el("span", class_="swatch", style=f"background:{BUBBLE_COLOUR}"), "idle"))
+    legend.append(el("li", el("span", class_="swatch idle"), "idle"))
     if any(len(timeline.stages_on(submesh)) > 1 for submesh in range(timeline.num_submeshes)):
         legend.append(el("li", "lighter: a submesh's later stages"))
     figure = el(
@@ -155,7 +155,7 @@ def _tasks(timeline: PipelineTimeline, submesh: int) -> Iterable[Slice]:
         for span in spans:
             start = round(1e9 * (span.start_s - timeline.start_s))
             look = shade(span.task.stage, stages, LOOKS[span.task.phase].colour)
-            yield Slice(start, round(1e9 * span.seconds), look, label(span.task, stages))
+            yield Slice(start, round(1e9 * span.seconds), look, f"{label(span.task, stages)}: {span.task}")
         return
     cell = 1e9 * timeline.makespan_s / _CELLS
     found = owners(timeline, submesh, _CELLS / timeline.makespan_s, _CELLS)

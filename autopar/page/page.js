@@ -224,9 +224,27 @@ for (const head of document.querySelectorAll(".sortable th button")) {
   });
 }
 
+// Long tables begin with what matters most; their heads sort all rows.
+const FEW_ROWS = 15;
+for (const box of document.querySelectorAll(".scroll")) {
+  const rows = box.querySelectorAll(".sortable tbody tr").length;
+  if (rows <= FEW_ROWS + 3) continue;
+  const more = document.createElement("button");
+  more.className = "more";
+  more.type = "button";
+  const fold = (folded) => {
+    box.classList.toggle("folded", folded);
+    more.textContent = folded ? `show all ${rows} rows` : `show ${FEW_ROWS} rows`;
+  };
+  more.addEventListener("click", () => fold(!box.classList.contains("folded")));
+  fold(true);
+  box.after(more);
+}
+
 for (const filter of document.querySelectorAll(".filter")) {
   filter.addEventListener("input", () => {
     const asked = filter.value.toLowerCase();
+    if (asked && filter.parentElement.querySelector(".folded")) filter.parentElement.querySelector(".more").click();
     for (const row of filter.parentElement.querySelectorAll("tbody tr")) row.hidden = !row.textContent.toLowerCase().includes(asked);
   });
 }

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from autopar.explain_stages import StagesExplanation
 from autopar.explain_submeshes import SubmeshUse
 from autopar.explain_tables import share_text
-from autopar.page.markup import Child, Element, el, percent, svg
+from autopar.page.markup import Child, Element, el, in_code, percent, svg
 from autopar.page.tables import cell, table
-from autopar.pipeline.palette import BUBBLE_COLOUR, LOOKS
+from autopar.pipeline.palette import LOOKS, phases_of
 from autopar.pipeline.plan import StagePlan
 from autopar.units import human_bytes, human_seconds
 
@@ -27,19 +27,8 @@ def submesh_times(told: StagesExplanation) -> Element:
     whole = told.plan.prediction.step_time_s
     rows = []
     for number, use in enumerate(told.submeshes):
-        parts = [
-            el(
-                "span",
-                share_text(seconds, whole) if seconds > 0.08 * whole else "",
-                style=f"width:{percent(seconds, whole)};background:{colour}",
-                title=f"{words}: {human_seconds(seconds)}",
-                class_="inked",
-            )
-            for words, colour, seconds in (
-                *((LOOKS[phase].words, LOOKS[phase].colour, seconds) for phase, seconds in use.phases),
-                ("idle", BUBBLE_COLOUR, use.idle_s),
-            )
-        ]
+        parts = [_part(LOOKS[phase].words, LOOKS[phase].colour, seconds, whole) for phase, seconds in use.phases]
+        parts.append(_part("idle", "", use.idle_s, whole))
         rows.append(
             el(
                 "div",
@@ -48,10 +37,20 @@ def submesh_times(told: StagesExplanation) -> Element:
                 class_="lane-row",
             )
         )
-    words = [LOOKS[phase] for phase in dict.fromkeys(phase for use in told.submeshes for phase, _ in use.phases)]
-    legend = [el("li", el("span", class_="swatch", style=f"background:{look.colour}"), look.words) for look in words]
-    legend.append(el("li", el("span", class_="swatch", style=f"background:{BUBBLE_COLOUR}"), "idle"))
+    looks = [LOOKS[phase] for phase in phases_of(told.timeline)]
+    legend = [el("li", el("span", class_="swatch", style=f"background:{look.colour}"), look.words) for look in looks]
+    legend.append(el("li", el("span", class_="swatch idle"), "idle"))
     return el("div", *rows, el("ul", *legend, class_="legend"), class_="figure")
+
+
+def _part(words: str, colour: str, seconds: float, whole: float) -> Element:
+    return el(
+        "span",
+        share_text(seconds, whole) if seconds > 0.08 * whole else "",
+        style=f"width:{percent(seconds, whole)}" + (f";--own:{colour}" if colour else ""),
+        title=f"{words}: {human_seconds(seconds)}",
+        class_="inked" if colour else "inked idle",
+    )
 
 
 def submesh_memory(told: StagesExplanation) -> Element:
@@ -143,7 +142,7 @@ def stages_table(told: StagesExplanation) -> Element:
                         for one in sends
                     )
                 ),
-                cell(stage.plan.mesh.describe(), el("small", _words(stage))),
+                cell(stage.plan.mesh.describe(), el("small", *in_code(_words(stage)))),
             )
         )
     heads = ("stage", "layers", "devices", *numbers, "sends", "mesh and strategy")

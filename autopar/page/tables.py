@@ -15,7 +15,7 @@ from autopar.explain_tables import short_source
 from autopar.mesh import MeshShape
 from autopar.page.blocks import blocks
 from autopar.page.figures import below, kind_class
-from autopar.page.markup import Child, Element, el
+from autopar.page.markup import Child, Element, el, in_code
 from autopar.plan import RejectedMesh
 from autopar.units import human_bytes, human_seconds
 
@@ -132,7 +132,10 @@ def collectives_table(rows: Sequence[CollectiveRow], under: str) -> Element:
             cell(f"{row.count}{'*' if row.combinable else ''}", value=row.count),
             cell(human_seconds(row.time_s), value=row.time_s),
             cell(human_bytes(row.num_bytes), value=row.num_bytes),
-            cell(row.cause, el("small", below(row.path, under)) if row.path and row.path not in row.cause else None),
+            cell(
+                *in_code(row.cause),
+                el("small", below(row.path, under)) if row.path and row.path not in row.cause else None,
+            ),
             cell(row.phase, el("small", short_source(row.source)) if row.source else None),
         )
         for row in rows[:MAX_COLLECTIVES]
@@ -159,7 +162,7 @@ def meshes_table(told: Explanation) -> Element | None:
             cell(one.mesh.describe()),
             cell(*_beside(one.step_time_s, own), value=one.step_time_s),
             cell(human_bytes(one.peak_bytes), value=one.peak_bytes),
-            cell(one.words),
+            cell(*in_code(one.words)),
         )
         for one in rejected
     ]
