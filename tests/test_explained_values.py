@@ -99,7 +99,8 @@ def test_long_traces_are_told_by_the_modules_around(monkeypatch: pytest.MonkeyPa
         trace = over_time.step_trace(graph, DeviceProgram((), ()), timeline)
         assert trace is not None
         assert [round(ns / 1e6) for ns in trace.kernels.ns] == expected
-    pause = replace(timeline, ran=(*ran[:1], *(one._replace(start_s=one.start_s + 1e-3) for one in ran[1:])))
+    later = (one._replace(start_s=one.start_s + 1e-3, end_s=one.end_s + 1e-3) for one in ran[1:])
+    pause = replace(timeline, ran=(ran[0], *later))
     monkeypatch.setattr(over_time, "MAX_RUNS", 8)
     broken = over_time.step_trace(graph, DeviceProgram((), ()), pause)
     assert broken is not None and len(broken.kernels.ns) == 5, "a pause ends a run"

