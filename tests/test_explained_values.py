@@ -150,7 +150,7 @@ def test_files_of_version_1_are_read() -> None:
     assert read.to_json()["version"] == 2 and Plan.from_json(read.to_json()) == read
     assert memory_use(read).over_step == () and memory_use(read).peak_bytes == plan.prediction.peak_bytes
     assert sum(seconds for _, seconds in step_time(read).parts) == pytest.approx(plan.prediction.step_time_s)
-    stages = staged_plan().to_json() | {"version": 1}
+    stages: dict[str, Any] = staged_plan().to_json() | {"version": 1}
     for stage in stages["stages"]:
         del stage["plan"]["trace"], stage["plan"]["memory"]
     assert PipelinePlan.from_json(stages).prediction == staged_plan().prediction

@@ -69,6 +69,17 @@ def test_the_shards_drawn_are_those_of_jax(tab: Tab, pages: dict[str, Path]) -> 
     assert compared >= 8
 
 
+def test_a_stage_s_shards_are_on_its_own_devices(tab: Tab, pages: dict[str, Path]) -> None:
+    """Four devices each: two stages on eight, numbered through."""
+    tab.open(pages["stages"])
+    for stage, own in ((0, {0, 1, 2, 3}), (1, {4, 5, 6, 7})):
+        drawn = tab.value(
+            f"[...document.querySelectorAll('#decisions-{stage} .blocks')].flatMap(e => {{ showShards(e);"
+            " return [...shown.querySelectorAll('.shard')].flatMap(s => s.dataset.devices.split(',').map(Number)); })"
+        )
+        assert set(drawn) == own
+
+
 def test_shards_are_shown_by_pointer_and_by_keyboard(tab: Tab, pages: dict[str, Path]) -> None:
     tab.open(pages["program"])
     assert tab.value("shown.hidden")

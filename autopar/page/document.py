@@ -192,10 +192,14 @@ def _memory(told: Explanation) -> Element:
     return memory_curve(told.memory, told.time)
 
 
-def _program_details(told: Explanation, known: dict[str, Any], key: str) -> list[Child]:
-    """The sections of one program; in a page of several, `key` tells their names apart."""
+def _program_details(told: Explanation, known: dict[str, Any], key: str, first_device: int = 0) -> list[Child]:
+    """The sections of one program.
+
+    Args:
+        key: tells their names apart in a page of several. first_device: the number of its mesh's first.
+    """
     mesh, sections = told.plan.mesh, list[Child]()
-    known[f"mesh{key}"] = {"axes": mesh.axis_names, "sizes": mesh.axis_sizes}
+    known[f"mesh{key}"] = {"axes": mesh.axis_names, "sizes": mesh.axis_sizes, "first": first_device}
     if told.plan.trace is not None:
         lanes, texts = step_lanes(told.plan.trace, told.time.step_time_s, f"lanes{key}")
         known |= texts
@@ -257,7 +261,7 @@ def _stages_body(told: StagesExplanation, known: dict[str, Any]) -> list[Child]:
             ),
             el("h3", "What stands at its peak"),
             at_peak(first.memory, first.modules.activations_under),
-            *_program_details(first, known, f"-{group[0]}"),
+            *_program_details(first, known, f"-{group[0]}", told.plan.stages[group[0]].devices.start),
             class_="stage",
             open=group[0] == 0,
         )

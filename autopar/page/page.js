@@ -108,7 +108,7 @@ function panel(told, dims, fixed, width, height) {
       });
     }
   }
-  const mine = devices.map((own, device) => [own, device]).filter(([own]) => Object.entries(fixed).every(([dim, part]) => own[dim] === part));
+  const mine = devices.map((own, device) => [own, mesh.first + device]).filter(([own]) => Object.entries(fixed).every(([dim, part]) => own[dim] === part));
   for (let i = 0; i < rows; i++) {
     for (let j = 0; j < columns; j++) {
       const have = mine.filter(([own]) => (r === undefined || own[r] === i) && (c === undefined || own[c] === j)).map(([, device]) => device);

@@ -90,7 +90,7 @@ def _decision(row: TensorRow, told: Explanation, mesh: MeshShape) -> Element:
         cell(el("code", below(row.path, under)), *(el("small", text) for text in made if text)),
         cell(row.kind),
         cell(f"{row.dtype}[{','.join(map(str, row.shape))}]{times}", look="type"),
-        cell(blocks(row.shape, row.split, mesh, row.path)),
+        cell(blocks(row.shape, row.split, mesh, below(row.path, under))),
         cell(_span(row.cost_s), value=row.cost_s[1] if row.cost_s else math.nan),
         cell("pinned" if row.pinned else " or ".join(row.runner_up[:2]) or "no other choice", look="type"),
         _extra(row),
