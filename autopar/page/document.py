@@ -5,6 +5,7 @@ In: an explanation; what was compiled, if anything was. Out: `page`, the text; `
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -49,7 +50,8 @@ def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: A
     elif isinstance(verification, str | os.PathLike):
         compiled = read_compiled(verification, plan.program.name, plan.words)
     else:
-        compiled = compiled_of(verification.to_json(), plan.program.name, plan.words)
+        document = json.loads(json.dumps(verification.to_json()))  # as it would be read: lists, not tuples
+        compiled = compiled_of(document, plan.program.name, plan.words)
     try:
         write_whole(page(explain(plan), compiled), path)
     except OSError as error:
