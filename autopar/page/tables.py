@@ -209,7 +209,8 @@ def _figures(one: Compiled) -> Element:
 def _figure(one: CompiledFigure) -> Element:
     show = human_bytes if one.unit == "bytes" else human_seconds
     ran = el("small", f"measured {show(one.measured)}") if one.measured is not None else None
-    return _compared(one.name, show(one.predicted), "-" if one.compiled is None else show(one.compiled), ran, one)
+    name = "step time, as XLA's estimator has it" if one.name == "step time" else one.name
+    return _compared(name, show(one.predicted), "-" if one.compiled is None else show(one.compiled), ran, one)
 
 
 def _sent(one: CompiledCollectives) -> Element:
