@@ -23,10 +23,9 @@ from autopar.cli_generate import run_generate
 from autopar.cli_options import parse_hardware, parse_pin, parser_of
 from autopar.cli_search import check_target, search_asked
 from autopar.errors import AutoparError, BudgetError, PlanFileError, TargetError
-from autopar.explain import explain_json, render, render_summary
+from autopar.explain import explain, explain_json, render, render_summary
 from autopar.explain_tables import plain_text
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.pipeline.timeline_file import write_timelines
 from autopar.plan import Plan
 from autopar.saved_plans import load_plan
 from autopar.target import load_target
@@ -166,25 +165,44 @@ def _run_explain(options: argparse.Namespace) -> None:
     if options.target is None or options.plot is not None:
         missing = "a TARGET or a saved plan" if options.target is None else "--collectives with --plot"
         raise TargetError(f"`autopar explain` needs {missing}; `autopar explain --collectives` prices all-reduces")
+    _check_html(options)
     plan = _load_saved(options) if _is_plan_file(options.target) else _plan_target(options)
-    if options.timeline is not None or options.stage is not None:
-        staged = _staged(plan)
-        if options.timeline is not None:
-            _draw_timeline(staged, options.timeline)
-        if options.stage is not None:
-            plan = _stage(staged, options.stage)
+    if options.timeline is not None:
+        explain(plan).draw(options.timeline)
+        print(f"drawn to {options.timeline}", file=sys.stderr)
+    if options.stage is not None:
+        plan = _stage(_staged(plan), options.stage)
+    if options.html is not None:
+        _write_html(plan, options.html, options.verification)
     if options.json:
         _print_json(plan)
-    else:
+    elif options.html is None:
         _show(lambda console: render(plan, console))
+
+
+def _check_html(options: argparse.Namespace) -> None:
+    """Refuse what cannot be written to now, rather than when all is done."""
+    if options.html is not None:
+        from autopar.page.document import check_can_write
+
+        check_can_write(options.html)
+    elif getattr(options, "verification", None) is not None:
+        raise TargetError(f"--verification {options.verification!r} is shown in a page: add --html FILE")
+
+
+def _write_html(plan: AnyPlan, path: str, verification: Any = None) -> None:
+    from autopar.page.document import write_report
+
+    write_report(plan, path, verification=verification)
+    print(f"The page is written to {path}.", file=sys.stderr)
 
 
 def _staged(plan: AnyPlan) -> PipelinePlan:
     if isinstance(plan, PipelinePlan):
         return plan
     raise TargetError(
-        f"the plan of `{plan.program.name}` is of one program, on mesh {plan.mesh.describe()}: --stage and --timeline are of"
-        " plans of stages, which `autopar plan --stages` makes"
+        f"the plan of `{plan.program.name}` is of one program, on mesh {plan.mesh.describe()}: --stage is of plans of"
+        " stages, which `autopar plan --stages` makes"
     )
 
 
@@ -194,16 +212,12 @@ def _stage(plan: PipelinePlan, number: int) -> Plan:
     raise TargetError(f"there is no stage {number}: the plan has stages 0 to {len(plan.stages) - 1}")
 
 
-def _draw_timeline(plan: PipelinePlan, path: str) -> None:
-    write_timelines(path, plan.timeline())
-    print(f"drawn to {path}", file=sys.stderr)
-
-
 def _run_collectives(options: argparse.Namespace) -> None:
     from autopar.explain_collectives import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
     of_programs = ("target", "memory_budget", "no_rematerialize", "pin")
     of_programs = (*of_programs, "num_microbatches", "per_microbatch_statistics", "time_limit", "stages", "schedule")
+    of_programs = (*of_programs, "html", "timeline")
     useless = [name for name in of_programs if getattr(options, name)]
     if useless:
         flags = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in useless)
@@ -266,6 +280,7 @@ def _run_calibrate(options: argparse.Namespace) -> None:
 
 def _run_verify(options: argparse.Namespace) -> int:
     _check_output(options)
+    _check_html(options)
     if options.as_is or options.no_check:
         return _run_diagnose(options)
     if options.plan is not None:
@@ -290,6 +305,8 @@ def _run_verify(options: argparse.Namespace) -> int:
             told = verify(step, *args, progress=report, **more)
     if options.output is not None:
         told.plan.save(options.output)
+    if options.html is not None:
+        _write_html(told.plan, options.html, told)
     if options.json:
         print(json.dumps(told.to_json(), indent=2, allow_nan=False))
         return 0 if told.holds else 1
@@ -306,7 +323,7 @@ def _run_diagnose(options: argparse.Namespace) -> int:
     """Exit code 1 where something was sent that nobody meant."""
     if not options.as_is:
         raise TargetError("--no-check is about the changes to a step sharded by hand: add --as-is, or drop it")
-    no_use = ("plan", "run_step", "no_rematerialize", "pin", "num_microbatches", "per_microbatch_statistics")
+    no_use = ("plan", "html", "run_step", "no_rematerialize", "pin", "num_microbatches", "per_microbatch_statistics")
     useless = [name for name in no_use if getattr(options, name)]
     if useless:
         flags = ", ".join(f"--{name.removesuffix('_step').replace('_', '-')}" for name in useless)

@@ -29,6 +29,7 @@ examples:
   autopar plan small.py:make large.py:make --compare v100-sxm-16,a100-sxm-40,h100-sxm
   autopar plan --for search --corpus 1.4e9x100:int8 --devices 8 --hardware h200
   autopar explain gpt.plan.json
+  autopar explain gpt.plan.json --html report.html
   autopar explain train.py:make --devices 8 --json
   autopar diff old.plan.json gpt.plan.json
   autopar explain --collectives --mesh 2x8 --hardware h100-sxm --plot all-reduce.png
@@ -75,8 +76,13 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     explain.add_argument("--plot", metavar="FILE.png", help="with --collectives: draw it too (needs `autopar[plot]`)")
     about = "of a plan of stages: explain the plan of stage N alone"
     explain.add_argument("--stage", type=int, metavar="N", help=about)
-    about = "of a plan of stages: draw a step as SVG, or write it for Perfetto where the file ends in .json"
+    about = "write a step for Perfetto, where the file ends in .json; of a plan of stages, else draw it as SVG"
     explain.add_argument("--timeline", metavar="FILE", help=about)
+    about = "write it all as one page for a browser, which needs no network: time, memory, the model with its shards,"
+    about += " decisions"
+    explain.add_argument("--html", metavar="FILE", help=about)
+    about = "with --html: what `autopar verify --json` wrote of this plan, to be shown beside the predictions"
+    explain.add_argument("--verification", metavar="FILE", help=about)
     explain.set_defaults(run=commands["explain"])
     about = "two saved plans beside each other: what is split otherwise, and what each device must fetch"
     diff = added.add_parser("diff", help=about, description=about)
@@ -106,6 +112,8 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     verify.add_argument("--as-is", action="store_true", help=about)
     about = "with --as-is: predict the changes, and do not compile them"
     verify.add_argument("--no-check", action="store_true", help=about)
+    about = "write the page of `autopar explain --html`, with predicted beside compiled"
+    verify.add_argument("--html", metavar="FILE", help=about)
     about = "save the verified plan, which is a tighter one where the first took too much memory"
     verify.add_argument("-o", "--output", metavar="FILE", help=about)
     verify.set_defaults(run=commands["verify"])

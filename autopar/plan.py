@@ -18,12 +18,13 @@ from autopar.mesh import MeshShape
 from autopar.moves import Lies, Part
 from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
 from autopar.sharding import TensorSharding
+from autopar.step_trace import MemoryOverStep, StepTrace, check_trace
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-#: What a plan file says it is, and the version of its fields.
-FORMAT, VERSION = "autopar-plan", 1
+#: What a plan file says it is, and the version of its fields. Version 1 had no `trace` and no `memory`.
+FORMAT, VERSION = "autopar-plan", 2
 
 #: What an input or output is to the step. A parameter is carried state that the forward pass
 #: reads; optimizer state is carried state that only the update reads; data is everything else.
@@ -335,7 +336,11 @@ class Recomputation:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files."""
+    """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files.
+
+    Args:
+        trace, memory: a step over time; None in plans of files of version 1.
+    """
 
     program: ProgramSignature
     mesh: MeshShape
@@ -355,6 +360,8 @@ class Plan:
     regions: tuple[ManualRegion, ...] = ()
     microbatches: Microbatches | None = None
     recomputed: tuple[Recomputation, ...] = ()
+    trace: StepTrace | None = None
+    memory: MemoryOverStep | None = None
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -475,6 +482,7 @@ def _check(plan: Plan) -> None:
         if shape is not None and len(sharding.dims) != len(shape):
             raise WrongFieldError(place, f"has {len(sharding.dims)} dims for a tensor of {len(shape)}")
     check_positions(plan)
+    check_trace(plan.trace, plan.memory)
     for index in [index for decision in plan.decisions for index in decision.collectives]:
         if not 0 <= index < len(plan.collectives):
             raise WrongFieldError("decisions", f"points at position {index} of a list of {len(plan.collectives)}")

@@ -13,15 +13,14 @@ import math
 import numbers
 import os
 import types
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import AutoparError, PlanFileError
 from autopar.mesh import MeshShape
 from autopar.sharding import TensorSharding
+from autopar.whole_file import write_whole
 
 
 class WrongFieldError(Exception):
@@ -44,30 +43,21 @@ def write_document(document: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         PlanFileError: where it cannot be written.
     """
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    text = layout(document) + "\n"
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        write_whole(layout(document) + "\n", path)
     except OSError as error:
         raise PlanFileError(
             f"cannot write the plan to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
             " exists and can be written to."
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T], check: Callable[[_T], None]) -> _T:
     """A plan from JSON types.
 
     Args:
-        name, number: the format that it must say it is of, and the version.
+        name, number: the format that it must say it is of, and the newest version. Fields that a version adds have
+            defaults, which say that there is nothing: so a file of an older one is read as it is.
         decode: of its fields. check: refuses what is well typed, but does not agree.
 
     Raises:
@@ -75,8 +65,9 @@ def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T]
     """
     if not isinstance(data, dict) or data.get("format") != name:
         raise PlanFileError(f'it is not a plan: a plan is a JSON object with "format": "{name}"')
-    if data.get("version") != number:
-        raise PlanFileError(f"it is of version {data.get('version')!r}; this autopar reads version {number}")
+    found = data.get("version")
+    if type(found) is not int or not 1 <= found <= number:
+        raise PlanFileError(f"it is of version {found!r}; this autopar reads versions 1 to {number}")
     try:
         plan = decode({k: v for k, v in data.items() if k not in ("format", "version")})
         check(plan)

@@ -202,7 +202,7 @@ def test_numbers_of_numpy_are_saved() -> None:
 def test_file_is_made_for_version_control(tmp_path: Path) -> None:
     make_plan().save(tmp_path / "p.json")
     lines = (tmp_path / "p.json").read_text().splitlines()
-    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 1,']
+    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 2,']
     assert '    {"value": 14, "shardings": [[null, ["data", "model"]]], "node": 7, "operand": 0}' in lines
     unreduced = '{"spec": ["data", null], "unreduced": ["model"]}'
     assert f'    {{"value": 12, "shardings": [{unreduced}, ["data", null]]}},' in lines
@@ -260,7 +260,7 @@ def change(data: dict[str, Any], place: str, value: Any) -> None:
     ("place", "value", "words"),
     [
         ("format", "other", 'it is not a plan: a plan is a JSON object with "format": "autopar-plan"'),
-        ("version", 2, "it is of version 2; this autopar reads version 1"),
+        ("version", 3, "it is of version 3; this autopar reads versions 1 to 2"),
         ("hardware", ..., "its field `hardware` is missing"),
         ("extra", 1, "its field `extra` is unknown"),
         ("hardware", 3, "its field `hardware` must be a text, not 3"),

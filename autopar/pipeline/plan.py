@@ -22,8 +22,8 @@ from autopar.plan import Plan, ProgramSignature, TensorPlan, check_positions
 from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
 from autopar.sharding import TensorSharding
 
-#: What the file of such a plan says it is, and the version of its fields.
-FORMAT, VERSION = "autopar-pipeline-plan", 1
+#: What the file of such a plan says it is, and the version of its fields, those of the stages' plans among them.
+FORMAT, VERSION = "autopar-pipeline-plan", 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
