@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import io
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -216,6 +217,15 @@ def primitive_of(name: str, function: Callable[..., jax.Array], *, result: Calla
     primitive.def_abstract_eval(type_of)
     _mlir.register_lowering(primitive, _mlir.lower_fun(function, multiple_results=False))
     return primitive
+
+
+def triton_options(num_warps: int, num_stages: int) -> Any | None:
+    """What has Pallas compile a kernel for a GPU by Triton, which JAX 0.12 calls deprecated; None where it is gone."""
+    try:
+        triton = importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return None
+    return triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
 
 
 def drawn_bits(equation: Any) -> Any | None:

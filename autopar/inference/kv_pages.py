@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-
 _WIDE = jnp.float32
 _UNREAD = -1e30  # a score whose weight is zero, and whose difference from itself is too
 

@@ -29,8 +29,11 @@ def _blocks(
 
 def _pallas(*operands: jax.Array, scale: float) -> jax.Array:
     """Interpreted where there is no GPU."""
-    kernel = {interpret: lambda *x, i=interpret: paged_kernel.attend(*x, scale=scale, interpret=i) for interpret in (0, 1)}
-    return jax.lax.platform_dependent(*operands, cuda=kernel[0], default=kernel[1])
+    compiled, interpreted = (
+        lambda *arrays, interpret=interpret: paged_kernel.attend(*arrays, scale=scale, interpret=interpret)
+        for interpret in (False, True)
+    )
+    return jax.lax.platform_dependent(*operands, cuda=compiled, rocm=compiled, default=interpreted)
 
 
 def _always(page_size: int, head_dim: int) -> str | None:

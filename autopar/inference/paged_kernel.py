@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+
+from autopar import jax_compat
 
 _BLOCK_TOKENS = 64  # keys at a time
 _MOST_QUERIES = 64  # queries at a time
@@ -28,6 +29,8 @@ _UNREAD = -1e30
 
 def refused(page_size: int, head_dim: int) -> str | None:
     """Why the kernel cannot be compiled for such pages; None where it can."""
+    if _options() is None:
+        return f"Pallas has no Triton in jax {jax.__version__}"
     for name, size in (("page_size", page_size), ("head_dim", head_dim)):
         if size & (size - 1):
             return f"{name} is {size}, and must be a power of two"
@@ -65,7 +68,9 @@ def attend(
     splits, pages_of_split = _splits(pl.cdiv(tables.shape[1], width), rows * kv_heads * parts)
     pages_of_split *= width
 
-    grouped = queries.reshape(rows, tokens, kv_heads, group, dim).swapaxes(1, 2).reshape(rows, kv_heads, num_queries, dim)
+    grouped = (
+        queries.reshape(rows, tokens, kv_heads, group, dim).swapaxes(1, 2).reshape(rows, kv_heads, num_queries, dim)
+    )
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, parts * most - num_queries), (0, 0)))
     at = jnp.pad(jnp.repeat(positions, group, 1), ((0, 0), (0, parts * most - num_queries)), constant_values=-1)
     tables = jnp.pad(tables, ((0, 0), (0, splits * pages_of_split - tables.shape[1])), constant_values=num_pages - 1)
@@ -89,7 +94,7 @@ def attend(
             per_query,
         ],
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*found, dim), found, found)],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=_options(),
         interpret=interpret,
         name="paged_attention",
     )(grouped, keys, values, tables, at)
@@ -97,6 +102,10 @@ def attend(
     out = (sums * weights[..., None]).sum(0) / (total * weights).sum(0)[..., None]
     out = out[:, :, :num_queries].reshape(rows, kv_heads, tokens, group, dim).swapaxes(1, 2)
     return out.reshape(queries.shape).astype(queries.dtype)
+
+
+def _options() -> Any | None:
+    return jax_compat.triton_options(num_warps=4, num_stages=2)
 
 
 def _splits(num_blocks: int, num_programs: int) -> tuple[int, int]:
@@ -128,6 +137,9 @@ def _kernel(
     last = jnp.max(at)
     precision = lax.Precision.HIGHEST if wanted.dtype == jnp.float32 else None  # else TensorFloat-32
 
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
     def block(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         most, total, sums = carry
         pages = tables[pl.ds(number * width, width)]
@@ -137,11 +149,11 @@ def _kernel(
         is_there = lax.broadcast_in_dim(places <= last, read_values.shape, (0,))
         read_values = jnp.where(is_there, read_values, 0)  # a NaN left in a page times 0 is a NaN
         is_read = places[None, :] <= at[:, None]
-        scores = jnp.where(is_read, triton.dot(wanted, read_keys.T, precision=precision) * scale, _UNREAD)
+        scores = jnp.where(is_read, product(wanted, read_keys.T) * scale, _UNREAD)
         higher = jnp.maximum(most, jnp.max(scores, 1))
         weights = jnp.where(is_read, jnp.exp(scores - higher[:, None]), 0.0)
         kept = jnp.exp(most - higher)
-        more = triton.dot(weights.astype(wanted.dtype), read_values, precision=precision)
+        more = product(weights.astype(wanted.dtype), read_values)
         return higher, total * kept + jnp.sum(weights, 1), sums * kept[:, None] + more
 
     start = (
