@@ -4,7 +4,7 @@ A decoder of 4 layers, d 256, 8 heads that share 2 of the keys', vocabulary 8,19
 16 tokens in no order, at most 512 tokens. A step takes a token of each slot, writes its keys and values, attends, and picks
 the likeliest next one; caches are donated. All take turns, each of a hundred times one token further; the medians of the
 ratios within a turn count, beside those of the least times. A paged step may take 1.25 times the contiguous one's time, and
-with a pool four times as large, 1.10 times its own. `tokens` is how many each slot has at first; logits are held against
+with a pool four times as large, 1.10 times its own. Each slot has 32, 224 or 400 tokens at first. Logits are held against
 the contiguous cache's, whose attention is that of `gather`.
 """
 
