@@ -86,8 +86,12 @@ def attention_over_pages(b: Builder) -> None:
     tables = np.arange(rows * num, dtype=np.int32).reshape(rows, num) % num_pages
     positions = np.arange(rows * tokens, dtype=np.int32).reshape(rows, tokens) % (4 * num) - 1
     positions = np.where(positions < 0, 0, positions)
-    b.add("attention over pages", lambda q, k, v: attend_paged("blocks", unit(q), KVPages(unit(k), unit(v)),
-          jnp.asarray(tables), jnp.asarray(positions)), q, keys, values)  # fmt: skip
+
+    def attend(q: Any, keys: Any, values: Any) -> Any:
+        pages = KVPages(unit(keys), unit(values))
+        return attend_paged("blocks", unit(q), pages, jnp.asarray(tables), jnp.asarray(positions))
+
+    b.add(f"attention over pages {rows, num}", attend, q, keys, values, smooth=False)
 
 
 # -- linear algebra, Fourier -----------------------------------------------------------------

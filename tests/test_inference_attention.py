@@ -158,6 +158,19 @@ def test_devices_with_some_of_the_heads_need_no_pages_of_others(backend: str, me
     np.testing.assert_allclose(run(*arguments)[1], step("gather")(*arguments)[1], atol=1e-5)
 
 
+def test_no_more_of_a_larger_pool_is_predicted_to_be_read() -> None:
+    """Without donation it is copied, which takes as much longer whatever attends."""
+
+    def predicted(backend: str, num_pages: int) -> float:
+        arguments = jax.eval_shape(lambda *x: x, *step_arguments(num_pages, 4, 2))
+        plan = autopar.plan(step(backend), *arguments, mesh="1", hardware="cpu-host")
+        assert isinstance(plan, Plan)
+        return plan.prediction.step_time_s
+
+    more = [predicted(backend, 1024) - predicted(backend, 64) for backend in ("gather", "blocks")]
+    assert math.isclose(*more, rel_tol=1e-6)
+
+
 @pytest.mark.contract
 def test_a_loop_over_blocks_moves_no_pool() -> None:
     """The donated pool is written where it lies, and read there."""
@@ -171,6 +184,7 @@ def test_a_loop_over_blocks_moves_no_pool() -> None:
     assert memory is not None and memory.temp_size_in_bytes < arguments[0].keys.nbytes / 4
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.slow
 def test_the_kernel_is_compiled_for_a_gpu_and_moves_no_pool(absent_gpus: Any) -> None:
     """XLA compiles it for an H100 that is not there; the pool stays where it lies."""
