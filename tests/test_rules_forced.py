@@ -226,7 +226,7 @@ def grouped_products(x: jax.Array, w: jax.Array) -> Any:
 
 
 def attention_over_pages(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-    tables, positions = jnp.arange(16, dtype=jnp.int32)[::-1].reshape(8, 2), N[:16].reshape(8, 2) % 8
+    tables, positions = jnp.arange(16, dtype=jnp.int32)[::-1].reshape(8, 2), jnp.asarray(N).reshape(8, 2) % 8
     return attend_paged("blocks", queries, KVPages(keys, values), tables, positions)
 
 

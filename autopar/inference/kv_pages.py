@@ -1,4 +1,4 @@
-"""The pages of the KV cache on the device, of one layer: written, gathered, copied.
+"""The pages of the KV cache on the device, of one layer: written, gathered, copied, attended to.
 
 In: arrays of pages, and page numbers from the host. Out: pure functions of arrays, whose cost does not grow with the
 number of pages if the caller donates them. Keys and values are arrays of their own, and so is every layer: what is cut
