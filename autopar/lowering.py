@@ -103,6 +103,7 @@ _HEROES = frozenset(
         "ffi_call",
         "rng_bit_generator",
         "pallas_call",
+        "paged_attention",
         "shard_map",
     ]
 )
@@ -319,6 +320,9 @@ class _Lowering:
         used: dict[int, float] = {}
         for at, shape in operands:
             used[at] = max(used.get(at, 0.0), self._utilization(node, kind, elements, math.prod(shape)))
+        if node.primitive == "paged_attention":  # of a pool, at most what the tables hold
+            (_, (num_pages, *_)), (_, tables) = operands[1], operands[3]
+            used |= dict.fromkeys((at for at, _ in operands[1:3]), min(1.0, math.prod(tables) / num_pages))
         scatter = self._scattered_sum(node, operands)
         if scatter is not None:
             self.at[node.results[0]] = scatter
@@ -637,6 +641,8 @@ class _Lowering:
             return 2.0 * math.prod(kernel) / max(kernel[out] if isinstance(out, int) else 1, 1)
         if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
             return 0.0
+        if node.primitive == "paged_attention":  # a score and a sum, for each token that may be read
+            return 4.0 * operands[3][1][1] * operands[1][1][1]
         if "flops" in node.params:  # of a whole program
             return node.params["flops"] / max(float(sum(map(math.prod, shapes))), 1.0)
         dtype = self.graph.values[node.results[0]].dtype
