@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar.compiler import Compiler
 from autopar.cost.hardware import load
+from autopar.cost.kernels import op_seconds
 from autopar.device_program import Buffer, DeviceProgram, Op, OpKind, peak_of_temporaries
 from autopar.formulation import Formulation, formulate
 from autopar.fusion import Fused, _Fusion, _Siblings, fuse
@@ -271,14 +272,40 @@ def test_a_product_that_sums_nothing_is_no_product() -> None:
     assert len(program.ops) == 1
 
 
-def test_a_scatter_writes_in_place_and_is_charged_for_the_whole() -> None:
+def test_a_scatter_writes_in_place_and_the_estimator_charges_it_for_the_whole() -> None:
     def step(table: Any, rows: Any, updates: Any) -> Any:
         return (table * 2.0).at[rows].add(updates).sum()
 
     program = built(step, array(50000, 512), array(64, dtype=jnp.int32), array(64, 512))
     scatter = next(op for op in program.ops if op.num_blocks and set(op.writes) & set(op.reads))
-    assert scatter.written_bytes == 50000 * 512 * 4
+    assert scatter.written_bytes + scatter.spared_bytes == 50000 * 512 * 4
+    assert scatter.written_bytes == 64 * 512 * 4
+    assert op_seconds(scatter, parse_mesh("1"), H100) > 2 * 50000 * 512 * 4 / H100.hbm_bytes_per_s
     assert peak_of_temporaries(program) < 1.1 * 50000 * 512 * 4
+
+
+def _time_of_updates(num_rows: int, *, reads_after: bool = False) -> tuple[float, float]:
+    """By the device's own rates, of a state of so many rows into which is written twice; and the peak."""
+
+    def step(state: Any, rows: Any, updates: Any) -> Any:
+        renewed = state.at[rows].set(updates).at[rows + 1].add(updates)
+        return renewed, state[0] + renewed[1] if reads_after else updates
+
+    arguments = (array(num_rows, 512), array(64, dtype=jnp.int32), array(64, 512))
+    program = built(step, *arguments)
+    own = simulate(program, parse_mesh("1"), replace(H100, xla_estimator=None))
+    return own.step_time_s, peak_of_temporaries(program)
+
+
+def test_what_renews_a_state_in_place_costs_the_same_however_large_that_is() -> None:
+    """Neither time nor memory of a copy; but where the state as it was is read later, there is one."""
+    (small, _), (large, peak) = _time_of_updates(1000), _time_of_updates(1_000_000)
+    assert large == small
+    assert peak < 1000 * 512 * 4
+    (copied, with_copy) = _time_of_updates(1_000_000, reads_after=True)
+    size = 1_000_000 * 512 * 4
+    assert copied > large + 2 * size / H100.hbm_bytes_per_s
+    assert with_copy >= size
 
 
 # -- memory ------------------------------------------------------------------------------------
