@@ -92,7 +92,7 @@ def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
 
 
 class _Builder:
-    """Gives every value in memory a buffer. What writes in place shares its first operand's, if nothing reads
+    """Gives every value in memory a buffer. What writes in place shares its first operand's, if nothing may read
     that later: a temporary's, or that of carried state which is renewed so."""
 
     def __init__(
@@ -107,14 +107,14 @@ class _Builder:
         self.estimator = profile.xla_estimator
         self.order_of_outputs = [at for at in local.outputs if at is not None]
         self.outputs = set(self.order_of_outputs)
-        self.written = {root for kernel in kernels for root in kernel.roots}
+        self.home = {root: n for n, kernel in enumerate(kernels) for root in kernel.roots}
         self.last_read = {operand: n for n, kernel in enumerate(kernels) for operand in kernel.operands}
-        self.renewing = _renewing(local, carried)
+        self.renewing = self._renewing(local, carried)
         self.buffers: list[Buffer] = []
         self.buffer_of: dict[int, int] = {}
 
     def build(self) -> DeviceProgram:
-        for at in dict.fromkeys(at for at in self.order_of_outputs if at in self.written):
+        for at in dict.fromkeys(at for at in self.order_of_outputs if at in self.home):
             self._own_buffer(at)
         for at, one in enumerate(self.instructions):
             if one.kind == "argument":
@@ -149,11 +149,26 @@ class _Builder:
         one = self.instructions[root]
         if one.kind != "inplace":
             return False
+        if root in self.renewing:
+            return True
         first = next(iter(one.operands))
-        if self.last_read.get(first) != n or first in self.outputs:
-            return False
-        is_free = first in self.written or self.renewing.get(root) == first
-        return is_free and self.instructions[first].num_bytes == one.num_bytes
+        is_free = first in self.home and first not in self.outputs
+        return is_free and self.instructions[first].num_bytes == one.num_bytes and self.last_read[first] == n
+
+    def _renewing(self, local: LocalProgram, carried: Sequence[tuple[int, int]]) -> set[int]:
+        """What is written in place, one after the other, between carried state and the output that renews it; none of it
+        where one of these needs a copy, for the last is where the first was."""
+        found: set[int] = set()
+        for before, after in carried:
+            at, line, is_free = local.outputs[after], list[int](), True
+            while at is not None and (one := self.instructions[at]).kind in ("inplace", "border") and one.operands:
+                first = next(iter(one.operands))
+                is_free &= one.kind == "border" or self.last_read[first] == self.home[at]
+                line += [at] if one.kind == "inplace" else []
+                at = first
+            if is_free and at is not None and at == local.arguments.get(before):
+                found |= set(line)
+        return found
 
     def _op(self, kernel: Fused, n: int) -> Op:
         one = self.instructions[kernel.roots[0]]
