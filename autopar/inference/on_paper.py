@@ -27,6 +27,7 @@ from autopar.inference.requests import Options
 from autopar.mesh import MeshShape
 from autopar.planned import plan_of
 from autopar.planner import Progress, asked_meshes, asked_profile
+from autopar.units import human_bytes
 from autopar.within_budget import BUDGET_MARGIN
 
 Objective = Literal["latency", "throughput"]
@@ -198,13 +199,14 @@ def _planned(
     options: Mapping[str, Any],
     progress: Progress,
 ) -> Replicas:
-    least = _least_bytes(served)
-    if least > budget * mesh.num_devices:  # no need to plan, which takes a minute
+    least, room = _least_bytes(served), budget * mesh.num_devices
+    if least > room:  # no need to plan, which takes a minute
+        devices = "device has" if mesh.num_devices == 1 else "devices have"
         return Replicas(
             num=number,
             mesh=mesh,
-            refused=f"weights and a cache for one sequence take {least / 1e9:,.0f} GB, and {mesh.num_devices}"
-            f" device{'s have' if mesh.num_devices > 1 else ' has'} {budget * mesh.num_devices / 1e9:,.0f} GB",
+            refused=f"weights and a cache for one sequence take {human_bytes(least)}, and {mesh.num_devices} {devices}"
+            f" {human_bytes(room)}",
         )
 
     def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> PlanAlone:
@@ -228,11 +230,14 @@ def _least_bytes(served: Served) -> float:
 
 def _nothing_fits(served: Served, found: list[Replicas], room: float, profile: HardwareProfile) -> str:
     most = max(found, key=lambda one: one.mesh.num_devices)
-    devices = math.ceil(_least_bytes(served) / room)
-    more = f"at least {devices} by their bytes alone" if devices > most.mesh.num_devices else "more"
+    least = math.ceil(_least_bytes(served) / room)
+    more = (
+        f". Use at least {least} devices (by bytes alone), larger ones, a smaller dtype or a shorter max_length"
+        if least > most.mesh.num_devices
+        else ""  # it is said already
+    )
     return (
-        f"the model fits no {profile.name} here, not even one replica on {most.mesh.num_devices}: {most.refused}. Use more"
-        f" devices ({more}), larger ones, a smaller dtype or a shorter max_length"
+        f"the model fits no {profile.name} here, not even one replica on {most.mesh.num_devices}: {most.refused}{more}"
     )
 
 
@@ -283,8 +288,8 @@ def verdict(case: PaperInference, one: Replicas, chosen: Replicas) -> str:
         return late
     assert chosen.figures is not None
     if case.objective == "latency":
-        return f"{one.figures.tpot_s / chosen.figures.tpot_s:.2f} times the seconds for a token"
-    return f"{one.tokens_per_s / chosen.tokens_per_s:.2f} times the tokens/s"
+        return f"{one.figures.tpot_s / chosen.figures.tpot_s:.2f} x the TPOT"
+    return f"{one.tokens_per_s / chosen.tokens_per_s:.2f} x the tokens/s"
 
 
 def _report(report: Progress, words: str, done: int, num: int, _: str, fraction: float) -> None:
