@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli_generate import run_generate
+from autopar.cli_inference import run_inference
 from autopar.cli_options import parse_hardware, parse_pin, parser_of
 from autopar.cli_search import check_target, search_asked
 from autopar.errors import AutoparError, BudgetError, PlanFileError, TargetError
@@ -70,6 +71,9 @@ def _run_plan(options: argparse.Namespace) -> int | None:
     check_target(options)
     if options.plan_for == "search":
         return _run_search(options)
+    if options.plan_for == "inference":
+        _check_output(options)
+        return run_inference(options, _planning(options), _progress, _show)
     if options.compare is not None:
         return _run_compare(options)
     if len(options.target) > 1:

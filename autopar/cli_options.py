@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli_generate import add_generate_command
-from autopar.cli_search import add_search_options
+from autopar.cli_inference import add_inference_options
+from autopar.cli_search import add_search_options, count
 from autopar.errors import PinError, TargetError
 from autopar.pipeline.schedules.table import SCHEDULES
 from autopar.version import __version__
@@ -28,6 +29,7 @@ examples:
   autopar plan train.py:make --devices 8 --pin 'state/params/*/kernel=P(None, "model")'
   autopar plan small.py:make large.py:make --compare v100-sxm-16,a100-sxm-40,h100-sxm
   autopar plan --for search --corpus 1.4e9x100:int8 --devices 8 --hardware h200
+  autopar plan --for inference Llama-3.1-8B --devices 8 --hardware h100-sxm --batch 64
   autopar explain gpt.plan.json
   autopar explain gpt.plan.json --html report.html
   autopar explain train.py:make --devices 8 --json
@@ -66,6 +68,7 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     about += " least, of at most --devices (default: 1024)"
     plan.add_argument("--compare", metavar="NAME,NAME...", help=about)
     add_search_options(plan, _size)
+    add_inference_options(plan, count, _seconds)
     plan.set_defaults(run=commands["plan"])
     about = "say what a plan does and why: of a saved plan, or of a target planned for this"
     explain = added.add_parser("explain", help=about, description=about, **shared)

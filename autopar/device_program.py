@@ -60,6 +60,8 @@ class Op:
         read_bytes, written_bytes: what it moves from and to device memory (a slice reads part of a buffer).
         reread_bytes, broadcast_bytes: what it reads again, out of a cache: of large operands, and of those
             under a quarter of a MiB.
+        spared_bytes: of what it writes into in place, all that it neither reads nor writes; XLA's estimator takes it
+            to do both.
         flops: arithmetic outside matrix units, weighted by XLA's cycles (for a convolution: inside them).
         num_nodes: how many of the graph's nodes are fused in it.
         gemm: for a matrix product.
@@ -89,6 +91,7 @@ class Op:
     unpriced: bool = False
     broadcast_bytes: float = 0.0
     num_blocks: float = 0.0
+    spared_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,6 +316,8 @@ class _Lowering:
         infos = [self.graph.values[v] for v in node.results]
         num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))
         points = max([elements, *(math.prod(s) for _, s in operands)]) if kind == "reduce" else elements
+        if node.primitive.startswith("scatter") and len(operands) == 3:  # target, indices, updates
+            points = min(elements, math.prod(operands[2][1]))
         changed = math.prod(operands[1][1]) if node.primitive in _IN_PLACE else points
         used: dict[int, float] = {}
         for at, shape in operands:

@@ -36,6 +36,13 @@ class _HasPlan(Protocol):
     def plan(self) -> Plan: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PlanAlone:
+    """Of a program that is not run."""
+
+    plan: Plan
+
+
 Made = TypeVar("Made", bound=_HasPlan)
 
 #: A function, the shapes of its arguments, the names of those that come back, and pins: to its plan, and what runs it.

@@ -10,6 +10,7 @@ only attention takes them apart.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,18 +58,15 @@ class Out(NamedTuple):
     best_logprobs: jax.Array | None = None
 
 
-#: New tokens to pages, and what their queries see there: queries, keys, values, pages of a layer, tables, positions.
-AttendPages = Callable[[jax.Array, jax.Array, jax.Array, KVPages, jax.Array, jax.Array], tuple[jax.Array, KVPages]]
+#: What queries see of pages in which their own tokens are already: queries, pages of a layer, tables, positions.
+AttendPages = Callable[[jax.Array, KVPages, jax.Array, jax.Array], jax.Array]
 Step = Callable[..., tuple[Resident, Out]]
 
 
-def attend_gathered(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, pages: KVPages, tables: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, KVPages]:
+def attend_gathered(queries: jax.Array, pages: KVPages, tables: jax.Array, positions: jax.Array) -> jax.Array:
     """By gathering each sequence's pages: runs everywhere."""
-    pages = kv_pages.write(pages, keys, values, tables, positions)
-    stored_keys, stored_values = (each.astype(queries.dtype) for each in kv_pages.gather(pages, tables))
-    return kv_pages.attend(queries, stored_keys, stored_values, positions), pages
+    keys, values = (each.astype(queries.dtype) for each in kv_pages.gather(pages, tables))
+    return kv_pages.attend(queries, keys, values, positions)
 
 
 def step_of(model: Decoder, shape: Shape, attend: AttendPages = attend_gathered) -> Step:
@@ -167,15 +165,26 @@ class _AttendParts:
     def __call__(
         self, cache: tuple[KVPages, ...], layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-        """As `Attend` says; `cache` is of every layer."""
-        pages, attended, start = cache[layer], [], 0
-        for tables, positions in zip(self.tables, self.positions, strict=True):
-            end = start + positions.size
-            part = [each[:, start:end].reshape(*positions.shape, *each.shape[2:]) for each in (queries, keys, values)]
-            found, pages = self.attend(*part, pages, tables, positions)
+        """As `Attend` says; `cache` is of every layer.
+
+        All parts are written before any is read: what is read between two writes, XLA copies, and that is all pages.
+        """
+        pages, attended = cache[layer], []
+        for part in zip(self._parts(keys), self._parts(values), self.tables, self.positions, strict=True):
+            pages = kv_pages.write(pages, *part)
+        for part, tables, positions in zip(self._parts(queries), self.tables, self.positions, strict=True):
+            found = self.attend(part, pages, tables, positions)
             attended.append(found.reshape(1, positions.size, *found.shape[2:]))
-            start = end
         return jnp.concatenate(attended, 1), (*cache[:layer], pages, *cache[layer + 1 :])
+
+    def _parts(self, array: jax.Array) -> list[jax.Array]:
+        """One row of tokens, as the rows of each part."""
+        ends = list(itertools.accumulate(positions.size for positions in self.positions))
+        pieces = jnp.split(array[0], ends[:-1])
+        return [
+            piece.reshape(*positions.shape, *array.shape[2:])
+            for piece, positions in zip(pieces, self.positions, strict=True)
+        ]
 
 
 def _positions(rows: Rows) -> jax.Array:
