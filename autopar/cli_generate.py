@@ -65,6 +65,8 @@ def add_generate_command(added: Any, run: Callable[[argparse.Namespace], Any], s
     )
     about += " tokenizer; what comes out is the same"
     group.add_argument("--propose", metavar="n-gram|MODEL_DIR", help=about)
+    about = "how it is computed: gather, blocks or pallas (default: the fastest that is right here, tried at the start)"
+    group.add_argument("--attention", metavar="NAME", help=about)
     generate.add_argument("--json", action="store_true", help="print JSON when all is there: texts, tokens, logprobs")
     generate.set_defaults(run=run)
 
@@ -125,6 +127,7 @@ def _serving(options: argparse.Namespace) -> dict[str, Any]:
         "options": served,
         "mesh": options.mesh,
         "propose": options.propose,
+        "attention": options.attention,
         "memory_budget_bytes": options.memory_budget,
         "dtype": _dtype(options.dtype),
     }

@@ -117,6 +117,19 @@ def test_prefixes_are_found_again_and_change_nothing(engine: Engine) -> None:
     assert (plain.num_cached, plain.tokens) == (0, again.tokens)
 
 
+def test_every_backend_of_attention_serves(folder: Path, engine: Engine) -> None:
+    """What is chosen here by default, and what is asked for."""
+    given = prompts(4, seed=14)
+    expected = [generation.tokens for generation in engine.generate(given, max_tokens=9)]
+    options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1)
+    for name in (None, "blocks"):
+        other = opened(folder, options=options, attention=name)
+        assert [generation.tokens for generation in other.generate(given, max_tokens=9)] == expected
+    assert other.runner.served.attention == "blocks"
+    with pytest.raises(InferenceError, match="gather"):
+        opened(folder, attention="fastest")
+
+
 def test_what_is_preempted_is_computed_again(engine: Engine) -> None:
     """Pages for one long sequence and a half: all get theirs, one after the other."""
     given = prompts(8, seed=3, longest=60)

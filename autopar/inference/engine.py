@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -26,6 +26,7 @@ from autopar.inference.opening import (
     Progress,
     Propose,
     Reading,
+    attention_for,
     payoff_of,
     planned_for,
     proposer_of,
@@ -35,6 +36,7 @@ from autopar.inference.opening import (
 )
 from autopar.inference.page_pool import PagePool
 from autopar.inference.page_tables import PagedCache
+from autopar.inference.paged_attention import REFERENCE
 from autopar.inference.proposals import Payoff, Proposer
 from autopar.inference.requests import Iteration, Options, Request
 from autopar.inference.runner import Runner, Running
@@ -83,6 +85,8 @@ class Serving(TypedDict, total=False):
         shares_prefixes: whether what one prompt begins with is found again for the next; by default it is.
         propose: who guesses tokens to be verified several at once: "n-gram", which looks for them in the text so far; a
             folder, of a small model with the same tokenizer; or a `Proposer`. While it does not pay it is not asked.
+        attention: a backend (`paged_attention.BACKENDS`); by default the fastest of those that are right here, tried at
+            the start.
         beside: another model's engine, whose pages are to be this one's too, on the same mesh. Pages must be of one shape
             in every layer, and this model has no more layers than the other.
         progress: called with a stage's name and the fraction done.
@@ -96,6 +100,7 @@ class Serving(TypedDict, total=False):
     page_size: int
     shares_prefixes: bool
     propose: Propose
+    attention: str | None
     beside: Engine | None
     cache: bool | str | os.PathLike[str]
     progress: Progress | None
@@ -196,7 +201,12 @@ class Engine:
         serving: Serving,
     ) -> Engine:
         propose, beside, progress = (serving.get(name) for name in ("propose", "beside", "progress"))
-        served = served_of(config, shapes, serving.get("options"), serving.get("page_size", 16), propose)
+        attention = serving.get("attention")
+        served = served_of(
+            config, shapes, serving.get("options"), serving.get("page_size", 16), propose, attention or REFERENCE
+        )
+        if attention is None:
+            served = replace(served, attention=attention_for(served, serving.get("mesh")).name)
         keep = serving.get("cache", True)
         place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")} | {"cache": keep}
         proposing = proposer_of(propose, served, place)

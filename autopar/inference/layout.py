@@ -17,9 +17,10 @@ import jax.numpy as jnp
 
 from autopar.errors import BudgetError, InferenceError
 from autopar.inference.decoder import Decoder
+from autopar.inference.paged_attention import REFERENCE
 from autopar.inference.requests import Options, Shape
 from autopar.inference.rows import Rows
-from autopar.inference.step import AttendPages, attend_gathered, copy_pages, resident_shapes, step_of
+from autopar.inference.step import copy_pages, resident_shapes, step_of
 from autopar.partition_spec import partition_spec
 from autopar.plan import Plan
 from autopar.within_budget import BUDGET_MARGIN
@@ -55,7 +56,7 @@ class Served:
 
     Args:
         params: its weights, as shapes. options: of the scheduler.
-        page_size: tokens of a page. dtype: of keys and values in the cache.
+        page_size: tokens of a page. dtype: of keys and values in the cache. attention: a backend of `paged_attention`.
     """
 
     model: Decoder
@@ -63,7 +64,7 @@ class Served:
     options: Options
     page_size: int
     dtype: Any
-    attend: AttendPages = attend_gathered
+    attention: str = REFERENCE
 
     @property
     def pages_of_sequence(self) -> int:
@@ -91,7 +92,7 @@ class Served:
         sizes = [(slots, key.width)] + ([(key.rows, key.length)] if key.rows else [])
         packed = [self.rows(num, width, num_pages).packed() for num, width in sizes]
         rows = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in packed]
-        return step_of(self.model, key, self.attend), (self.params, resident, *rows)
+        return step_of(self.model, key, self.attention), (self.params, resident, *rows)
 
 
 @dataclass(frozen=True, slots=True)

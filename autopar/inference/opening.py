@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from autopar.errors import InferenceError, ModelError
 from autopar.inference.checkpoint import Checkpoint
+from autopar.inference.choose_attention import Chosen, Problem, choose_backend
 from autopar.inference.config import DecoderConfig
 from autopar.inference.decoder import Decoder
 from autopar.inference.draft import DraftModel
 from autopar.inference.layout import Layout, Served, laid_out
+from autopar.inference.paged_attention import REFERENCE, backend_named
 from autopar.inference.proposals import NGram, Payoff, Proposer
 from autopar.inference.requests import Options, Shape
 from autopar.partition_spec import partition_spec
@@ -158,18 +161,48 @@ def stop_tokens_of(folder: str | os.PathLike[str]) -> frozenset[int]:
 
 
 def served_of(
-    config: DecoderConfig, params: Any, options: Options | None, page_size: int, propose: Propose = None
+    config: DecoderConfig,
+    params: Any,
+    options: Options | None,
+    page_size: int,
+    propose: Propose = None,
+    attention: str = REFERENCE,
 ) -> Served:
     """A model in the sizes that it is served in.
 
     Args:
         params: its weights, as shapes; keys and values are kept in the dtype of the embedding.
         propose: where it is given, four tokens are proposed, unless the options say how many.
+        attention: a backend.
     """
     options = options_for(config, options)
     if propose is not None and not options.num_proposals:
         options = replace(options, num_proposals=_NUM_PROPOSALS)
-    return Served(Decoder(config), params, options, page_size, params["params"]["embed"]["weight"].dtype)
+    dtype = params["params"]["embed"]["weight"].dtype
+    backend_named(attention)  # refuses what is none
+    return Served(Decoder(config), params, options, page_size, dtype, attention)
+
+
+def attention_for(served: Served, mesh: Any) -> Chosen:
+    """The backend that is fastest here for a token of each slot, with the heads that a device gets if they are split."""
+    (shape,), config, options = (
+        asked_meshes(mesh or f"model={jax.device_count()}", None),
+        served.model.config,
+        served.options,
+    )
+    parts = shape.num_devices if config.num_kv_heads % shape.num_devices == 0 else 1
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
+    problem = Problem(
+        rows=options.num_slots,
+        tokens=1,
+        heads=config.num_heads // parts,
+        kv_heads=config.num_kv_heads // parts,
+        head_dim=config.head_dim,
+        page_size=served.page_size,
+        pages_per_sequence=served.pages_of_sequence,
+        dtype=served.dtype,
+    )
+    return choose_backend(problem, device=device)
 
 
 def weight_shardings(served: Served, layout: Layout[Planned]) -> Any:

@@ -1,6 +1,6 @@
 """One iteration as a function of arrays: what is compiled, once for each `Shape`.
 
-In: a decoder, a `Shape`, and how new tokens attend to pages. Out: `step_of`: a pure function of weights, what stays on
+In: a decoder, a `Shape`, and a backend of attention. Out: `step_of`: a pure function of weights, what stays on
 the devices between iterations, and what the host says of this one; and the shapes of its arguments. What the host
 sends are numbers of static shapes, whatever was asked for: no request makes a new program.
 
@@ -21,6 +21,7 @@ from autopar.inference import kv_pages
 from autopar.inference.config import DecoderConfig
 from autopar.inference.decoder import Decoder
 from autopar.inference.kv_pages import KVPages
+from autopar.inference.paged_attention import REFERENCE, attend_paged
 from autopar.inference.requests import Shape
 from autopar.inference.rows import Rows
 from autopar.inference.sampling import Sampled, sample
@@ -58,24 +59,20 @@ class Out(NamedTuple):
     best_logprobs: jax.Array | None = None
 
 
-#: What queries see of pages in which their own tokens are already: queries, pages of a layer, tables, positions.
-AttendPages = Callable[[jax.Array, KVPages, jax.Array, jax.Array], jax.Array]
 Step = Callable[..., tuple[Resident, Out]]
 
 
-def attend_gathered(queries: jax.Array, pages: KVPages, tables: jax.Array, positions: jax.Array) -> jax.Array:
-    """By gathering each sequence's pages: runs everywhere."""
-    keys, values = (each.astype(queries.dtype) for each in kv_pages.gather(pages, tables))
-    return kv_pages.attend(queries, keys, values, positions)
+def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
+    """The function `(params, resident, slots[, chunks]) -> (resident, out)` of a shape; rows are packed.
 
-
-def step_of(model: Decoder, shape: Shape, attend: AttendPages = attend_gathered) -> Step:
-    """The function `(params, resident, slots[, chunks]) -> (resident, out)` of a shape; rows are packed."""
+    Args:
+        attention: a backend of `paged_attention`.
+    """
 
     def logits_of(params: Any, pages: Any, parts: list[Rows], tokens: list[jax.Array], only: Any) -> Any:
         """Of the tokens of several parts, which are one row to the decoder."""
         positions = [_positions(part) for part in parts]
-        attend_parts = _AttendParts(attend, [part.tables for part in parts], positions)
+        attend_parts = _AttendParts(attention, [part.tables for part in parts], positions)
         flat, at = (jnp.concatenate([each.reshape(1, -1) for each in arrays], 1) for arrays in (tokens, positions))
         applied: Any = model.apply(params, flat, jnp.maximum(at, 0), attend_parts, pages, only)
         logits, pages = applied
@@ -159,8 +156,8 @@ def copy_pages(resident: Resident, copies: jax.Array) -> Resident:
 class _AttendParts:
     """`Attend` of rows that are one to the decoder, each part by its own tables."""
 
-    def __init__(self, attend: AttendPages, tables: list[jax.Array], positions: list[jax.Array]) -> None:
-        self.attend, self.tables, self.positions = attend, tables, positions
+    def __init__(self, attention: str, tables: list[jax.Array], positions: list[jax.Array]) -> None:
+        self.attention, self.tables, self.positions = attention, tables, positions
 
     def __call__(
         self, cache: tuple[KVPages, ...], layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
@@ -173,7 +170,7 @@ class _AttendParts:
         for part in zip(self._parts(keys), self._parts(values), self.tables, self.positions, strict=True):
             pages = kv_pages.write(pages, *part)
         for part, tables, positions in zip(self._parts(queries), self.tables, self.positions, strict=True):
-            found = self.attend(part, pages, tables, positions)
+            found = attend_paged(self.attention, part, pages, tables, positions)
             attended.append(found.reshape(1, positions.size, *found.shape[2:]))
         return jnp.concatenate(attended, 1), (*cache[:layer], pages, *cache[layer + 1 :])
 
