@@ -30,6 +30,8 @@ Key = Shape | Literal["copy"]
 
 #: Of the pages that all slots need at their longest, so many times as many are kept at most: prefixes live in the rest.
 _MOST_POOLS = 4
+#: Of the budget, what a plan may fill that was not in want of memory.
+_AMPLE = 0.8
 
 
 class _HasPlan(Protocol):
@@ -135,15 +137,18 @@ def laid_out(
     pinned = {} if beside is None else _pins_of_pages(served, beside)
     num_pages = num_pages if beside is None else beside.num_pages
     if num_pages is not None:
-        return _laid_out(served, make, num_pages, _home(served, make, num_pages, pinned)[0], progress, pinned)
-    num_pages, home = _pages_that_fit(served, make, budget_bytes)
+        return _laid_out(served, make, num_pages, _home(served, make, num_pages, pinned), progress)
+    num_pages, known = _pages_that_fit(served, make, budget_bytes)
+    home = next(iter(known))
     while True:
         try:
-            return _laid_out(served, make, num_pages, home, progress, pinned)
+            return _laid_out(served, make, num_pages, known, progress)
         except BudgetError:  # a program that was not asked when pages were counted needs more
             if num_pages == served.pages_of_sequence:
                 raise
             num_pages = max(served.pages_of_sequence, num_pages * 9 // 10)
+            again: dict[Key, Made] = {home: _made(served, make, home, num_pages, None)}
+            known = again
 
 
 def _pins_of_pages(served: Served, beside: Layout[Any]) -> dict[str, Any]:
@@ -171,25 +176,25 @@ def _laid_out(
     served: Served,
     make: Make[Made],
     num_pages: int,
-    home: Key,
+    known: Mapping[Key, Made],
     progress: Callable[[str, float], None] | None,
-    pinned: Mapping[str, Any],
 ) -> Layout[Made]:
-    programs: dict[Key, Made] = {}
-    keys = sorted(served.keys, key=lambda key: key != home)
-    for number, key in enumerate(keys):
+    """All programs, around the first of those that are planned already."""
+    programs, home = dict(known), next(iter(known.values()))
+    for number, key in enumerate(served.keys):
         if progress is not None:
-            progress("plan programs", number / len(keys))
-        programs[key] = _made(served, make, key, num_pages, programs.get(home), pinned)
-    return Layout(num_pages, _page_bytes(programs[home].plan, num_pages), programs)
+            progress("plan programs", number / len(served.keys))
+        if key not in programs:
+            programs[key] = _made(served, make, key, num_pages, home)
+    return Layout(num_pages, _page_bytes(home.plan, num_pages), programs)
 
 
 def _home(
     served: Served, make: Make[Made], num_pages: int, pinned: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[Key, tuple[Made, Made]]:
-    """The program that says how things lie, and two planned: those that run most, and need most memory.
+) -> dict[Key, Made]:
+    """Two programs: those that run most, and need most memory. The one that says how things lie comes first.
 
-    That is the first of them; where the other has no room beside what lies as is best for this, the other.
+    That is the one which runs most; where the other has no room beside what lies as is best for this, the other.
 
     Raises:
         BudgetError: neither way there is room.
@@ -198,10 +203,10 @@ def _home(
     largest = max(shapes, key=lambda shape: shape.rows * shape.length + shape.width)
     try:
         home = _made(served, make, shapes[0], num_pages, None, pinned)
-        return shapes[0], (home, _made(served, make, largest, num_pages, home))
+        return {shapes[0]: home, largest: _made(served, make, largest, num_pages, home)}
     except BudgetError:
         home = _made(served, make, largest, num_pages, None, pinned)
-        return largest, (home, _made(served, make, shapes[0], num_pages, home))
+        return {largest: home, shapes[0]: _made(served, make, shapes[0], num_pages, home)}
 
 
 def _made(
@@ -236,21 +241,29 @@ def _page_bytes(plan: Plan, num_pages: int) -> float:
     return held / (num_pages + 1)
 
 
-def _pages_that_fit(served: Served, make: Make[Made], budget_bytes: float) -> tuple[int, Key]:
-    """How many pages there is room for, beside what the program that says how things lie makes of the rest."""
+def _pages_that_fit(served: Served, make: Make[Made], budget_bytes: float) -> tuple[int, dict[Key, Made]]:
+    """How many pages there is room for, beside what the program that says how things lie makes of the rest; and what
+    was planned with so many, that program first."""
     least = served.pages_of_sequence
-    wanted = num_pages = served.options.num_slots * least
+    wanted = served.options.num_slots * least
+    most = _MOST_POOLS * wanted
+    num_pages = most
     while True:
         try:
-            home, programs = _home(served, make, num_pages)
-            break
+            programs = _home(served, make, num_pages)
         except BudgetError as error:
             if num_pages <= least:
                 raise InferenceError(
                     f"a cache for one sequence of {served.options.max_length} tokens does not fit beside the model:"
                     f" {error} Or serve with a smaller max_length"
                 ) from None
-            num_pages = max(least, num_pages // 2)
-    spare = budget_bytes * (1 - BUDGET_MARGIN) - max(each.plan.prediction.peak_bytes for each in programs)
-    more = int(max(0.0, spare) // _page_bytes(programs[0].plan, num_pages))
-    return min(num_pages + more, _MOST_POOLS * wanted), home
+        else:
+            peak = max(each.plan.prediction.peak_bytes for each in programs.values())
+            # What is nearly full might have been laid out otherwise with fewer pages, and faster.
+            if num_pages < most or peak <= _AMPLE * budget_bytes:
+                break
+        num_pages = wanted if num_pages == most else max(least, num_pages // 2)
+    home, program = next(iter(programs.items()))
+    spare = budget_bytes * (1 - BUDGET_MARGIN) - peak
+    found = min(num_pages + int(max(0.0, spare) // _page_bytes(program.plan, num_pages)), most)
+    return found, programs if found == num_pages else {home: _made(served, make, home, found, None)}

@@ -59,7 +59,8 @@ class Running:
         Args:
             num_best: for which runs, and how many, the most probable tokens are wanted.
         """
-        fetched = jax.device_get(self.out._replace(best_tokens=None, best_logprobs=None))
+        wanted = any(num_best.get(run.name) for run in self.iteration.runs)
+        fetched = jax.device_get(self.out if wanted else self.out._replace(best_tokens=None, best_logprobs=None))
         results: dict[str, Result] = {}
         told: dict[str, Told] = {}
         for row, run in self._rows():
@@ -68,7 +69,7 @@ class Running:
                 results[run.name], told[run.name] = Result((), UNSOUND), Told()
                 continue
             results[run.name] = Result(tuple(fetched.tokens[row, :num].tolist()))
-            best = self._best(row, num, num_best.get(run.name, 0))
+            best = _best(fetched, row, num, num_best.get(run.name, 0))
             told[run.name] = Told(tuple(fetched.logprobs[row, :num].tolist()), bool(fetched.is_cut[row]), best)
         return results, told
 
@@ -77,13 +78,13 @@ class Running:
         chunks = [(self.num_slots + i, run) for i, run in enumerate(self.iteration.chunks)]
         return [(run.slot, run) for run in self.iteration.decodes] + chunks
 
-    def _best(self, row: int, num: int, wanted: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-        if not wanted or self.out.best_tokens is None or self.out.best_logprobs is None:
-            return ()
-        tokens, logprobs = (
-            np.asarray(each[row, :num, :wanted]) for each in (self.out.best_tokens, self.out.best_logprobs)
-        )
-        return tuple(tuple(zip(map(int, t), map(float, p), strict=True)) for t, p in zip(tokens, logprobs, strict=True))
+
+def _best(fetched: Out, row: int, num: int, wanted: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Of a row's tokens the most probable ones; of arrays on the host: a slice on a device is a program."""
+    if not wanted or fetched.best_tokens is None or fetched.best_logprobs is None:
+        return ()
+    tokens, logprobs = (each[row, :num, :wanted].tolist() for each in (fetched.best_tokens, fetched.best_logprobs))
+    return tuple(tuple(zip(t, p, strict=True)) for t, p in zip(tokens, logprobs, strict=True))
 
 
 @dataclass(eq=False, slots=True)
