@@ -1,4 +1,4 @@
-"""The command line: `autopar plan`, `explain`, `diff`, `verify`, `calibrate`.
+"""The command line: `autopar plan`, `explain`, `diff`, `export`, `verify`, `calibrate`.
 
 In: arguments. Out: text, tables or JSON on standard output, progress and errors on standard error,
 and an exit code: 0 done, 1 a verification that does not hold or a diagnosis with what nobody meant, 2 a mistake of the
@@ -201,7 +201,7 @@ def _draw_timeline(plan: PipelinePlan, path: str) -> None:
 def _run_collectives(options: argparse.Namespace) -> None:
     from autopar.explain_collectives import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
-    of_programs = ("target", "memory_budget", "no_rematerialize", "pin")
+    of_programs = ("target", "memory_budget", "no_rematerialize", "dims_as_written", "pin")
     of_programs = (*of_programs, "num_microbatches", "per_microbatch_statistics", "time_limit", "stages", "schedule")
     useless = [name for name in of_programs if getattr(options, name)]
     if useless:
@@ -251,6 +251,22 @@ def _plan_within(path: str) -> str:
     """A plan file; of a checkpoint's folder, the plan that its state was laid out by."""
     within = Path(path) / "plan" / "metadata"
     return str(within) if within.is_file() else path
+
+
+def _run_export(options: argparse.Namespace) -> None:
+    _check_output(options)
+    plan = load_plan(options.plan)
+    _use_cpu_only()
+    step, args = load_target(options.target)
+    from autopar.export import export
+    from autopar.plan_file import write_text
+
+    text = export(plan, step, *args)
+    if options.output is None:
+        print(text, end="")
+        return
+    write_text(text, options.output)
+    print(f"Saved to {options.output}; it needs JAX alone.")
 
 
 def _run_calibrate(options: argparse.Namespace) -> None:
@@ -305,7 +321,15 @@ def _run_diagnose(options: argparse.Namespace) -> int:
     """Exit code 1 where something was sent that nobody meant."""
     if not options.as_is:
         raise TargetError("--no-check is about the changes to a step sharded by hand: add --as-is, or drop it")
-    no_use = ("plan", "run_step", "no_rematerialize", "pin", "num_microbatches", "per_microbatch_statistics")
+    no_use = (
+        "plan",
+        "run_step",
+        "no_rematerialize",
+        "dims_as_written",
+        "pin",
+        "num_microbatches",
+        "per_microbatch_statistics",
+    )
     useless = [name for name in no_use if getattr(options, name)]
     if useless:
         flags = ", ".join(f"--{name.removesuffix('_step').replace('_', '-')}" for name in useless)
@@ -346,7 +370,7 @@ def _load_saved(options: argparse.Namespace) -> AnyPlan:
 
 def _refuse_planning(options: argparse.Namespace, saved: str, else_do: str, allowed: Sequence[str] = ()) -> None:
     """A saved plan takes no options of planning."""
-    names = ("devices", "mesh", "hardware", "memory_budget", "no_rematerialize", "pin")
+    names = ("devices", "mesh", "hardware", "memory_budget", "no_rematerialize", "dims_as_written", "pin")
     names = (*names, "num_microbatches", "per_microbatch_statistics", "time_limit", "stages", "schedule")
     given = [name for name in names if getattr(options, name) not in (None, [], False) and name not in allowed]
     if given:
@@ -403,6 +427,8 @@ def _how_to_plan(options: argparse.Namespace) -> dict[str, Any]:
     for name in ("stages", "schedule"):
         if getattr(options, name) is not None:
             more[name] = getattr(options, name)
+    if options.dims_as_written:
+        more["dims_as_written"] = True
     return more | ({"rematerialize": False} if options.no_rematerialize else {})
 
 
@@ -455,6 +481,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "plan": _run_plan,
     "explain": _run_explain,
     "diff": _run_diff,
+    "export": _run_export,
     "calibrate": _run_calibrate,
     "verify": _run_verify,
 }

@@ -30,6 +30,7 @@ examples:
   autopar explain gpt.plan.json
   autopar explain train.py:make --devices 8 --json
   autopar diff old.plan.json gpt.plan.json
+  autopar export gpt.plan.json train.py:make -o sharded.py
   autopar explain --collectives --mesh 2x8 --hardware h100-sxm --plot all-reduce.png
   autopar calibrate -o mine.toml
   autopar verify train.py:make --mesh 8 --hardware h100-sxm
@@ -82,6 +83,12 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     diff.add_argument("after", metavar="B.json", help="another")
     diff.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
     diff.set_defaults(run=commands["diff"])
+    about = "write a plan as plain JAX: a Python file that shards the step and needs no autopar"
+    export = added.add_parser("export", help=about, description=about)
+    export.add_argument("plan", metavar="PLAN.json", help="a saved plan")
+    export.add_argument("target", metavar="TARGET", help="what it was made for")
+    export.add_argument("-o", "--output", metavar="FILE.py", help="where it goes (default: standard output)")
+    export.set_defaults(run=commands["export"])
     about = "measure the devices of this machine, and write a hardware profile that --hardware takes"
     calibrate = added.add_parser("calibrate", help=about, description=about)
     where = "the profile, .toml; its samples go beside it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"
@@ -126,6 +133,8 @@ def _planning_options() -> argparse.ArgumentParser:
     group.add_argument("--memory-budget", type=_size, metavar="SIZE", help=about)
     about = "do not compute forward values again in the backward pass, even where nothing fits otherwise"
     group.add_argument("--no-rematerialize", action="store_true", help=about)
+    about = "never see a dim that the step cuts into equal parts as two: a plan that `autopar export` can write"
+    group.add_argument("--dims-as-written", action="store_true", help=about)
     about = "fix a sharding; PATH may be a glob; may be repeated"
     group.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=about)
     about = 'split the batch over time into N parts, whose gradients are summed; "auto": as is fastest and fits'

@@ -14,7 +14,15 @@ from autopar.errors import SearchError, TargetError
 #: By option: the field of `PaperSearch` that it is.
 _FIELDS = ("metric", "batch", "k", "degree", "beam", "code_bytes", "num_lists", "num_probes", "rerank", "block_bytes")
 #: Options of planning that a search has no use for.
-_NO_USE = ("compare", "no_rematerialize", "num_microbatches", "per_microbatch_statistics", "stages", "schedule")
+_NO_USE = (
+    "compare",
+    "no_rematerialize",
+    "dims_as_written",
+    "num_microbatches",
+    "per_microbatch_statistics",
+    "stages",
+    "schedule",
+)
 
 
 def add_search_options(parser: argparse.ArgumentParser, size: Any) -> None:

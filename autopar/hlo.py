@@ -240,8 +240,9 @@ def _joined(
 ) -> tuple[float, ...]:
     """What the operand is put together from: XLA's combiner concatenates in a fusion of that alone."""
     operand = known.get((issued.computation, issued.mentioned[0])) if issued.mentioned else None
-    if operand is not None and operand.opcode == "parameter" and issued.computation in joins:
-        caller = joins[issued.computation]  # XLA writes an async collective as a computation of its own, too
+    caller = joins.get(issued.computation)
+    if operand is not None and operand.opcode == "parameter" and caller is not None and caller.opcode == "async-start":
+        # XLA writes an async collective as a computation of its own, too.
         operand = known.get((caller.computation, caller.mentioned[int(operand.rest.split(")")[0])]))
     while operand is not None and operand.opcode in ("bitcast", "copy", "reshape"):
         operand = known.get((operand.computation, operand.mentioned[0]))

@@ -39,14 +39,22 @@ _T = TypeVar("_T")
 
 
 def write_document(document: Any, path: str | os.PathLike[str]) -> None:
-    """Write JSON, one record a line. The file appears whole or not at all; an older one stays until then.
+    """Write JSON, one record a line, as `write_text` does.
+
+    Raises:
+        PlanFileError: where it cannot be written.
+    """
+    write_text(layout(document) + "\n", path)
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Write a file. It appears whole or not at all; an older one stays until then.
 
     Raises:
         PlanFileError: where it cannot be written.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    text = layout(document) + "\n"
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -55,7 +63,7 @@ def write_document(document: Any, path: str | os.PathLike[str]) -> None:
         temporary.replace(target)
     except OSError as error:
         raise PlanFileError(
-            f"cannot write the plan to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
+            f"cannot write to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
             " exists and can be written to."
         ) from error
     finally:

@@ -180,6 +180,7 @@ def plan_and_parts(
     pin: Mapping[str, Any] | None = None,
     told: Mapping[str, Any] | None = None,
     rematerialize: bool = True,
+    dims_as_written: bool = False,
     any_that_fits: bool = False,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
@@ -199,7 +200,7 @@ def plan_and_parts(
     limited = solver or Ilp(time_limit_s=time_limit_s, relative_gap=_LIMITED_GAP)
     distinct, twins = distinct_meshes(meshes, profile, symmetric=not layouts and not _names_axes(program.graph))
     one = resolve_pins(layouts, program.graph, distinct[0])
-    forms = [(form, _group(form.graph, one)) for form in program.forms]
+    forms = [(form, _group(form.graph, one)) for form in program.forms[-1 if dims_as_written else 0 :]]
     search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits}
     found: list[tuple[Plan, Made]] = []
     failures: list[tuple[MeshShape, NothingFitsError]] = []

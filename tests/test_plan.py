@@ -240,7 +240,7 @@ def test_interrupted_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest
 
 
 def test_save_where_nothing_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(PlanFileError, match=r"cannot write the plan to '.*/no/p\.json': No such file or directory\."):
+    with pytest.raises(PlanFileError, match=r"cannot write to '.*/no/p\.json': No such file or directory\."):
         make_plan().save(tmp_path / "no" / "p.json")
 
 
