@@ -1,8 +1,8 @@
 """The command line: `autopar plan`, `explain`, `diff`, `export`, `verify`, `calibrate`.
 
 In: arguments. Out: text, tables or JSON on standard output, progress and errors on standard error,
-and an exit code: 0 done, 1 a verification that does not hold or a diagnosis with what nobody meant, 2 a mistake of the
-user's, 130 interrupted. It parses and prints; every decision is the planner's.
+and an exit code: 0 done, 1 a verification or a check that does not hold or a diagnosis with what nobody meant, 2 a mistake
+of the user's, 130 interrupted. It parses and prints; every decision is the planner's.
 """
 
 from __future__ import annotations
@@ -236,7 +236,12 @@ def _mesh_and_hardware(options: argparse.Namespace) -> tuple[MeshShape, Hardware
     return mesh, hardware.load(options.hardware or hardware.detect(devices[0].device_kind, devices[0].platform))
 
 
-def _run_diff(options: argparse.Namespace) -> None:
+def _run_diff(options: argparse.Namespace) -> int | None:
+    if options.check:
+        return _run_check(options)
+    useless = [f"--{name}" for name in ("memory", "time", "hardware") if getattr(options, name) is not None]
+    if useless:
+        raise TargetError(f"{', '.join(useless)}: for new code held against a plan: add --check, or drop it")
     from autopar.diff import diff
     from autopar.explain_diff import render_diff
 
@@ -245,6 +250,27 @@ def _run_diff(options: argparse.Namespace) -> None:
         print(json.dumps(told.to_json(), indent=2, allow_nan=False))
     else:
         _show(lambda console: render_diff(told, console))
+    return None
+
+
+def _run_check(options: argparse.Namespace) -> int:
+    """Exit code 1 where new code is not as planned."""
+    saved = load_plan(_plan_within(options.before))
+    if _is_plan_file(options.after):
+        raise TargetError(
+            f"--check holds code against a plan, and {options.after!r} is a plan: give a TARGET, or drop --check"
+        )
+    _use_cpu_only()
+    step, args = load_target(options.after)
+    from autopar.plan_check import Allowed, check_plan
+
+    more: dict[str, Any] = {} if options.memory is None else {"memory": Allowed(*options.memory)}
+    more |= {} if options.time is None else {"time": Allowed(*options.time)}
+    more |= {"hardware": options.hardware} if options.hardware else {}
+    with _progress() as report:
+        told = check_plan(saved, step, *args, progress=report, **more)
+    print(json.dumps(told.to_json(), indent=2, allow_nan=False) if options.json else told)
+    return 0 if told.holds else 1
 
 
 def _plan_within(path: str) -> str:

@@ -30,6 +30,7 @@ examples:
   autopar explain gpt.plan.json
   autopar explain train.py:make --devices 8 --json
   autopar diff old.plan.json gpt.plan.json
+  autopar diff gpt.plan.json train.py:make --check --memory 5%
   autopar export gpt.plan.json train.py:make -o sharded.py
   autopar explain --collectives --mesh 2x8 --hardware h100-sxm --plot all-reduce.png
   autopar calibrate -o mine.toml
@@ -80,7 +81,15 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     about = "two saved plans beside each other: what is split otherwise, and what each device must fetch"
     diff = added.add_parser("diff", help=about, description=about)
     diff.add_argument("before", metavar="A.json", help="a saved plan, or the folder of a checkpoint (CHECKPOINTS/100)")
-    diff.add_argument("after", metavar="B.json", help="another")
+    diff.add_argument("after", metavar="B.json|TARGET", help="another; with --check, the step as it is now")
+    about = "for CI: plan TARGET as A.json was, and fail (exit code 1) where it sends a collective more, or takes more memory"
+    diff.add_argument("--check", action="store_true", help=about)
+    about = "with --check: how much more it may take, 5%% of what was planned or 200MB (default: 5%%)"
+    diff.add_argument("--memory", type=_more_memory, metavar="MORE", help=about)
+    about = "with --check: how much longer a step may take, 5%% or 2ms (default: not held)"
+    diff.add_argument("--time", type=_more_time, metavar="MORE", help=about)
+    about = "with --check: the hardware profile, where it is a file (default: by the name that is in A.json)"
+    diff.add_argument("--hardware", metavar="NAME", help=about)
     diff.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
     diff.set_defaults(run=commands["diff"])
     about = "write a plan as plain JAX: a Python file that shards the step and needs no autopar"
@@ -176,6 +185,29 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds above 0")
     return seconds
+
+
+def _more_memory(text: str) -> tuple[float, float]:
+    return _more(text, _size)
+
+
+def _more_time(text: str) -> tuple[float, float]:
+    return _more(text, _duration)
+
+
+def _more(text: str, amount: Callable[[str], float]) -> tuple[float, float]:
+    """How much more something may be: a fraction of it, or an amount."""
+    percent = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", text)
+    if percent is not None:
+        return float(percent[1]) / 100, 0.0
+    return 0.0, 0.0 if text.strip() == "0" else amount(text)
+
+
+def _duration(text: str) -> float:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(us|ms|s)\s*", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write e.g. 5%, 2ms, 300us or 1.5s")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
 
 
 def _size(text: str) -> float:

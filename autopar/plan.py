@@ -16,14 +16,18 @@ from autopar.errors import PlanMismatchError
 from autopar.graph.ir import Phase
 from autopar.mesh import MeshShape
 from autopar.moves import Lies, Part
-from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
+from autopar.plan_file import WrongFieldError, decoder, encode, read_document, without, write_document
 from autopar.sharding import TensorSharding
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-#: What a plan file says it is, and the version of its fields.
-FORMAT, VERSION = "autopar-plan", 1
+#: What a plan file says it is.
+FORMAT = "autopar-plan"
+#: From each version of its fields to the next. Whoever changes a field of what a file holds adds one, and a file of the
+#: version before to `tests/plan_files/`.
+MIGRATIONS = (without("solve_time_s", of="outcome"),)  # 1 -> 2: two runs write the same file
+VERSION = len(MIGRATIONS) + 1
 
 #: What an input or output is to the step. A parameter is carried state that the forward pass
 #: reads; optimizer state is carried state that only the update reads; data is everything else.
@@ -141,7 +145,7 @@ class Prediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How sure the solver is: `gap` is (cost - lower bound) / cost. `memory_bound`: without its memory budget the plan
-    would be another."""
+    would be another. `solve_time_s` is of this run: no file holds it."""
 
     cost_s: float
     lower_bound_s: float
@@ -149,7 +153,7 @@ class Outcome:
     status: str
     num_nodes: int
     num_strategies: int
-    solve_time_s: float
+    solve_time_s: float | None = field(default=None, compare=False)
     memory_bound: bool = False
 
 
@@ -335,7 +339,8 @@ class Recomputation:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files."""
+    """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files. `dims_as_written`: it was asked
+    for so."""
 
     program: ProgramSignature
     mesh: MeshShape
@@ -357,6 +362,7 @@ class Plan:
     recomputed: tuple[Recomputation, ...] = ()
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
+    dims_as_written: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
@@ -438,7 +444,7 @@ class Plan:
         Raises:
             PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
         """
-        return read_document(data, FORMAT, VERSION, decoder(cls), _check)
+        return read_document(data, FORMAT, MIGRATIONS, decoder(cls), _check)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, one record a line, made for version control.

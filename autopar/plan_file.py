@@ -14,7 +14,7 @@ import numbers
 import os
 import types
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 from autopar.errors import AutoparError, PlanFileError
 from autopar.mesh import MeshShape
 from autopar.sharding import TensorSharding
+from autopar.version import __version__
 
 
 class WrongFieldError(Exception):
@@ -71,11 +72,18 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T], check: Callable[[_T], None]) -> _T:
+def read_document(
+    data: Any,
+    name: str,
+    migrations: Sequence[Callable[[dict[str, Any]], dict[str, Any]]],
+    decode: Callable[[Any], _T],
+    check: Callable[[_T], None],
+) -> _T:
     """A plan from JSON types.
 
     Args:
-        name, number: the format that it must say it is of, and the version.
+        name: the format that it must say it is of.
+        migrations: from each version, of 1 on, to the next: so the version of today is one more than there are.
         decode: of its fields. check: refuses what is well typed, but does not agree.
 
     Raises:
@@ -83,14 +91,35 @@ def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T]
     """
     if not isinstance(data, dict) or data.get("format") != name:
         raise PlanFileError(f'it is not a plan: a plan is a JSON object with "format": "{name}"')
-    if data.get("version") != number:
-        raise PlanFileError(f"it is of version {data.get('version')!r}; this autopar reads version {number}")
+    number, today = data.get("version"), len(migrations) + 1
+    if type(number) is not int or number < 1:
+        raise PlanFileError(f"it is of version {number!r}: versions are whole numbers from 1 on")
+    if number > today:
+        raise PlanFileError(
+            f"it is of version {number}, which a later autopar wrote; this one ({__version__}) reads versions 1 to {today}."
+            " Upgrade autopar"
+        )
+    body = {k: v for k, v in data.items() if k not in ("format", "version")}
     try:
-        plan = decode({k: v for k, v in data.items() if k not in ("format", "version")})
+        for migrate in migrations[number - 1 :]:
+            body = migrate(body)
+        plan = decode(body)
         check(plan)
     except WrongFieldError as wrong:
         raise PlanFileError(str(wrong)) from None
     return plan
+
+
+def without(field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A migration that drops a field of a record that is a field of the plan."""
+
+    def migrate(body: dict[str, Any]) -> dict[str, Any]:
+        record = body.get(of)
+        if isinstance(record, dict):  # what it is otherwise is for the decoder to say
+            return {**body, of: {name: item for name, item in record.items() if name != field}}
+        return body
+
+    return migrate
 
 
 def encode(value: Any) -> Any:

@@ -221,6 +221,7 @@ def plan_and_parts(
         memory_budget_bytes=memory_budget_bytes,
         rejected=_rejected(best, [plan for plan, _ in found], failures, twins),
         pins={path: str(spec) for path, spec in (pin or {}).items()},
+        dims_as_written=dims_as_written,
     )
     return plan, made
 
