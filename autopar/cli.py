@@ -165,6 +165,9 @@ def _run_explain(options: argparse.Namespace) -> None:
     if options.target is None or options.plot is not None:
         missing = "a TARGET or a saved plan" if options.target is None else "--collectives with --plot"
         raise TargetError(f"`autopar explain` needs {missing}; `autopar explain --collectives` prices all-reduces")
+    if options.why is not None or options.of is not None:
+        _run_why(options)
+        return
     plan = _load_saved(options) if _is_plan_file(options.target) else _plan_target(options)
     if options.timeline is not None or options.stage is not None:
         staged = _staged(plan)
@@ -176,6 +179,32 @@ def _run_explain(options: argparse.Namespace) -> None:
         _print_json(plan)
     else:
         _show(lambda console: render(plan, console))
+
+
+def _run_why(options: argparse.Namespace) -> None:
+    """Plan again with a runner-up, and say what that costs."""
+    saved = _is_plan_file(options.target)
+    if options.why is None or saved != (options.of is not None):
+        raise TargetError("--why PATH is of a TARGET, or of a saved plan with --of TARGET, which it was made for")
+    if options.stages not in (None, 1) or options.timeline is not None or options.stage is not None:
+        raise TargetError("--why is of a step that is one program: drop --stages, --stage and --timeline")
+    if saved:
+        from autopar.plan_check import options_of
+
+        plan = _load_saved(options)
+        if isinstance(plan, PipelinePlan):
+            raise TargetError("--why is of a plan of one program, and this one is of stages")
+        _use_cpu_only()
+        more = options_of(plan)
+    else:
+        more = {
+            name: value for name, value in _planning(options).items() if name not in ("cache", "stages", "schedule")
+        }
+    step, args = load_target(options.of or options.target)
+    from autopar.why import why
+
+    told = why(options.why, step, *args, **more)
+    print(json.dumps(told.to_json(), indent=2, allow_nan=False) if options.json else told)
 
 
 def _staged(plan: AnyPlan) -> PipelinePlan:

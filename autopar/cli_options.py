@@ -29,6 +29,7 @@ examples:
   autopar plan --for search --corpus 1.4e9x100:int8 --devices 8 --hardware h200
   autopar explain gpt.plan.json
   autopar explain train.py:make --devices 8 --json
+  autopar explain gpt.plan.json --why 'state/params/*/qkv/kernel' --of train.py:make
   autopar diff old.plan.json gpt.plan.json
   autopar diff gpt.plan.json train.py:make --check --memory 5%
   autopar export gpt.plan.json train.py:make -o sharded.py
@@ -73,6 +74,10 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     about = "instead of a plan: what an all-reduce costs by each algorithm, over each axis of the mesh"
     explain.add_argument("--collectives", action="store_true", help=about)
     explain.add_argument("--plot", metavar="FILE.png", help="with --collectives: draw it too (needs `autopar[plot]`)")
+    about = "what the step would lose by the runner-up: of the array or the module at PATH, planned again with that; PATH may be a glob"
+    explain.add_argument("--why", metavar="PATH", help=about)
+    about = "with --why of a saved plan: the step that it is of"
+    explain.add_argument("--of", metavar="TARGET", help=about)
     about = "of a plan of stages: explain the plan of stage N alone"
     explain.add_argument("--stage", type=int, metavar="N", help=about)
     about = "of a plan of stages: draw a step as SVG, or write it for Perfetto where the file ends in .json"

@@ -52,7 +52,7 @@ def places_of(function: Callable[..., Any], trees: Sequence[Any], planned: Trace
 
 
 def _mark(place: str, value: Any) -> Any:
-    if not hasattr(value, "shape") or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+    if not hasattr(value, "shape") or jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
         return value
     return checkpoint_name(value, place)
 

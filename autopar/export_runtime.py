@@ -287,7 +287,7 @@ def module_path(stack: str) -> str:
 
 def bind(equation: Any, operands: Sequence[Any], changed: Mapping[str, Any]) -> Sequence[Any]:
     """Run one operation; always several results."""
-    params = equation.primitive.get_bind_params(dict(equation.params) | changed)
+    params = equation.primitive.get_bind_params({**equation.params, **changed})
     if isinstance(params, tuple):  # of some operations, up to JAX 0.9
         functions, params = params
         operands = [*functions, *operands]

@@ -95,6 +95,7 @@ class Decision:
             there is no other.
         runner_up_extra_s: what that would add to the step, in seconds.
         collectives: positions in `Plan.collectives` of those it causes.
+        value: its number in the planned program, where the plan was made in this process: no file holds it.
     """
 
     path: str
@@ -109,6 +110,7 @@ class Decision:
     runner_up: TensorSharding | None
     runner_up_extra_s: float
     collectives: tuple[int, ...] = ()
+    value: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

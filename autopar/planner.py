@@ -182,11 +182,15 @@ def plan_and_parts(
     rematerialize: bool = True,
     dims_as_written: bool = False,
     any_that_fits: bool = False,
+    held: Mapping[int, TensorSharding] | None = None,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> tuple[Plan, Made]:
     """`plan_in_microbatches` of a program as it is, and what the plan was made of.
+
+    Args:
+        held: of a program of one form, of which nothing is to be computed again: values, and how they must be made.
 
     Raises:
         NothingFitsError: as there.
@@ -209,7 +213,8 @@ def plan_and_parts(
         try:
             pins = resolve_pins(layouts, program.graph, shape)
             keep_to = budget * (1 - BUDGET_MARGIN)
-            found.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, limited, search))
+            given = (profile, keep_to, pins, solve_with, limited, search, held or {})
+            found.append(_plan_in_a_form(shape, forms, *given))
         except NothingFitsError as short:
             failures.append((shape, short))
     report("done", 1.0)
@@ -282,6 +287,7 @@ class _Free:
         solver: Solver,
         limited: Solver,
         search: Mapping[str, bool],
+        held: Mapping[int, TensorSharding],
     ) -> _Free:
         """Plan without a budget.
 
@@ -292,8 +298,8 @@ class _Free:
             TimeLimitError: the solver found no plan.
         """
         started = time.perf_counter()
-        planning = Planning(pins, solver, limited, lambda graph: _group(graph, pins).groups)
-        f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None)
+        planning = Planning(pins, solver, limited, lambda graph: _group(graph, pins).groups, held)
+        f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None, held=held)
         made = planning.made(program, f, solver.solve(f.problem))
         return cls(mesh, program, grouped.unknown, made, planning, budget, search, started)
 
