@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser_of(_COMMANDS).parse_args(argv)
     try:
         with _said_on_stderr():
+            _check_devices(options)
             code = options.run(options)
         sys.stdout.flush()
     except AutoparError as error:
@@ -63,6 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or 0
 
 
+def _check_devices(options: argparse.Namespace) -> None:
+    """Refuse several numbers of devices, but for a comparison of these."""
+    devices = getattr(options, "devices", None)
+    if isinstance(devices, tuple) and getattr(options, "compare", None) != "":
+        numbers = ",".join(map(str, devices))
+        raise TargetError(
+            f"--devices {numbers} are several numbers of devices: give one, or compare them by `autopar plan TARGET --compare"
+            " --hardware NAME,... --devices N,...`"
+        )
+
+
 # The commands.
 
 
@@ -70,6 +82,10 @@ def _run_plan(options: argparse.Namespace) -> int | None:
     check_target(options)
     if options.plan_for == "search":
         return _run_search(options)
+    if options.compare == "":
+        return _run_grid(options)
+    if options.plot is not None:
+        raise TargetError("--plot draws a comparison: add --compare --hardware NAME,... --devices N,..., or drop it")
     if options.compare is not None:
         return _run_compare(options)
     if len(options.target) > 1:
@@ -142,6 +158,49 @@ def _run_compare(options: argparse.Namespace) -> int:
     else:
         _show(lambda console: render_comparison(told, console))
     for one in told.compared:
+        if one.error:
+            print(f"autopar: {one.target}: {one.error}", file=sys.stderr)
+    if told.interrupted:
+        print("autopar: interrupted; above is what was found until then", file=sys.stderr)
+        return 130
+    return 2 if told.failed else 0
+
+
+def _run_grid(options: argparse.Namespace) -> int:
+    """Kinds by numbers of devices."""
+    names = ("mesh", "memory_budget", "pin", "output", "stages", "schedule")
+    useless = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if useless or not options.hardware or not options.devices or "=" in options.hardware:
+        why = (
+            f"drop {', '.join(useless)}"
+            if useless
+            else "give --hardware NAME,NAME,... and --devices N,N,..., or --compare NAME,..."
+        )
+        raise TargetError(f"--compare plans each kind of device and each number of them, and saves no plan: {why}")
+    from autopar.compare_grid import compare_grid
+    from autopar.compare_hardware import profiles_of
+    from autopar.explain_collectives import check_can_plot
+    from autopar.explain_grid import grid_json, plot_grid, render_grid
+
+    if options.plot is not None:
+        check_can_plot(options.plot)
+    profiles = profiles_of(options.hardware.split(","))
+    _use_cpu_only()
+    more = _how_to_plan(options)
+    if more.get("num_microbatches") == "auto":
+        del more["num_microbatches"]  # as few as fit
+    targets = {target: partial(load_target, target) for target in options.target}
+    devices = options.devices if isinstance(options.devices, tuple) else (options.devices,)
+    with _progress() as report:
+        told = compare_grid(targets, profiles, devices, progress=report, **more)
+    if options.json:
+        print(json.dumps(grid_json(told), indent=2, allow_nan=False))
+    else:
+        _show(lambda console: render_grid(told, console))
+    if options.plot is not None:
+        plot_grid(told, options.plot)
+        print(f"Drawn into {options.plot}.", file=sys.stderr if options.json else sys.stdout)
+    for one in told.grids:
         if one.error:
             print(f"autopar: {one.target}: {one.error}", file=sys.stderr)
     if told.interrupted:

@@ -26,6 +26,7 @@ examples:
   autopar plan my_package.train:make --devices 8 --memory-budget 40GB -o gpt.plan.json
   autopar plan train.py:make --devices 8 --pin 'state/params/*/kernel=P(None, "model")'
   autopar plan small.py:make large.py:make --compare v100-sxm-16,a100-sxm-40,h100-sxm
+  autopar plan train.py:make --compare --hardware h100-sxm,h200,b200 --devices 4,8,16,64 --plot gpus.svg
   autopar plan --for search --corpus 1.4e9x100:int8 --devices 8 --hardware h200
   autopar explain gpt.plan.json
   autopar explain train.py:make --devices 8 --json
@@ -64,7 +65,13 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     plan.add_argument("-o", "--output", metavar="FILE", help="where the plan goes, e.g. gpt.plan.json")
     about = "instead of a plan: on which of these hardware profiles a step fits, on one device and on how many at the"
     about += " least, of at most --devices (default: 1024)"
-    plan.add_argument("--compare", metavar="NAME,NAME...", help=about)
+    about += (
+        "; without names: on each kind of --hardware NAME,NAME,... and each of --devices N,N,...: time, memory, price"
+    )
+    plan.add_argument("--compare", metavar="NAME,NAME...", nargs="?", const="", help=about)
+    plan.add_argument(
+        "--plot", metavar="FILE", help="with --compare over --devices: draw it too (needs `autopar[plot]`)"
+    )
     add_search_options(plan, _size)
     plan.set_defaults(run=commands["plan"])
     about = "say what a plan does and why: of a saved plan, or of a target planned for this"
@@ -136,7 +143,7 @@ def _planning_options() -> argparse.ArgumentParser:
     group = options.add_argument_group("planning")
     where = group.add_mutually_exclusive_group()
     about = "plan every mesh of at most two axes, keep the best (default: as many as here)"
-    where.add_argument("--devices", type=_count, metavar="N", help=about)
+    where.add_argument("--devices", type=_counts, metavar="N", help=about)
     where.add_argument("--mesh", metavar="MESH", help="plan this mesh alone: 8, 2x4 or data=2,model=4")
     about = (
         "hardware profile, e.g. h100-sxm (default: what is here); for stages on several kinds, how many there are of"
@@ -172,6 +179,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of devices: write 1 or more")
     return int(text)
+
+
+def _counts(text: str) -> int | tuple[int, ...]:
+    """A number of devices; several, with commas between, for a comparison."""
+    found = tuple(dict.fromkeys(_count(part) for part in text.split(",")))
+    return found[0] if len(found) == 1 and "," not in text else found
 
 
 def _microbatches(text: str) -> int | str:

@@ -70,7 +70,7 @@ def check_target(options: argparse.Namespace) -> None:
         if not options.target:
             raise TargetError("`autopar plan` needs a TARGET, or --for search with --corpus NxD:DTYPE")
         return
-    useless = [name for name in ("target", *_NO_USE) if getattr(options, name)]
+    useless = [name for name in ("target", *_NO_USE) if getattr(options, name) not in (None, [], False)]
     if useless:
         raise TargetError(f"--for search plans a search, and no step of yours: drop {_flags(useless)}")
     if "=" in (options.hardware or ""):
