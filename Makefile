@@ -1,4 +1,4 @@
-# make demo · make demo-search · make test · make check · make verify: each sets up its own virtual environment from nothing but
+# make demo · make demo-search · make demo-inference · make test · make check · make verify: each sets up its own virtual environment from nothing but
 # python3 and make, and is quick the second time. PYTHON=/path/to/python3.12 overrides the choice.
 
 VENV := .venv
@@ -8,10 +8,11 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 VERSIONS := -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
 
-.PHONY: help demo demo-search test test-newest test-oldest check verify clean
+.PHONY: help demo demo-search demo-inference test test-newest test-oldest check verify clean
 help:
 	@echo "make demo         train a small GPT on 8 virtual CPU devices by a plan, and explain it"
 	@echo "make demo-search  answer questions from the documentation on this machine, by a vector index"
+	@echo "make demo-inference  train a small model for a minute, and serve it: batches, pages and hits live"
 	@echo "make test         the whole test suite; then its contract part on the oldest JAX supported"
 	@echo "make check        ruff, pyright, import-linter"
 	@echo "make verify       plan GPT-2 small for 8 H100s, compile it for them without a GPU, and compare"
@@ -22,6 +23,9 @@ demo: $(VENV)/autopar.stamp
 
 demo-search: $(VENV)/search.stamp
 	@$(VENV)/bin/python examples/rag.py --measure
+
+demo-inference: $(VENV)/inference.stamp
+	@$(VENV)/bin/python examples/serve.py
 
 test: test-newest
 	@if $(VENV)/bin/python $(IS_OLDEST); then \
@@ -58,6 +62,9 @@ $(VENV)/autopar.stamp: pyproject.toml scripts/venv.sh
 	@touch $@
 $(VENV)/search.stamp: $(VENV)/autopar.stamp
 	@scripts/venv.sh newest $(VENV) search
+	@touch $@
+$(VENV)/inference.stamp: $(VENV)/autopar.stamp
+	@scripts/venv.sh newest $(VENV) inference
 	@touch $@
 $(VENV)/test.stamp: $(VENV)/autopar.stamp
 	@scripts/venv.sh newest $(VENV) test

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.cost import halo
 from autopar.cost.halo import Extension, Strip
-from autopar.device_program import DeviceProgram, peak_of_temporaries
+from autopar.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Graph, Node
@@ -24,7 +24,7 @@ from autopar.rules.indexing import INDEXING
 from autopar.rules.regions import gather_of, is_manual
 from autopar.rules.structure import BORDERS, PINNED
 from autopar.sharding import TensorSharding, replicated
-from autopar.timeline import simulate
+from autopar.timeline import Timeline, simulate
 
 #: Primitives whose result is worth a row of its own in the report.
 _NOTABLE = ("dot_general", "conv_general_dilated", "gather", "scatter-add", "reduce_window_max", "sort", "cumsum")
@@ -32,7 +32,12 @@ _NOTABLE = ("dot_general", "conv_general_dilated", "gather", "scatter-add", "red
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """The parts of a plan that follow from an assignment."""
+    """The parts of a plan that follow from an assignment.
+
+    Args:
+        device: the program of one device. timeline: of it, at the device's own rates. most_held: its operations in the
+            order in which most is live.
+    """
 
     inputs: tuple[TensorPlan, ...]
     outputs: tuple[TensorPlan, ...]
@@ -42,6 +47,8 @@ class Assembled:
     regions: tuple[ManualRegion, ...]
     prediction: Prediction
     device: DeviceProgram
+    timeline: Timeline
+    most_held: Sequence[Op]
 
 
 def assemble(
@@ -57,9 +64,10 @@ def assemble(
     outputs = _output_plans(f, choices, inputs, roles)
     if figures_only:
         device = device_program(f, choices, f.profile)
-        return Assembled(inputs, outputs, (), (), (), (), _predict(f, device, (), inputs, outputs), device)
+        return Assembled(inputs, outputs, (), (), (), (), *_predict(f, device, (), inputs, outputs))
     collectives, caused_by = _collectives(f, choices)
     device = device_program(f, choices, f.profile)
+    prediction, device, timeline, most_held = _predict(f, device, collectives, inputs, outputs)
     return Assembled(
         inputs=inputs,
         outputs=outputs,
@@ -67,8 +75,10 @@ def assemble(
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
         regions=tuple(_regions(f, choices)),
-        prediction=_predict(f, device, collectives, inputs, outputs),
+        prediction=prediction,
         device=device,
+        timeline=timeline,
+        most_held=most_held,
     )
 
 
@@ -551,7 +561,8 @@ def _predict(
     collectives: Sequence[CollectiveUse],
     inputs: Sequence[TensorPlan],
     outputs: Sequence[TensorPlan],
-) -> Prediction:
+) -> tuple[Prediction, DeviceProgram, Timeline, Sequence[Op]]:
+    """The prediction, and what it was read off: the last three of `Assembled`."""
     own_rates = simulate(device, f.mesh, replace(f.profile, xla_estimator=None))
     estimated = simulate(device, f.mesh, f.profile) if f.profile.xla_estimator else None
     by_kind: dict[str, float] = defaultdict(float)
@@ -561,7 +572,9 @@ def _predict(
     for tensor in inputs:
         by_role[tensor.role] += tensor.num_bytes
     renewed = {out for _, out in f.graph.carried}
-    return Prediction(
+    # XLA orders first for memory, then for overlap, as far as memory allows: it ends between the two.
+    as_it_stands, overlapped = peak_of_temporaries(device), estimated or own_rates
+    prediction = Prediction(
         step_time_s=own_rates.step_time_s,
         compute_s=own_rates.compute_s,
         exposed_s=dict(own_rates.exposed_s),
@@ -571,7 +584,8 @@ def _predict(
         parameter_bytes=by_role["parameter"],
         optimizer_bytes=by_role["optimizer"],
         data_bytes=by_role["data"],
-        # XLA orders first for memory, then for overlap, as far as memory allows: it ends between the two.
-        temporary_bytes=max(peak_of_temporaries(device), (estimated or own_rates).temporary_bytes),
+        temporary_bytes=max(as_it_stands, overlapped.temporary_bytes),
         output_bytes=sum(tensor.num_bytes for n, tensor in enumerate(outputs) if n not in renewed),
     )
+    most_held = device.ops if as_it_stands >= overlapped.temporary_bytes else overlapped.order
+    return prediction, device, own_rates, most_held

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan`, `explain`, `diff`, `export`, `verify`, `calibrate`.
+"""The command line: `autopar plan`, `explain`, `diff`, `export`, `verify`, `calibrate`, `generate`.
 
 In: arguments. Out: text, tables or JSON on standard output, progress and errors on standard error,
 and an exit code: 0 done, 1 a verification or a check that does not hold or a diagnosis with what nobody meant, 2 a mistake
@@ -19,13 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli_generate import run_generate
+from autopar.cli_inference import run_inference
 from autopar.cli_options import parse_hardware, parse_pin, parser_of
 from autopar.cli_search import check_target, search_asked
 from autopar.errors import AutoparError, BudgetError, PlanFileError, TargetError
-from autopar.explain import explain_json, render, render_summary
+from autopar.explain import explain, explain_json, render, render_summary
 from autopar.explain_tables import plain_text
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.pipeline.timeline_file import write_timelines
 from autopar.plan import Plan
 from autopar.saved_plans import load_plan
 from autopar.target import load_target
@@ -82,6 +83,9 @@ def _run_plan(options: argparse.Namespace) -> int | None:
     check_target(options)
     if options.plan_for == "search":
         return _run_search(options)
+    if options.plan_for == "inference":
+        _check_output(options)
+        return run_inference(options, _planning(options), _progress, _show)
     if options.compare == "":
         return _run_grid(options)
     if options.plot is not None:
@@ -227,16 +231,18 @@ def _run_explain(options: argparse.Namespace) -> None:
     if options.why is not None or options.of is not None:
         _run_why(options)
         return
+    _check_html(options)
     plan = _load_saved(options) if _is_plan_file(options.target) else _plan_target(options)
-    if options.timeline is not None or options.stage is not None:
-        staged = _staged(plan)
-        if options.timeline is not None:
-            _draw_timeline(staged, options.timeline)
-        if options.stage is not None:
-            plan = _stage(staged, options.stage)
+    if options.timeline is not None:
+        explain(plan).draw(options.timeline)
+        print(f"drawn to {options.timeline}", file=sys.stderr)
+    if options.stage is not None:
+        plan = _stage(_staged(plan), options.stage)
+    if options.html is not None:
+        _write_html(plan, options.html, options.verification)
     if options.json:
         _print_json(plan)
-    else:
+    elif options.html is None:
         _show(lambda console: render(plan, console))
 
 
@@ -266,12 +272,29 @@ def _run_why(options: argparse.Namespace) -> None:
     print(json.dumps(told.to_json(), indent=2, allow_nan=False) if options.json else told)
 
 
+def _check_html(options: argparse.Namespace) -> None:
+    """Refuse what cannot be written to now, rather than when all is done."""
+    if options.html is not None:
+        from autopar.page.document import check_can_write
+
+        check_can_write(options.html)
+    elif getattr(options, "verification", None) is not None:
+        raise TargetError(f"--verification {options.verification!r} is shown in a page: add --html FILE")
+
+
+def _write_html(plan: AnyPlan, path: str, verification: Any = None) -> None:
+    from autopar.page.document import write_report
+
+    write_report(plan, path, verification=verification)
+    print(f"The page is written to {path}.", file=sys.stderr)
+
+
 def _staged(plan: AnyPlan) -> PipelinePlan:
     if isinstance(plan, PipelinePlan):
         return plan
     raise TargetError(
-        f"the plan of `{plan.program.name}` is of one program, on mesh {plan.mesh.describe()}: --stage and --timeline are of"
-        " plans of stages, which `autopar plan --stages` makes"
+        f"the plan of `{plan.program.name}` is of one program, on mesh {plan.mesh.describe()}: --stage is of plans of"
+        " stages, which `autopar plan --stages` makes"
     )
 
 
@@ -281,16 +304,12 @@ def _stage(plan: PipelinePlan, number: int) -> Plan:
     raise TargetError(f"there is no stage {number}: the plan has stages 0 to {len(plan.stages) - 1}")
 
 
-def _draw_timeline(plan: PipelinePlan, path: str) -> None:
-    write_timelines(path, plan.timeline())
-    print(f"drawn to {path}", file=sys.stderr)
-
-
 def _run_collectives(options: argparse.Namespace) -> None:
     from autopar.explain_collectives import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
     of_programs = ("target", "memory_budget", "no_rematerialize", "dims_as_written", "pin")
     of_programs = (*of_programs, "num_microbatches", "per_microbatch_statistics", "time_limit", "stages", "schedule")
+    of_programs = (*of_programs, "html", "timeline")
     useless = [name for name in of_programs if getattr(options, name)]
     if useless:
         flags = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in useless)
@@ -395,6 +414,7 @@ def _run_calibrate(options: argparse.Namespace) -> None:
 
 def _run_verify(options: argparse.Namespace) -> int:
     _check_output(options)
+    _check_html(options)
     if options.as_is or options.no_check:
         return _run_diagnose(options)
     if options.plan is not None:
@@ -419,6 +439,8 @@ def _run_verify(options: argparse.Namespace) -> int:
             told = verify(step, *args, progress=report, **more)
     if options.output is not None:
         told.plan.save(options.output)
+    if options.html is not None:
+        _write_html(told.plan, options.html, told)
     if options.json:
         print(json.dumps(told.to_json(), indent=2, allow_nan=False))
         return 0 if told.holds else 1
@@ -437,6 +459,7 @@ def _run_diagnose(options: argparse.Namespace) -> int:
         raise TargetError("--no-check is about the changes to a step sharded by hand: add --as-is, or drop it")
     no_use = (
         "plan",
+        "html",
         "run_step",
         "no_rematerialize",
         "dims_as_written",
@@ -598,4 +621,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": _run_export,
     "calibrate": _run_calibrate,
     "verify": _run_verify,
+    "generate": lambda options: run_generate(options, _progress),
 }

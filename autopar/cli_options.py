@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli_search import add_search_options
+from autopar.cli_generate import add_generate_command
+from autopar.cli_inference import add_inference_options
+from autopar.cli_search import add_search_options, count
 from autopar.errors import PinError, TargetError
 from autopar.pipeline.schedules.table import SCHEDULES
 from autopar.version import __version__
@@ -28,7 +30,9 @@ examples:
   autopar plan small.py:make large.py:make --compare v100-sxm-16,a100-sxm-40,h100-sxm
   autopar plan train.py:make --compare --hardware h100-sxm,h200,b200 --devices 4,8,16,64 --plot gpus.svg
   autopar plan --for search --corpus 1.4e9x100:int8 --devices 8 --hardware h200
+  autopar plan --for inference Llama-3.1-8B --devices 8 --hardware h100-sxm --batch 64
   autopar explain gpt.plan.json
+  autopar explain gpt.plan.json --html report.html
   autopar explain train.py:make --devices 8 --json
   autopar explain gpt.plan.json --why 'state/params/*/qkv/kernel' --of train.py:make
   autopar diff old.plan.json gpt.plan.json
@@ -39,6 +43,7 @@ examples:
   autopar verify train.py:make --mesh 8 --hardware h100-sxm
   autopar verify train.py:make --plan gpt.plan.json
   autopar verify train.py:make_sharded --as-is --hardware h100-sxm
+  autopar generate Qwen3-0.6B --prompt 'Once upon a time' --max-tokens 100
 
 TARGET is path/file.py:function or package.module:function. The function takes nothing and returns
 (step, args): the train step and the tuple of its arguments, arrays or jax.ShapeDtypeStructs.
@@ -73,6 +78,7 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
         "--plot", metavar="FILE", help="with --compare over --devices: draw it too (needs `autopar[plot]`)"
     )
     add_search_options(plan, _size)
+    add_inference_options(plan, count, _seconds)
     plan.set_defaults(run=commands["plan"])
     about = "say what a plan does and why: of a saved plan, or of a target planned for this"
     explain = added.add_parser("explain", help=about, description=about, **shared)
@@ -87,8 +93,13 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     explain.add_argument("--of", metavar="TARGET", help=about)
     about = "of a plan of stages: explain the plan of stage N alone"
     explain.add_argument("--stage", type=int, metavar="N", help=about)
-    about = "of a plan of stages: draw a step as SVG, or write it for Perfetto where the file ends in .json"
+    about = "write a step for Perfetto, where the file ends in .json; of a plan of stages, else draw it as SVG"
     explain.add_argument("--timeline", metavar="FILE", help=about)
+    about = "write it all as one page for a browser, which needs no network: time, memory, the model with its shards,"
+    about += " decisions"
+    explain.add_argument("--html", metavar="FILE", help=about)
+    about = "with --html: what `autopar verify --json` wrote of this plan, to be shown beside the predictions"
+    explain.add_argument("--verification", metavar="FILE", help=about)
     explain.set_defaults(run=commands["explain"])
     about = "two saved plans beside each other: what is split otherwise, and what each device must fetch"
     diff = added.add_parser("diff", help=about, description=about)
@@ -132,9 +143,12 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     verify.add_argument("--as-is", action="store_true", help=about)
     about = "with --as-is: predict the changes, and do not compile them"
     verify.add_argument("--no-check", action="store_true", help=about)
+    about = "write the page of `autopar explain --html`, with predicted beside compiled"
+    verify.add_argument("--html", metavar="FILE", help=about)
     about = "save the verified plan, which is a tighter one where the first took too much memory"
     verify.add_argument("-o", "--output", metavar="FILE", help=about)
     verify.set_defaults(run=commands["verify"])
+    add_generate_command(added, commands["generate"], _size)
     return parser
 
 

@@ -1,6 +1,6 @@
-"""`autopar plan --for search`: its options, and what they mean.
+"""`autopar plan --for search`: its options, and what they mean; and which options go with which `--for`.
 
-In: texts. Out: what `vector_search.on_paper` takes; or a refusal of options that say nothing of a search.
+In: texts. Out: what `vector_search.on_paper` takes; or a refusal of options that say nothing of what is planned.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import re
 from typing import Any
 
+from autopar import cli_inference
 from autopar.errors import SearchError, TargetError
 
 #: By option: the field of `PaperSearch` that it is.
@@ -29,28 +30,31 @@ def add_search_options(parser: argparse.ArgumentParser, size: Any) -> None:
     """The options, each None where it is not given.
 
     Args:
-        size: what reads a size.
+        size: what reads a size. See `cli_inference` for those of `--for inference`.
     """
     group = parser.add_argument_group("search, on paper (with --for search)")
-    about = "instead of a TARGET: a search of so many vectors, on devices that need not be there"
-    group.add_argument("--for", dest="plan_for", choices=("search",), help=about)
+    about = (
+        "instead of a TARGET: a search of so many vectors, or the serving of a MODEL, on devices that need not be there"
+    )
+    group.add_argument("--for", dest="plan_for", choices=("search", "inference"), help=about)
     about = "how many vectors of what: NxD:DTYPE, e.g. 1.4e9x100:int8; float32, bfloat16 or int8"
     group.add_argument("--corpus", metavar="NxD:DTYPE", help=about)
-    group.add_argument("--batch", type=_count, metavar="N", help="queries at once (default: 1000)")
-    group.add_argument("--k", type=_count, metavar="N", help="neighbours of each (default: 10)")
+    about = "queries at once (default: 1000); of inference, sequences at once in a replica (default: 16)"
+    group.add_argument("--batch", type=count, metavar="N", help=about)
+    group.add_argument("--k", type=count, metavar="N", help="neighbours of each (default: 10)")
     group.add_argument("--metric", help="l2, inner_product or cosine (default: l2)")
     about = "tell of this kind alone: exact, graph or ivfpq; may be repeated (default: of all)"
     group.add_argument("--index", action="append", metavar="KIND", help=about)
     about = "of a graph: neighbours of a node (default: 64)"
-    group.add_argument("--degree", type=_count, metavar="N", help=about)
-    group.add_argument("--beam", type=_count, metavar="N", help="of a graph: nodes that a walk looks at (default: 64)")
+    group.add_argument("--degree", type=count, metavar="N", help=about)
+    group.add_argument("--beam", type=count, metavar="N", help="of a graph: nodes that a walk looks at (default: 64)")
     about = "of ivfpq: bytes of a code, which divide D (default: the most, up to 32)"
-    group.add_argument("--code-bytes", type=_count, metavar="N", help=about)
+    group.add_argument("--code-bytes", type=count, metavar="N", help=about)
     about = "of ivfpq: lists (default: twice the square root of N)"
-    group.add_argument("--num-lists", type=_count, metavar="N", help=about)
-    group.add_argument("--num-probes", type=_count, metavar="N", help="of ivfpq: lists looked into (default: 32)")
+    group.add_argument("--num-lists", type=count, metavar="N", help=about)
+    group.add_argument("--num-probes", type=count, metavar="N", help="of ivfpq: lists looked into (default: 32)")
     about = "of ivfpq: candidates scored again by their vectors (default: 10 for each neighbour)"
-    group.add_argument("--rerank", type=_count, metavar="N", help=about)
+    group.add_argument("--rerank", type=count, metavar="N", help=about)
     about = "what drives read in a second; may be repeated (default: 5GB and 10GB)"
     group.add_argument("--ssd", type=size, action="append", metavar="SIZE", help=about)
     group.add_argument("--block", dest="block_bytes", type=size, metavar="SIZE", help="of a drive (default: 4KiB)")
@@ -62,14 +66,23 @@ def check_target(options: argparse.Namespace) -> None:
     Raises:
         TargetError: naming them.
     """
-    names = ("corpus", "index", "ssd", *_FIELDS)
-    given = [name for name in names if getattr(options, name) is not None]
+    of_search, of_inference = (
+        [name for name in names if getattr(options, name) is not None]
+        for names in (("corpus", "index", "ssd", *_FIELDS), cli_inference.OWN)
+    )
     if options.plan_for is None:
-        if given:
-            raise TargetError(f"{_flags(given)} say what to search: add --for search, or drop them")
+        if of_search:
+            raise TargetError(f"{_flags(of_search)} say what to search: add --for search, or drop them")
+        if of_inference:
+            raise TargetError(f"{_flags(of_inference)} say what to serve: add --for inference, or drop them")
         if not options.target:
             raise TargetError("`autopar plan` needs a TARGET, or --for search with --corpus NxD:DTYPE")
         return
+    if options.plan_for == "inference":
+        cli_inference.check_inference(options, _flags, [name for name in of_search if name != "batch"])
+        return
+    if of_inference:
+        raise TargetError(f"{_flags(of_inference)} say what to serve, and --for search plans a search: drop them")
     useless = [name for name in ("target", *_NO_USE) if getattr(options, name) not in (None, [], False)]
     if useless:
         raise TargetError(f"--for search plans a search, and no step of yours: drop {_flags(useless)}")
@@ -123,7 +136,7 @@ def _whole(text: str) -> int | None:
     return int(number) if number.is_integer() else None
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     number = _whole(text)
     if not number or number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of these: write 1 or more")

@@ -7,7 +7,7 @@ the step time (what each kernel takes, and what of the collectives no kernel hid
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +60,8 @@ class Op:
         read_bytes, written_bytes: what it moves from and to device memory (a slice reads part of a buffer).
         reread_bytes, broadcast_bytes: what it reads again, out of a cache: of large operands, and of those
             under a quarter of a MiB.
+        spared_bytes: of what it writes into in place, all that it neither reads nor writes; XLA's estimator takes it
+            to do both.
         flops: arithmetic outside matrix units, weighted by XLA's cycles (for a convolution: inside them).
         num_nodes: how many of the graph's nodes are fused in it.
         gemm: for a matrix product.
@@ -89,6 +91,7 @@ class Op:
     unpriced: bool = False
     broadcast_bytes: float = 0.0
     num_blocks: float = 0.0
+    spared_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,49 +137,46 @@ def stored_values(program: DeviceProgram) -> tuple[Stored, ...]:
 
 
 def peak_of_temporaries(program: DeviceProgram, ops: Sequence[Op] | None = None) -> float:
-    """Bytes that are live besides arguments and outputs, at most.
+    """Bytes that are live besides arguments and outputs, at most; arguments as of `live_temporaries`."""
+    return max(live_temporaries(program, ops), default=0.0)
+
+
+def live_temporaries(program: DeviceProgram, ops: Sequence[Op] | None = None) -> list[float]:
+    """Bytes that are live besides arguments and outputs while each operation runs.
 
     Args:
         ops: the operations in another order than the program's. They may have buffers of their own, which count
             for nothing.
     """
-    change: dict[int, float] = defaultdict(float)
+    ops = program.ops if ops is None else ops
+    change = [0.0] * (len(ops) + 1)
+    for buffer, (first, last) in _spans(program, ops).items():
+        change[first] += program.buffers[buffer].num_bytes
+        change[last + 1] -= program.buffers[buffer].num_bytes
+    return list(itertools.accumulate(change))[:-1]
+
+
+def buffers_at_peak(program: DeviceProgram, ops: Sequence[Op] | None = None) -> tuple[int, tuple[Buffer, ...]]:
+    """The operation at which most is live besides arguments and outputs, and what is, the largest first; arguments as
+    of `live_temporaries`."""
+    ops = program.ops if ops is None else ops
+    live = live_temporaries(program, ops)
+    instant = max(range(len(live)), key=live.__getitem__, default=0)
+    there = [program.buffers[b] for b, (first, last) in _spans(program, ops).items() if first <= instant <= last]
+    return instant, tuple(sorted(there, key=lambda buffer: -buffer.num_bytes))
+
+
+def _spans(program: DeviceProgram, ops: Sequence[Op]) -> dict[int, tuple[int, int]]:
+    """Of each temporary buffer, the first and the last of the operations that read or write it."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for at, op in enumerate(program.ops if ops is None else ops):
+    for at, op in enumerate(ops):
         for buffer in (*op.reads, *op.writes):
             first.setdefault(buffer, at)
             last[buffer] = at
-    for buffer, at in first.items():
-        if not 0 <= buffer < len(program.buffers):
-            continue
-        one = program.buffers[buffer]
-        if not one.argument and not one.output:
-            change[at] += one.num_bytes
-            change[last[buffer] + 1] -= one.num_bytes
-    peak = live = 0.0
-    for at in sorted(change):
-        live += change[at]
-        peak = max(peak, live)
-    return peak
-
-
-def buffers_at_peak(program: DeviceProgram) -> tuple[int, tuple[Buffer, ...]]:
-    """The operation at which most is live besides arguments and outputs, and what is, the largest first."""
-    spans: dict[int, tuple[int, int]] = {}
-    for at, op in enumerate(program.ops):
-        for buffer in (*op.reads, *op.writes):
-            spans[buffer] = (spans.get(buffer, (at, at))[0], at)
-    held = {b: span for b, span in spans.items() if not (program.buffers[b].argument or program.buffers[b].output)}
-    change: dict[int, float] = defaultdict(float)
-    for buffer, (first, last) in held.items():
-        change[first] += program.buffers[buffer].num_bytes
-        change[last + 1] -= program.buffers[buffer].num_bytes
-    peak = live = 0.0
-    instant = 0
-    for at in sorted(change):
-        live += change[at]
-        if live > peak:
-            peak, instant = live, at
-    there = [program.buffers[b] for b, (first, last) in held.items() if first <= instant <= last]
-    return instant, tuple(sorted(there, key=lambda buffer: -buffer.num_bytes))
+    count, buffers = len(program.buffers), program.buffers
+    return {
+        buffer: (at, last[buffer])
+        for buffer, at in first.items()
+        if 0 <= buffer < count and not (buffers[buffer].argument or buffers[buffer].output)
+    }

@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.changes import Pins
-from autopar.explain_rows import collapse
 from autopar.extra_collectives import without_numbers
+from autopar.patterns import collapse
 from autopar.plan import Decision, Plan, TensorPlan
 
 

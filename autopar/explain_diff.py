@@ -16,8 +16,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain_rows import collapse
 from autopar.explain_tables import inset, short_source
+from autopar.patterns import collapse
 from autopar.pipeline.plan import AnyPlan, PipelinePlan, PipelinePrediction
 from autopar.plan import Plan
 from autopar.sharding import TensorSharding

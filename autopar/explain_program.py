@@ -8,6 +8,7 @@ a layer number are one row: `h_{0..11}/attn/kernel`, x12.
 from __future__ import annotations
 
 import math
+import os
 import re
 import textwrap
 from collections import Counter
@@ -18,12 +19,13 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from autopar.explain_modules import ModuleTree, module_tree
+from autopar.explain_parts import MemoryUse, StepTime, memory_use, step_time
 from autopar.explain_rows import (
     CollectiveRow,
     Span,
     StateRow,
     TensorRow,
-    collapse,
     largest_first,
     merge_collectives,
     merge_state,
@@ -43,7 +45,9 @@ from autopar.explain_tables import (
     share_text,
     short_source,
 )
+from autopar.patterns import collapse
 from autopar.plan import Plan
+from autopar.step_perfetto import write_step
 from autopar.units import human_bytes, human_seconds
 
 #: A path longer than this is broken after a slash.
@@ -64,7 +68,8 @@ _LEGEND = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """A plan in tables. Printed, it is plain text of `TEXT_WIDTH` columns."""
+    """All that there is to say of a plan, as values that every report of it reads. Printed, it is plain text of
+    `TEXT_WIDTH` columns."""
 
     plan: Plan
     parameters: tuple[TensorRow, ...]
@@ -72,6 +77,17 @@ class Explanation:
     data: tuple[TensorRow, ...]
     activations: tuple[TensorRow, ...]
     collectives: tuple[CollectiveRow, ...]
+    time: StepTime
+    memory: MemoryUse
+    modules: ModuleTree
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write what a device runs when as a trace for Perfetto; the path ends in `.json`.
+
+        Raises:
+            PlotError: where it cannot be written, or the plan's file is too old to know.
+        """
+        write_step(path, self.plan)
 
     def __str__(self) -> str:
         return plain_text(lambda console: _print(self, console))
@@ -91,6 +107,9 @@ def explain_program(plan: Plan) -> Explanation:
         data=merge_tensors([row for tensor, row in inputs if tensor.role == "data"]),
         activations=largest_first(merge_tensors(activations)),
         collectives=merge_collectives(plan.collectives),
+        time=step_time(plan),
+        memory=memory_use(plan),
+        modules=module_tree(plan),
     )
 
 
@@ -117,9 +136,11 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "strategy": plan.words,
         "memory_budget_bytes": plan.memory_budget_bytes,
         "prediction": {**asdict(plan.prediction), "peak_bytes": plan.prediction.peak_bytes},
+        "step_time": asdict(told.time),
+        "memory": asdict(told.memory),
         "outcome": asdict(plan.outcome),
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
-        **{name: [asdict(row) for row in table] for name, table in rows.items()},
+        **{name: [_row_json(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
         "recomputed": [
@@ -131,6 +152,10 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "versions": plan.versions,
     }
     return finite(document)
+
+
+def _row_json(row: TensorRow | StateRow | CollectiveRow) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "split"}
 
 
 # From rows to text. Every text is a `Text`: a user's paths and types are never read as markup.
@@ -206,26 +231,19 @@ def _recomputed(plan: Plan) -> list[str]:
 
 
 def _totals(plan: Plan) -> list[RenderableType]:
-    told, peak = plan.prediction, plan.prediction.peak_bytes
-    parts = [("compute", told.compute_s), *sorted(told.exposed_s.items(), key=lambda item: -item[1])]
-    budget = plan.memory_budget_bytes
+    time, memory = step_time(plan), memory_use(plan)
+    peak, budget = memory.peak_bytes, memory.budget_bytes
     of = (
         f"of {human_bytes(budget)} ({share_text(peak, budget)})" if budget else "(no budget given: what the device has)"
     )
-    memory = [
-        ("parameters", told.parameter_bytes),
-        ("optimizer state", told.optimizer_bytes),
-        ("data", told.data_bytes),
-        ("temporaries", told.temporary_bytes),
-    ]
-    if told.output_bytes > 0.005 * peak:  # a loss and a few metrics are no matter
-        memory.append(("outputs", told.output_bytes))
+    # A loss and a few metrics are no matter.
+    parts = [(name, size) for name, size in memory.parts if name != "outputs" or size > 0.005 * peak]
     return [
-        Text(f"Predicted step time: {human_seconds(told.step_time_s)}", "bold"),
-        inset(bars(parts, told.step_time_s, human_seconds)),
+        Text(f"Predicted step time: {human_seconds(time.step_time_s)}", "bold"),
+        inset(bars(time.parts, time.step_time_s, human_seconds)),
         Text(),
         Text(f"Predicted peak memory per device: {human_bytes(peak)} {of}", "bold"),
-        inset(bars(memory, peak, human_bytes)),
+        inset(bars(parts, peak, human_bytes)),
         Text(),
     ]
 

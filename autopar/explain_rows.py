@@ -5,7 +5,6 @@ In: a plan. Out: `TensorRow`s, `StateRow`s and `CollectiveRow`s, which `explain`
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import defaultdict
@@ -13,7 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from autopar.patterns import collapse
 from autopar.plan import CollectiveUse, Decision, Plan, TensorPlan
+from autopar.sharding import TensorSharding
 
 Span: TypeAlias = tuple[float, float]  # lowest and highest of the tensors in a row
 _T = TypeVar("_T")
@@ -21,14 +22,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors that differ only in the numbers of their path. Bytes are of all of them together;
-    `collectives` holds (kind, axes, seconds for one tensor)."""
+    """Tensors that differ only in the numbers of their path. Bytes are of all of them together; `sharding` is `split` in
+    words; `collectives` holds (kind, axes, seconds for one tensor)."""
 
     path: str
     kind: Literal["parameter", "optimizer", "data", "activation"]
     shape: tuple[int, ...]
     dtype: str
     sharding: str
+    split: TensorSharding
     num_bytes: float
     local_bytes: float
     count: int = 1
@@ -69,58 +71,6 @@ class StateRow:
     example: str
 
 
-# Collapsing: texts that differ only in numbers become one pattern.
-
-
-def collapse(texts: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Patterns that stand for exactly these texts, each with the positions it covers.
-
-    >>> collapse(["h_0/k", "h_1/k", "h_2/k", "norm"])
-    [('h_{0..2}/k', [0, 1, 2]), ('norm', [3])]
-    """
-    families: dict[str, dict[tuple[str, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
-    for position, text in enumerate(texts):
-        families[re.sub(r"\d+", "\0", text)][tuple(re.findall(r"\d+", text))].append(position)
-    found = [block for family in families.items() for block in _blocks(*family)]
-    return sorted(found, key=lambda block: block[1][0])
-
-
-def _blocks(template: str, members: dict[tuple[str, ...], list[int]]) -> list[tuple[str, list[int]]]:
-    """One pattern where the numbers form a full grid; otherwise split along the shortest column.
-
-    Columns that determine each other (the layer number of a cause and of its path) count as one.
-    """
-    columns = [tuple(column) for column in zip(*members, strict=True)]
-    distinct = [column for i, column in enumerate(columns) if not any(_linked(column, c) for c in columns[:i])]
-    if math.prod(len(set(column)) for column in distinct) == len(members):
-        parts = template.split("\0")
-        numbers = [_number_set(column) for column in columns]
-        text = parts[0] + "".join(number + part for number, part in zip(numbers, parts[1:], strict=True))
-        return [(text, sorted(position for positions in members.values() for position in positions))]
-    at = columns.index(min((c for c in distinct if len(set(c)) > 1), key=lambda c: len(set(c))))
-    split: dict[str, dict[tuple[str, ...], list[int]]] = defaultdict(dict)
-    for numbers, positions in members.items():
-        split[numbers[at]][numbers] = positions
-    return [block for part in split.values() for block in _blocks(template, part)]
-
-
-def _linked(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    return len(set(one)) == len(set(other)) == len(set(zip(one, other, strict=True)))
-
-
-def _number_set(numbers: Iterable[str]) -> str:
-    """`7`, `{0..11}`, `{0,2,..,10}` or `{1,5,6}`."""
-    ordered = sorted(set(numbers), key=lambda text: (int(text), text))
-    if len(ordered) == 1:
-        return ordered[0]
-    steps = {int(b) - int(a) for a, b in itertools.pairwise(ordered)}
-    if len(ordered) > 2 and steps == {1}:
-        return f"{{{ordered[0]}..{ordered[-1]}}}"
-    if len(ordered) > 3 and len(steps) == 1:
-        return f"{{{ordered[0]},{ordered[1]},..,{ordered[-1]}}}"
-    return "{" + ",".join(ordered) + "}"
-
-
 def _merge(rows: Iterable[_T], key: Callable[[_T], Hashable], text: Callable[[_T], str]) -> list[tuple[str, list[_T]]]:
     """(pattern, rows it stands for) of rows with equal keys, in the order of the first of each."""
     alike: dict[Hashable, list[tuple[int, _T]]] = defaultdict(list)
@@ -149,6 +99,7 @@ def of_input(plan: Plan, tensor: TensorPlan, decision: Decision | None) -> Tenso
         shape=tensor.shape,
         dtype=tensor.dtype,
         sharding=str(tensor.sharding),
+        split=tensor.sharding,
         num_bytes=_whole_bytes(plan, tensor),
         local_bytes=tensor.num_bytes,
         pinned=tensor.pinned,
@@ -164,6 +115,7 @@ def of_activation(plan: Plan, decision: Decision) -> TensorRow:
         shape=decision.shape,
         dtype=decision.dtype,
         sharding=str(decision.sharding),
+        split=decision.sharding,
         num_bytes=itemsize * math.prod(decision.shape),
         local_bytes=itemsize * decision.sharding.local_size(decision.shape, plan.mesh),
         **_why(plan, decision),

@@ -16,6 +16,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from autopar.explain_program import Explanation, explain_program
+from autopar.explain_submeshes import SubmeshUse, submesh_uses
 from autopar.explain_tables import (
     TEXT_WIDTH,
     bars,
@@ -43,14 +45,17 @@ MAX_TRIED = 8
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StagesExplanation:
-    """A plan of stages in tables. Printed, it is plain text.
+    """All that there is to say of a plan of stages, as values that every report of it reads. Printed, it is plain text.
 
     Args:
-        timeline: of one step, simulated.
+        timeline: of one step, simulated. submeshes: what each does in it.
+        stages: what there is to say of the plan of each.
     """
 
     plan: PipelinePlan
     timeline: PipelineTimeline
+    submeshes: tuple[SubmeshUse, ...]
+    stages: tuple[Explanation, ...]
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline: as a picture, or where the path ends in `.json` as a trace for Perfetto.
@@ -68,7 +73,9 @@ class StagesExplanation:
 
 def explain_stages(plan: PipelinePlan) -> StagesExplanation:
     """Say what a plan of stages does: `print(explain_stages(plan))`."""
-    return StagesExplanation(plan, plan.timeline())
+    timeline = plan.timeline()
+    stages = tuple(explain_program(stage.plan) for stage in plan.stages)
+    return StagesExplanation(plan, timeline, submesh_uses(plan, timeline), stages)
 
 
 def render_stages(plan: PipelinePlan, console: Console) -> None:
@@ -83,6 +90,7 @@ def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
 
 def stages_json(plan: PipelinePlan) -> dict[str, Any]:
     """The explanation as JSON types: raw seconds and bytes, null for what is infinite."""
+    timeline = plan.timeline()
     document = {
         "format": "autopar-stages-explanation",
         "version": 1,
@@ -97,7 +105,8 @@ def stages_json(plan: PipelinePlan) -> dict[str, Any]:
         "stages": [_stage_json(stage) for stage in plan.stages],
         "sends": [asdict(one) for one in plan.sends],
         "side_by_side": plan.side_by_side(),
-        "timeline": plan.timeline().rows(),
+        "timeline": timeline.rows(),
+        "submeshes": [asdict(use) | {"peak_bytes": use.peak_bytes} for use in submesh_uses(plan, timeline)],
         "tried": [asdict(other) for other in plan.tried],
         "notes": plan.notes,
         "versions": plan.versions,

@@ -17,8 +17,8 @@ from autopar.compare import Collectives, CompiledCollective, sent_bytes
 from autopar.cost.collectives import KINDS, collective_time
 from autopar.cost.hardware import HardwareProfile
 from autopar.equations import module_path
-from autopar.explain_rows import collapse
 from autopar.mesh import MeshShape
+from autopar.patterns import collapse
 from autopar.plan import Plan
 
 _SUMS = ("all-reduce", "reduce-scatter")

@@ -240,10 +240,11 @@ def _joined(
 ) -> tuple[float, ...]:
     """What the operand is put together from: XLA's combiner concatenates in a fusion of that alone."""
     operand = known.get((issued.computation, issued.mentioned[0])) if issued.mentioned else None
-    caller = joins.get(issued.computation)
-    if operand is not None and operand.opcode == "parameter" and caller is not None and caller.opcode == "async-start":
-        # XLA writes an async collective as a computation of its own, too.
-        operand = known.get((caller.computation, caller.mentioned[int(operand.rest.split(")")[0])]))
+    if operand is not None and operand.opcode == "parameter" and issued.computation in joins:
+        caller = joins[issued.computation]  # XLA writes an async collective as a computation of its own, too
+        operands, index = caller.mentioned, int(operand.rest.split(")")[0])
+        # A loop's computation has another caller: one operand, which is all that it carries.
+        operand = known.get((caller.computation, operands[index])) if index < len(operands) else None
     while operand is not None and operand.opcode in ("bitcast", "copy", "reshape"):
         operand = known.get((operand.computation, operand.mentioned[0]))
     if operand is not None and operand.opcode == "fusion":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import io
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +21,14 @@ from jax._src import compilation_cache as _compilation_cache
 from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
 from jax._src.lax.slicing import _gather_fill
+from jax.extend.core import Primitive
 from jaxlib import xla_client as _xla_client
 from jaxlib.mlir import ir as _ir
 
@@ -198,6 +201,33 @@ def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> Sequence[Any
         operands = [*functions, *operands]
     results = equation.primitive.bind(*operands, **parameters)
     return results if equation.primitive.multiple_results else [results]
+
+
+def primitive_of(name: str, function: Callable[..., jax.Array], *, result: Callable[..., Any]) -> Any:
+    """A primitive that stands as one equation in a trace, and is what a function makes of it when it is lowered.
+
+    Args:
+        function: of arrays and static parameters, to one array. result: types of the arrays -> that of the result.
+    """
+
+    def type_of(*avals: Any, **_: Any) -> Any:
+        aval = result(*avals)
+        return _core.ShapedArray(aval.shape, aval.dtype)
+
+    primitive = Primitive(name)
+    primitive.def_impl(functools.partial(_dispatch.apply_primitive, primitive))
+    primitive.def_abstract_eval(type_of)
+    _mlir.register_lowering(primitive, _mlir.lower_fun(function, multiple_results=False))
+    return primitive
+
+
+def triton_options(num_warps: int, num_stages: int) -> Any | None:
+    """What has Pallas compile a kernel for a GPU by Triton, which JAX 0.12 calls deprecated; None where it is gone."""
+    try:
+        triton = importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return None
+    return triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
 
 
 def drawn_bits(equation: Any) -> Any | None:

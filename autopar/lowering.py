@@ -103,6 +103,7 @@ _HEROES = frozenset(
         "ffi_call",
         "rng_bit_generator",
         "pallas_call",
+        "paged_attention",
         "shard_map",
     ]
 )
@@ -315,9 +316,15 @@ class _Lowering:
         infos = [self.graph.values[v] for v in node.results]
         num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))
         points = max([elements, *(math.prod(s) for _, s in operands)]) if kind == "reduce" else elements
+        if node.primitive.startswith("scatter") and len(operands) == 3:  # target, indices, updates
+            points = min(elements, math.prod(operands[2][1]))
+        changed = math.prod(operands[1][1]) if node.primitive in _IN_PLACE else points
         used: dict[int, float] = {}
         for at, shape in operands:
             used[at] = max(used.get(at, 0.0), self._utilization(node, kind, elements, math.prod(shape)))
+        if node.primitive == "paged_attention":  # of a pool, at most what the tables hold
+            (_, (num_pages, *_)), (_, tables) = operands[1], operands[3]
+            used |= dict.fromkeys((at for at, _ in operands[1:3]), min(1.0, math.prod(tables) / num_pages))
         scatter = self._scattered_sum(node, operands)
         if scatter is not None:
             self.at[node.results[0]] = scatter
@@ -331,7 +338,7 @@ class _Lowering:
             used,
             elements,
             num_bytes,
-            flops=points * self._flops_per_element(node, operands, shapes),
+            flops=changed * self._flops_per_element(node, operands, shapes),
             reduces=points / max(elements, 1.0),
             rows=kind == "reduce" and _kept_columns(node.params.get("axes"), operands) == 0.0,
             columns=_kept_columns(node.params.get("axes"), operands) if kind == "reduce" else 0.0,
@@ -636,6 +643,8 @@ class _Lowering:
             return 2.0 * math.prod(kernel) / max(kernel[out] if isinstance(out, int) else 1, 1)
         if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
             return 0.0
+        if node.primitive == "paged_attention":  # a score and a sum, for each token that may be read
+            return 4.0 * operands[3][1][1] * operands[1][1][1]
         if "flops" in node.params:  # of a whole program
             return node.params["flops"] / max(float(sum(map(math.prod, shapes))), 1.0)
         dtype = self.graph.values[node.results[0]].dtype

@@ -22,7 +22,7 @@ from autopar.lowering import EXPANDED, Instruction, LocalProgram, local_program
 #: What fits the cache nearest to the cores, and what fits the device's, as XLA's estimator takes them.
 _SMALL_BYTES, _CACHED_BYTES = 132 * 2048, 50 * 2**20
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
-#: XLA's estimator knows of these that they write into their operand; a scatter it charges for the whole.
+#: XLA's estimator knows of these that they write into their operand; a scatter in place it charges for the whole.
 _UPDATES = frozenset(["dynamic_update_slice"])
 #: Loops whose results' elements are not those of their operands at the same position.
 _MOVES = frozenset(
@@ -49,7 +49,7 @@ def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProf
     """
     local = local_program(f, choices)
     loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
-    made = _Builder(local, fuse(local, profile), profile, loops).build()
+    made = _Builder(local, fuse(local, profile), profile, loops, f.graph.carried).build()
     return replace(made, ops=_together(made.ops, f.graph))
 
 
@@ -92,23 +92,29 @@ def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
 
 
 class _Builder:
-    """Gives every value in memory a buffer. What writes in place shares its first operand's, if nothing reads
-    that later."""
+    """Gives every value in memory a buffer. What writes in place shares its first operand's, if nothing may read
+    that later: a temporary's, or that of carried state which is renewed so."""
 
     def __init__(
-        self, local: LocalProgram, kernels: Sequence[Fused], profile: HardwareProfile, loops: tuple[Trips, ...]
+        self,
+        local: LocalProgram,
+        kernels: Sequence[Fused],
+        profile: HardwareProfile,
+        loops: tuple[Trips, ...],
+        carried: Sequence[tuple[int, int]],
     ) -> None:
         self.instructions, self.kernels, self.loops = local.instructions, kernels, loops
         self.estimator = profile.xla_estimator
         self.order_of_outputs = [at for at in local.outputs if at is not None]
         self.outputs = set(self.order_of_outputs)
-        self.written = {root for kernel in kernels for root in kernel.roots}
+        self.home = {root: n for n, kernel in enumerate(kernels) for root in kernel.roots}
         self.last_read = {operand: n for n, kernel in enumerate(kernels) for operand in kernel.operands}
+        self.renewing = self._renewing(local, carried)
         self.buffers: list[Buffer] = []
         self.buffer_of: dict[int, int] = {}
 
     def build(self) -> DeviceProgram:
-        for at in dict.fromkeys(at for at in self.order_of_outputs if at in self.written):
+        for at in dict.fromkeys(at for at in self.order_of_outputs if at in self.home):
             self._own_buffer(at)
         for at, one in enumerate(self.instructions):
             if one.kind == "argument":
@@ -123,7 +129,7 @@ class _Builder:
                     self._own_buffer(root)
                 else:
                     self.buffer_of[root] = self.buffer_of[shared]
-            ops.append(self._op(kernel))
+            ops.append(self._op(kernel, n))
         return DeviceProgram(tuple(ops), tuple(self.buffers), self.loops)
 
     def _own_buffer(self, at: int) -> None:
@@ -136,13 +142,35 @@ class _Builder:
         one = self.instructions[root]
         if one.kind == "border" and one.operands and one.value >= 0:
             return next(iter(one.operands))
-        if one.kind != "inplace" or root in self.outputs:
-            return None
-        first = next(iter(one.operands))
-        free = first in self.written and first not in self.outputs and self.last_read.get(first) == n
-        return first if free and self.instructions[first].num_bytes == one.num_bytes else None
+        return next(iter(one.operands)) if root not in self.outputs and self._is_in_place(root, n) else None
 
-    def _op(self, kernel: Fused) -> Op:
+    def _is_in_place(self, root: int, n: int) -> bool:
+        """Whether kernel n writes into its first operand's memory, and not into a copy."""
+        one = self.instructions[root]
+        if one.kind != "inplace":
+            return False
+        if root in self.renewing:
+            return True
+        first = next(iter(one.operands))
+        is_free = first in self.home and first not in self.outputs
+        return is_free and self.instructions[first].num_bytes == one.num_bytes and self.last_read[first] == n
+
+    def _renewing(self, local: LocalProgram, carried: Sequence[tuple[int, int]]) -> set[int]:
+        """What is written in place, one after the other, between carried state and the output that renews it; none of it
+        where one of these needs a copy, for the last is where the first was."""
+        found: set[int] = set()
+        for before, after in carried:
+            at, line, is_free = local.outputs[after], list[int](), True
+            while at is not None and (one := self.instructions[at]).kind in ("inplace", "border") and one.operands:
+                first = next(iter(one.operands))
+                is_free &= one.kind == "border" or self.last_read[first] == self.home[at]
+                line += [at] if one.kind == "inplace" else []
+                at = first
+            if is_free and at is not None and at == local.arguments.get(before):
+                found |= set(line)
+        return found
+
+    def _op(self, kernel: Fused, n: int) -> Op:
         one = self.instructions[kernel.roots[0]]
         flops, reads = self._work(kernel)
         first = again = small = 0.0
@@ -161,6 +189,11 @@ class _Builder:
             target = next(iter(one.operands))
             first -= min(self.instructions[target].num_bytes, first)
             written = min(written, 2 * first)
+        spared = 0.0
+        if one.primitive.startswith("scatter") and self._is_in_place(kernel.roots[0], n):
+            target, *others = (self.instructions[operand].num_bytes for operand in one.operands)
+            changed = min(target, others[1] if len(others) > 1 else 0.0)  # the second are the updates
+            first, written, spared = max(first - target, 0.0) + changed, changed, target - changed
         return Op(
             kind=_kind(one),
             node=one.node,
@@ -170,6 +203,7 @@ class _Builder:
             reread_bytes=again,
             broadcast_bytes=small,
             written_bytes=written,
+            spared_bytes=spared,
             flops=flops,
             num_nodes=len(kernel.members),
             gemm=one.gemm,
@@ -225,6 +259,19 @@ class _Builder:
         if not one.flops:
             return 0.0
         return one.elements * one.reduces * cycles(one.primitive, one.dtype, self.estimator)
+
+
+def _renewing(local: LocalProgram, carried: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Of what is written in place, one after the other, between carried state and the output that renews it: that state."""
+    found: dict[int, int] = {}
+    for before, after in carried:
+        at, line = local.outputs[after], list[int]()
+        while at is not None and (one := local.instructions[at]).kind in ("inplace", "border") and one.operands:
+            line.append(at)
+            at = next(iter(one.operands))
+        if at is not None and at == local.arguments.get(before):
+            found |= dict.fromkeys(line, at)
+    return found
 
 
 def _kind(one: Instruction) -> OpKind:

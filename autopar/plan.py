@@ -16,17 +16,19 @@ from autopar.errors import PlanMismatchError
 from autopar.graph.ir import Phase
 from autopar.mesh import MeshShape
 from autopar.moves import Lies, Part
-from autopar.plan_file import WrongFieldError, decoder, encode, read_document, without, write_document
+from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without, write_document
 from autopar.sharding import TensorSharding
+from autopar.step_trace import MemoryOverStep, StepTrace, check_trace
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
 #: What a plan file says it is.
 FORMAT = "autopar-plan"
-#: From each version of its fields to the next. Whoever changes a field of what a file holds adds one, and a file of the
-#: version before to `tests/plan_files/`.
-MIGRATIONS = (without("solve_time_s", of="outcome"),)  # 1 -> 2: two runs write the same file
+#: From each version of its fields to the next: 2 has `trace` and `memory`, which are None where they are not; 3 has no
+#: times of this run, so that two runs write the same file. Whoever changes a field of what a file holds adds one, and a
+#: file of the version before to `tests/plan_files/`.
+MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"))
 VERSION = len(MIGRATIONS) + 1
 
 #: What an input or output is to the step. A parameter is carried state that the forward pass
@@ -341,8 +343,12 @@ class Recomputation:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files. `dims_as_written`: it was asked
-    for so."""
+    """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files.
+
+    Args:
+        dims_as_written: it was asked for so.
+        trace, memory: a step over time; None in plans of files of version 1.
+    """
 
     program: ProgramSignature
     mesh: MeshShape
@@ -362,6 +368,8 @@ class Plan:
     regions: tuple[ManualRegion, ...] = ()
     microbatches: Microbatches | None = None
     recomputed: tuple[Recomputation, ...] = ()
+    trace: StepTrace | None = None
+    memory: MemoryOverStep | None = None
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
     dims_as_written: bool = False
@@ -483,6 +491,7 @@ def _check(plan: Plan) -> None:
         if shape is not None and len(sharding.dims) != len(shape):
             raise WrongFieldError(place, f"has {len(sharding.dims)} dims for a tensor of {len(shape)}")
     check_positions(plan)
+    check_trace(plan.trace, plan.memory)
     for index in [index for decision in plan.decisions for index in decision.collectives]:
         if not 0 <= index < len(plan.collectives):
             raise WrongFieldError("decisions", f"points at position {index} of a list of {len(plan.collectives)}")

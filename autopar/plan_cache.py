@@ -15,7 +15,8 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -31,6 +32,22 @@ MOST_PLANS = 200
 _FORMAT = "autopar-kept-plan 1"
 
 _log = logging.getLogger(__name__)
+
+_is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """While entered, it is not said whence each plan comes: of a program that a user has not written, and never named."""
+    token = _is_quiet.set(True)
+    try:
+        yield
+    finally:
+        _is_quiet.reset(token)
+
+
+def _say(level: int, text: str, *about: Any) -> None:
+    _log.log(logging.DEBUG if _is_quiet.get() else level, text, *about)
 
 
 class KeptPlan(Placement, Protocol):
@@ -81,14 +98,17 @@ def kept(
     try:
         key = key_of(program, asked)
     except UnkeyedError as what:
-        _log.info(
-            "the plan of `%s` is not kept: %s, which a cache cannot tell from another", program.signature.name, what
+        _say(
+            logging.INFO,
+            "the plan of `%s` is not kept: %s, which a cache cannot tell from another",
+            program.signature.name,
+            what,
         )
         return make()
     path = folder / "plans" / f"{key.name}.plan"
     found = _read(path, program, read)
     if found is not None:
-        _log.info("the plan of `%s` was kept from an earlier start (%s)", program.signature.name, path)
+        _say(logging.INFO, "the plan of `%s` was kept from an earlier start (%s)", program.signature.name, path)
         return found
     _say_if_stale(path, key, program.signature.name)
     plan = make()
@@ -139,7 +159,7 @@ def _say_if_stale(path: Path, key: PlanKey, name: str) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return
     what = ", ".join(moved) or "autopar's code, Python or a registered rule has changed"
-    _log.warning("the plan kept for `%s` is stale (%s): it is made anew", name, what)
+    _say(logging.WARNING, "the plan kept for `%s` is stale (%s): it is made anew", name, what)
 
 
 def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:

@@ -13,16 +13,15 @@ import math
 import numbers
 import os
 import types
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import AutoparError, PlanFileError
 from autopar.mesh import MeshShape
 from autopar.sharding import TensorSharding
 from autopar.version import __version__
+from autopar.whole_file import write_whole
 
 
 class WrongFieldError(Exception):
@@ -54,22 +53,13 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
     Raises:
         PlanFileError: where it cannot be written.
     """
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        write_whole(text, path)
     except OSError as error:
         raise PlanFileError(
             f"cannot write to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
             " exists and can be written to."
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def read_document(
@@ -108,6 +98,11 @@ def read_document(
     except WrongFieldError as wrong:
         raise PlanFileError(str(wrong)) from None
     return plan
+
+
+def as_it_is(body: dict[str, Any]) -> dict[str, Any]:
+    """A migration to fields that have defaults, which say that there is nothing."""
+    return body
 
 
 def without(field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:

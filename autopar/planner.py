@@ -32,6 +32,7 @@ from autopar.layouts import Metadata, Told, check_mesh_like, options_like, told_
 from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
+from autopar.over_time import memory_over_step, step_trace
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program
@@ -337,7 +338,7 @@ def plan_as_made(
         budget: bytes. seconds: that planning took.
     """
     parts, solution, graph = made.parts, made.solution, made.formulation.graph
-    mesh = made.formulation.mesh
+    mesh, own_rates = made.formulation.mesh, replace(made.formulation.profile, xla_estimator=None)
     return Plan(
         program=program.signature,
         mesh=mesh,
@@ -355,6 +356,8 @@ def plan_as_made(
         microbatches=microbatches_of(made.program, mesh, parts.constraints),
         recomputed=made.recomputed,
         prediction=parts.prediction,
+        trace=step_trace(graph, parts.device, parts.timeline),
+        memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),
         outcome=_outcome(solution, made.formulation, seconds, memory_bound),
         notes=(*_notes(graph, mesh, unknown, parts.inputs), *microbatch_notes(program, mesh)),
         versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},

@@ -14,6 +14,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import is_small, op_seconds
@@ -26,6 +27,31 @@ _BETWEEN_S = 1e-6
 _IN_FLIGHT = {"library": 1, "kernel": 2}
 
 
+class Ran(NamedTuple):
+    """An operation and when it runs.
+
+    Args:
+        exposed_s: of a collective, what no kernel hides.
+        trips: how often a step runs it; from `start_s` to `end_s` are all its trips together, as if they were one.
+    """
+
+    op: Op
+    start_s: float
+    end_s: float
+    exposed_s: float = 0.0
+    trips: float = 1.0
+
+    def within(self, at_s: float, count: float) -> Ran:
+        """The same in a loop of so many trips that begins at `at_s`."""
+        return Ran(
+            self.op,
+            at_s + count * self.start_s,
+            at_s + count * self.end_s,
+            count * self.exposed_s,
+            count * self.trips,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """Seconds of one step on one device.
@@ -36,6 +62,8 @@ class Timeline:
         exposed_s: by kind of collective, what no kernel hides; above zero only.
         num_collectives: by kind, after merging.
         temporary_bytes: what is live in this order besides arguments and outputs, at most.
+        ran: the operations as they start; a collective that runs in no time is left out.
+        order: the operations in this order, loops laid open; of a collective its start and its end.
     """
 
     step_time_s: float
@@ -43,6 +71,8 @@ class Timeline:
     exposed_s: Mapping[str, float] = field(hash=False)
     num_collectives: Mapping[str, int] = field(hash=False)
     temporary_bytes: float = 0.0
+    ran: tuple[Ran, ...] = field(default=(), repr=False)
+    order: tuple[Op, ...] = field(default=(), repr=False)
 
 
 def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
@@ -57,30 +87,36 @@ def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) 
         if not inside:
             continue
         body, skipped, last = [ops[i] for i in inside], set(inside), inside[-1]
-        done[loop.start] = _Body(*_scheduled(replace(program, ops=tuple(body)), done, mesh, profile), loop.count)
+        done[loop.start] = _Body(_scheduled(replace(program, ops=tuple(body)), done, mesh, profile), loop.count)
         before = [op for i, op in enumerate(ops[:last]) if i not in skipped]
         ops = [*before, _as_one(body, loop.start), *ops[last + 1 :]]
-    timeline, order = _scheduled(replace(program, ops=tuple(ops)), done, mesh, profile)
-    return replace(timeline, temporary_bytes=peak_of_temporaries(program, order))
+    timeline = _scheduled(replace(program, ops=tuple(ops)), done, mesh, profile)
+    return replace(timeline, temporary_bytes=peak_of_temporaries(program, timeline.order))
 
 
 def _one_after_another(ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile) -> Timeline:
     """Elsewhere than on GPUs XLA waits for each collective where it starts."""
-    compute = 0.0
+    compute = clock = 0.0
     exposed: dict[str, float] = defaultdict(float)
     numbers: dict[str, int] = defaultdict(int)
+    ran: list[Ran] = []
     for op in ops:
         seconds = op_seconds(op, mesh, profile)
-        if op.kind == "collective":
+        waits = op.kind == "collective"
+        if waits:
             exposed[op.collective] += seconds
             numbers[op.collective] += 1
         else:
             compute += seconds
+        ran.append(Ran(op, clock, clock + seconds, seconds if waits else 0.0))
+        clock += seconds
     return Timeline(
         compute + sum(exposed.values()),
         compute,
         dict(sorted(exposed.items())),
         dict(sorted(numbers.items())),
+        ran=tuple(ran),
+        order=tuple(ops),
     )
 
 
@@ -89,49 +125,57 @@ def _one_after_another(ops: Sequence[Op], mesh: MeshShape, profile: HardwareProf
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """One trip of a loop, with its operations in the order they run, and the number of trips."""
+    """One trip of a loop, and the number of trips."""
 
     timeline: Timeline
-    order: Sequence[Op]
     count: float
 
 
 def _scheduled(
     program: DeviceProgram, done: Mapping[int, _Body], mesh: MeshShape, profile: HardwareProfile
-) -> tuple[Timeline, list[Op]]:
+) -> Timeline:
     """Schedule operations; the loops among them run as they have been scheduled, all their trips, and nothing beside
     them: XLA takes a loop for one short operation."""
     tasks = merge_collectives(program, mesh, profile)
     if profile.platform == "gpu":
         issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
         nodes = _Nodes.of(tasks, mesh, profile, issue)
-        order = _schedule(nodes)
-        timeline, ops = _timed(nodes, order), [tasks[nodes.tasks[i]].op for i in order]
+        timeline = _timed(nodes, _schedule(nodes), tasks)
     else:
-        ops = [task.op for task in tasks]
-        timeline = _one_after_another(ops, mesh, profile)
-    expanded: list[Op] = []
-    for op in ops:
-        if op.kind == "loop":
-            timeline = _with_body(timeline, done[op.node])
-            expanded += done[op.node].order
+        timeline = _one_after_another([task.op for task in tasks], mesh, profile)
+    return _with_bodies(timeline, done)
+
+
+def _with_bodies(timeline: Timeline, done: Mapping[int, _Body]) -> Timeline:
+    """Loops laid open where each stands."""
+    bodies = [done[op.node] for op in timeline.order if op.kind == "loop"]
+    if not bodies:
+        return timeline
+
+    def added(times: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+        kinds = sorted({kind for _, figures in times for kind in figures})
+        return {kind: sum(count * figures.get(kind, 0) for count, figures in times) for kind in kinds}
+
+    ran: list[Ran] = []
+    later = 0.0
+    for one in timeline.ran:
+        if one.op.kind == "loop":
+            body = done[one.op.node]
+            ran += [inner.within(one.start_s + later, body.count) for inner in body.timeline.ran]
+            later += body.count * body.timeline.step_time_s
         else:
-            expanded.append(op)
-    return timeline, expanded
-
-
-def _with_body(timeline: Timeline, body: _Body) -> Timeline:
-    one, times = body.timeline, body.count
-
-    def added(before: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-        kinds = sorted({*before, *more})
-        return {kind: before.get(kind, 0) + times * more.get(kind, 0) for kind in kinds}
-
+            ran.append(one._replace(start_s=one.start_s + later, end_s=one.end_s + later))
+    all_of = [(1.0, timeline), *((body.count, body.timeline) for body in bodies)]
+    laid_open = (done[op.node].timeline.order if op.kind == "loop" else (op,) for op in timeline.order)
     return Timeline(
-        step_time_s=timeline.step_time_s + times * one.step_time_s,
-        compute_s=timeline.compute_s + times * one.compute_s,
-        exposed_s=added(timeline.exposed_s, one.exposed_s),
-        num_collectives={k: round(n) for k, n in added(timeline.num_collectives, one.num_collectives).items()},
+        step_time_s=sum(count * one.step_time_s for count, one in all_of),
+        compute_s=sum(count * one.compute_s for count, one in all_of),
+        exposed_s=added([(count, one.exposed_s) for count, one in all_of]),
+        num_collectives={
+            k: round(n) for k, n in added([(count, one.num_collectives) for count, one in all_of]).items()
+        },
+        ran=tuple(ran),
+        order=tuple(op for ops in laid_open for op in ops),
     )
 
 
@@ -520,21 +564,33 @@ def _async_depth(nodes: _Nodes) -> list[float]:
     return depth
 
 
-def _timed(nodes: _Nodes, order: Sequence[int]) -> Timeline:
+def _timed(nodes: _Nodes, order: Sequence[int], tasks: Sequence[Task]) -> Timeline:
     """Walk the order from first to last: an end waits until its collective's time has passed since its start."""
     clock = compute = 0.0
     started: dict[int, float] = {}
     exposed: dict[str, float] = defaultdict(float)
     numbers: dict[str, int] = defaultdict(int)
+    ran: list[Ran] = []
     for i in order:
         clock += nodes.costs[i]
         compute += nodes.costs[i]
+        op = tasks[nodes.tasks[i]].op
         if nodes.is_start[i]:
             started[i] = clock
             numbers[nodes.kinds[i]] += 1
         elif nodes.is_end[i]:
-            waited = max(0.0, nodes.latency[i] - (clock - started[nodes.waits_for[i][0]]))
+            start = started[nodes.waits_for[i][0]]
+            waited = max(0.0, nodes.latency[i] - (clock - start))
             exposed[nodes.kinds[i]] += waited
             clock += waited
-    waited_s = {kind: seconds for kind, seconds in sorted(exposed.items()) if seconds > 0}
-    return Timeline(clock, compute, waited_s, dict(sorted(numbers.items())))
+            ran.append(Ran(op, start, start + nodes.latency[i], waited))
+        elif op.kind != "collective":
+            ran.append(Ran(op, clock - nodes.costs[i], clock))
+    return Timeline(
+        clock,
+        compute,
+        {kind: seconds for kind, seconds in sorted(exposed.items()) if seconds > 0},
+        dict(sorted(numbers.items())),
+        ran=tuple(sorted(ran, key=operator.attrgetter("start_s"))),
+        order=tuple(tasks[nodes.tasks[i]].op for i in order),
+    )

@@ -59,6 +59,7 @@ _SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/rag.py",)}
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
+    "inference_attention": Benchmark(("few tokens", "half", "nearly all"), "", sources=("timing.py",)),
     "large_steps": Benchmark(
         (
             "scanned, 8x8",

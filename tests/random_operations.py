@@ -29,7 +29,7 @@ from random_elementwise import (
     unit,
 )
 from random_moves import broadcast, concatenate, cut, cut_anywhere, pad, reshape, rev, split, squeeze, transpose
-from random_products import algebra, convolution, fourier, grouped_product, product
+from random_products import algebra, attention_over_pages, convolution, fourier, grouped_product, product
 from random_programs import Builder, Value
 from random_reductions import cumulative, look_up, order, reduce, reduce_whole, update, window
 from test_rules_forced import bind
@@ -87,7 +87,8 @@ OPERATIONS: tuple[Operation, ...] = (
     smooth, smooth, special, jump, pair, pair, broadcasting_pair, broadcasting_pair, jumping_pair, integers, booleans,
     select, convert, kept, complexes, reshape, reshape, transpose, broadcast, squeeze, concatenate, split, pad, rev,
     cut, cut_anywhere, reduce, reduce, reduce_whole, cumulative, order, window, look_up, look_up, update, update,
-    product, product, product, convolution, convolution, grouped_product, algebra, fourier, randomness, made,
+    product, product, product, convolution, convolution, grouped_product, attention_over_pages, algebra,
+    fourier, randomness, made,
 )  # fmt: skip
 
 

@@ -16,6 +16,9 @@ from random_elementwise import unit
 from random_programs import Builder
 from test_rules_forced import bind
 
+from autopar.inference.kv_pages import KVPages
+from autopar.inference.paged_attention import attend_paged
+
 
 def product(b: Builder) -> None:
     """Any number of batch, contracted and free dims, in any order."""
@@ -73,6 +76,22 @@ def grouped_product(b: Builder) -> None:
     m, k, n = b.rng.choice([16, 24]), b.rng.choice(b.sizes), b.rng.choice(b.sizes)
     x, w = b.like((m, k), jnp.float32), b.like((2, k, n), jnp.float32)
     b.add("ragged_dot", lambda x, w: unit(lax.ragged_dot(x, w, jnp.array([m // 3, m - m // 3]))), x, w)
+
+
+def attention_over_pages(b: Builder) -> None:
+    rows, tokens, kv_heads, group = (b.rng.choice(sizes) for sizes in ([4, 6, 8], [1, 2, 3], [1, 4, 8], [1, 2]))
+    num_pages, num = rows * 2, b.rng.choice([1, 3])
+    q = b.like((rows, tokens, kv_heads * group, 4), jnp.float32)
+    keys, values = (b.like((num_pages + 1, 4, kv_heads, 4), jnp.float32) for _ in range(2))
+    tables = np.arange(rows * num, dtype=np.int32).reshape(rows, num) % num_pages
+    positions = np.arange(rows * tokens, dtype=np.int32).reshape(rows, tokens) % (4 * num) - 1
+    positions = np.where(positions < 0, 0, positions)
+
+    def attend(q: Any, keys: Any, values: Any) -> Any:
+        pages = KVPages(unit(keys), unit(values))
+        return attend_paged("blocks", unit(q), pages, jnp.asarray(tables), jnp.asarray(positions))
+
+    b.add(f"attention over pages {rows, num}", attend, q, keys, values, smooth=False)
 
 
 # -- linear algebra, Fourier -----------------------------------------------------------------

@@ -150,9 +150,9 @@ def test_the_rule_in_the_guide_prints_what_it_shows(tmp_path: Path) -> None:
     assert run([sys.executable, "rule.py"], tmp_path) == shown
 
 
-@pytest.mark.parametrize("page", ["schedules.md", "add-a-schedule.md", "add-an-index.md"])
+@pytest.mark.parametrize("page", ["schedules.md", "add-a-schedule.md", "add-an-index.md", "inference.md"])
 def test_what_a_guide_prints_is_what_it_shows(page: str, tmp_path: Path) -> None:
-    program, shown = blocks(DOCS / page)
+    program, shown, *_ = blocks(DOCS / page)
     (tmp_path / program.title).write_text(program.text, encoding="utf-8")
     assert run([sys.executable, program.title], tmp_path) == shown.text
 

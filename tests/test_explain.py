@@ -13,8 +13,8 @@ from test_plan import make_plan
 
 from autopar.explain import explain, explain_json, render, render_summary
 from autopar.explain_program import MAX_ROWS
-from autopar.explain_rows import collapse
 from autopar.explain_tables import TEXT_WIDTH, short_source
+from autopar.patterns import collapse
 from autopar.plan import Plan
 from autopar.units import human_bytes, human_seconds
 

@@ -18,7 +18,7 @@ from autopar import hlo
 from autopar.errors import InferenceError
 from autopar.inference.sampling import SamplingOptions, SamplingParams, kept, params_of, sample
 from autopar.inference.speculation import verify
-from autopar.vector_search.planned import Planned
+from autopar.planned import Planned
 
 RNG = np.random.default_rng(0)
 NUM, VOCABULARY = 8, 97  # candidates, tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from autopar.errors import InferenceError
 from autopar.inference.page_pool import PagePool
 from autopar.inference.page_tables import PagedCache
-from autopar.inference.proposals import Payoff, expected_tokens, propose_n_gram
+from autopar.inference.proposals import Asked, NGram, Payoff, Proposer, expected_tokens
 from autopar.inference.requests import Iteration, Options, Progress, Request, Result, Run
-from autopar.inference.scheduler import Propose, Scheduler
+from autopar.inference.scheduler import Scheduler
 from autopar.inference.stopping import TextUntilStop
 
 PAGE = 16
@@ -90,6 +90,17 @@ class Device:
         return [self.pages[run.pages[t // self.page_size], t % self.page_size] for t in range(length)]
 
 
+class Guess:
+    """A proposer by a function of one sequence's tokens and how many are wanted."""
+
+    def __init__(self, guess: Callable[[Sequence[int], int], Sequence[int]]) -> None:
+        self.guess = guess
+
+    def propose(self, asked: Sequence[Asked]) -> list[Sequence[int]]:
+        assert len({each.slot for each in asked}) == len(asked)
+        return [self.guess(each.tokens, each.most) for each in asked]
+
+
 class Served:
     """All requests served, and what it took."""
 
@@ -100,17 +111,22 @@ class Served:
         num_pages: int,
         *,
         ahead: int = 0,
-        propose: Propose | None = None,
+        proposer: Proposer | None = None,
+        payoff: Payoff | None = None,
         shares_prefixes: bool = True,
         arrive: int | None = None,
+        abort: float = 0.0,
     ) -> None:
+        """`arrive`: so many at a time; all at once by default. `abort`: how likely one ends early in a round."""
+        chance = random.Random(0)
         self.pool = PagePool(num_pages)
         cache = PagedCache(self.pool, PAGE, shares_prefixes=shares_prefixes)
-        self.scheduler, device = Scheduler(cache, options, propose), Device(PAGE)
+        self.scheduler, device = Scheduler(cache, options, proposer, payoff), Device(PAGE)
         self.tokens: dict[str, list[int]] = {request.name: [] for request in requests}
         self.ended: dict[str, str] = {}
         self.iterations: list[Iteration] = []
         self.used: list[float] = []
+        self.most_held = 0
         waiting, on_their_way = deque(requests), deque[tuple[Iteration, dict[str, Result]]]()
         while len(self.ended) < len(requests):
             for _ in range(min(len(waiting), arrive or len(waiting))):
@@ -119,14 +135,26 @@ class Served:
             self.pool.check()
             if iteration is not None:
                 assert iteration.shape in options.shapes
+                assert all(
+                    self.pool.is_writable(page) for run in iteration.runs for page in self._written(run, iteration)
+                )
+                assert len(iteration.copies) <= len(iteration.runs)
                 on_their_way.append((iteration, device.run(iteration)))
                 self.iterations.append(iteration)
+                self.most_held = max(self.most_held, self.pool.num_held)
                 if self.pool.num_held:
                     self.used.append(self.scheduler.num_cached_tokens / (self.pool.num_held * PAGE))
             assert iteration is not None or on_their_way or waiting, "nothing runs and nothing is on its way"
+            if chance.random() < abort and (name := str(chance.randrange(len(requests)))) not in self.ended:
+                self.ended |= {name: "aborted"} if self.scheduler.abort(name) else {}
             if len(on_their_way) > (ahead if iteration is not None else 0):
                 self._take(self.scheduler.took(*on_their_way.popleft()))
             assert len(self.iterations) < 100_000
+
+    def _written(self, run: Run, iteration: Iteration) -> tuple[int, ...]:
+        """Pages that a run writes to."""
+        last = run.start + run.num_tokens - 1
+        return run.pages[run.start // PAGE : last // PAGE + 1]
 
     def _take(self, progress: Sequence[Progress]) -> None:
         for each in progress:
@@ -144,6 +172,9 @@ class Served:
         """Everybody has what the model alone gives, and nothing is left."""
         for request in requests:
             expected = generated(request)
+            if self.ended[request.name] == "aborted":
+                assert tuple(self.tokens[request.name]) == expected[: len(self.tokens[request.name])]
+                continue
             assert tuple(self.tokens[request.name]) == expected, request.name
             is_stopped = expected[-1] in request.stop_tokens
             assert self.ended[request.name] == ("stop" if is_stopped else "length")
@@ -179,16 +210,24 @@ def test_continuous_batching_takes_half_the_steps_of_static_or_less() -> None:
     assert len({iteration.shape for iteration in served.iterations}) <= len(options.shapes) <= 6
 
 
-def some_requests(chance: random.Random, num: int) -> list[Request]:
-    """Short and long ones, some of which begin alike."""
+def some_requests(chance: random.Random, num: int, alike: float = 0.0) -> list[Request]:
+    """Short and long ones, some of which begin alike, or are alike, or go on where another is."""
     stems = [tuple(chance.randrange(5) for _ in range(40)) for _ in range(2)]
 
+    stops = [frozenset[int](), frozenset([6]), frozenset([0, 1])]
+    made: list[Request] = []
+
     def prompt() -> tuple[int, ...]:
+        if made and chance.random() < alike:
+            other = chance.choice(made)
+            whole = other.prompt + generated(other)[: chance.choice([0, 0, 3, 40])]
+            return whole[: chance.choice([len(whole), len(whole), chance.randint(1, len(whole))])][:70]
         own = tuple(chance.randrange(5) for _ in range(chance.randint(1, 30)))
         return chance.choice([(), stems[0], stems[1][: chance.randint(1, 40)]]) + own
 
-    stops = [frozenset[int](), frozenset([6]), frozenset([0, 1])]
-    return [Request(str(i), prompt(), chance.randint(1, 40), chance.choice(stops)) for i in range(num)]
+    for i in range(num):
+        made.append(Request(str(i), prompt(), chance.randint(1, 40), chance.choice(stops)))
+    return made
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -201,6 +240,9 @@ def some_requests(chance: random.Random, num: int) -> list[Request]:
     num_proposals=st.sampled_from([0, 3]),
     shares_prefixes=st.booleans(),
     arrive=st.sampled_from([None, 1]),
+    alike=st.sampled_from([0.0, 0.8]),
+    abort=st.sampled_from([0.0, 0.1]),
+    may_rest=st.booleans(),
 )
 def test_everybody_gets_their_own_tokens(
     seed: int,
@@ -211,18 +253,23 @@ def test_everybody_gets_their_own_tokens(
     num_proposals: int,
     shares_prefixes: bool,
     arrive: int | None,
+    alike: float,
+    abort: float,
+    may_rest: bool,
 ) -> None:
-    """Whatever is preempted, shared, proposed or sent ahead: with few pages most are computed more than once."""
-    requests = some_requests(random.Random(seed), 20)
+    """Whatever is preempted, forked, proposed, aborted or sent ahead: with few pages most are computed more than once."""
+    requests = some_requests(random.Random(seed), 20, alike)
     options = Options(num_slots, 120, ((2, 8), (1, 32)), steps, num_proposals)
     served = Served(
         requests,
         options,
         num_pages,
         ahead=ahead,
-        propose=lambda tokens, most: propose_n_gram(tokens, most, shortest=1),
+        proposer=NGram(shortest=1),
+        payoff=Payoff(cost=1.2, patience=2) if may_rest else None,
         shares_prefixes=shares_prefixes,
         arrive=arrive,
+        abort=abort,
     )
     served.check(requests)
 
@@ -231,7 +278,7 @@ def test_proposals_may_follow_a_chunk_that_is_still_on_its_way() -> None:
     """A prompt of one token more than its chunk, which is verified with guesses before the chunk has come out."""
     requests = [Request(str(i), (i, *range(32)), 9) for i in range(3)]
     options = Options(1, 120, ((1, 32),), 1, 3)
-    served = Served(requests, options, 8, ahead=1, propose=lambda tokens, most: [1] * most)
+    served = Served(requests, options, 8, ahead=1, proposer=Guess(lambda tokens, most: [1] * most))
     served.check(requests)
     first, second = served.iterations[:2]
     assert not first.chunks[0].samples and second.shape.width > 1
@@ -246,16 +293,65 @@ def test_a_long_prompt_is_cut_and_others_generate_beside_it() -> None:
     assert all([run.name for run in iteration.decodes] == ["short"] for iteration in chunks)
 
 
-def test_equal_prompts_that_come_at_once_are_computed_once() -> None:
-    """As for many chains of thought from one question."""
-    prompt = tuple(range(100))
-    requests = [Request(str(i), prompt, 5) for i in range(8)]
-    served = Served(requests, Options(8, 256), 100)
+def chains(num: int, prompt: int, max_tokens: int) -> list[Request]:
+    """Of thought, from one question."""
+    return [Request(str(i), tuple(range(prompt)), max_tokens) for i in range(num)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("arrive", [None, 1])
+def test_equal_prompts_are_computed_once_and_all_generate_in_the_next_iteration(ahead: int, arrive: int | None) -> None:
+    requests = chains(8, 100, 60)
+    served = Served(requests, Options(8, 256, steps=1), 100, ahead=ahead, arrive=arrive)
     served.check(requests)
-    computed = sum(run.num_tokens for iteration in served.iterations for run in iteration.chunks)
-    assert computed <= 100 + 7 * (100 - 96)
-    most = max(len({page for run in iteration.runs for page in run.pages}) for iteration in served.iterations)
-    assert most <= 6 + 8 * 1, "the prompt's whole pages once, and one of its own for each"
+    assert [run.num_tokens for iteration in served.iterations for run in iteration.chunks] == [100]
+    assert [len(iteration.copies) for iteration in served.iterations[:3]] == (
+        [0, 7, 0] if arrive is None else [0, 1, 1]
+    )
+    late = 0 if arrive is None else 6
+    assert len(served.iterations) == 1 + 60 + late, "the chunk is all that the others wait for"
+
+
+def test_a_prompt_that_goes_on_where_another_is_has_no_chunk() -> None:
+    """A prompt of what another was asked and has answered so far, and one of a part of it."""
+    scheduler, device = Scheduler(PagedCache(PagePool(60), PAGE), Options(3, 256, steps=1)), Device(PAGE)
+    first = Request("first", tuple(range(20)), 60)
+    scheduler.submit(first)
+    ran: list[Run] = []
+    while iteration := scheduler.next():
+        ran += iteration.runs
+        scheduler.took(iteration, device.run(iteration))
+        if len(ran) == 30:
+            scheduler.submit(Request("part", first.prompt[:10], 4))
+            scheduler.submit(Request("more", first.prompt + generated(first)[:25], 4))
+    assert {(run.name, run.start) for run in ran if run.num_tokens > 1} == {("first", 0)}
+    assert min(run.start for run in ran if run.name == "part") == 10 - 1
+    assert min(run.start for run in ran if run.name == "more") == 20 + 25 - 1
+
+
+@pytest.mark.parametrize(("num", "prompt", "max_tokens"), [(8, 96, 40), (8, 100, 40), (5, 33, 100), (16, 16, 33)])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_chains_hold_their_prompt_once(num: int, prompt: int, max_tokens: int, ahead: int) -> None:
+    """Of the page that prompt and answer share, each has its own."""
+    requests = chains(num, prompt, max_tokens)
+    whole, stored = prompt // PAGE, prompt + max_tokens - 1  # the last token is nobody's past
+    needed = whole + num * (-(-stored // PAGE) - whole)
+    served = Served(requests, Options(num, 256), needed, ahead=ahead)
+    served.check(requests)
+    assert served.most_held <= needed
+    assert not any(run.attempt > num for iteration in served.iterations for run in iteration.runs), "none is preempted"
+
+
+def test_who_waits_for_a_prefix_goes_on_when_it_is_aborted() -> None:
+    scheduler, device = Scheduler(PagedCache(PagePool(60), PAGE), Options(4, 512)), Device(PAGE)
+    for request in chains(3, 400, 5):
+        scheduler.submit(request)
+    first = scheduler.next()
+    assert first is not None and [run.name for run in first.runs] == ["0"]
+    device.run(first)
+    scheduler.abort("0")
+    names = [run.name for _ in range(3) if (iteration := scheduler.next()) for run in iteration.runs]
+    assert names == ["1", "1", "1", "2"]
 
 
 def test_a_burst_waits_in_order() -> None:
@@ -312,20 +408,36 @@ def test_a_request_that_cannot_be_served_is_refused(request_: Request, why: str)
 
 
 def test_n_grams_are_found_where_they_stood_last() -> None:
-    assert propose_n_gram([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], 2) == [4, 9]
-    assert propose_n_gram([5, 1, 2, 3, 4, 7, 8, 3, 4, 6, 1, 2, 3, 4], 3) == [7, 8, 3], "the longest end first"
-    assert propose_n_gram([1, 2, 3], 4) == [] == propose_n_gram([], 4)
+    asked = [[1, 2, 3, 9, 1, 2, 4, 9, 1, 2], [5, 1, 2, 3, 4, 7, 8, 3, 4, 6, 1, 2, 3, 4], [1, 2, 3], []]
+    guesses = NGram().propose([Asked(slot, tokens, 3) for slot, tokens in enumerate(asked)])
+    assert guesses == [[4, 9, 1], [7, 8, 3], [], []], "the longest end first, and where it stood last"
 
 
-def test_repetition_takes_fewer_iterations_with_proposals() -> None:
-    """Tokens per verified step of a text that goes in circles are many; those of the model are nobody's guess."""
-    proposals = Options(1, 512, steps=1, num_proposals=4)
-    request = Request("a", (1, 2, 3), 200)
-    of_model = generated(request)
-    known = [*request.prompt, *of_model]
-    served = Served([request], proposals, 64, propose=lambda tokens, most: known[len(tokens) : len(tokens) + most])
-    served.check([request])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_what_is_guessed_right_takes_fewer_iterations(ahead: int) -> None:
+    """All are asked at once, with what is known; so what is on its way is waited for."""
+    requests = [Request(str(i), (i, 2, 3), 201) for i in range(3)]
+    texts = [[*request.prompt, *generated(request)] for request in requests]
+
+    def guess(tokens: Sequence[int], most: int) -> Sequence[int]:
+        text = texts[tokens[0]]
+        assert list(tokens) == text[: len(tokens)] and 1 <= most <= 4
+        return text[len(tokens) : len(tokens) + most]
+
+    served = Served(requests, Options(3, 512, num_proposals=4), 64, ahead=ahead, proposer=Guess(guess))
+    served.check(requests)
     assert len(served.iterations) <= 1 + 200 / 5 + 1
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_who_guesses_wrong_is_asked_seldom(ahead: int) -> None:
+    requests = [Request(str(i), (i, 2, 3), 400) for i in range(3)]
+    wrong = Guess(lambda tokens, most: [9] * most)
+    options = Options(3, 512, num_proposals=4)
+    served = Served(requests, options, 128, ahead=ahead, proposer=wrong, payoff=Payoff(cost=1.5, patience=4))
+    served.check(requests)
+    verified = sum(iteration.shape.width > 1 for iteration in served.iterations)
+    assert 8 <= verified <= 40 and max(iteration.shape.steps for iteration in served.iterations) == 8
 
 
 @pytest.mark.parametrize(("acceptance", "num", "expected"), [(0.6, 4, 2.306), (0.8, 4, 3.362), (0.9, 7, 5.695)])

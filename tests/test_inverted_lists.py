@@ -1,4 +1,4 @@
-"""IVF-Flat: search is exact within the lists probed, whatever the passes, and all of the corpus is in the lists."""
+"""IVF-Flat: search is exact within the lists probed, however the work is cut, and all of the corpus is in the lists."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from nearest import exact_nearest, exact_scores, recall
 
+from autopar.planned import Planned
 from autopar.vector_search import list_search
 from autopar.vector_search.best import Best, distinct
-from autopar.vector_search.inverted_lists import InvertedLists, fill, members
+from autopar.vector_search.inverted_lists import InvertedLists, fill, lists_of, longest_of, members, usual_slots
 from autopar.vector_search.k_means import k_means
-from autopar.vector_search.list_search import Passes, passes
+from autopar.vector_search.list_search import Shape, shape_of
 from autopar.vector_search.metrics import METRICS, NO_ID, Metric
-from autopar.vector_search.planned import Planned
-from autopar.vector_search.seats import seats
-from autopar.vector_search.size_classes import size_classes
+from autopar.vector_search.seats import num_units, seats, units
 from benchmarks.synthetic_vectors import faiss_synthetic
 
 NUM, LISTS, DIM = 1000, 16, 12
@@ -30,7 +31,7 @@ search_lists = jax.jit(list_search.search_lists, static_argnums=2, static_argnam
 
 @cache
 def made(
-    metric: Metric = "l2", dtype: str = "float32", most_classes: int = 4
+    metric: Metric = "l2", dtype: str = "float32", slots: int = 16
 ) -> tuple[InvertedLists, np.ndarray, np.ndarray]:
     """An index, its vectors, and 40 queries."""
     data = faiss_synthetic(DIM, 0, NUM, 40)
@@ -38,7 +39,7 @@ def made(
     if dtype == "int8":
         vectors, queries = ((100 * each).astype(np.int8) for each in (vectors, queries))
     found = k_means(jnp.asarray(vectors), LISTS, rounds=4)
-    index = fill(vectors, np.asarray(found.centroids), np.asarray(found.lists), metric, most_classes)
+    index = fill(vectors, np.asarray(found.centroids), np.asarray(found.lists), metric, slots)
     return index, vectors, queries
 
 
@@ -58,14 +59,11 @@ def best_within(
 def test_every_vector_is_in_its_list_once() -> None:
     index, vectors, _ = made()
     assert sorted(np.concatenate(members(index)).tolist()) == list(range(NUM))
-    first = 0
-    for each in index.classes:
-        size = each.positions.shape[0]
-        for row, positions in enumerate(np.asarray(each.positions)):
-            held = positions != NO_ID
-            np.testing.assert_array_equal(np.asarray(each.vectors)[row][held], vectors[positions[held]])
-        first += size
-    assert first == index.num_lists
+    positions = np.asarray(index.positions)
+    held = positions != NO_ID
+    np.testing.assert_array_equal(np.asarray(index.vectors)[held], vectors[positions[held]])
+    owner = lists_of(index, NUM)[:, 0]
+    assert [set(owner[each]) for each in members(index)] == [{number} for number in range(LISTS)]
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -90,17 +88,15 @@ def test_probing_all_lists_finds_the_nearest(metric: Metric) -> None:
     assert np.all(np.diff(np.asarray(found.scores), axis=1) <= 0)
 
 
-def test_the_passes_change_no_result() -> None:
-    """Room for all, for some, for none; tiles of few rows; few lists in a pass. Also when every query wants one list."""
+def test_how_the_work_is_cut_changes_no_result() -> None:
+    """Into units of few queries and of many; one unit at a time, some, all. Also when every query wants one list."""
     index, _, queries = made()
-    classes = len(index.classes)
     crowded = np.stack([np.array([3, 4 + i % 9, 14, 0, 1], np.int32) for i in range(len(queries))])
     spread = np.stack([np.random.default_rng(i).permutation(LISTS)[:5] for i in range(len(queries))]).astype(np.int32)
     for probes in (crowded, spread):
         results: list[Best] = []
-        for rows, tile, num in ((40, 8, 1), (8, 3, 1), (0, 4, 2)):
-            how = Passes(rows, tile, (num,) * classes)
-            results.append(search_lists(index, jnp.asarray(queries), 9, jnp.asarray(probes), how=how))
+        for rows, at_once in ((40, 1000), (3, 7), (8, 1)):
+            results.append(search_lists(index, jnp.asarray(queries), 9, jnp.asarray(probes), how=Shape(rows, at_once)))
         for one, other in itertools.pairwise(results):
             np.testing.assert_array_equal(one.positions, other.positions)
             np.testing.assert_allclose(one.scores, other.scores, rtol=1e-5, atol=1e-5)
@@ -114,10 +110,11 @@ def test_one_query_and_many_find_the_same(num_queries: int) -> None:
     np.testing.assert_array_equal(some.positions, every.positions[:num_queries])
 
 
-def test_few_queries_are_not_multiplied_with_all_lists() -> None:
+def test_a_unit_has_no_more_queries_than_ask_a_list_on_average() -> None:
     index, _, _ = made()
-    assert passes(index, 1, 2).rows == 0
-    assert passes(index, 100, 8).rows > 100 * 8 / LISTS
+    assert shape_of(index, 1, 2).rows == 1
+    assert shape_of(index, 100, 1).rows == 8
+    assert shape_of(index, 1000, LISTS).rows == 32
 
 
 @pytest.mark.parametrize("k", [1, 300])
@@ -173,27 +170,48 @@ def test_seats_count_the_probes_of_a_list() -> None:
         assert sorted(np.asarray(found.seat)[probes == each].tolist()) == list(range((probes == each).sum()))
 
 
-def test_size_classes_pad_least_of_all_ways_to_cut() -> None:
-    counts = np.array([3, 17, 18, 40, 41, 100, 5, 90, 0])
-    found = size_classes(counts, most=3)
-    padded = np.sort(np.maximum(-(-counts // 16), 1) * 16)
-    assert sum(found.num_lists) == len(counts)
-    last = 0
-    for num, length in zip(found.num_lists, found.lengths, strict=True):
-        assert counts[found.order[last : last + num]].max() <= length
-        last += num
-    cuts = [sorted({a, b, 9} - {0}) for a in range(10) for b in range(10)]
-    least = min(sum((e - s) * padded[e - 1] for s, e in zip([0, *c[:-1]], c, strict=True)) for c in cuts)
-    assert sum(n * length for n, length in zip(found.num_lists, found.lengths, strict=True)) == least
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from((1, 7)), st.sampled_from((1, 4)), st.sampled_from((1, 13)), st.data())
+def test_units_multiply_every_block_with_every_query_that_asks_it_and_there_is_room(
+    num_lists: int, rows: int, queries: int, data: st.DataObject
+) -> None:
+    num_blocks = data.draw(st.lists(st.integers(1, 5), min_size=num_lists, max_size=num_lists))
+    num_probes = data.draw(st.sampled_from((1, num_lists // 2 + 1, num_lists)))
+    one = st.permutations(range(num_lists)).map(lambda order: order[:num_probes])
+    probes = np.array(data.draw(st.lists(one, min_size=queries, max_size=queries)), np.int32)
+    first = np.concatenate([[0], np.cumsum(num_blocks)]).astype(np.int32)
+    longest = longest_of(np.array(num_blocks))[min((num_probes - 1).bit_length(), (num_lists - 1).bit_length())]
+    assert longest >= sum(sorted(num_blocks)[-num_probes:])
+    most, _ = num_units(queries, rows, sum(num_blocks), longest)
+    seating = seats(jnp.asarray(probes), num_lists)
+    made = jax.device_get(units(seating, jnp.asarray(first), rows, most))
+    seating = jax.device_get(seating)
+    taken = np.bincount(probes.reshape(-1), minlength=num_lists)
+    assert int(made.num_units) == (-(-taken // rows) * num_blocks).sum() <= most
+    served = {
+        (query, block) for query, lists in enumerate(probes) for b in lists for block in range(*first[[b, b + 1]])
+    }
+    found = []
+    for unit in range(int(made.num_units)):
+        start, each = int(made.asks[unit]), int(made.which[unit])
+        end = min(start + rows, int(seating.first[each + 1]))
+        found += [(int(query), int(made.block[unit])) for query in seating.asks[start:end]]
+        assert first[each] <= made.block[unit] < first[each + 1]
+    assert len(found) == len(set(found))
+    assert set(found) == served
 
 
-def test_one_class_and_many_give_the_same() -> None:
-    one, _, queries = made(most_classes=1)
-    many, _, _ = made()
-    assert len(one.classes) == 1 < len(many.classes)
-    assert many.num_slots < one.num_slots
-    a, b = (search(each, jnp.asarray(queries), 10, 5) for each in (one, many))
+def test_small_blocks_and_large_give_the_same() -> None:
+    small, _, queries = made()
+    large, _, _ = made(slots=64)
+    assert large.num_blocks < small.num_blocks
+    a, b = (search(each, jnp.asarray(queries), 10, 5) for each in (small, large))
     np.testing.assert_array_equal(a.positions, b.positions)
+
+
+@pytest.mark.parametrize(("length", "slots"), [(3, 16), (100, 32), (120, 64), (200, 64), (1000, 128), (10**6, 1024)])
+def test_a_block_is_at_most_so_much_of_a_list(length: int, slots: int) -> None:
+    assert usual_slots(10 * length, 10) == slots
 
 
 def test_with_faiss_centroids_and_lists_the_recall_is_faiss_own() -> None:
@@ -217,7 +235,7 @@ def test_lists_split_over_devices_by_the_planner_find_what_one_device_finds() ->
     """More than one device's budget: every list over all devices, so that each has as much to do."""
     data = faiss_synthetic(64, 0, 20000, 128)
     lists = np.random.default_rng(0).integers(0, 32, size=20000)
-    index = fill(data.corpus, data.corpus[:32], lists, "l2", most_classes=1)
+    index = fill(data.corpus, data.corpus[:32], lists, "l2")
     arrays, tree = jax.tree.flatten((index, jnp.asarray(data.queries)))
 
     def searched(*arrays: jax.Array) -> tuple[jax.Array, ...]:

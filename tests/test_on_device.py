@@ -16,11 +16,13 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.compiler import Compiler
-from autopar.cost.hardware import load
+from autopar.cost.hardware import HardwareProfile, load
+from autopar.cost.kernels import op_seconds
 from autopar.device_program import Buffer, DeviceProgram, Op, OpKind, peak_of_temporaries
 from autopar.formulation import Formulation, formulate
 from autopar.fusion import Fused, _Fusion, _Siblings, fuse
 from autopar.graph.ir import Graph
+from autopar.jax_compat import module_bytes
 from autopar.lowering import Instruction, InstructionKind, LocalProgram
 from autopar.mesh import parse_mesh
 from autopar.on_device import _together, device_program
@@ -201,21 +203,25 @@ def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pyte
 # -- lowering ----------------------------------------------------------------------------------
 
 
-def planned(step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None) -> tuple[Formulation, Any]:
+def planned(
+    step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None, profile: HardwareProfile = H100
+) -> tuple[Formulation, Any]:
     """A function's formulation and the best choices in it."""
     shape = parse_mesh(mesh)
     traced = program_of(step, args, carry=None, donate=None)
     pins = resolve_pins(pin or {}, traced.graph, shape)
     groups = _group(traced.graph, pins).groups
-    made = formulate(traced.graph, groups, shape, H100, pins=pins, memory_budget_bytes=None)
+    made = formulate(traced.graph, groups, shape, profile, pins=pins, memory_budget_bytes=None)
     return made, Ilp().solve(made.problem).choices
 
 
-def built(step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None) -> DeviceProgram:
+def built(
+    step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None, profile: HardwareProfile = H100
+) -> DeviceProgram:
     """A function as XLA would run it on one device."""
-    made, choices = planned(step, *args, mesh=mesh, pin=pin)
+    made, choices = planned(step, *args, mesh=mesh, pin=pin, profile=profile)
     assert choices is not None
-    return device_program(made, choices, H100)
+    return device_program(made, choices, profile)
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -271,14 +277,69 @@ def test_a_product_that_sums_nothing_is_no_product() -> None:
     assert len(program.ops) == 1
 
 
-def test_a_scatter_writes_in_place_and_is_charged_for_the_whole() -> None:
+def test_a_scatter_writes_in_place_and_the_estimator_charges_it_for_the_whole() -> None:
     def step(table: Any, rows: Any, updates: Any) -> Any:
         return (table * 2.0).at[rows].add(updates).sum()
 
     program = built(step, array(50000, 512), array(64, dtype=jnp.int32), array(64, 512))
     scatter = next(op for op in program.ops if op.num_blocks and set(op.writes) & set(op.reads))
-    assert scatter.written_bytes == 50000 * 512 * 4
+    assert scatter.written_bytes + scatter.spared_bytes == 50000 * 512 * 4
+    assert scatter.written_bytes == 64 * 512 * 4
+    assert op_seconds(scatter, parse_mesh("1"), H100) > 2 * 50000 * 512 * 4 / H100.hbm_bytes_per_s
     assert peak_of_temporaries(program) < 1.1 * 50000 * 512 * 4
+
+
+def test_an_updated_slice_takes_the_time_of_what_changes() -> None:
+    """By a device's own rates: of one row in a table of many, written in a loop."""
+
+    def step(table: Any, row: Any) -> Any:
+        return jax.lax.fori_loop(0, 100, lambda i, t: jax.lax.dynamic_update_slice(t, row * i, (i, 0)), table)
+
+    profile = load("cpu-host")
+    few, many = (
+        simulate(built(step, array(rows, 512), array(1, 512), profile=profile), parse_mesh("1"), profile).compute_s
+        for rows in (200, 200_000)
+    )
+    copied = 2 * 4 * 200_000 * 512 / profile.hbm_bytes_per_s
+    assert many < few + 1.5 * copied
+
+
+def test_what_renews_a_state_in_place_costs_the_same_however_large_that_is() -> None:
+    def step(state: Any, rows: Any, updates: Any) -> Any:
+        before = state[rows]
+        return state.at[rows].set(updates + before).at[rows + 1].add(updates), updates
+
+    def cost(num_rows: int) -> tuple[float, float]:
+        """By the device's own rates, and the peak."""
+        program = built(step, array(num_rows, 512), array(64, dtype=jnp.int32), array(64, 512))
+        own = simulate(program, parse_mesh("1"), replace(H100, xla_estimator=None))
+        return own.step_time_s, peak_of_temporaries(program)
+
+    (small, _), (large, peak) = cost(1000), cost(1_000_000)
+    assert large == pytest.approx(small, rel=0.01)
+    assert peak < 1000 * 512 * 4
+
+
+def _reads_between(state: Any, rows: Any, updates: Any) -> Any:
+    written = state.at[rows].set(updates)
+    read = written[rows + 2].sum()
+    return written.at[rows + 1].set(updates), read
+
+
+def _reads_after(state: Any, rows: Any, updates: Any) -> Any:
+    renewed = state.at[rows].set(updates)
+    return renewed, (state - renewed).sum()
+
+
+@pytest.mark.parametrize(("step", "is_copied"), [(_reads_between, False), (_reads_after, True)])
+def test_a_state_is_copied_where_what_it_was_is_read_later(step: Any, is_copied: bool, absent_gpus: Compiler) -> None:
+    """As XLA does."""
+    arguments = (array(100_000, 512), array(64, dtype=jnp.int32), array(64, 512))
+    size = 100_000 * 512 * 4
+    assert any(op.written_bytes >= size for op in built(step, *arguments).ops) == is_copied
+    lowered = jax.jit(step, donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",))
+    compiled = absent_gpus.compile(module_bytes(lowered), H100, 1, 1)
+    assert ("f32[100000,512]{1,0} copy(" in compiled.hlo_text) == is_copied
 
 
 # -- memory ------------------------------------------------------------------------------------

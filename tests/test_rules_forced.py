@@ -29,6 +29,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from autopar import hlo, jax_compat
 from autopar.graph.from_jaxpr import graph_of
+from autopar.inference.kv_pages import KVPages
+from autopar.inference.paged_attention import attend_paged
 from autopar.manual.region import run_region
 from autopar.mesh import MeshShape, parse_mesh
 from autopar.partition_spec import partition_spec
@@ -223,6 +225,11 @@ def grouped_products(x: jax.Array, w: jax.Array) -> Any:
     return lax.ragged_dot(x, w, jnp.array([4, 12]))
 
 
+def attention_over_pages(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    tables, positions = jnp.arange(16, dtype=jnp.int32)[::-1].reshape(8, 2), jnp.asarray(N).reshape(8, 2) % 8
+    return attend_paged("blocks", queries, KVPages(keys, values), tables, positions)
+
+
 #: What jaxlib 0.12.0.1 compiles for one device alone: `mulhi`, which philox is made of.
 ONE_DEVICE_ONLY = {"mulhi", "philox2x32", "philox4x32"}
 #: Programs whose equations are forced; small, but with dims that 8 and 2x4 divide.
@@ -251,6 +258,7 @@ SAMPLES: dict[str, Sample] = {
     "more_windows": (more_windows, [IMAGE]),
     "matrix_products": (gradient(matrix_products), [X, RNG.random((8, 16), np.float32)]),
     "grouped_products": (gradient(grouped_products), [X, RNG.random((2, 8, 16), np.float32)]),
+    "attention_over_pages": (attention_over_pages, [RNG.random((8, 2, 16, 4), np.float32), *RNG.random((2, 17, 4, 8, 4), np.float32)]),
     "conv": (conv(), [IMAGE, KERNEL]),
     "conv_strided": (conv(window_strides=(2, 2)), [IMAGE, KERNEL]),
     "conv_dilated": (conv(rhs_dilation=(2, 2)), [IMAGE, KERNEL]),

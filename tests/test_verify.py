@@ -605,7 +605,7 @@ def two_layers() -> programs.Program:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-def test_a_two_layer_mlp_under_eight_gpus_that_are_not_there() -> None:
+def test_a_two_layer_mlp_under_eight_gpus_that_are_not_there(tmp_path: Path) -> None:
     told = autopar.verify(two_layers().step, *two_layers().abstract_args(), mesh="8", hardware="h100-sxm")
     rows = {row.name: row for row in told.memory}
     assert [name for name in ("arguments", "outputs", "shared by both") if not rows[name].holds] == []
@@ -617,6 +617,9 @@ def test_a_two_layer_mlp_under_eight_gpus_that_are_not_there() -> None:
     assert 0 < told.overhead_s < 10  # a second where the machine has nothing else to do
     assert "Verification of" in str(told)
     assert json.loads(json.dumps(told.to_json()))["topology"] == "1x1x8"
+    autopar.write_report(told.plan, tmp_path / "report.html", verification=told)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Predicted beside compiled" in page and "XLA's own program for 1x1x8 GPUs" in page
 
 
 @pytest.mark.slow

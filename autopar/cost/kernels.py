@@ -101,8 +101,8 @@ def fusion_seconds(op: Op, estimator: EstimatorProfile) -> float:
         most = op.num_blocks * estimator.block_bytes_per_s
         rates = tuple(min(each, most) for each in rates)
         scalar *= min(1.0, op.num_blocks / estimator.num_cores)
-    reads = (op.read_bytes, op.reread_bytes, op.broadcast_bytes)
-    memory = sum(map(truediv, reads, rates)) + op.written_bytes / rate
+    reads = (op.read_bytes + op.spared_bytes, op.reread_bytes, op.broadcast_bytes)
+    memory = sum(map(truediv, reads, rates)) + (op.written_bytes + op.spared_bytes) / rate
     arithmetic = op.flops / scalar
     return arithmetic + memory - estimator.parallel_fraction * min(arithmetic, memory)
 

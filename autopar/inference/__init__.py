@@ -4,4 +4,15 @@ from autopar.inference.checkpoint import Checkpoint as Checkpoint
 from autopar.inference.checkpoint import write_checkpoint as write_checkpoint
 from autopar.inference.config import DecoderConfig as DecoderConfig
 from autopar.inference.decoder import Decoder as Decoder
+from autopar.inference.engine import Engine as Engine
+from autopar.inference.engine import Serving as Serving
+from autopar.inference.engine import Stats as Stats
+from autopar.inference.generation import Generation as Generation
+from autopar.inference.generation import Piece as Piece
+from autopar.inference.reasoning import Answers as Answers
+from autopar.inference.reasoning import Chain as Chain
+from autopar.inference.reasoning import asking as asking
+from autopar.inference.reasoning import best_of as best_of
+from autopar.inference.requests import Options as Options
+from autopar.inference.sampling import SamplingOptions as SamplingOptions
 from autopar.inference.tokenizer import load_tokenizer as load_tokenizer

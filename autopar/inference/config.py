@@ -58,12 +58,13 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> DecoderConfig:
-        """Of a model's folder.
+        """Of a model's folder, or of a file like its `config.json`.
 
         Raises:
             ModelError: there is no `config.json`, it is no JSON, or names what is not supported.
         """
-        path = Path(folder) / "config.json"
+        path = Path(folder)
+        path = path if path.suffix == ".json" and not path.is_dir() else path / "config.json"
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

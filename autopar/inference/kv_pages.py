@@ -1,4 +1,4 @@
-"""The pages of the KV cache on the device, of one layer: written, gathered, copied.
+"""The pages of the KV cache on the device, of one layer: written, gathered, copied, attended to.
 
 In: arrays of pages, and page numbers from the host. Out: pure functions of arrays, whose cost does not grow with the
 number of pages if the caller donates them. Keys and values are arrays of their own, and so is every layer: what is cut
@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+_WIDE = jnp.float32
+_UNREAD = -1e30  # a score whose weight is zero, and whose difference from itself is too
 
 
 class KVPages(NamedTuple):
@@ -47,9 +50,10 @@ def write(pages: KVPages, keys: jax.Array, values: jax.Array, tables: jax.Array,
     Args:
         keys, values: `[rows, tokens, kv_heads, head_dim]`.
         tables: int32 `[rows, pages of a sequence]`, filled up with the waste page.
-        positions: int32 `[rows, tokens]`, in their sequences; negative ones are padding, and go to waste.
+        positions: int32 `[rows, tokens]`, in their sequences; negative ones are padding, and zeros go to waste for them.
     """
     size, last = pages.page_size, tables.shape[1] - 1
+    keys, values = (jnp.where(positions[..., None, None] < 0, 0, new) for new in (keys, values))
     page = jnp.take_along_axis(tables, jnp.clip(positions // size, 0, last), 1)
     page = jnp.where(positions < 0, pages.waste_page, page)
     offset = positions % size
@@ -87,6 +91,52 @@ def attend(
     is_there = (places <= positions.max(1)[:, None])[..., None, None]  # a NaN left in a page times 0 is a NaN
     values = jnp.where(is_there, values, 0)
     return jax.nn.dot_product_attention(queries, keys, values, mask=is_read, scale=scale, implementation="xla")
+
+
+def attend_in_blocks(
+    queries: jax.Array,
+    pages: KVPages,
+    tables: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float | None = None,
+    block_tokens: int = 128,
+) -> jax.Array:
+    """`attend` over pages, some of each sequence at a time, and none behind the longest: nothing of a sequence's full
+    length is made, and the time is that of the tokens there are.
+
+    The softmax is taken as it goes (Milakov and Gimelshein 2018, Rabe and Staats 2021). A block behind a row's last
+    token changes nothing of it, to the bit, so that a row does not depend on how long the others are.
+
+    Args:
+        queries, positions: as for `attend`. tables: as for `write`.
+        block_tokens: about so many at a time.
+    """
+    rows, tokens, heads, dim = queries.shape
+    kv_heads, size, width = pages.keys.shape[2], pages.page_size, max(1, block_tokens // pages.page_size)
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % width)), constant_values=pages.waste_page)
+    grouped = queries.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
+    last = positions.max(1)[:, None]
+
+    def block(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        most, total, sums = carry
+        keys, values = gather(pages, jax.lax.dynamic_slice_in_dim(tables, number * width, width, 1))
+        places = number * width * size + jnp.arange(width * size)
+        values = jnp.where((places <= last)[..., None, None], values, 0)  # as in `attend`
+        scores = jnp.einsum("rtkgd,rskd->rktgs", grouped, keys.astype(queries.dtype), preferred_element_type=_WIDE)
+        is_read = places <= jnp.maximum(positions, 0)[:, None, :, None, None]
+        scores = jnp.where(is_read, scores * (dim**-0.5 if scale is None else scale), _UNREAD)
+        higher = jnp.maximum(most, scores.max(-1))
+        weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(most - higher)
+        values = values.astype(queries.dtype)
+        more = jnp.einsum("rktgs,rskd->rktgd", weights.astype(values.dtype), values, preferred_element_type=_WIDE)
+        return higher, total * kept + weights.sum(-1), sums * kept[..., None] + more
+
+    shape = (rows, kv_heads, tokens, heads // kv_heads)
+    start = jnp.full(shape, _UNREAD, _WIDE), jnp.zeros(shape, _WIDE), jnp.zeros((*shape, dim), _WIDE)
+    num_blocks = jnp.maximum(positions.max(), 0) // (width * size) + 1
+    _, total, sums = jax.lax.fori_loop(0, num_blocks, block, start)
+    return (sums / total[..., None]).transpose(0, 2, 1, 3, 4).reshape(queries.shape).astype(queries.dtype)
 
 
 def copy(pages: KVPages, sources: jax.Array, targets: jax.Array) -> KVPages:

@@ -66,6 +66,16 @@ class PagedCache:
         pages = self._tree.match(tokens[: len(tokens) - 1]) if self._tree and tokens else []
         return PageTable(pages, len(pages) * self.page_size, len(pages))
 
+    def num_common(self, tokens: list[int], others: list[int], first: int) -> int:
+        """How many tokens of a new sequence are worth sharing with another, where `first`, in whole pages, can be had
+        without: all but the last, which is left for the logits that follow it; else those in whole pages."""
+        num, most, size = first, len(tokens) - 1, self.page_size
+        while num + size <= most and tokens[num : num + size] == others[num : num + size]:
+            num += size
+        if num + size > most and tokens[num:most] == others[num:most]:
+            num = most
+        return num if num > first and tokens[:first] == others[:first] else first
+
     def num_needed(self, table: PageTable, num_tokens: int) -> int:
         """Pages that `grow` would take."""
         more = max(0, self.num_pages(num_tokens) - len(table.pages))
@@ -98,16 +108,17 @@ class PagedCache:
         table.num_tokens = min(table.num_tokens, num_tokens)
 
     def keep(self, table: PageTable, tokens: Sequence[int]) -> None:
-        """Let others find the whole pages of the tokens of a sequence, all of them computed; those that a fork holds too
-        when it alone holds them."""
+        """Let others find the whole pages of the tokens of a sequence, all of them computed."""
         if self._tree is None or len(tokens) // self.page_size <= table.num_kept:
             return
         table.num_kept = self._tree.insert(tokens, table.pages, table.num_kept)
 
-    def fork(self, table: PageTable) -> PageTable:
-        """A second sequence that begins as this one does, in the same pages."""
-        self.pool.share(table.pages)
-        return PageTable(list(table.pages), table.num_tokens, table.num_kept)
+    def fork(self, table: PageTable, num_tokens: int) -> PageTable:
+        """A second sequence that begins with the same tokens, so many of them, in the same pages."""
+        assert num_tokens <= table.num_tokens, "a fork shares what is there"
+        pages = table.pages[: self.num_pages(num_tokens)]
+        self.pool.share(pages)
+        return PageTable(pages, num_tokens, min(table.num_kept, num_tokens // self.page_size))
 
     def end(self, table: PageTable) -> None:
         """Give all back. What `keep` was told stays findable until its page is needed."""
@@ -115,7 +126,7 @@ class PagedCache:
         table.pages, table.num_tokens, table.num_kept = [], 0, 0
 
     def _to_copy(self, table: PageTable, num_tokens: int) -> list[int]:
-        """Which of its pages are to be written, but read by others too."""
+        """Which of its pages are to be written, but read by others too: at most the last, where it is not full."""
         if num_tokens <= table.num_tokens:
             return []
         written = range(table.num_tokens // self.page_size, len(table.pages))

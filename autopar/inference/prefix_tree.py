@@ -56,8 +56,8 @@ class PrefixTree:
         """Remember the whole pages of a sequence, which holds them.
 
         Where another sequence's page with the same prefix is remembered already, this one gives its own back and holds
-        that: so who holds a node holds all nodes above it. For the same reason a page is not remembered while a fork
-        holds it too, whose pages before it may be others than the tree's.
+        that: so who holds a node holds all nodes above it. Not while a fork holds its page too: all who hold a page hold
+        the same pages before it, and so they are remembered for all of them. It ends there then, and may be called again.
 
         Args:
             tokens: of the whole sequence, all of them computed.
@@ -72,12 +72,12 @@ class PrefixTree:
             key = tuple(tokens[i * self._page_size : (i + 1) * self._page_size])
             child = node.children.get(key)
             if child is None:
-                if self._pool.references(pages[i]) > 1:
-                    return i
                 child = node.children[key] = _Node(pages[i], key, node)
                 self._nodes[pages[i]] = child
                 self._pool.remember(pages[i], self._forget)
             elif child.page != pages[i]:
+                if self._pool.references(pages[i]) > 1:
+                    return i
                 self._pool.share([child.page])
                 self._pool.give_back([pages[i]])
                 pages[i] = child.page

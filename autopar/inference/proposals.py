@@ -1,34 +1,62 @@
 """Guesses of the next tokens, and whether guessing pays.
 
-In: the tokens so far; how many proposals were accepted. Out: `propose_n_gram`, `Payoff`. Nothing here needs a model.
+In: the tokens so far; how many proposals were accepted. Out: `Proposer`, of which `NGram` is one; `Payoff`. Nothing here
+needs a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 
-def propose_n_gram(
-    tokens: Sequence[int], most: int, *, longest: int = 4, shortest: int = 2, within: int = 2048
-) -> list[int]:
+class Asked(NamedTuple):
+    """A sequence whose next tokens are to be guessed.
+
+    Args:
+        slot: its own as long as it runs; whose it was before, nobody says but the tokens.
+        tokens: prompt and generated; not to be changed, nor kept.
+        most: guesses that are wanted, at most; at least 1.
+    """
+
+    slot: int
+    tokens: list[int]
+    most: int
+
+
+class Proposer(Protocol):
+    """Whoever guesses."""
+
+    def propose(self, asked: Sequence[Asked]) -> list[Sequence[int]]:
+        """What may follow each of the sequences; nothing where there is no guess."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NGram:
     """What followed the last tokens when they stood there before: the longest such end, where it stood last.
 
     Args:
-        most: tokens to propose, at most.
         longest, shortest: of the ends that are looked for.
         within: so many of the last tokens are searched, which bounds the time it takes.
-
-    Returns:
-        None or more tokens.
     """
-    tokens = list(tokens[-within:])
-    for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        end = tokens[-length:]
-        for start in range(len(tokens) - length - 1, -1, -1):
-            if tokens[start] == end[0] and tokens[start : start + length] == end:
-                return tokens[start + length : start + length + most]
-    return []
+
+    longest: int = 4
+    shortest: int = 2
+    within: int = 2048
+
+    def propose(self, asked: Sequence[Asked]) -> list[Sequence[int]]:
+        """As `Proposer` says."""
+        return [self._after(each.tokens[-self.within :], each.most) for each in asked]
+
+    def _after(self, tokens: list[int], most: int) -> list[int]:
+        for length in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
+            end = tokens[-length:]
+            for start in range(len(tokens) - length - 1, -1, -1):
+                if tokens[start] == end[0] and tokens[start : start + length] == end:
+                    return tokens[start + length : start + length + most]
+        return []
 
 
 def expected_tokens(acceptance: float, num_proposals: int) -> float:

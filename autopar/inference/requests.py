@@ -68,7 +68,7 @@ class Iteration:
     """One call of one program.
 
     Args:
-        copies: of pages, before all else.
+        copies: of pages, before all else; at most one a run, so never more than slots.
         decodes: one for each slot that generates. chunks: at most `shape.rows`.
     """
 

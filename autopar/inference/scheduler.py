@@ -6,6 +6,8 @@ is known here, so a day of traffic is simulated in seconds.
 - Continuous batching: a slot is given to the next request in the iteration after its last one ended. A burst waits in
   a queue, in the order of arrival.
 - Prompts are computed in chunks beside the slots that generate, so that these never wait for a long prompt.
+- What has been sent to the device need not be computed again: a request whose tokens but the last a sequence that runs
+  has sent begins as its fork, and generates at once. One whose prefix is being computed waits for it.
 - Admission by reservation: a request is let in when there are pages for its whole prompt, besides those promised to
   others and one for each sequence that generates. Pages are taken as they are needed.
 - Where there is no page for the next token, the youngest sequence gives all its own back and waits to be computed
@@ -18,15 +20,13 @@ is known here, so a day of traffic is simulated in seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import InferenceError
 from autopar.inference.page_tables import Copy, PagedCache, PageTable
+from autopar.inference.proposals import Asked, Payoff, Proposer
 from autopar.inference.requests import Iteration, Options, Progress, Request, Result, Run, Shape
-
-#: Tokens, and how many may follow them at most, to tokens that may: none where there is no guess, or it does not pay.
-Propose = Callable[[Sequence[int], int], Sequence[int]]
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +35,7 @@ class _Sequence:
 
     Args:
         tokens: prompt and generated, as far as known.
-        num_sent: whose computation has been sent to the device. num_done: and has come out.
+        num_sent: whose computation has been sent to the device. In its table there is room for these.
         num_unknown: generated on the device, not known here.
         is_verified: proposals are under way, so how many tokens there will be is open.
     """
@@ -46,7 +46,6 @@ class _Sequence:
     table: PageTable
     tokens: list[int]
     num_sent: int
-    num_done: int
     num_unknown: int = 0
     is_verified: bool = False
 
@@ -69,13 +68,21 @@ class Scheduler:
 
     Args:
         cache: the model's.
-        propose: guesses of the tokens that follow others, where `options.num_proposals` is not 0.
+        proposer: guesses what follows, where `options.num_proposals` is not 0.
+        payoff: says when it is asked; by default always.
     """
 
-    def __init__(self, cache: PagedCache, options: Options | None = None, propose: Propose | None = None) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        options: Options | None = None,
+        proposer: Proposer | None = None,
+        payoff: Payoff | None = None,
+    ) -> None:
         self.cache = cache
         self.options = options or Options()
-        self._propose = propose if self.options.num_proposals else None
+        self._proposer = proposer if self.options.num_proposals else None
+        self._payoff = payoff
         self._waiting: deque[tuple[Request, list[int]]] = deque()
         self._running: dict[str, _Sequence] = {}  # the oldest first
         self._slots = list(range(self.options.num_slots - 1, -1, -1))
@@ -141,6 +148,8 @@ class Scheduler:
     def next(self) -> Iteration | None:
         """What to run; None where nothing can before something comes out, is submitted, or gives pages back."""
         self._admit()
+        if self._is_to_be_asked and any(each.num_unknown for each in self._all_generate()):
+            return None
         copies: list[Copy] = []
         proposed = self._proposals()
         shape = Shape(width=1 + self.options.num_proposals) if any(proposed.values()) else self._decode_shape()
@@ -152,6 +161,7 @@ class Scheduler:
             shape = Shape(rows=rows, length=length)
         if not decodes and not chunks:
             return None
+        assert len(copies) <= len(decodes) + len(chunks), "a run writes to one page that others read, at most"
         return Iteration(shape, tuple(copies), tuple(decodes), tuple(chunks))
 
     def took(self, iteration: Iteration, results: Mapping[str, Result]) -> list[Progress]:
@@ -167,22 +177,55 @@ class Scheduler:
                 told = self._take(sequence, run, results[run.name], iteration.shape)
                 if told is not None:
                     progress.append(told)
+        self._tell_payoff(iteration, results)
         return progress
+
+    def _tell_payoff(self, iteration: Iteration, results: Mapping[str, Result]) -> None:
+        if self._payoff is None or not iteration.decodes:
+            return
+        if iteration.shape.width == 1:
+            self._payoff.plain(iteration.shape.steps)
+        elif given := [len(results[run.name].tokens) for run in iteration.decodes if run.name in results]:
+            self._payoff.verified(sum(given), len(given))
 
     # -- admission and preemption --------------------------------------------------------------
 
     def _admit(self) -> None:
         while self._waiting and self._slots:
             request, tokens = self._waiting[0]
-            table = self.cache.start(tokens)
-            if self._is_on_its_way(tokens, table) or not self._is_room(tokens, table):
+            table = self._begun(tokens)
+            if table is None:
+                return
+            if not self._is_room(tokens, table):
                 self.cache.end(table)
                 return
             self._waiting.popleft()
             self._attempts += 1
-            there = table.num_tokens
             slot = self._slots.pop()
-            self._running[request.name] = _Sequence(request, self._attempts, slot, table, tokens, there, there)
+            self._running[request.name] = _Sequence(request, self._attempts, slot, table, tokens, table.num_tokens)
+
+    def _begun(self, tokens: list[int]) -> PageTable | None:
+        """A table with what is there of its tokens, found or shared with a sequence that runs.
+
+        Returns:
+            None where such a sequence has more of them, known but not all sent yet: worth waiting for, and not for long,
+            for it sends them, or ends, or is preempted.
+        """
+        table = self.cache.start(tokens)
+        if not self.cache.shares_prefixes:
+            return table
+        best, source = (table.num_tokens, True), None
+        for sequence in self._running.values():
+            num = self.cache.num_common(tokens, sequence.tokens, table.num_tokens)
+            if (num, num <= sequence.num_sent) > best:
+                best, source = (num, num <= sequence.num_sent), sequence
+            if best == (len(tokens) - 1, True):
+                break
+        if source is None:
+            return table
+        self.cache.end(table)
+        num, is_sent = best
+        return self.cache.fork(source.table, num) if is_sent else None
 
     def _is_room(self, tokens: list[int], table: PageTable) -> bool:
         """For all of its tokens and the first generated, when all that run have theirs, and their next page."""
@@ -191,18 +234,6 @@ class Scheduler:
             for each in self._running.values()
         )
         return self.cache.num_needed(table, len(tokens) + 1) + promised <= self.cache.pool.num_available
-
-    def _is_on_its_way(self, tokens: list[int], table: PageTable) -> bool:
-        """Whether a sequence that runs is computing a longer prefix of it than is there: worth waiting for."""
-        if not self.cache.shares_prefixes:
-            return False
-        size = self.cache.page_size
-        return any(
-            sequence.num_done < table.num_tokens + size <= len(sequence.request.prompt)
-            and table.num_tokens + size < len(tokens)
-            and sequence.tokens[: table.num_tokens + size] == tokens[: table.num_tokens + size]
-            for sequence in self._running.values()
-        )
 
     def _remove(self, sequence: _Sequence) -> None:
         self.cache.end(sequence.table)
@@ -223,16 +254,18 @@ class Scheduler:
         going_on = [sequence for sequence in self._running.values() if sequence.num_to_generate > 0]
         return going_on if all(sequence.generates for sequence in going_on) else []
 
+    @property
+    def _is_to_be_asked(self) -> bool:
+        return self._proposer is not None and (self._payoff is None or self._payoff.is_on)
+
     def _proposals(self) -> dict[str, tuple[int, ...]]:
-        """Guesses of what each sequence will generate; none where prompts are to be computed, or tokens are unknown."""
-        propose, generating = self._propose, self._all_generate()
-        if propose is None or any(sequence.num_unknown for sequence in generating):
+        """Guesses of what each sequence will generate; none where prompts are to be computed."""
+        if self._proposer is None or not self._is_to_be_asked:
             return {}
-        most = {each.request.name: min(self.options.num_proposals, each.num_to_generate - 1) for each in generating}
-        return {
-            each.request.name: tuple(propose(each.tokens, most[each.request.name])[: most[each.request.name]])
-            for each in generating
-        }
+        most = {each: min(self.options.num_proposals, each.num_to_generate - 1) for each in self._all_generate()}
+        asking = [each for each, num in most.items() if num > 0]
+        guesses = self._proposer.propose([Asked(each.slot, each.tokens, most[each]) for each in asking])
+        return {each.request.name: tuple(guess[: most[each]]) for each, guess in zip(asking, guesses, strict=True)}
 
     def _decode_shape(self) -> Shape:
         """Many steps where nobody waits, and all have as many to go and room for them."""
@@ -317,10 +350,10 @@ class Scheduler:
 
     def _take(self, sequence: _Sequence, run: Run, result: Result, shape: Shape) -> Progress | None:
         """Tokens to their sequence; what follows its end is dropped."""
-        sequence.num_done = run.start + run.num_tokens
+        num_done = run.start + run.num_tokens
         if shape.width > 1:  # of the proposals, the rejected lie in the cache in vain
             sequence.is_verified = False
-            sequence.num_done = sequence.num_sent = run.start + len(result.tokens)
+            num_done = sequence.num_sent = run.start + len(result.tokens)
         elif run.samples:
             sequence.num_unknown -= shape.steps
         new: list[int] = []
@@ -332,7 +365,7 @@ class Scheduler:
             if ended:
                 break
         if result.ended is None:  # else what is in its pages may be what it is ended for
-            self.cache.keep(sequence.table, sequence.tokens[: sequence.num_done])
+            self.cache.keep(sequence.table, sequence.tokens[:num_done])
         if ended:
             self._remove(sequence)
             self._names.remove(sequence.request.name)

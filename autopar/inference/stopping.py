@@ -17,6 +17,9 @@ class TextUntilStop:
     Args:
         stop_strings: any of which ends it.
 
+    Attributes:
+        stopped_at: the one that did.
+
     Raises:
         InferenceError: one of them is empty, which would end every text at once.
     """
@@ -26,17 +29,21 @@ class TextUntilStop:
         if "" in self._stops:
             raise InferenceError("a stop string is empty: leave it out, or say what to stop at")
         self._held = ""
-        self.is_stopped = False
+        self.stopped_at: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_at is not None
 
     def add(self, text: str) -> str:
         """What may be shown now; after the stop, nothing."""
         if self.is_stopped:
             return ""
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self.is_stopped = True
-            shown, self._held = self._held[: min(found)], ""
+            at, self.stopped_at = min(found)
+            shown, self._held = self._held[:at], ""
             return shown
         cut = len(self._held) - self._num_open()
         shown, self._held = self._held[:cut], self._held[cut:]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import ModelError
 
@@ -36,3 +37,9 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         return library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more special
         raise ModelError(f"{path} is no tokenizer: {error}. Copy it again from where it came from") from None
+
+
+def text_stream(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """Tokens to text, one by one; "" until a character is complete."""
+    stream: Any = importlib.import_module("tokenizers.decoders").DecodeStream(skip_special_tokens=True)
+    return lambda token: stream.step(tokenizer, token) or ""

@@ -38,7 +38,7 @@ LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
         "conv_general_dilated": convolution,
         **{f"reduce_window_{kind}": pooling for kind in ("sum", "max", "min")},
         "select_and_scatter_add": unpooling,
-        "symmetric_product": _batch,
+        **dict.fromkeys(("symmetric_product", "paged_attention"), _batch),
     }
 )
 

@@ -254,6 +254,8 @@ REDUCING = frozenset(
     ]
 )
 #: Of these, loops that XLA's partitioner would gather are of independent problems all the same.
-_INDEPENDENT = frozenset(["top_k", "approx_top_k", "argmax", "argmin", "symmetric_product", "conv_general_dilated"])
+_INDEPENDENT = frozenset(
+    ["top_k", "approx_top_k", "argmax", "argmin", "symmetric_product", "conv_general_dilated", "paged_attention"]
+)
 #: Traced for one set of shapes, or split by the program itself.
 _WHOLE = frozenset(["shard_map", "pallas_call", "custom_call", "ffi_call", "call_hi_primitive", "pure_callback"])

@@ -33,32 +33,39 @@ def in_flight(schedule: Schedule) -> tuple[dict[int, int], ...]:
 def held_most(
     schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
 ) -> tuple[float, ...]:
-    """Of each submesh, the most that its stages hold at once, all together.
+    """Of each submesh, the most that its stages hold at once, all together; arguments as of `held_while`."""
+    return tuple(max(while_each, default=0) for while_each in held_while(schedule, held, held_after_input))
+
+
+def held_while(
+    schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
+) -> tuple[tuple[float, ...], ...]:
+    """Of each submesh, what its stages hold together while each of its tasks runs, in their order.
 
     Args:
         held: stage -> what one microbatch in flight holds, in bytes say.
         held_after_input: the same once the input part of its backward pass has ended, where that frees a part. None: the
             same as before.
     """
-    most = []
+    found = []
     for order in schedule.orders:
         ended_by = _last_parts(order)
-        now, peak = 0, 0
+        now, while_each = 0, []
         holds: dict[tuple[int, int], float] = {}
         for task in order:
             one = task.stage, task.microbatch
             if task.phase == "forward":
                 holds[one] = held(task.stage)
                 now += holds[one]
-            peak = max(peak, now)
+            while_each.append(now)
             if task in ended_by:
                 now -= holds.pop(one, 0)
             elif task.phase == "input" and held_after_input is not None and one in holds:
                 left = held_after_input(task.stage)
                 now += left - holds[one]
                 holds[one] = left
-        most.append(peak)
-    return tuple(most)
+        found.append(tuple(while_each))
+    return tuple(found)
 
 
 def _last_parts(order: tuple[Task, ...]) -> set[Task]:

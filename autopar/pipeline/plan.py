@@ -19,14 +19,14 @@ from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.staged_time import Send, staged_timeline, task_seconds
 from autopar.pipeline.tasks import Schedule, chain
 from autopar.plan import Plan, ProgramSignature, TensorPlan, check_positions
-from autopar.plan_file import WrongFieldError, decoder, encode, read_document, without, write_document
+from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without, write_document
 from autopar.sharding import TensorSharding
 
 #: What the file of such a plan says it is; from each version of its fields to the next, as in `plan`.
 FORMAT = "autopar-pipeline-plan"
 
 
-def _first_to_second(body: dict[str, Any]) -> dict[str, Any]:
+def _second_to_third(body: dict[str, Any]) -> dict[str, Any]:
     """Times of the search are in no file."""
     body = without("search_time_s", of="outcome")(body)
     of_stage = without("solve_time_s", of="outcome")
@@ -42,7 +42,7 @@ def _first_to_second(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-MIGRATIONS = (_first_to_second,)
+MIGRATIONS = (as_it_is, _second_to_third)
 VERSION = len(MIGRATIONS) + 1
 
 

@@ -13,10 +13,11 @@ from autopar.errors import PlotError
 from autopar.pipeline.perfetto import perfetto_trace
 from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.timeline_svg import timeline_svg
+from autopar.whole_file import write_whole
 
 
 def write_timelines(path: str | os.PathLike[str], *timelines: PipelineTimeline) -> None:
-    """Write them, one under the other.
+    """Write them, one under the other; the file appears whole or not at all.
 
     Args:
         path: `*.json` for Perfetto (ui.perfetto.dev), else SVG.
@@ -27,7 +28,7 @@ def write_timelines(path: str | os.PathLike[str], *timelines: PipelineTimeline) 
     file = Path(path)
     text = json.dumps(perfetto_trace(*timelines)) if file.suffix == ".json" else timeline_svg(*timelines)
     try:
-        file.write_text(text, encoding="utf-8")
+        write_whole(text, file)
     except OSError as error:
         raise PlotError(
             f"cannot write {str(path)!r}: {error.strerror}. Give a file in a folder that can be written to"

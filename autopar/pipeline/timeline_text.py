@@ -34,7 +34,7 @@ def timeline_text(*timelines: PipelineTimeline, width: int = 100) -> Text:
         row_columns = max(1, math.ceil(timeline.makespan_s * scale - 1e-6))
         for submesh, idle in enumerate(timeline.bubble_fractions):
             text.append(f"{_name(submesh):<{name_width}} ")
-            _append_row(text, timeline, submesh, _owners(timeline, submesh, scale, row_columns))
+            _append_row(text, timeline, submesh, owners(timeline, submesh, scale, row_columns))
             text.append(f"  {100 * idle:3.0f} %\n", "dim")
     return text.append(_legend(timelines), "dim")
 
@@ -64,7 +64,7 @@ def _longest_label(timeline: PipelineTimeline) -> int:
     return max((len(label(span.task, stages[span.submesh])) for span in timeline.spans), default=1)
 
 
-def _owners(timeline: PipelineTimeline, submesh: int, scale: float, columns: int) -> list[Span | None]:
+def owners(timeline: PipelineTimeline, submesh: int, scale: float, columns: int) -> list[Span | None]:
     """Of each cell, the span that takes most of it; None where idle time does."""
     owners: list[Span | None] = [None] * columns
     most, idle = [0.0] * columns, [1.0] * columns

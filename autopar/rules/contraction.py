@@ -88,8 +88,26 @@ def _symmetric_product(view: NodeView) -> Rule:
     )
 
 
+def _paged_attention(view: NodeView) -> Rule:
+    """Rows, tokens and heads of the keys are problems of their own; pages are whole, for a row may have any of them. It is a
+    loop or a kernel that XLA's partitioner would gather all pages for, so it is split by us."""
+    _, size, kv_heads, dim = view.operand_shapes[1]
+    heads = ("k", "g")  # those of the queries that read one of the keys' lie side by side
+    queries, pages = [("r",), ("t",), heads, ()], [(), (), ("k",), ()]
+    return build_rule(
+        [queries, pages, pages, [("r",), ()], [("r",), ("t",)]],
+        [queries],
+        view.operand_shapes,
+        view.result_shapes,
+        sizes={"k": kv_heads, "g": view.operand_shapes[0][2] // kv_heads},
+        flops_per_point=4.0 * view.operand_shapes[3][1] * size * dim,
+        manual=("r", "t", "k", "g"),
+    )
+
+
 CONTRACTION: dict[str, RuleFunction] = {
     "dot_general": dot_general,
     "ragged_dot_general": ragged_dot_general,
     "symmetric_product": _symmetric_product,
+    "paged_attention": _paged_attention,
 }

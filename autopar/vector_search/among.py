@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.planned import Planned
 from autopar.vector_search import metrics
 from autopar.vector_search.exact import Best, exact_search
 from autopar.vector_search.metrics import NO_ID, Metric
 from autopar.vector_search.place import Place
-from autopar.vector_search.planned import Planned
 from autopar.vector_search.tiling import Blocks, Tiling
 
 #: Bytes of vectors on all devices at a time; of a budget at most this share.

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import BudgetError
+from autopar.planned import Planned
 from autopar.vector_search import inputs
 from autopar.vector_search.among import Among
 from autopar.vector_search.effort import MEASURED_AT, Measured, least_effort, recall_of
@@ -29,7 +30,6 @@ from autopar.vector_search.index_file import write
 from autopar.vector_search.method import AT_ONCE, Method, Search, step_of
 from autopar.vector_search.metrics import NO_ID
 from autopar.vector_search.place import Place
-from autopar.vector_search.planned import Planned
 from autopar.vector_search.programs import Programs, Step
 from autopar.vector_search.progress import Report
 from autopar.vector_search.tiling import rounded

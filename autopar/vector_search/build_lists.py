@@ -18,10 +18,6 @@ from autopar.vector_search.k_means import k_means
 from autopar.vector_search.metrics import Metric
 from autopar.vector_search.product_quantisation import train_codebooks
 
-#: With fewer lists than this for each length they may be padded to, what is saved is little, and each length makes the
-#: program of a search longer, and its compilation.
-_LISTS_PER_CLASS = 64
-
 
 def usual_num_lists(num_vectors: int) -> int:
     """About twice the square root: a query then compares itself with as many centroids as vectors of a few lists."""
@@ -48,11 +44,10 @@ def build_lists(
     placed = jnp.asarray(near)
     clusters = k_means(placed, num_lists, rounds, seed)
     lists = clusters.lists if copies == 1 else closure(placed, clusters.centroids, clusters.lists, copies)
-    most_classes = 1 + min(3, num_lists // _LISTS_PER_CLASS)
     centroids, where = np.asarray(clusters.centroids), np.asarray(lists)
     if num_parts is None:
-        return fill(vectors, centroids, where, metric, most_classes)
+        return fill(vectors, centroids, where, metric)
     differences = placed.astype(jnp.float32) - clusters.centroids[clusters.lists]
     num_codes = min(256, len(vectors))
     books = train_codebooks(differences, num_parts, rounds, seed, num_codes)
-    return fill_codes(near, centroids, where, metric, books, most_classes)
+    return fill_codes(near, centroids, where, metric, books)

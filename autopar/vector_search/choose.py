@@ -12,22 +12,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.errors import BudgetError
+from autopar.planned import plan_of
 from autopar.vector_search import exact_index, metrics
 from autopar.vector_search.asked import Asked
 from autopar.vector_search.build_lists import usual_num_lists
 from autopar.vector_search.effort import MEASURED_AT
 from autopar.vector_search.exact import exact_arguments, exact_search
 from autopar.vector_search.graph_index import DEGREE, GRAPH, NUM_ENTRIES, WIDTH, Graph
-from autopar.vector_search.inverted_lists import InvertedLists, ListClass
+from autopar.vector_search.inverted_lists import InvertedLists, longest_of, usual_slots
 from autopar.vector_search.lists_index import IVF, IVF_PQ, Lists
 from autopar.vector_search.method import AT_ONCE, Method, Search, step_of
 from autopar.vector_search.metrics import FEW_QUERIES
 from autopar.vector_search.neighbour_graph import NeighbourGraph
-from autopar.vector_search.planned import plan_of
 from autopar.vector_search.programs import Step
-from autopar.vector_search.size_classes import LENGTH_MULTIPLE
 from autopar.vector_search.tiling import Blocks, Tiling, rounded
 
 #: A search that takes no longer is quick enough to be exact.
@@ -83,11 +83,15 @@ def _exact(asked: Asked) -> Step:
 def _lists(asked: Asked) -> Step:
     num, dim = asked.vectors.shape
     num_lists = usual_num_lists(num)
-    length = LENGTH_MULTIPLE * math.ceil(_PADDING * num / num_lists / LENGTH_MULTIPLE)
-    vectors = _array((num_lists, length, dim), asked.vectors.dtype)
-    lists = ListClass(vectors, _terms(vectors, asked), _array((num_lists, length), jnp.int32))
-    arrays = InvertedLists(_array((num_lists, dim), jnp.float32), (lists,), asked.metric)
-    return _of(Lists(IVF, asked.metric, num, num_lists, 1), arrays, asked)
+    slots = usual_slots(num, num_lists)
+    num_blocks = math.ceil(_PADDING * num / num_lists / slots)  # of each list
+    first = _array((num_lists + 1,), jnp.int32)
+    vectors = _array((num_lists * num_blocks, slots, dim), asked.vectors.dtype)
+    positions = _array(vectors.shape[:2], jnp.int32)
+    longest = longest_of(np.full(num_lists, num_blocks))
+    centroids = _array((num_lists, dim), jnp.float32)
+    arrays = InvertedLists(centroids, first, vectors, _terms(vectors, asked), positions, longest, asked.metric)
+    return _of(Lists(IVF, asked.metric, num, num_lists, 1, asked.place.step_bytes), arrays, asked)
 
 
 def _graph(asked: Asked) -> Step:

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import SearchError
+from autopar.planned import Planned
 from autopar.vector_search import inputs, metrics
 from autopar.vector_search.exact import exact_arguments, exact_search
 from autopar.vector_search.index import Found, IndexStats, found_at
 from autopar.vector_search.index_file import write
 from autopar.vector_search.metrics import Metric
 from autopar.vector_search.place import Place
-from autopar.vector_search.planned import Planned
 from autopar.vector_search.programs import Programs, Step
 from autopar.vector_search.tiling import Blocks, Tiling
 

@@ -27,7 +27,7 @@ from autopar.errors import IndexFileError
 from autopar.vector_search.inputs import DTYPES
 
 _MAGIC = b"autopar index\n"
-_VERSION = 1
+_VERSION = 2
 _DIGEST = 16  # bytes
 _WAY_OUT = "Copy it again from where it came from, or build and save the index anew"
 

@@ -1,7 +1,7 @@
 """IVF: vectors in lists around centroids, of which a query is compared with the nearest lists alone.
 
-In: vectors, centroids, and the list of each vector. Out: `InvertedLists`, a pytree of arrays: the lists in a few classes
-of size, each padded to one length (`size_classes`). They hold the vectors (`fill`, IVF-Flat), or their codes
+In: vectors, centroids, and the list of each vector. Out: `InvertedLists`, a pytree of arrays: each list is a run of blocks
+of equal size, of which the last is filled up with padding. Blocks hold the vectors (`fill`, IVF-Flat), or their codes
 (`fill_codes`, IVF-PQ). `list_search` searches both.
 """
 
@@ -19,37 +19,47 @@ from jax.tree_util import register_dataclass
 
 from autopar.vector_search.metrics import NO_ID, Metric, terms
 from autopar.vector_search.product_quantisation import Codebooks, encode
-from autopar.vector_search.size_classes import size_classes
 
 #: Vectors.
 _ENCODED_AT_ONCE = 65536
 
+#: Slots of a block, at least: powers of two, as all of these.
+_LEAST_SLOTS = 16
 
-@partial(register_dataclass, data_fields=["vectors", "terms", "positions", "origins"], meta_fields=[])
+#: At most so many, and at most such a share of what a list has on average, so that padding is less than a third as a rule.
+_SLOTS, _SHARE = 128, 0.6
+
+#: Long lists have larger blocks, of which each of the devices that share one has enough.
+_MOST_SLOTS, _SHARE_OF_LONG = 1024, 1 / 8
+
+
+@partial(
+    register_dataclass,
+    data_fields=["centroids", "first_block", "vectors", "terms", "positions", "codebooks"],
+    meta_fields=["longest", "metric", "copies"],
+)
 @dataclass(frozen=True, slots=True)
-class ListClass:
-    """Lists of one length.
+class InvertedLists:
+    """Lists, each a run of blocks.
 
-    vectors: `[num_lists, length, d]`, or codes, uint8 `[num_lists, length, num_parts]`.
-    terms: `[num_lists, length]`, as `metrics.terms`; None of inner products, and of codes.
-    positions: int32 `[num_lists, length]`: which vector of the corpus it is; `NO_ID` of padding.
-    origins: f32 `[num_lists, d]`: what the codes of a list are relative to; None of vectors.
+    Args:
+        centroids: f32 `[num_lists, d]`.
+        first_block: int32 `[num_lists + 1]`: where each list's blocks begin, and all end. Each list has at least one.
+        vectors: `[num_blocks, slots, d]`, or codes of what vectors differ by from the centroid of their list, uint8
+            `[num_blocks, slots, num_parts]`.
+        terms: `[num_blocks, slots]`, as `metrics.terms`; None of inner products, and of codes.
+        positions: int32 `[num_blocks, slots]`: which vector of the corpus it is; `NO_ID` of padding.
+        codebooks: of lists of codes, what these stand for.
+        longest: how many blocks the longest 1, 2, 4, .. lists have together, and all have.
+        copies: in how many lists a vector may be at most.
     """
 
+    centroids: jax.Array
+    first_block: jax.Array
     vectors: jax.Array
     terms: jax.Array | None
     positions: jax.Array
-    origins: jax.Array | None = None
-
-
-@partial(register_dataclass, data_fields=["centroids", "classes", "codebooks"], meta_fields=["metric", "copies"])
-@dataclass(frozen=True, slots=True)
-class InvertedLists:
-    """centroids: f32 `[num_lists, d]`, in the order of the lists in `classes`. copies: in how many lists a vector may
-    be at most. codebooks: of lists of codes, what these stand for."""
-
-    centroids: jax.Array
-    classes: tuple[ListClass, ...]
+    longest: tuple[int, ...]
     metric: Metric = field(default="l2")
     copies: int = 1
     codebooks: Codebooks | None = None
@@ -59,29 +69,51 @@ class InvertedLists:
         return self.centroids.shape[0]
 
     @property
-    def num_slots(self) -> int:
-        """Places for vectors, padding too."""
-        return sum(each.positions.size for each in self.classes)
+    def dim(self) -> int:
+        return self.centroids.shape[1]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def slots(self) -> int:
+        """Of a block."""
+        return self.positions.shape[1]
+
+    def most_blocks(self, num_lists: int) -> int:
+        """So many lists have no more blocks than this, whichever they are."""
+        return self.longest[min((num_lists - 1).bit_length(), len(self.longest) - 1)]
+
+
+def usual_slots(num_vectors: int, num_lists: int) -> int:
+    """Of a block."""
+    mean = num_vectors / num_lists
+    slots = max(_LEAST_SLOTS, min(_SLOTS, _SHARE * mean), min(_MOST_SLOTS, _SHARE_OF_LONG * mean))
+    return 1 << (int(slots).bit_length() - 1)
+
+
+def longest_of(num_blocks: np.ndarray) -> tuple[int, ...]:
+    """`InvertedLists.longest`, of lists of so many blocks each."""
+    together = np.cumsum(np.sort(num_blocks)[::-1])
+    counts = [2**n for n in range((len(together) - 1).bit_length())]
+    return (*(int(together[count - 1]) for count in counts), int(together[-1]))
 
 
 def fill(
-    vectors: np.ndarray, centroids: np.ndarray, lists: np.ndarray, metric: Metric, most_classes: int = 4
+    vectors: np.ndarray, centroids: np.ndarray, lists: np.ndarray, metric: Metric, slots: int | None = None
 ) -> InvertedLists:
     """The lists, filled with vectors.
 
     Args:
         vectors: `[n, d]`. centroids: `[num_lists, d]`.
         lists: int `[n]`, the list of each vector; or `[n, copies]`, `NO_ID` where a vector is in fewer.
-        most_classes: how many lengths lists may be padded to.
+        slots: of a block; `usual_slots` where it is not given.
     """
-    laid = _laid(lists, len(centroids), most_classes)
-    classes: list[ListClass] = []
-    for places in laid.places:
-        positions = _rows(laid.members, places, NO_ID)
-        held = jnp.asarray(_rows(vectors, positions, 0))
-        classes.append(ListClass(held, terms(held, metric), jnp.asarray(positions)))
-    ordered = jnp.asarray(np.asarray(centroids, np.float32)[laid.order])
-    return InvertedLists(ordered, tuple(classes), metric, laid.copies)
+    laid = _laid(lists, len(centroids), slots)
+    positions = _rows(laid.members, laid.places, NO_ID)
+    held = jnp.asarray(_rows(vectors, positions, 0))
+    return _filled(laid, centroids, held, terms(held, metric), positions, metric, None)
 
 
 def fill_codes(
@@ -90,63 +122,51 @@ def fill_codes(
     lists: np.ndarray,
     metric: Metric,
     codebooks: Codebooks,
-    most_classes: int = 4,
+    slots: int | None = None,
 ) -> InvertedLists:
     """The lists, filled with codes of what vectors differ by from their list's centroid; arguments as of `fill`.
 
     For cosines give unit vectors: a centroid is near to nothing else.
     """
-    laid = _laid(lists, len(centroids), most_classes)
+    laid = _laid(lists, len(centroids), slots)
     middle = np.asarray(centroids, np.float32)
     codes = np.zeros((len(laid.members), codebooks.num_parts), np.uint8)
     for at in range(0, len(codes), _ENCODED_AT_ONCE):
         part = slice(at, at + _ENCODED_AT_ONCE)
         codes[part] = encode(codebooks, jnp.asarray(vectors[laid.members[part]] - middle[laid.owners[part]]))
-    ordered = middle[laid.order]
-    ends = np.cumsum([len(places) for places in laid.places])
-    classes = [
-        ListClass(
-            jnp.asarray(_rows(codes, places, 0)),
-            None,
-            jnp.asarray(_rows(laid.members, places, NO_ID)),
-            jnp.asarray(ordered[end - len(places) : end]),
-        )
-        for places, end in zip(laid.places, ends, strict=True)
-    ]
-    return InvertedLists(jnp.asarray(ordered), tuple(classes), metric, laid.copies, codebooks)
+    positions = _rows(laid.members, laid.places, NO_ID)
+    held = jnp.asarray(_rows(codes, laid.places, 0))
+    return _filled(laid, middle, held, None, positions, metric, codebooks)
 
 
 class _Laid(NamedTuple):
     """Where vectors go.
 
     members: int32: vectors by position, list by list; one of several lists is there several times. owners: the list of
-    each. order: the lists, those of the first class first. places: of each class `[num_lists, length]`, which of
-    `members` is in each slot; -1: padding.
+    each. num_blocks: of each list. places: `[num_blocks, slots]`, which of `members` is in each slot; -1: padding.
     """
 
     members: np.ndarray
     owners: np.ndarray
-    order: np.ndarray
-    places: list[np.ndarray]
+    num_blocks: np.ndarray
+    places: np.ndarray
     copies: int
 
 
-def _laid(lists: np.ndarray, num_lists: int, most_classes: int) -> _Laid:
+def _laid(lists: np.ndarray, num_lists: int, slots: int | None) -> _Laid:
     lists = lists if lists.ndim == 2 else lists[:, None]
     member, column = np.nonzero(lists != NO_ID)
     owner = lists[member, column]
     by_list = np.argsort(owner, kind="stable")
     counts = np.bincount(owner, minlength=num_lists)
     start = np.cumsum(counts) - counts
-    chosen = size_classes(counts, most_classes)
-    places: list[np.ndarray] = []
-    first = 0
-    for num, length in zip(chosen.num_lists, chosen.lengths, strict=True):
-        these = chosen.order[first : first + num]
-        slot = np.arange(length)
-        places.append(np.where(slot < counts[these, None], start[these, None] + slot, -1))
-        first += num
-    return _Laid(member[by_list].astype(np.int32), owner[by_list], chosen.order, places, lists.shape[1])
+    slots = slots or usual_slots(len(member), num_lists)
+    num_blocks = np.maximum(1, -(-counts // slots))
+    block_owner = np.repeat(np.arange(num_lists), num_blocks)
+    block = np.arange(len(block_owner)) - (np.cumsum(num_blocks) - num_blocks)[block_owner]  # within its list
+    slot = block[:, None] * slots + np.arange(slots)
+    places = np.where(slot < counts[block_owner, None], start[block_owner, None] + slot, -1)
+    return _Laid(member[by_list].astype(np.int32), owner[by_list], num_blocks, places, lists.shape[1])
 
 
 def _rows(of: np.ndarray, which: np.ndarray, padding: int) -> np.ndarray:
@@ -156,22 +176,40 @@ def _rows(of: np.ndarray, which: np.ndarray, padding: int) -> np.ndarray:
     return found
 
 
+def _filled(
+    laid: _Laid,
+    centroids: np.ndarray,
+    held: jax.Array,
+    term: jax.Array | None,
+    positions: np.ndarray,
+    metric: Metric,
+    codebooks: Codebooks | None,
+) -> InvertedLists:
+    first = np.concatenate([[0], np.cumsum(laid.num_blocks)]).astype(np.int32)
+    return InvertedLists(
+        jnp.asarray(centroids, jnp.float32),
+        jnp.asarray(first),
+        held,
+        term,
+        jnp.asarray(positions),
+        longest_of(laid.num_blocks),
+        metric,
+        laid.copies,
+        codebooks,
+    )
+
+
 def members(index: InvertedLists) -> Sequence[np.ndarray]:
     """The positions in each list, in the order of `centroids`: for a look at an index, and for tests."""
-    return [row[row != NO_ID] for each in index.classes for row in np.asarray(each.positions)]
+    rows = np.split(np.asarray(index.positions), np.asarray(index.first_block)[1:-1])
+    return [row[row != NO_ID] for row in rows]
 
 
 def lists_of(index: InvertedLists, num_vectors: int) -> np.ndarray:
     """int32 `[num_vectors, copies]`: the lists that each vector is in; `NO_ID` where it is in fewer."""
-    owners: list[np.ndarray] = []
-    first = 0
-    for each in index.classes:
-        num = len(each.positions)
-        owners.append(np.broadcast_to(np.arange(first, first + num, dtype=np.int32)[:, None], each.positions.shape))
-        first += num
-    owner = np.concatenate([each.reshape(-1) for each in owners])
-    member = np.concatenate([np.asarray(each.positions).reshape(-1) for each in index.classes])
-    owner, member = owner[member != NO_ID], member[member != NO_ID]
+    held = members(index)
+    owner = np.repeat(np.arange(len(held), dtype=np.int32), [len(each) for each in held])
+    member = np.concatenate(held)
     order = np.argsort(member, kind="stable")
     owner, member = owner[order], member[order]
     found = np.full((num_vectors, index.copies), NO_ID, np.int32)

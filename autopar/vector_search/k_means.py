@@ -22,8 +22,9 @@ from jax import lax
 
 from autopar.vector_search.metrics import NO_ID, scores
 
-#: Lists longer than this many means are cut between rounds, if there is one shorter than the other figure.
-_LONG, _SHORT = 1.4, 0.6
+#: Lists longer than this many means are cut between rounds, if there is one shorter than the other figure. Cutting more
+#: of them costs recall (docs/decisions/0020-vector-search.md).
+_LONG, _SHORT = 2.0, 0.5
 
 #: Halves start this far apart, in parts of the distance of a list's vectors from their centroid.
 _APART = 0.05

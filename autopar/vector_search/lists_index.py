@@ -25,7 +25,7 @@ from autopar.vector_search.build_lists import build_lists, usual_num_lists
 from autopar.vector_search.effort import Measured, in_steps
 from autopar.vector_search.index_file import Saved
 from autopar.vector_search.inputs import checked_metric
-from autopar.vector_search.inverted_lists import InvertedLists, ListClass, lists_of
+from autopar.vector_search.inverted_lists import InvertedLists, lists_of, longest_of
 from autopar.vector_search.metrics import NO_ID, Metric, scores, terms, worst_score
 from autopar.vector_search.place import Place
 from autopar.vector_search.product_quantisation import Codebooks
@@ -44,6 +44,7 @@ class Lists:
 
     Args:
         copies: in how many lists a vector may be.
+        step_bytes: as of `list_search.shape_of`.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Lists:
     num_vectors: int
     num_lists: int
     copies: int
+    step_bytes: int
     refined: int = 0
 
     @property
@@ -84,9 +86,10 @@ class Lists:
         effort: int,
     ) -> Best:
         """The best k of the `effort` nearest lists."""
+        how = list_search.shape_of(arrays, queries.shape[0], min(effort, self.num_lists), self.step_bytes)
         if left_out is None:
-            return list_search.search(arrays, queries, k, effort, allowed)
-        found = list_search.search(arrays, queries, k + 1, effort, allowed)
+            return list_search.search(arrays, queries, k, effort, allowed, how)
+        found = list_search.search(arrays, queries, k + 1, effort, allowed, how)
         is_left_out = found.positions == left_out[:, None]
         best, place = jax.lax.top_k(jnp.where(is_left_out, worst_score(found.scores.dtype), found.scores), k)
         positions = jnp.where(is_left_out, NO_ID, found.positions)
@@ -113,13 +116,14 @@ class Lists:
         return self.num_vectors * min(1.0, effort / self.num_lists)
 
     def saved(self, arrays: InvertedLists) -> dict[str, NDArray[Any]]:
-        """Centroids; what is in the lists, by position; codes and what they stand for."""
-        found = {"centroids": np.asarray(arrays.centroids)}
-        for i, each in enumerate(arrays.classes):
-            found[f"positions {i}"] = np.asarray(each.positions)
-            if arrays.codebooks is not None:
-                found[f"codes {i}"] = np.asarray(each.vectors)
+        """Centroids; where lists begin; what is in them, by position; codes and what they stand for."""
+        found = {
+            "centroids": np.asarray(arrays.centroids),
+            "first_block": np.asarray(arrays.first_block),
+            "positions": np.asarray(arrays.positions),
+        }
         if arrays.codebooks is not None:
+            found["codes"] = np.asarray(arrays.vectors)
             found["codebooks"] = np.asarray(arrays.codebooks.centroids)
         return found
 
@@ -146,7 +150,15 @@ def build(asked: Asked, kind: str) -> ApproximateIndex:
         )
     asked.report(f"put {num:,} vectors into {settings['num_lists']:,} lists", 0.1)
     lists = build_lists(asked.vectors, asked.metric, settings["num_lists"], settings["copies"], code_bytes)
-    method = Lists(kind, asked.metric, num, settings["num_lists"], settings["copies"], settings.get("refined", 0))
+    method = Lists(
+        kind,
+        asked.metric,
+        num,
+        settings["num_lists"],
+        settings["copies"],
+        asked.place.step_bytes,
+        settings.get("refined", 0),
+    )
     asked.report("lay out the lists", 0.7)
     index = ApproximateIndex(method, lists, asked.vectors, asked.ids, asked.place, why=asked.why)
     index.measure(asked.recall_target, asked.report)
@@ -157,24 +169,26 @@ def load(saved: Saved, place: Place) -> ApproximateIndex:
     """What `save` has written."""
     arrays, settings = saved.arrays, saved.settings
     metric = checked_metric(settings["metric"])
-    books = Codebooks(jnp.asarray(arrays["codebooks"])) if "codebooks" in arrays else None
-    classes: list[ListClass] = []
-    first = 0
-    for i in range(sum(name.startswith("positions ") for name in arrays)):
-        positions = arrays[f"positions {i}"]
-        last = first + len(positions)
-        if books is None:
-            held = jnp.asarray(arrays["vectors"][np.maximum(positions, 0)])
-            held = jnp.where(jnp.asarray(positions != NO_ID)[:, :, None], held, jnp.zeros((), held.dtype))
-            classes.append(ListClass(held, terms(held, metric), jnp.asarray(positions)))
-        else:
-            origins = jnp.asarray(arrays["centroids"][first:last])
-            classes.append(ListClass(jnp.asarray(arrays[f"codes {i}"]), None, jnp.asarray(positions), origins))
-        first = last
-    lists = InvertedLists(jnp.asarray(arrays["centroids"]), tuple(classes), metric, settings["copies"], books)
-    method = Lists(
-        saved.kind, metric, len(arrays["ids"]), settings["num_lists"], settings["copies"], settings["refined"]
+    positions, first = arrays["positions"], arrays["first_block"]
+    if "codebooks" in arrays:
+        books, held, term = Codebooks(jnp.asarray(arrays["codebooks"])), jnp.asarray(arrays["codes"]), None
+    else:
+        held = jnp.asarray(arrays["vectors"][np.maximum(positions, 0)])
+        held = jnp.where(jnp.asarray(positions != NO_ID)[:, :, None], held, jnp.zeros((), held.dtype))
+        books, term = None, terms(held, metric)
+    lists = InvertedLists(
+        jnp.asarray(arrays["centroids"]),
+        jnp.asarray(first),
+        held,
+        term,
+        jnp.asarray(positions),
+        longest_of(np.diff(first)),
+        metric,
+        settings["copies"],
+        books,
     )
+    num, step_bytes = len(arrays["ids"]), place.step_bytes
+    method = Lists(saved.kind, metric, num, settings["num_lists"], settings["copies"], step_bytes, settings["refined"])
     measured = Measured.loaded(settings["measured"])
     return ApproximateIndex(method, lists, arrays["vectors"], arrays["ids"], place, measured, settings["why"])
 

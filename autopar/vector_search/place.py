@@ -11,6 +11,10 @@ from typing import Any
 
 from autopar.planner import asked_meshes, asked_profile
 
+#: What one step of a loop may touch, in bytes: on a CPU what stays in its caches; elsewhere, where each step is launched
+#: anew, as much as makes that worth it (not measured on a GPU).
+CACHED_BYTES, _LAUNCHED_BYTES = 4_000_000, 1_000_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -34,3 +38,9 @@ class Place:
         """Of one device."""
         asked = self.options.get("memory_budget_bytes")
         return asked_profile(self.options.get("hardware")).usable_bytes if asked is None else float(asked)
+
+    @property
+    def step_bytes(self) -> int:
+        """That one step of a loop may touch on all devices."""
+        is_cpu = asked_profile(self.options.get("hardware")).platform == "cpu"
+        return CACHED_BYTES if is_cpu else _LAUNCHED_BYTES * self.num_devices

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 from jax.sharding import NamedSharding
 
 from autopar.partition_spec import partition_spec
+from autopar.planned import Planned
 from autopar.vector_search.held import Arrays, Held
 from autopar.vector_search.place import Place
-from autopar.vector_search.planned import Planned
 
 #: A function to plan, and the shapes of its arguments.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -6,7 +6,7 @@ argument is to lie, and what runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +15,32 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import execute
 from autopar.partition_spec import named_shardings
 from autopar.plan import Plan
+from autopar.plan_cache import quietly
 from autopar.plan_step import plan_program
 from autopar.program import Program, program_of
 
 
-def plan_of(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Plan:
+def plan_of(
+    function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any], carry: Sequence[str] = ()
+) -> Plan:
     """The plan alone, for any devices, whether or not they are there.
 
     Args:
-        arguments: shapes of arrays, or pytrees of these. options: of `autopar.plan`.
+        arguments: shapes of arrays, or pytrees of these. options: of `autopar.plan`. carry: names of arguments that come
+            back updated, whose buffers are used again.
 
     Raises:
         AutoparError: one of its subclasses, naming what to change.
     """
-    return _planned(function, arguments, options)[1]
+    return _planned(function, arguments, options, carry)[1]
 
 
 def _planned(
-    function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]
+    function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any], carry: Sequence[str]
 ) -> tuple[Program, Plan]:
-    program = program_of(function, arguments, carry=(), donate=())
-    plan = plan_program(program, **options)
+    program = program_of(function, arguments, carry=carry, donate=carry)
+    with quietly():
+        plan = plan_program(program, **options)
     assert isinstance(plan, Plan)
     return program.of(plan), plan
 
@@ -59,16 +64,23 @@ class Planned:
     run: Any
 
     @classmethod
-    def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Planned:
+    def of(
+        cls,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+        carry: Sequence[str] = (),
+    ) -> Planned:
         """Trace and plan; nothing is compiled.
 
         Args:
-            options: of `autopar.plan`. mesh: where it is a `jax.sharding.Mesh`, of that; else of the visible devices.
+            options: of `autopar.plan`; a `mesh` that is a `jax.sharding.Mesh` is run on, else the visible devices.
+            carry: names of arguments that come back updated, whose buffers are used again.
 
         Raises:
             AutoparError: one of its subclasses, naming what to change.
         """
-        program, plan = _planned(function, arguments, options)
+        program, plan = _planned(function, arguments, options, carry)
         given = options.get("mesh")
         mesh = given if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
         shardings = tuple(named_shardings([tensor.sharding for tensor in plan.inputs], mesh))

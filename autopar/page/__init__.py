@@ -1,0 +1,1 @@
+"""Explanations as one HTML page that needs nothing but a browser."""

@@ -1,0 +1,327 @@
+"""The engine: a small model with random weights, against the same model computed anew for every token."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import BAD, CONFIG, LENGTH, OPTIONS, is_idle, opened, write_model
+
+from autopar.errors import InferenceError, ModelError
+from autopar.inference import Checkpoint, Engine, Options, SamplingOptions, write_checkpoint
+from autopar.inference.opening import planned_for, stop_tokens_of
+from autopar.inference.proposals import NGram
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def compiled(folder: Path) -> Engine:
+    return opened(folder)
+
+
+@pytest.fixture
+def engine(compiled: Engine) -> Engine:
+    """With nothing in its cache, and no programs of its own."""
+    return Engine(compiled.runner, compiled.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Any:
+    """Logits after a sequence, by the whole model over all of it."""
+    checkpoint = Checkpoint.open(folder)
+    model: Any = checkpoint.model
+    params = checkpoint.load()
+    run = jax.jit(lambda tokens: model.apply(params, tokens)[0])
+
+    def logits(tokens: Sequence[int]) -> Any:
+        padded = np.zeros((1, LENGTH), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return run(padded)[0, len(tokens) - 1]
+
+    return logits
+
+
+def prompts(num: int, seed: int = 0, longest: int = 100) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(BAD) for _ in range(chance.randrange(1, longest))] for _ in range(num)]
+
+
+# -- what comes out ----------------------------------------------------------------------------
+
+
+def test_tokens_and_logprobs_are_those_of_the_model_computed_anew(engine: Engine, oracle: Any) -> None:
+    """Prompts of all lengths, in chunks, beside others, in slots that others had."""
+    given = prompts(9)
+    for prompt, generation in zip(given, engine.generate(given, max_tokens=11, num_best=3), strict=True):
+        tokens = list(prompt)
+        for token, logprob, best in zip(generation.tokens, generation.logprobs, generation.best, strict=True):
+            expected = jax.nn.log_softmax(oracle(tokens))
+            assert token == int(jnp.argmax(expected))
+            np.testing.assert_allclose(logprob, expected[token], atol=1e-4)
+            assert [t for t, _ in best] == np.argsort(-np.asarray(expected))[:3].tolist()
+            assert best[0] == (token, logprob)
+            tokens.append(token)
+        assert (len(generation.tokens), generation.ended) == (11, "length")
+    assert is_idle(engine)
+
+
+def test_a_request_does_not_depend_on_its_batch_mates_or_its_slot(folder: Path) -> None:
+    """Tokens, and to the bit their logprobs: alone, and as the fifth among others. Drawn ones, too."""
+    engine = opened(folder, options=Options(num_slots=4, max_length=LENGTH, chunks=((2, 16),), steps=1))
+    prompt = prompts(1, seed=5, longest=40)[0]
+    for sampling in (SamplingOptions(), SamplingOptions(0.9, top_k=30, top_p=0.9, seed=7)):
+        alone = engine.submit(prompt, max_tokens=12, sampling=sampling).result()
+        others = [engine.submit(other, max_tokens=20) for other in prompts(6, seed=6)]
+        again = engine.submit(prompt, max_tokens=12, sampling=sampling)
+        more = [engine.submit(other, max_tokens=5) for other in prompts(3, seed=7)]
+        assert again.result().tokens == alone.tokens
+        assert again.logprobs == alone.logprobs
+        for other in others + more:
+            other.result()
+
+
+@pytest.mark.contract
+def test_eight_devices_give_what_one_gives(folder: Path, engine: Engine) -> None:
+    given = prompts(6, seed=1)
+    asked: list[dict[str, Any]] = [
+        {"sampling": SamplingOptions()},
+        {"sampling": SamplingOptions(0.7, top_p=0.8, seed=1)},
+    ]
+    several = opened(folder, num_devices=8, options=Options(num_slots=4, max_length=LENGTH, chunks=((1, 48),), steps=1))
+    for each in asked:
+        one = engine.generate(given, max_tokens=9, **each)
+        assert [g.tokens for g in several.generate(given, max_tokens=9, **each)] == [g.tokens for g in one]
+    assert is_idle(several)
+
+
+def test_prefixes_are_found_again_and_change_nothing(engine: Engine) -> None:
+    """Pages of 16 tokens: of a prompt of 40 two pages are there the second time, and of what was generated more."""
+    first = prompts(1, seed=2)[0][:3] + list(range(37))
+    longer = [*first, *engine.submit(first, max_tokens=30).result().tokens, 1, 2]
+    assert engine.submit(first, max_tokens=3).result().num_cached == 32
+    again = engine.submit(longer, max_tokens=8).result()
+    assert again.num_cached == 64
+    without = Engine(engine.runner, shares_prefixes=False)
+    plain = without.submit(longer, max_tokens=8).result()
+    assert (plain.num_cached, plain.tokens) == (0, again.tokens)
+
+
+def test_every_backend_of_attention_serves(folder: Path, engine: Engine) -> None:
+    """What is chosen here by default, and what is asked for."""
+    given = prompts(4, seed=14)
+    expected = [generation.tokens for generation in engine.generate(given, max_tokens=9)]
+    options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1)
+    for name in (None, "blocks"):
+        other = opened(folder, options=options, attention=name)
+        assert [generation.tokens for generation in other.generate(given, max_tokens=9)] == expected
+    assert other.runner.served.attention == "blocks"
+    with pytest.raises(InferenceError, match="gather"):
+        opened(folder, attention="fastest")
+
+
+def test_what_is_preempted_is_computed_again(engine: Engine) -> None:
+    """Pages for one long sequence and a half: all get theirs, one after the other."""
+    given = prompts(8, seed=3, longest=60)
+    expected = [generation.tokens for generation in engine.generate(given, max_tokens=60)]
+    small = Engine(engine.runner, num_pages=12)
+    assert [generation.tokens for generation in small.generate(given, max_tokens=60)] == expected
+    assert is_idle(small)
+
+
+# -- no request makes a program ----------------------------------------------------------------
+
+
+def test_a_thousand_mixed_requests_compile_nothing(engine: Engine) -> None:
+    chance = random.Random(4)
+    compiled = engine.stats.num_compiled
+    assert compiled == len(OPTIONS.shapes) + 1 <= 6
+    with jax.log_compiles(False):
+        for number in range(1000):
+            engine.submit(
+                [chance.randrange(BAD) for _ in range(chance.randrange(1, 60))],
+                max_tokens=chance.randrange(1, 9),
+                sampling=SamplingOptions(
+                    chance.choice([0, 0.5, 1]), chance.choice([0, 5]), chance.choice([1, 0.9]), number
+                ),
+                stop_tokens=[chance.randrange(BAD)],
+            )
+        engine.run()
+    assert engine.stats.num_compiled == compiled
+    assert is_idle(engine)
+
+
+# -- text --------------------------------------------------------------------------------------
+
+
+def test_text_comes_in_pieces_and_ends_before_a_stop_string(engine: Engine) -> None:
+    whole = engine.submit("a prompt", max_tokens=30).result()
+    pieces = list(engine.submit("a prompt", max_tokens=30))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.tokens] == whole.tokens
+    stop = whole.text[10:13]
+    stopped = engine.submit("a prompt", max_tokens=30, stop=stop).result()
+    assert (stopped.text, stopped.ended) == (whole.text[: whole.text.index(stop)], "stop")
+    token = whole.tokens[4]
+    ended = engine.submit("a prompt", max_tokens=30, stop_tokens=[token]).result()
+    assert ended.tokens == whole.tokens[: whole.tokens.index(token) + 1]
+    assert ended.ended == "stop"
+    assert is_idle(engine)
+
+
+def test_the_models_own_stop_tokens_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert stop_tokens_of(tmp_path) == {7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert stop_tokens_of(tmp_path) == {5, 6}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "five"}')
+    with pytest.raises(ModelError, match="generation_config"):
+        stop_tokens_of(tmp_path)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------
+
+
+def test_logits_that_are_no_numbers_end_their_own_request(engine: Engine) -> None:
+    given = prompts(5, seed=8, longest=30)
+    expected = [generation.tokens for generation in engine.generate(given, max_tokens=6)]
+    others = [engine.submit(prompt, max_tokens=6) for prompt in given]
+    bad = engine.submit([1, 2, BAD], max_tokens=6, name="bad one")
+    assert [other.result().tokens for other in others] == expected
+    with pytest.raises(InferenceError, match=r"'bad one'.*no numbers"):
+        bad.result()
+    with pytest.raises(InferenceError, match="no numbers"):
+        list(bad)
+    assert is_idle(engine)
+    assert engine.submit([1, 2, 3] * 6, max_tokens=2).result().ended == "length", "nothing of it is found again"
+
+
+def test_whoever_stops_reading_leaves_nothing_and_others_go_on(engine: Engine) -> None:
+    given = prompts(3, seed=9)
+    expected = [generation.tokens for generation in engine.generate(given, max_tokens=10)]
+    unread = engine.submit(given[0], max_tokens=25)
+    left = engine.submit(given[1], max_tokens=25)
+    reading = iter(left)
+    next(reading)
+    kept = [engine.submit(prompt, max_tokens=10) for prompt in given]
+    reading.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert left.ended == "aborted"
+    assert [generation.result().tokens for generation in kept] == expected
+    engine.run()
+    assert len(unread.tokens) == 25
+    assert is_idle(engine)
+
+
+def test_a_burst_of_ten_times_what_there_is_room_for_waits(engine: Engine) -> None:
+    generations = [engine.submit(prompt, max_tokens=4) for prompt in prompts(40, seed=10, longest=30)]
+    assert engine.stats.num_waiting == 40
+    assert all(generation.result().ended == "length" for generation in generations)
+    assert is_idle(engine)
+
+
+def test_several_threads_read_at_once(engine: Engine) -> None:
+    given = prompts(6, seed=11)
+    expected = [generation.tokens for generation in engine.generate(given, max_tokens=10)]
+    found: dict[int, list[int]] = {}
+
+    def read(number: int) -> None:
+        pieces = engine.submit(given[number], max_tokens=10)
+        found[number] = [token for piece in pieces for token in piece.tokens]
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(len(given))] == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"prompt": [1] * 120, "max_tokens": 20}, "at most 128"),
+        ({"prompt": []}, "at least one of each"),
+        ({"prompt": [1, 300]}, r"token 300.*0 to 299"),
+        ({"prompt": [1], "stop": [""]}, "stop string is empty"),
+        ({"prompt": [1], "num_best": 99}, "num_best is 99"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(engine: Engine, asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(InferenceError, match=why):
+        engine.submit(asked.pop("prompt"), **asked)
+    assert is_idle(engine)
+
+
+def test_text_without_a_tokenizer_is_refused(folder: Path, engine: Engine) -> None:
+    bare = Engine(engine.runner)
+    with pytest.raises(InferenceError, match="no tokenizer"):
+        bare.submit("text")
+    with pytest.raises(InferenceError, match="stop_tokens"):
+        bare.submit([1], stop="x")
+
+
+def test_sizes_that_cannot_be_are_refused(folder: Path) -> None:
+    with pytest.raises(InferenceError, match="made for 128 positions"):
+        opened(folder, options=Options(max_length=256))
+    with pytest.raises(InferenceError, match="does not fit beside the model"):
+        opened(folder, num_pages=None, memory_budget_bytes=1e5)
+
+
+def test_the_cache_takes_what_the_weights_leave(engine: Engine) -> None:
+    """Of a small budget all but what the programs need; of a large one four times what all slots need."""
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
+
+    def layout(budget: float) -> Any:
+        return planned_for(engine.runner.served, {"mesh": mesh, "memory_budget_bytes": budget})
+
+    assert 8 < layout(1.6e6).num_pages < 4 * 4 * 8
+    assert 0.8 * 1.6e6 < layout(1.6e6).peak_bytes < 0.95 * 1.6e6
+    assert layout(1e9).num_pages == 4 * 4 * 8
+
+
+def test_proposals_change_no_token_and_save_steps(folder: Path, engine: Engine) -> None:
+    """Of the model itself as its own draft all are accepted; of n-grams those of a text that repeats itself."""
+    given = [*prompts(3, seed=12, longest=40), [1, 2, 3, 4, 5] * 5]
+    expected = [generation.tokens for generation in engine.generate(given, max_tokens=40)]
+    options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1, num_proposals=3)
+    proposing = opened(folder, options=options, propose=folder)
+    assert proposing.stats.num_compiled == len(options.shapes) + 1
+    always = Engine(proposing.runner, proposer=proposing.proposer)
+    assert [generation.tokens for generation in always.generate(given, max_tokens=40)] == expected
+    assert always.stats.num_steps < 16, "four tokens each, after the prompt's one"
+    repeated = expected[3][:4] * 6
+    plain = Engine(proposing.runner).submit(repeated, max_tokens=40).result().tokens
+    by_n_grams = Engine(proposing.runner, proposer=NGram())
+    assert by_n_grams.submit(repeated, max_tokens=40).result().tokens == plain
+    assert is_idle(by_n_grams)
+    with pytest.raises(InferenceError, match="n-gram"):
+        opened(folder, propose="nobody")
+
+
+def test_two_models_share_one_pool(folder: Path, tmp_path: Path) -> None:
+    """One with fewer layers lives in the pages of the other; both wait for what the other holds, and nothing is mixed up."""
+    write_checkpoint(tmp_path / "small", CONFIG | {"num_hidden_layers": 1, "intermediate_size": 64}, seed=1)
+    options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1)
+    large = opened(folder, options=options, num_pages=14)
+    alone = opened(tmp_path / "small", options=options, num_pages=14)
+    small = opened(tmp_path / "small", options=options, beside=large)
+    assert small.pool is large.pool
+    given = prompts(6, seed=13, longest=60)
+    expected = [[g.tokens for g in Engine(each.runner).generate(given, max_tokens=40)] for each in (large, alone)]
+    under_way = [[engine.submit(prompt, max_tokens=40) for prompt in given] for engine in (large, small)]
+    assert [[g.result().tokens for g in generations] for generations in under_way] == expected
+    assert is_idle(large)
+    assert is_idle(small)
+    with pytest.raises(InferenceError, match="cannot share pages: in layer 1"):
+        opened(folder, options=options, beside=alone)

@@ -1,0 +1,179 @@
+"""Many chains of thought: judged, stopped, counted, with tools; over one small model with random weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import LENGTH, is_idle, opened, write_model
+
+from autopar.errors import InferenceError
+from autopar.inference import Answers, Chain, Engine, Options, SamplingOptions, asking, best_of
+
+PROMPT = "What is six times seven? Let us think."  # 38 tokens: two pages, and a part of one
+
+
+@pytest.fixture(scope="module")
+def opened_once(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = write_model(tmp_path_factory.mktemp("models") / "model")
+    return opened(folder, options=Options(num_slots=4, max_length=LENGTH, chunks=((2, 32),), steps=1))
+
+
+@pytest.fixture
+def engine(opened_once: Engine) -> Engine:
+    return Engine(opened_once.runner, opened_once.tokenizer)
+
+
+def test_the_chain_that_the_verifier_likes_best_is_taken(engine: Engine) -> None:
+    answers = best_of(engine, PROMPT, 6, lambda chain: -chain.number % 4, max_tokens=8)
+    assert [chain.score for chain in answers.chains] == [0, 3, 2, 1, 0, 3]
+    assert answers.best.number == 1
+    assert len({tuple(chain.tokens) for chain in answers.chains}) == 6, "each has a seed of its own"
+    again = best_of(engine, PROMPT, 2, max_tokens=8)
+    assert [chain.tokens for chain in again.chains] == [chain.tokens for chain in answers.chains[:2]]
+    for chain in again.chains:
+        assert chain.score == chain.logprob / 8
+    assert is_idle(engine)
+
+
+def test_chains_stop_when_one_is_good_enough(engine: Engine) -> None:
+    """Four run at once, of different lengths by their stop token; the others are not drawn to their ends."""
+    answers = best_of(engine, PROMPT, 12, lambda chain: 1.0, accept=1.0, max_tokens=40)
+    ended = Counter(chain.ended for chain in answers.chains)
+    assert ended["length"] >= 1
+    assert ended["stopped"] >= 8
+    assert is_idle(engine)
+
+
+def test_a_verifier_that_raises_costs_its_chain_only(engine: Engine) -> None:
+    def verify(chain: Chain) -> float:
+        if chain.number != 2:
+            raise KeyError("no answer")
+        return 0.5
+
+    answers = best_of(engine, PROMPT, 4, verify, max_tokens=5)
+    assert answers.best.number == 2
+    assert [type(chain.error) for chain in answers.chains] == [KeyError, KeyError, type(None), KeyError]
+    none = best_of(engine, PROMPT, 2, lambda chain: 1 / 0, max_tokens=5)
+    with pytest.raises(InferenceError, match="no chain of 2 has a score: ZeroDivisionError"):
+        _ = none.best
+    assert is_idle(engine)
+
+
+def test_coverage_is_that_of_independent_draws(engine: Engine) -> None:
+    """Right is a chain whose first token is one of some, of probability p: of n at least one is, with 1 - (1 - p)^n."""
+    folder = engine.runner
+    model: Any = folder.served.model
+    tokens = engine.tokens_of(PROMPT)
+    logits = model.apply(folder._params, np.array([tokens]))[0][0, -1]
+    probabilities = np.asarray(jax.nn.softmax(logits))
+    right, p = set(), 0.0
+    for token in np.argsort(-probabilities).tolist():
+        if p + probabilities[token] <= 0.25:
+            right.add(token)
+            p += float(probabilities[token])
+    n, trials = 3, 150
+    solved = 0
+    for trial in range(trials):
+        sampling = SamplingOptions(1.0, seed=1000 * trial)
+        answers = best_of(engine, PROMPT, n, lambda c: c.tokens[0] in right, sampling=sampling, max_tokens=1)
+        solved += answers.best.score == 1
+    expected = 1 - (1 - p) ** n
+    deviation = math.sqrt(expected * (1 - expected) / trials)
+    assert abs(solved / trials - expected) < 3.3 * deviation
+
+
+def test_chains_share_the_pages_of_their_prompt(engine: Engine) -> None:
+    """48 tokens are three pages, once; each chain adds its own."""
+    prompt, most = list(range(48)), 0
+
+    def watch(chain: Chain) -> float:
+        return 0.0
+
+    step = engine.step
+
+    def counted() -> bool:
+        nonlocal most
+        went_on = step()
+        most = max(most, engine.stats.held_pages)
+        return went_on
+
+    engine.step = counted  # pyright: ignore[reportAttributeAccessIssue]
+    best_of(engine, prompt, 4, watch, max_tokens=20)
+    assert 3 + 2 * 4 - 2 <= most <= 3 + 2 * 4
+
+
+def test_the_answer_of_most_chains(engine: Engine) -> None:
+    chains = [
+        Chain(i, (), text=text, ended=ended)
+        for i, (text, ended) in enumerate(
+            [("41", "length"), ("42", "stop"), (" 42 ", "stop"), ("41", "stopped"), ("no", "failed")]
+        )
+    ]
+    assert Answers(tuple(chains)).majority() == "42"
+    assert Answers(tuple(chains)).majority(lambda chain: chain.text.strip().startswith("4") or None) is True
+    with pytest.raises(InferenceError, match="no chain of 5"):
+        Answers(tuple(chains)).majority(lambda chain: None)
+
+
+def test_tools_are_asked_where_a_chain_calls_them(engine: Engine) -> None:
+    """A character that the chain draws anyway ends a call; what the tool says is part of the prompt from then on."""
+    plain = best_of(engine, PROMPT, 1, max_tokens=24, sampling=SamplingOptions(1.0, seed=3)).best
+    call = next(
+        letter for at, letter in enumerate(plain.text) if letter.isascii() and plain.text.index(letter) == at > 2
+    )
+    asked: list[str] = []
+
+    def look_up(text: str) -> str:
+        asked.append(text)
+        return "<42>"
+
+    sampling = SamplingOptions(1.0, seed=3)
+    chain = best_of(engine, PROMPT, 1, max_tokens=24, sampling=sampling, tools={call: look_up}, max_calls=1).best
+    before = plain.text[: plain.text.index(call)]
+    assert asked == [before]
+    assert chain.text.startswith(f"{before}{call}<42>")
+    assert chain.num_drawn == 24
+    assert chain.ended == "length"
+    tokens = (*engine.tokens_of(PROMPT), *chain.tokens)
+    first = plain.tokens[: chain.tokens.index(engine.tokens_of("<")[0])]
+    num_left = 24 - len(first)
+    drawn = engine.submit(tokens[:-num_left], max_tokens=num_left, sampling=SamplingOptions(1.0, seed=3)).result()
+    assert list(tokens[-num_left:]) == drawn.tokens, "it went on as if it had been given what the tool said"
+
+    def broken(text: str) -> str:
+        raise OSError("no index there")
+
+    failed = best_of(engine, PROMPT, 1, max_tokens=24, sampling=sampling, tools={call: broken})
+    assert isinstance(failed.chains[0].error, OSError)
+    assert is_idle(engine)
+
+
+def test_a_model_judges(engine: Engine) -> None:
+    """By the probability of one token after a question."""
+    verify = asking(engine, lambda chain: f"Is {chain.text} right? ", yes="y")
+    chain = Chain(0, (), text="42")
+    found = engine.submit("Is 42 right? ", max_tokens=1, num_best=64).result()
+    token = engine.tokens_of("y")[0]
+    assert verify(chain) == math.exp(dict(found.best[0]).get(token, -math.inf))
+    with pytest.raises(InferenceError, match="one token"):
+        asking(engine, lambda chain: "", yes="yes")
+    assert {type(chain.score) for chain in best_of(engine, PROMPT, 2, verify, max_tokens=4).chains} == {float}
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"n": 0}, "at least 1"),
+        ({"n": 2, "sampling": SamplingOptions()}, "the same"),
+        ({"n": 2, "max_tokens": 500}, "at most 128"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(engine: Engine, asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(InferenceError, match=why):
+        best_of(engine, PROMPT, **asked)
+    assert is_idle(engine)

@@ -1,0 +1,57 @@
+"""Small models with random weights in the real format, with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from autopar.inference import Engine, Options, write_checkpoint
+from autopar.inference.tensor_file import read_header
+
+LENGTH = 128
+VOCABULARY = 300
+BAD = 299  # a token whose embedding is NaN
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 128,
+    "max_position_embeddings": LENGTH,
+}
+OPTIONS = Options(num_slots=4, max_length=LENGTH, chunks=((2, 16), (1, 48)), steps=4)
+
+
+def write_model(path: Path) -> Path:
+    """A model of which the token `BAD` spoils what follows it, and is not generated."""
+    write_checkpoint(path, CONFIG)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.save(str(path / "tokenizer.json"))
+    for name, value in (("model.embed_tokens.weight", np.nan), ("lm_head.weight", 0)):
+        tensor = read_header(path / "model.safetensors")[name]
+        array = np.memmap(tensor.file, np.float32, "r+", tensor.begin, tensor.shape)
+        array[BAD] = value
+        array.flush()
+    return path
+
+
+def opened(folder: Path, num_devices: int = 1, **options: Any) -> Engine:
+    """Served on so many devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("model",))
+    return Engine.open(folder, **{"mesh": mesh, "options": OPTIONS, "num_pages": 48, "attention": "gather", **options})
+
+
+def is_idle(engine: Engine) -> bool:
+    """Nothing is held, and every page is somewhere."""
+    engine.pool.check()
+    stats = engine.stats
+    return (stats.num_waiting, stats.num_running, stats.held_pages) == (0, 0, 0)
