@@ -100,7 +100,7 @@ def _print_replicas(told: InferenceOnPaper, console: Console) -> None:
         console.print(inset(Text(told.missed[0].upper() + told.missed[1:] + ".")), "")
     for one in told.options:
         if one.refused:
-            console.print(inset(Text(f"{one.num} replicas of {one.mesh.num_devices}: {one.refused}")), "")
+            console.print(inset(Text(f"{one.num} on {one.mesh.num_devices}: {one.refused}")), "")
 
 
 def _bounds(told: InferenceOnPaper) -> str:
