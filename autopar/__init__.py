@@ -9,6 +9,7 @@ from autopar.diagnosis import Diagnosis as Diagnosis
 from autopar.diff import PlanDiff as PlanDiff
 from autopar.diff import diff as diff
 from autopar.explain import explain as explain
+from autopar.export import export as export
 from autopar.page.document import write_report as write_report
 from autopar.pipeline.plan import PipelinePlan as PipelinePlan
 from autopar.plan import Plan as Plan

@@ -548,6 +548,7 @@ def _decision(
         runner_up=None if best is None else shardings[best],
         runner_up_extra_s=0.0 if best is None else float(price[best] - price[chosen]),
         collectives=caused_by.get(node, ()),
+        value=value,
     )
 
 

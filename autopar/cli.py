@@ -1,8 +1,8 @@
-"""The command line: `autopar plan`, `explain`, `diff`, `verify`, `calibrate`, `generate`.
+"""The command line: `autopar plan`, `explain`, `diff`, `export`, `verify`, `calibrate`, `generate`.
 
 In: arguments. Out: text, tables or JSON on standard output, progress and errors on standard error,
-and an exit code: 0 done, 1 a verification that does not hold or a diagnosis with what nobody meant, 2 a mistake of the
-user's, 130 interrupted. It parses and prints; every decision is the planner's.
+and an exit code: 0 done, 1 a verification or a check that does not hold or a diagnosis with what nobody meant, 2 a mistake
+of the user's, 130 interrupted. It parses and prints; every decision is the planner's.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser_of(_COMMANDS).parse_args(argv)
     try:
         with _said_on_stderr():
+            _check_devices(options)
             code = options.run(options)
         sys.stdout.flush()
     except AutoparError as error:
@@ -64,6 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or 0
 
 
+def _check_devices(options: argparse.Namespace) -> None:
+    """Refuse several numbers of devices, but for a comparison of these."""
+    devices = getattr(options, "devices", None)
+    if isinstance(devices, tuple) and getattr(options, "compare", None) != "":
+        numbers = ",".join(map(str, devices))
+        raise TargetError(
+            f"--devices {numbers} are several numbers of devices: give one, or compare them by `autopar plan TARGET --compare"
+            " --hardware NAME,... --devices N,...`"
+        )
+
+
 # The commands.
 
 
@@ -74,6 +86,10 @@ def _run_plan(options: argparse.Namespace) -> int | None:
     if options.plan_for == "inference":
         _check_output(options)
         return run_inference(options, _planning(options), _progress, _show)
+    if options.compare == "":
+        return _run_grid(options)
+    if options.plot is not None:
+        raise TargetError("--plot draws a comparison: add --compare --hardware NAME,... --devices N,..., or drop it")
     if options.compare is not None:
         return _run_compare(options)
     if len(options.target) > 1:
@@ -154,6 +170,49 @@ def _run_compare(options: argparse.Namespace) -> int:
     return 2 if told.failed else 0
 
 
+def _run_grid(options: argparse.Namespace) -> int:
+    """Kinds by numbers of devices."""
+    names = ("mesh", "memory_budget", "pin", "output", "stages", "schedule")
+    useless = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if useless or not options.hardware or not options.devices or "=" in options.hardware:
+        why = (
+            f"drop {', '.join(useless)}"
+            if useless
+            else "give --hardware NAME,NAME,... and --devices N,N,..., or --compare NAME,..."
+        )
+        raise TargetError(f"--compare plans each kind of device and each number of them, and saves no plan: {why}")
+    from autopar.compare_grid import compare_grid
+    from autopar.compare_hardware import profiles_of
+    from autopar.explain_collectives import check_can_plot
+    from autopar.explain_grid import grid_json, plot_grid, render_grid
+
+    if options.plot is not None:
+        check_can_plot(options.plot)
+    profiles = profiles_of(options.hardware.split(","))
+    _use_cpu_only()
+    more = _how_to_plan(options)
+    if more.get("num_microbatches") == "auto":
+        del more["num_microbatches"]  # as few as fit
+    targets = {target: partial(load_target, target) for target in options.target}
+    devices = options.devices if isinstance(options.devices, tuple) else (options.devices,)
+    with _progress() as report:
+        told = compare_grid(targets, profiles, devices, progress=report, **more)
+    if options.json:
+        print(json.dumps(grid_json(told), indent=2, allow_nan=False))
+    else:
+        _show(lambda console: render_grid(told, console))
+    if options.plot is not None:
+        plot_grid(told, options.plot)
+        print(f"Drawn into {options.plot}.", file=sys.stderr if options.json else sys.stdout)
+    for one in told.grids:
+        if one.error:
+            print(f"autopar: {one.target}: {one.error}", file=sys.stderr)
+    if told.interrupted:
+        print("autopar: interrupted; above is what was found until then", file=sys.stderr)
+        return 130
+    return 2 if told.failed else 0
+
+
 def _check_output(options: argparse.Namespace) -> None:
     """Refuse what cannot be written to now, rather than when all is done."""
     if options.output is not None:
@@ -169,6 +228,9 @@ def _run_explain(options: argparse.Namespace) -> None:
     if options.target is None or options.plot is not None:
         missing = "a TARGET or a saved plan" if options.target is None else "--collectives with --plot"
         raise TargetError(f"`autopar explain` needs {missing}; `autopar explain --collectives` prices all-reduces")
+    if options.why is not None or options.of is not None:
+        _run_why(options)
+        return
     _check_html(options)
     plan = _load_saved(options) if _is_plan_file(options.target) else _plan_target(options)
     if options.timeline is not None:
@@ -182,6 +244,32 @@ def _run_explain(options: argparse.Namespace) -> None:
         _print_json(plan)
     elif options.html is None:
         _show(lambda console: render(plan, console))
+
+
+def _run_why(options: argparse.Namespace) -> None:
+    """Plan again with a runner-up, and say what that costs."""
+    saved = _is_plan_file(options.target)
+    if options.why is None or saved != (options.of is not None):
+        raise TargetError("--why PATH is of a TARGET, or of a saved plan with --of TARGET, which it was made for")
+    if options.stages not in (None, 1) or options.timeline is not None or options.stage is not None:
+        raise TargetError("--why is of a step that is one program: drop --stages, --stage and --timeline")
+    if saved:
+        from autopar.plan_check import options_of
+
+        plan = _load_saved(options)
+        if isinstance(plan, PipelinePlan):
+            raise TargetError("--why is of a plan of one program, and this one is of stages")
+        _use_cpu_only()
+        more = options_of(plan)
+    else:
+        more = {
+            name: value for name, value in _planning(options).items() if name not in ("cache", "stages", "schedule")
+        }
+    step, args = load_target(options.of or options.target)
+    from autopar.why import why
+
+    told = why(options.why, step, *args, **more)
+    print(json.dumps(told.to_json(), indent=2, allow_nan=False) if options.json else told)
 
 
 def _check_html(options: argparse.Namespace) -> None:
@@ -219,7 +307,7 @@ def _stage(plan: PipelinePlan, number: int) -> Plan:
 def _run_collectives(options: argparse.Namespace) -> None:
     from autopar.explain_collectives import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
-    of_programs = ("target", "memory_budget", "no_rematerialize", "pin")
+    of_programs = ("target", "memory_budget", "no_rematerialize", "dims_as_written", "pin")
     of_programs = (*of_programs, "num_microbatches", "per_microbatch_statistics", "time_limit", "stages", "schedule")
     of_programs = (*of_programs, "html", "timeline")
     useless = [name for name in of_programs if getattr(options, name)]
@@ -255,7 +343,12 @@ def _mesh_and_hardware(options: argparse.Namespace) -> tuple[MeshShape, Hardware
     return mesh, hardware.load(options.hardware or hardware.detect(devices[0].device_kind, devices[0].platform))
 
 
-def _run_diff(options: argparse.Namespace) -> None:
+def _run_diff(options: argparse.Namespace) -> int | None:
+    if options.check:
+        return _run_check(options)
+    useless = [f"--{name}" for name in ("memory", "time", "hardware") if getattr(options, name) is not None]
+    if useless:
+        raise TargetError(f"{', '.join(useless)}: for new code held against a plan: add --check, or drop it")
     from autopar.diff import diff
     from autopar.explain_diff import render_diff
 
@@ -264,12 +357,49 @@ def _run_diff(options: argparse.Namespace) -> None:
         print(json.dumps(told.to_json(), indent=2, allow_nan=False))
     else:
         _show(lambda console: render_diff(told, console))
+    return None
+
+
+def _run_check(options: argparse.Namespace) -> int:
+    """Exit code 1 where new code is not as planned."""
+    saved = load_plan(_plan_within(options.before))
+    if _is_plan_file(options.after):
+        raise TargetError(
+            f"--check holds code against a plan, and {options.after!r} is a plan: give a TARGET, or drop --check"
+        )
+    _use_cpu_only()
+    step, args = load_target(options.after)
+    from autopar.plan_check import Allowed, check_plan
+
+    more: dict[str, Any] = {} if options.memory is None else {"memory": Allowed(*options.memory)}
+    more |= {} if options.time is None else {"time": Allowed(*options.time)}
+    more |= {"hardware": options.hardware} if options.hardware else {}
+    with _progress() as report:
+        told = check_plan(saved, step, *args, progress=report, **more)
+    print(json.dumps(told.to_json(), indent=2, allow_nan=False) if options.json else told)
+    return 0 if told.holds else 1
 
 
 def _plan_within(path: str) -> str:
     """A plan file; of a checkpoint's folder, the plan that its state was laid out by."""
     within = Path(path) / "plan" / "metadata"
     return str(within) if within.is_file() else path
+
+
+def _run_export(options: argparse.Namespace) -> None:
+    _check_output(options)
+    plan = load_plan(options.plan)
+    _use_cpu_only()
+    step, args = load_target(options.target)
+    from autopar.export import export
+    from autopar.plan_file import write_text
+
+    text = export(plan, step, *args)
+    if options.output is None:
+        print(text, end="")
+        return
+    write_text(text, options.output)
+    print(f"Saved to {options.output}; it needs JAX alone.")
 
 
 def _run_calibrate(options: argparse.Namespace) -> None:
@@ -327,7 +457,16 @@ def _run_diagnose(options: argparse.Namespace) -> int:
     """Exit code 1 where something was sent that nobody meant."""
     if not options.as_is:
         raise TargetError("--no-check is about the changes to a step sharded by hand: add --as-is, or drop it")
-    no_use = ("plan", "html", "run_step", "no_rematerialize", "pin", "num_microbatches", "per_microbatch_statistics")
+    no_use = (
+        "plan",
+        "html",
+        "run_step",
+        "no_rematerialize",
+        "dims_as_written",
+        "pin",
+        "num_microbatches",
+        "per_microbatch_statistics",
+    )
     useless = [name for name in no_use if getattr(options, name)]
     if useless:
         flags = ", ".join(f"--{name.removesuffix('_step').replace('_', '-')}" for name in useless)
@@ -368,7 +507,7 @@ def _load_saved(options: argparse.Namespace) -> AnyPlan:
 
 def _refuse_planning(options: argparse.Namespace, saved: str, else_do: str, allowed: Sequence[str] = ()) -> None:
     """A saved plan takes no options of planning."""
-    names = ("devices", "mesh", "hardware", "memory_budget", "no_rematerialize", "pin")
+    names = ("devices", "mesh", "hardware", "memory_budget", "no_rematerialize", "dims_as_written", "pin")
     names = (*names, "num_microbatches", "per_microbatch_statistics", "time_limit", "stages", "schedule")
     given = [name for name in names if getattr(options, name) not in (None, [], False) and name not in allowed]
     if given:
@@ -425,6 +564,8 @@ def _how_to_plan(options: argparse.Namespace) -> dict[str, Any]:
     for name in ("stages", "schedule"):
         if getattr(options, name) is not None:
             more[name] = getattr(options, name)
+    if options.dims_as_written:
+        more["dims_as_written"] = True
     return more | ({"rematerialize": False} if options.no_rematerialize else {})
 
 
@@ -477,6 +618,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "plan": _run_plan,
     "explain": _run_explain,
     "diff": _run_diff,
+    "export": _run_export,
     "calibrate": _run_calibrate,
     "verify": _run_verify,
     "generate": lambda options: run_generate(options, _progress),

@@ -28,12 +28,16 @@ examples:
   autopar plan my_package.train:make --devices 8 --memory-budget 40GB -o gpt.plan.json
   autopar plan train.py:make --devices 8 --pin 'state/params/*/kernel=P(None, "model")'
   autopar plan small.py:make large.py:make --compare v100-sxm-16,a100-sxm-40,h100-sxm
+  autopar plan train.py:make --compare --hardware h100-sxm,h200,b200 --devices 4,8,16,64 --plot gpus.svg
   autopar plan --for search --corpus 1.4e9x100:int8 --devices 8 --hardware h200
   autopar plan --for inference Llama-3.1-8B --devices 8 --hardware h100-sxm --batch 64
   autopar explain gpt.plan.json
   autopar explain gpt.plan.json --html report.html
   autopar explain train.py:make --devices 8 --json
+  autopar explain gpt.plan.json --why 'state/params/*/qkv/kernel' --of train.py:make
   autopar diff old.plan.json gpt.plan.json
+  autopar diff gpt.plan.json train.py:make --check --memory 5%
+  autopar export gpt.plan.json train.py:make -o sharded.py
   autopar explain --collectives --mesh 2x8 --hardware h100-sxm --plot all-reduce.png
   autopar calibrate -o mine.toml
   autopar verify train.py:make --mesh 8 --hardware h100-sxm
@@ -66,7 +70,13 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     plan.add_argument("-o", "--output", metavar="FILE", help="where the plan goes, e.g. gpt.plan.json")
     about = "instead of a plan: on which of these hardware profiles a step fits, on one device and on how many at the"
     about += " least, of at most --devices (default: 1024)"
-    plan.add_argument("--compare", metavar="NAME,NAME...", help=about)
+    about += (
+        "; without names: on each kind of --hardware NAME,NAME,... and each of --devices N,N,...: time, memory, price"
+    )
+    plan.add_argument("--compare", metavar="NAME,NAME...", nargs="?", const="", help=about)
+    plan.add_argument(
+        "--plot", metavar="FILE", help="with --compare over --devices: draw it too (needs `autopar[plot]`)"
+    )
     add_search_options(plan, _size)
     add_inference_options(plan, count, _seconds)
     plan.set_defaults(run=commands["plan"])
@@ -77,6 +87,10 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     about = "instead of a plan: what an all-reduce costs by each algorithm, over each axis of the mesh"
     explain.add_argument("--collectives", action="store_true", help=about)
     explain.add_argument("--plot", metavar="FILE.png", help="with --collectives: draw it too (needs `autopar[plot]`)")
+    about = "what the step would lose by the runner-up: of the array or the module at PATH, planned again with that; PATH may be a glob"
+    explain.add_argument("--why", metavar="PATH", help=about)
+    about = "with --why of a saved plan: the step that it is of"
+    explain.add_argument("--of", metavar="TARGET", help=about)
     about = "of a plan of stages: explain the plan of stage N alone"
     explain.add_argument("--stage", type=int, metavar="N", help=about)
     about = "write a step for Perfetto, where the file ends in .json; of a plan of stages, else draw it as SVG"
@@ -90,9 +104,23 @@ def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> ar
     about = "two saved plans beside each other: what is split otherwise, and what each device must fetch"
     diff = added.add_parser("diff", help=about, description=about)
     diff.add_argument("before", metavar="A.json", help="a saved plan, or the folder of a checkpoint (CHECKPOINTS/100)")
-    diff.add_argument("after", metavar="B.json", help="another")
+    diff.add_argument("after", metavar="B.json|TARGET", help="another; with --check, the step as it is now")
+    about = "for CI: plan TARGET as A.json was, and fail (exit code 1) where it sends a collective more, or takes more memory"
+    diff.add_argument("--check", action="store_true", help=about)
+    about = "with --check: how much more it may take, 5%% of what was planned or 200MB (default: 5%%)"
+    diff.add_argument("--memory", type=_more_memory, metavar="MORE", help=about)
+    about = "with --check: how much longer a step may take, 5%% or 2ms (default: not held)"
+    diff.add_argument("--time", type=_more_time, metavar="MORE", help=about)
+    about = "with --check: the hardware profile, where it is a file (default: by the name that is in A.json)"
+    diff.add_argument("--hardware", metavar="NAME", help=about)
     diff.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
     diff.set_defaults(run=commands["diff"])
+    about = "write a plan as plain JAX: a Python file that shards the step and needs no autopar"
+    export = added.add_parser("export", help=about, description=about)
+    export.add_argument("plan", metavar="PLAN.json", help="a saved plan")
+    export.add_argument("target", metavar="TARGET", help="what it was made for")
+    export.add_argument("-o", "--output", metavar="FILE.py", help="where it goes (default: standard output)")
+    export.set_defaults(run=commands["export"])
     about = "measure the devices of this machine, and write a hardware profile that --hardware takes"
     calibrate = added.add_parser("calibrate", help=about, description=about)
     where = "the profile, .toml; its samples go beside it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"
@@ -129,7 +157,7 @@ def _planning_options() -> argparse.ArgumentParser:
     group = options.add_argument_group("planning")
     where = group.add_mutually_exclusive_group()
     about = "plan every mesh of at most two axes, keep the best (default: as many as here)"
-    where.add_argument("--devices", type=_count, metavar="N", help=about)
+    where.add_argument("--devices", type=_counts, metavar="N", help=about)
     where.add_argument("--mesh", metavar="MESH", help="plan this mesh alone: 8, 2x4 or data=2,model=4")
     about = (
         "hardware profile, e.g. h100-sxm (default: what is here); for stages on several kinds, how many there are of"
@@ -140,6 +168,8 @@ def _planning_options() -> argparse.ArgumentParser:
     group.add_argument("--memory-budget", type=_size, metavar="SIZE", help=about)
     about = "do not compute forward values again in the backward pass, even where nothing fits otherwise"
     group.add_argument("--no-rematerialize", action="store_true", help=about)
+    about = "never see a dim that the step cuts into equal parts as two: a plan that `autopar export` can write"
+    group.add_argument("--dims-as-written", action="store_true", help=about)
     about = "fix a sharding; PATH may be a glob; may be repeated"
     group.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=about)
     about = 'split the batch over time into N parts, whose gradients are summed; "auto": as is fastest and fits'
@@ -165,6 +195,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _counts(text: str) -> int | tuple[int, ...]:
+    """A number of devices; several, with commas between, for a comparison."""
+    found = tuple(dict.fromkeys(_count(part) for part in text.split(",")))
+    return found[0] if len(found) == 1 and "," not in text else found
+
+
 def _microbatches(text: str) -> int | str:
     if text == "auto":
         return text
@@ -181,6 +217,29 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds above 0")
     return seconds
+
+
+def _more_memory(text: str) -> tuple[float, float]:
+    return _more(text, _size)
+
+
+def _more_time(text: str) -> tuple[float, float]:
+    return _more(text, _duration)
+
+
+def _more(text: str, amount: Callable[[str], float]) -> tuple[float, float]:
+    """How much more something may be: a fraction of it, or an amount."""
+    percent = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", text)
+    if percent is not None:
+        return float(percent[1]) / 100, 0.0
+    return 0.0, 0.0 if text.strip() == "0" else amount(text)
+
+
+def _duration(text: str) -> float:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(us|ms|s)\s*", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write e.g. 5%, 2ms, 300us or 1.5s")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
 
 
 def _size(text: str) -> float:

@@ -15,7 +15,15 @@ from autopar.errors import SearchError, TargetError
 #: By option: the field of `PaperSearch` that it is.
 _FIELDS = ("metric", "batch", "k", "degree", "beam", "code_bytes", "num_lists", "num_probes", "rerank", "block_bytes")
 #: Options of planning that a search has no use for.
-_NO_USE = ("compare", "no_rematerialize", "num_microbatches", "per_microbatch_statistics", "stages", "schedule")
+_NO_USE = (
+    "compare",
+    "no_rematerialize",
+    "dims_as_written",
+    "num_microbatches",
+    "per_microbatch_statistics",
+    "stages",
+    "schedule",
+)
 
 
 def add_search_options(parser: argparse.ArgumentParser, size: Any) -> None:
@@ -75,7 +83,7 @@ def check_target(options: argparse.Namespace) -> None:
         return
     if of_inference:
         raise TargetError(f"{_flags(of_inference)} say what to serve, and --for search plans a search: drop them")
-    useless = [name for name in ("target", *_NO_USE) if getattr(options, name)]
+    useless = [name for name in ("target", *_NO_USE) if getattr(options, name) not in (None, [], False)]
     if useless:
         raise TargetError(f"--for search plans a search, and no step of yours: drop {_flags(useless)}")
     if "=" in (options.hardware or ""):

@@ -49,6 +49,10 @@ class PlanFileError(AutoparError):
     """A plan file that is damaged or of another version."""
 
 
+class ExportError(AutoparError):
+    """A plan that an exported file cannot say, or a step that it cannot be exported for."""
+
+
 class PlanMismatchError(AutoparError):
     """A plan used with a program, shapes or devices that it was not made for."""
 

@@ -180,9 +180,10 @@ def _head(plan: Plan) -> list[RenderableType]:
     else:
         sure = f"not bounded; {outcome.status}"
     size = f"{outcome.num_nodes:,} decisions, {outcome.num_strategies:,} strategies"
+    took = "" if outcome.solve_time_s is None else f", solved in {human_seconds(outcome.solve_time_s)}"
     facts = [
         ("Strategy", plan.words),
-        ("Certainty", f"{sure} ({size}, solved in {human_seconds(outcome.solve_time_s)})"),
+        ("Certainty", f"{sure} ({size}{took})"),
         *_microbatches(plan),
         *(("Recomputed", text) for text in _recomputed(plan)),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),

@@ -141,9 +141,10 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     looked = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
     words = {**any_edges.WORDS, **{name: kind.words for name, kind in SCHEDULES.items()}}
     what = words.get(plan.schedule, "")
+    took = "" if outcome.search_time_s is None else f", {human_seconds(outcome.search_time_s)}"
     facts = [
         ("Strategy", plan.words),
-        ("Certainty", f"{sure}, by the prices of planned layers ({looked}, {human_seconds(outcome.search_time_s)})"),
+        ("Certainty", f"{sure}, by the prices of planned layers ({looked}{took})"),
         ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
     ]
     if branches := plan.side_by_side():

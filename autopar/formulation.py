@@ -135,17 +135,20 @@ def formulate(
     memory_budget_bytes: float | None,
     stored: Sequence[Stored] = (),
     resharding: ReshardingTimes | None = None,
+    held: Mapping[int, TensorSharding] | None = None,
 ) -> Formulation:
     """Build the problem.
 
     Args:
         pins: input position -> the sharding it must have.
+        held: value that a node makes -> the sharding it must be made in, one of those it can be.
         stored: with a budget, the values that are in memory, and when; sharded otherwise, they hold as much more
             or less.
         resharding: times of this mesh and profile, by who builds several problems there.
     """
     times = resharding or ReshardingTimes(mesh, profile)
-    return _Builder(graph, groups, mesh, profile, dict(pins), memory_budget_bytes, tuple(stored), times).build()
+    builder = _Builder(graph, groups, mesh, profile, dict(pins), memory_budget_bytes, tuple(stored), times)
+    return builder.build(held or {})
 
 
 class _Builder:
@@ -177,7 +180,7 @@ class _Builder:
         self.times: dict[tuple[Load, int], np.ndarray] = {}
         self.last_use = _last_uses(graph)
 
-    def build(self) -> Formulation:
+    def build(self, held: Mapping[int, TensorSharding]) -> Formulation:
         for index, group in enumerate(self.groups):
             self._add_group(index, group)
         self._add_inputs()
@@ -188,6 +191,9 @@ class _Builder:
                 self._connect(value)
         compute = tuple(self._compute_time(d, written) for d in self.decisions)
         costs, edges = self._price([c.copy() for c in compute])
+        for value, sharding in held.items():
+            decision, shardings = self.made[value]
+            costs[decision][[one != sharding for one in shardings]] = np.inf
         usages = self._usages() if self.budget is not None else ()
         return Formulation(
             graph=self.graph,

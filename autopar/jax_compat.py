@@ -32,6 +32,8 @@ from jax.extend.core import Primitive
 from jaxlib import xla_client as _xla_client
 from jaxlib.mlir import ir as _ir
 
+from autopar.source_files import portable_path
+
 Literal = _core.Literal
 
 #: Primitives that only call another jaxpr: parameter that holds it.
@@ -170,7 +172,7 @@ def name_stack_of(equation: Any) -> Any:
 
 
 def user_source(equation: Any) -> str:
-    """`file.py:12 (function)` of the innermost frame in the user's own code.
+    """`models/gpt.py:12 (function)` of the innermost frame in the user's own code, the file as `portable_path` names it.
 
     Frames of installed libraries are passed over; where all frames are libraries', the innermost.
     """
@@ -179,7 +181,7 @@ def user_source(equation: Any) -> str:
     if not frames:
         return ""
     frame = (own or frames)[0]
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return f"{portable_path(frame.file_name)}:{frame.start_line} ({frame.function_name})"
 
 
 @contextmanager

@@ -174,6 +174,33 @@ def fits(
     report("done", 1.0)
 
 
+def plan_on(
+    program: Program,
+    profile: HardwareProfile,
+    number: int,
+    *,
+    num_microbatches: int | None = None,
+    per_microbatch_statistics: bool = False,
+    solver: Solver | None = None,
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+    **more: Any,
+) -> Plan | Refused:
+    """The plan for a number of devices, found as `fits` finds it; or why there is none."""
+    report = progress or (lambda stage, fraction: None)
+    options = {
+        "own_statistics": per_microbatch_statistics,
+        "solver": _Stopping(solver or Ilp(time_limit_s=time_limit_s)),
+    }
+    search = _Search(
+        program,
+        {"hardware": profile, **options, **more},
+        lambda what: report(f"{profile.name}: {what}", 1.0),
+        num_microbatches,
+    )
+    return search.on(meshes_of(number, profile))
+
+
 def numbers_of_devices(profile: HardwareProfile, most: int) -> tuple[int, ...]:
     """1, 2, 4, ... devices of one host, then 1, 2, 4, ... whole hosts.
 

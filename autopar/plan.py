@@ -16,15 +16,20 @@ from autopar.errors import PlanMismatchError
 from autopar.graph.ir import Phase
 from autopar.mesh import MeshShape
 from autopar.moves import Lies, Part
-from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
+from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without, write_document
 from autopar.sharding import TensorSharding
 from autopar.step_trace import MemoryOverStep, StepTrace, check_trace
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-#: What a plan file says it is, and the version of its fields. Version 1 had no `trace` and no `memory`.
-FORMAT, VERSION = "autopar-plan", 2
+#: What a plan file says it is.
+FORMAT = "autopar-plan"
+#: From each version of its fields to the next: 2 has `trace` and `memory`, which are None where they are not; 3 has no
+#: times of this run, so that two runs write the same file. Whoever changes a field of what a file holds adds one, and a
+#: file of the version before to `tests/plan_files/`.
+MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"))
+VERSION = len(MIGRATIONS) + 1
 
 #: What an input or output is to the step. A parameter is carried state that the forward pass
 #: reads; optimizer state is carried state that only the update reads; data is everything else.
@@ -92,6 +97,7 @@ class Decision:
             there is no other.
         runner_up_extra_s: what that would add to the step, in seconds.
         collectives: positions in `Plan.collectives` of those it causes.
+        value: its number in the planned program, where the plan was made in this process: no file holds it.
     """
 
     path: str
@@ -106,6 +112,7 @@ class Decision:
     runner_up: TensorSharding | None
     runner_up_extra_s: float
     collectives: tuple[int, ...] = ()
+    value: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +149,7 @@ class Prediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How sure the solver is: `gap` is (cost - lower bound) / cost. `memory_bound`: without its memory budget the plan
-    would be another."""
+    would be another. `solve_time_s` is of this run: no file holds it."""
 
     cost_s: float
     lower_bound_s: float
@@ -150,7 +157,7 @@ class Outcome:
     status: str
     num_nodes: int
     num_strategies: int
-    solve_time_s: float
+    solve_time_s: float | None = field(default=None, compare=False)
     memory_bound: bool = False
 
 
@@ -339,6 +346,7 @@ class Plan:
     """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files.
 
     Args:
+        dims_as_written: it was asked for so.
         trace, memory: a step over time; None in plans of files of version 1.
     """
 
@@ -364,6 +372,7 @@ class Plan:
     memory: MemoryOverStep | None = None
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
+    dims_as_written: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
@@ -445,7 +454,7 @@ class Plan:
         Raises:
             PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
         """
-        return read_document(data, FORMAT, VERSION, decoder(cls), _check)
+        return read_document(data, FORMAT, MIGRATIONS, decoder(cls), _check)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, one record a line, made for version control.

@@ -13,13 +13,14 @@ import math
 import numbers
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import AutoparError, PlanFileError
 from autopar.mesh import MeshShape
 from autopar.sharding import TensorSharding
+from autopar.version import __version__
 from autopar.whole_file import write_whole
 
 
@@ -38,26 +39,41 @@ _T = TypeVar("_T")
 
 
 def write_document(document: Any, path: str | os.PathLike[str]) -> None:
-    """Write JSON, one record a line. The file appears whole or not at all; an older one stays until then.
+    """Write JSON, one record a line, as `write_text` does.
+
+    Raises:
+        PlanFileError: where it cannot be written.
+    """
+    write_text(layout(document) + "\n", path)
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Write a file. It appears whole or not at all; an older one stays until then.
 
     Raises:
         PlanFileError: where it cannot be written.
     """
     try:
-        write_whole(layout(document) + "\n", path)
+        write_whole(text, path)
     except OSError as error:
         raise PlanFileError(
-            f"cannot write the plan to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
+            f"cannot write to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
             " exists and can be written to."
         ) from error
 
 
-def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T], check: Callable[[_T], None]) -> _T:
+def read_document(
+    data: Any,
+    name: str,
+    migrations: Sequence[Callable[[dict[str, Any]], dict[str, Any]]],
+    decode: Callable[[Any], _T],
+    check: Callable[[_T], None],
+) -> _T:
     """A plan from JSON types.
 
     Args:
-        name, number: the format that it must say it is of, and the newest version. Fields that a version adds have
-            defaults, which say that there is nothing: so a file of an older one is read as it is.
+        name: the format that it must say it is of.
+        migrations: from each version, of 1 on, to the next: so the version of today is one more than there are.
         decode: of its fields. check: refuses what is well typed, but does not agree.
 
     Raises:
@@ -65,15 +81,40 @@ def read_document(data: Any, name: str, number: int, decode: Callable[[Any], _T]
     """
     if not isinstance(data, dict) or data.get("format") != name:
         raise PlanFileError(f'it is not a plan: a plan is a JSON object with "format": "{name}"')
-    found = data.get("version")
-    if type(found) is not int or not 1 <= found <= number:
-        raise PlanFileError(f"it is of version {found!r}; this autopar reads versions 1 to {number}")
+    number, today = data.get("version"), len(migrations) + 1
+    if type(number) is not int or number < 1:
+        raise PlanFileError(f"it is of version {number!r}: versions are whole numbers from 1 on")
+    if number > today:
+        raise PlanFileError(
+            f"it is of version {number}, which a later autopar wrote; this one ({__version__}) reads versions 1 to {today}."
+            " Upgrade autopar"
+        )
+    body = {k: v for k, v in data.items() if k not in ("format", "version")}
     try:
-        plan = decode({k: v for k, v in data.items() if k not in ("format", "version")})
+        for migrate in migrations[number - 1 :]:
+            body = migrate(body)
+        plan = decode(body)
         check(plan)
     except WrongFieldError as wrong:
         raise PlanFileError(str(wrong)) from None
     return plan
+
+
+def as_it_is(body: dict[str, Any]) -> dict[str, Any]:
+    """A migration to fields that have defaults, which say that there is nothing."""
+    return body
+
+
+def without(field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A migration that drops a field of a record that is a field of the plan."""
+
+    def migrate(body: dict[str, Any]) -> dict[str, Any]:
+        record = body.get(of)
+        if isinstance(record, dict):  # what it is otherwise is for the decoder to say
+            return {**body, of: {name: item for name, item in record.items() if name != field}}
+        return body
+
+    return migrate
 
 
 def encode(value: Any) -> Any:

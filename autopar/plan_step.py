@@ -31,8 +31,8 @@ from autopar.units import human_seconds
 
 Hardware = str | HardwareProfile | Mapping[str, int]
 
-#: Options of one program that stages do not take.
-_OF_ONE_PROGRAM = ("mesh", "pin", "like", "rematerialize")
+#: Options of one program that stages do not take, and what they are where they ask for nothing.
+_OF_ONE_PROGRAM = {"mesh": None, "pin": None, "like": None, "rematerialize": True, "dims_as_written": False}
 
 
 @overload
@@ -60,6 +60,7 @@ def plan(
     num_microbatches: int | Literal["auto"] | None = None,
     per_microbatch_statistics: bool = False,
     rematerialize: bool = True,
+    dims_as_written: bool = False,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
@@ -99,6 +100,8 @@ def plan(
             each microbatch then has its own statistics.
         rematerialize: whether forward values may be computed again in the backward pass, where a step would not
             fit otherwise.
+        dims_as_written: never see a dim that the step cuts into equal parts as two, each of which may be split: a plan of
+            which each sharding is a `PartitionSpec` of a value that the step has, as `export` needs it.
         solver: by default `Ilp(time_limit_s)`, which proves the optimum; where memory is short, within half a percent.
         time_limit_s: seconds for the solver, per problem: one for each mesh, and several where memory is short.
         progress: called with a stage's name and the fraction done.
@@ -126,6 +129,7 @@ def plan(
         num_microbatches=num_microbatches,
         per_microbatch_statistics=per_microbatch_statistics,
         rematerialize=rematerialize,
+        dims_as_written=dims_as_written,
         solver=solver,
         time_limit_s=time_limit_s,
         progress=progress,
@@ -264,9 +268,9 @@ def _only_kind(hardware: Hardware | None) -> str | HardwareProfile | None:
 
 def _refuse(options: Mapping[str, Any]) -> None:
     """Options that say how one program is split, of which stages have several."""
-    for name in _OF_ONE_PROGRAM:
+    for name, usual in _OF_ONE_PROGRAM.items():
         given = options.get(name)
-        if given is None or given is True or (name == "mesh" and isinstance(given, jax.sharding.Mesh)):
+        if given is None or given is usual or (name == "mesh" and isinstance(given, jax.sharding.Mesh)):
             continue
         raise ClusterError(
             f"`{name}` is of a step that is one program, and with `stages` each stage has a mesh of its own, that the"

@@ -181,12 +181,17 @@ def plan_and_parts(
     pin: Mapping[str, Any] | None = None,
     told: Mapping[str, Any] | None = None,
     rematerialize: bool = True,
+    dims_as_written: bool = False,
     any_that_fits: bool = False,
+    held: Mapping[int, TensorSharding] | None = None,
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> tuple[Plan, Made]:
     """`plan_in_microbatches` of a program as it is, and what the plan was made of.
+
+    Args:
+        held: of a program of one form, of which nothing is to be computed again: values, and how they must be made.
 
     Raises:
         NothingFitsError: as there.
@@ -200,7 +205,7 @@ def plan_and_parts(
     limited = solver or Ilp(time_limit_s=time_limit_s, relative_gap=_LIMITED_GAP)
     distinct, twins = distinct_meshes(meshes, profile, symmetric=not layouts and not _names_axes(program.graph))
     one = resolve_pins(layouts, program.graph, distinct[0])
-    forms = [(form, _group(form.graph, one)) for form in program.forms]
+    forms = [(form, _group(form.graph, one)) for form in program.forms[-1 if dims_as_written else 0 :]]
     search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits}
     found: list[tuple[Plan, Made]] = []
     failures: list[tuple[MeshShape, NothingFitsError]] = []
@@ -209,7 +214,8 @@ def plan_and_parts(
         try:
             pins = resolve_pins(layouts, program.graph, shape)
             keep_to = budget * (1 - BUDGET_MARGIN)
-            found.append(_plan_in_a_form(shape, forms, profile, keep_to, pins, solve_with, limited, search))
+            given = (profile, keep_to, pins, solve_with, limited, search, held or {})
+            found.append(_plan_in_a_form(shape, forms, *given))
         except NothingFitsError as short:
             failures.append((shape, short))
     report("done", 1.0)
@@ -221,6 +227,7 @@ def plan_and_parts(
         memory_budget_bytes=memory_budget_bytes,
         rejected=_rejected(best, [plan for plan, _ in found], failures, twins),
         pins={path: str(spec) for path, spec in (pin or {}).items()},
+        dims_as_written=dims_as_written,
     )
     return plan, made
 
@@ -281,6 +288,7 @@ class _Free:
         solver: Solver,
         limited: Solver,
         search: Mapping[str, bool],
+        held: Mapping[int, TensorSharding],
     ) -> _Free:
         """Plan without a budget.
 
@@ -291,8 +299,8 @@ class _Free:
             TimeLimitError: the solver found no plan.
         """
         started = time.perf_counter()
-        planning = Planning(pins, solver, limited, lambda graph: _group(graph, pins).groups)
-        f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None)
+        planning = Planning(pins, solver, limited, lambda graph: _group(graph, pins).groups, held)
+        f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None, held=held)
         made = planning.made(program, f, solver.solve(f.problem))
         return cls(mesh, program, grouped.unknown, made, planning, budget, search, started)
 

@@ -8,8 +8,8 @@ splits as the budget left by it allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.assemble import Assembled, assemble
 from autopar.device_program import Buffer, buffers_at_peak, stored_values
@@ -104,12 +104,14 @@ class Planning:
     Args:
         limited: solver of problems with a limit of memory.
         groups_of: the groups of a graph.
+        held: values of the graph as it is before anything is computed again, and how they must be made.
     """
 
     pins: dict[int, TensorSharding]
     solver: Solver
     limited: Solver
     groups_of: Callable[[Graph], tuple[Group, ...]]
+    held: Mapping[int, TensorSharding] = field(default_factory=dict)
 
     def free(self, program: Program, like: Formulation, recomputed: tuple[Recomputation, ...]) -> Made:
         """The plan of a program without a budget.
@@ -119,7 +121,7 @@ class Planning:
         """
         graph = program.graph
         groups = like.groups if graph is like.graph else self.groups_of(graph)
-        f = formulate(graph, groups, like.mesh, like.profile, pins=self.pins, memory_budget_bytes=None)
+        f = formulate(graph, groups, like.mesh, like.profile, pins=self.pins, memory_budget_bytes=None, held=self.held)
         return self.made(program, f, self.solver.solve(f.problem), recomputed)
 
     def made(
@@ -197,7 +199,16 @@ def _split_otherwise(budget: float, free: Made, planning: Planning, *, at_least:
 
     def formulation(mesh: MeshShape) -> Formulation:
         graph, groups, profile = before.graph, before.groups, before.profile
-        return formulate(graph, groups, mesh, profile, pins=planning.pins, memory_budget_bytes=budget, stored=stored)
+        return formulate(
+            graph,
+            groups,
+            mesh,
+            profile,
+            pins=planning.pins,
+            memory_budget_bytes=budget,
+            stored=stored,
+            held=planning.held,
+        )
 
     f = formulation(before.mesh)
     ratio = f.problem.peak_memory(_with_copies(before, f, choices)) / parts.prediction.peak_bytes

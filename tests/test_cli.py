@@ -138,7 +138,7 @@ def test_explain_reads_a_saved_plan(planner: FakePlanner, capsys: pytest.Capture
     make_plan().save("p.json")
     assert main(["explain", "p.json"]) == 0
     assert planner.args == ()
-    assert capsys.readouterr().out == f"{explain(make_plan())}\n"
+    assert capsys.readouterr().out == f"{explain(load_plan('p.json'))}\n"
 
 
 def test_explain_collectives_prints_a_table_for_each_axis(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,43 @@ def test_round_trip(tmp_path: Path) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("name", [f"{kind}version_{n}" for kind in ("", "stages_") for n in (1, 2)])
+def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
+    """Each as the autopar of its time wrote it; written anew, it is of today's version, and the same plan."""
+    old = Path(__file__).parent / "plan_files" / f"{name}.json"
+    plan = load_plan(old)
+    plan.save(tmp_path / "new.json")
+    assert load_plan(tmp_path / "new.json") == plan
+    before, after = (json.loads(path.read_text()) for path in (old, tmp_path / "new.json"))
+    assert (before["version"], after["version"]) == (int(name[-1]), 3)
+    assert before["prediction"] == after["prediction"]
+    assert "time_s" not in str(after["outcome"])
+
+
+_PLAN = """\
+import sys
+import autopar, programs
+program = programs.mlp(num_layers=3)
+plan = autopar.plan(program.step, *program.abstract_args(), num_devices=4, hardware="h100-sxm")
+plan.save(sys.argv[1])
+"""
+
+
+def test_two_runs_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of this machine stands in them."""
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}
+    command = [sys.executable, "-c", _PLAN, str(tmp_path / "other.json")]
+    subprocess.run(command, env=env, cwd=tmp_path, check=True, timeout=300)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "own.json")])
+    exec(_PLAN, {})
+    own = (tmp_path / "own.json").read_text()
+    assert own == (tmp_path / "other.json").read_text()
+    assert str(here.parent) not in own
+    assert '"tests/programs.py:' in own
+
+
 def test_numbers_of_numpy_are_saved() -> None:
     plan = make_plan()
     numpy_outcome = replace(plan.outcome, cost_s=np.float64(2.6e-3), num_nodes=np.int64(120))
@@ -202,7 +241,7 @@ def test_numbers_of_numpy_are_saved() -> None:
 def test_file_is_made_for_version_control(tmp_path: Path) -> None:
     make_plan().save(tmp_path / "p.json")
     lines = (tmp_path / "p.json").read_text().splitlines()
-    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 2,']
+    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 3,']
     assert '    {"value": 14, "shardings": [[null, ["data", "model"]]], "node": 7, "operand": 0}' in lines
     unreduced = '{"spec": ["data", null], "unreduced": ["model"]}'
     assert f'    {{"value": 12, "shardings": [{unreduced}, ["data", null]]}},' in lines
@@ -240,7 +279,7 @@ def test_interrupted_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest
 
 
 def test_save_where_nothing_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(PlanFileError, match=r"cannot write the plan to '.*/no/p\.json': No such file or directory\."):
+    with pytest.raises(PlanFileError, match=r"cannot write to '.*/no/p\.json': No such file or directory\."):
         make_plan().save(tmp_path / "no" / "p.json")
 
 
@@ -260,7 +299,8 @@ def change(data: dict[str, Any], place: str, value: Any) -> None:
     ("place", "value", "words"),
     [
         ("format", "other", 'it is not a plan: a plan is a JSON object with "format": "autopar-plan"'),
-        ("version", 3, "it is of version 3; this autopar reads versions 1 to 2"),
+        ("version", 4, "it is of version 4, which a later autopar wrote; this one"),
+        ("version", "2", "it is of version '2': versions are whole numbers from 1 on"),
         ("hardware", ..., "its field `hardware` is missing"),
         ("extra", 1, "its field `extra` is unknown"),
         ("hardware", 3, "its field `hardware` must be a text, not 3"),

@@ -74,6 +74,7 @@ class HardwareProfile:
             however many it is merged with: its buffer is still one more call.
         all_to_all_efficiency: part of a link's rate that an all-to-all reaches.
         sources: where the numbers of each block of the file come from, and when.
+        usd_per_device_hour: what a device is rented for; None where the file says nothing of it.
         xla_target: what XLA needs to compile for this GPU where there is none; None for a CPU.
         xla_estimator: what XLA's own latency estimator charges on this GPU; None where it has no figures
             of its own, as for a CPU or a GPU before Hopper.
@@ -101,6 +102,7 @@ class HardwareProfile:
     combined_launch_fraction: float
     all_to_all_efficiency: float
     sources: Mapping[str, str] = field(compare=False, repr=False)
+    usd_per_device_hour: float | None = None
     xla_target: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     xla_estimator: EstimatorProfile | None = field(default=None, compare=False, repr=False)
 
@@ -242,6 +244,7 @@ def _profile(read: _Reader) -> HardwareProfile:
         combined_launch_fraction=read.fraction("collectives.combined_launch_fraction"),
         all_to_all_efficiency=read.fraction("collectives.all_to_all_efficiency"),
         sources={block: f"{read.text(f'{block}.source')} ({read.text(f'{block}.date')})" for block in blocks},
+        usd_per_device_hour=read.positive("price.usd_per_device_hour") if "price" in read.table else None,
         xla_target=read.table.get("xla_target"),
         xla_estimator=_estimator(read),
     )

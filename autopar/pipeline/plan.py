@@ -19,11 +19,31 @@ from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.staged_time import Send, staged_timeline, task_seconds
 from autopar.pipeline.tasks import Schedule, chain
 from autopar.plan import Plan, ProgramSignature, TensorPlan, check_positions
-from autopar.plan_file import WrongFieldError, decoder, encode, read_document, write_document
+from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without, write_document
 from autopar.sharding import TensorSharding
 
-#: What the file of such a plan says it is, and the version of its fields, those of the stages' plans among them.
-FORMAT, VERSION = "autopar-pipeline-plan", 2
+#: What the file of such a plan says it is; from each version of its fields to the next, as in `plan`.
+FORMAT = "autopar-pipeline-plan"
+
+
+def _second_to_third(body: dict[str, Any]) -> dict[str, Any]:
+    """Times of the search are in no file."""
+    body = without("search_time_s", of="outcome")(body)
+    of_stage = without("solve_time_s", of="outcome")
+    stages = body.get("stages")
+    if not isinstance(stages, list):
+        return body
+    known = [isinstance(stage, dict) and isinstance(stage.get("plan"), dict) for stage in stages]
+    return body | {
+        "stages": [
+            stage | {"plan": of_stage(stage["plan"])} if is_one else stage
+            for stage, is_one in zip(stages, known, strict=True)
+        ]
+    }
+
+
+MIGRATIONS = (as_it_is, _second_to_third)
+VERSION = len(MIGRATIONS) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +122,14 @@ class SearchOutcome:
     Args:
         gap: (cost - lower bound) / cost of the partition, by its objective.
         num_planned: runs of layers that were planned to be priced.
+        search_time_s: of this run: no file holds it.
     """
 
     status: str
     gap: float
     num_layers: int
     num_planned: int
-    search_time_s: float
+    search_time_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +251,7 @@ class PipelinePlan:
         Raises:
             PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
         """
-        return read_document(data, FORMAT, VERSION, decoder(cls), _check)
+        return read_document(data, FORMAT, MIGRATIONS, decoder(cls), _check)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, as `Plan.save` does.

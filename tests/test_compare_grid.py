@@ -1,0 +1,116 @@
+"""Kinds and numbers of devices: what each takes, what it costs, and which is the least that fits."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_compare_hardware import H100, profile, step_and_args
+
+from autopar.cli import main
+from autopar.compare_grid import Cell, compare_grid
+from autopar.explain_grid import plot_grid, render_grid
+from autopar.explain_tables import plain_text
+from autopar.planner import plan_in_microbatches
+from autopar.program import program_of
+
+SMALL, LARGE = replace(profile(5, "small"), usd_per_device_hour=3.6), profile(200, "large")
+
+
+def grid() -> Any:
+    step_args = step_and_args(64)
+    (one,) = compare_grid({"few": lambda: step_args}, [SMALL, LARGE], [1, 4, 8]).grids
+    return one
+
+
+def test_each_number_is_planned_and_the_least_is_named() -> None:
+    one = grid()
+    assert [(cell.profile.name, cell.num_devices) for cell in one.cells] == [
+        (name, number) for name in ("small", "large") for number in (1, 4, 8)
+    ]
+    least = {fit.profile.name: fit.num_devices for fit in one.least}
+    assert least["large"] == 1
+    for cell in one.cells:
+        number = least[cell.profile.name]
+        assert (cell.plan is not None) == (number is not None and cell.num_devices >= number)
+        if cell.plan is not None:
+            assert cell.plan.mesh.num_devices == cell.num_devices
+            assert cell.plan.prediction.peak_bytes <= cell.profile.usable_bytes
+    step, args = step_and_args(64)
+    program = program_of(step, args, carry=None, donate=None)
+    alone = plan_in_microbatches(program, 1, mesh="4", hardware=LARGE)
+    cell = next(cell for cell in one.cells if (cell.profile.name, cell.num_devices) == ("large", 4))
+    assert cell.plan is not None
+    assert cell.plan.prediction == alone.prediction
+
+
+def test_a_step_costs_what_its_devices_do() -> None:
+    for cell in grid().cells:
+        if cell.profile is SMALL and cell.plan is not None:
+            seconds = cell.plan.prediction.step_time_s
+            assert cell.usd_per_step == pytest.approx(seconds * cell.num_devices * 0.001)
+        else:
+            assert cell.usd_per_step is None
+
+
+def test_the_table_and_the_picture(tmp_path: Path) -> None:
+    step_args = step_and_args(64)
+    told = compare_grid({"few": lambda: step_args}, [SMALL, LARGE], [1, 8])
+    text = plain_text(lambda console: render_grid(told, console))
+    assert re.search(r"^ +small +1 +- .* does not fit", text, re.MULTILINE)
+    assert re.search(r"^ +8 .*\$\d", text, re.MULTILINE)
+    assert "Least that fit: small " in text
+    pytest.importorskip("matplotlib")
+    plot_grid(told, str(tmp_path / "g.svg"))
+    drawn = (tmp_path / "g.svg").read_text()
+    assert drawn.startswith("<?xml")
+    assert "<svg" in drawn
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(
+        "from test_compare_hardware import step_and_args\n\ndef few():\n    return step_and_args(64)\n"
+    )
+    text = H100.read_text().replace('name = "h100-sxm"', 'name = "rented"', 1)
+    (tmp_path / "rented.toml").write_text(f"{text}\n[price]\nusd_per_device_hour = 2.5\n")
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "train.py:few", "--compare", "--hardware", "rented.toml,h200", "--devices", "1,2", "--json"]
+    assert main(asked) == 0
+    (one,) = json.loads(capsys.readouterr().out)["targets"]
+    assert one["least"] == {"rented": 1, "h200": 1}
+    assert [(cell["hardware"], cell["num_devices"], cell["fits"]) for cell in one["cells"]] == [
+        ("rented", 1, True),
+        ("rented", 2, True),
+        ("h200", 1, True),
+        ("h200", 2, True),
+    ]
+    assert one["cells"][0]["usd_per_step"] > 0
+    assert one["cells"][2]["usd_per_step"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--devices", "4,8"], "--devices 4,8 are several numbers of devices: give one, or compare them"),
+        (["--compare", "--devices", "4,8"], "give --hardware NAME,NAME,... and --devices N,N,..."),
+        (["--compare", "--hardware", "h200", "--devices", "4", "--mesh", "4"], "not allowed with argument"),
+        (["--compare", "--hardware", "h200", "--devices", "4", "-o", "p.json"], "saves no plan: drop --output"),
+        (["--compare", "--hardware", "h200", "--devices", "12"], "12 devices of 'h200' are not whole hosts of 8"),
+        (["--plot", "p.svg"], "--plot draws a comparison: add --compare"),
+    ],
+)
+def test_mistakes(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["plan", "train.py:few", *options])
+    except SystemExit as refused:
+        code = refused.code
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_cell_without_a_plan_has_no_price() -> None:
+    assert Cell(profile=SMALL, num_devices=1, plan=None).usd_per_step is None

@@ -1,0 +1,169 @@
+"""An exported file runs without autopar, and compiles to the program that the plan runs as."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import execute, hlo
+from autopar.cli import main
+from autopar.errors import ExportError, PlanMismatchError
+from autopar.export_names import as_patterns, inputs_as_patterns
+from autopar.front_ends.step import Step
+from autopar.plan import Plan, TensorPlan
+from autopar.program import program_of
+from autopar.sharding import TensorSharding
+
+HERE = Path(__file__).parent
+
+#: A GPU slowed, for which steps of these sizes are worth splitting.
+SLOW = str(HERE / "profiles" / "slow_gpu.toml")
+
+#: By case of `exported_runs`, how it is planned; the MLP becomes tensor parallel, the GPT data parallel with its state
+#: sharded, of the others the pins are obeyed.
+ASKED: dict[str, dict[str, Any]] = {
+    "mlp": {"mesh": "data=2,model=4", "memory_budget_bytes": 450_000},
+    "gpt": {"mesh": "8", "pin": {"state/params/*/kernel": P("data")}},
+    "equinox": {"mesh": "data=2,model=4", "pin": {"x": P("data"), "model/layers/0/weight": P("model")}},
+    "nnx": {"mesh": "data=2,model=4", "pin": {"x": P("data"), "params/first/kernel*": P(None, "model")}},
+    "loop": {"mesh": "8", "pin": {"weights": P(None, None, "data")}},
+}
+
+
+def collectives(text: str) -> dict[str, tuple[int, float]]:
+    """By kind, how many buffers a step sends, and their bytes."""
+    count: Counter[str] = Counter()
+    num_bytes: dict[str, float] = defaultdict(float)
+    for one in hlo.collectives(text, ignore_up_to=0):
+        count[one.kind] += one.num_times * (1 if one.kind == "all-to-all" else one.num_results)
+        num_bytes[one.kind] += one.num_times * sum(one.payloads(8))
+    return {kind: (count[kind], num_bytes[kind]) for kind in sorted(count)}
+
+
+@pytest.mark.slow
+def test_exported_files_run_without_autopar_and_send_what_the_plan_sends(tmp_path: Path) -> None:
+    import exported_runs
+
+    planned = {}
+    for name, asked in ASKED.items():
+        step, args = exported_runs.CASES[name]()
+        plan = autopar.plan(step, *args, hardware=SLOW, dims_as_written=True, **asked)
+        (tmp_path / f"{name}.py").write_text(autopar.export(plan, step, *args))
+        program = program_of(step, args, carry=None, donate=None).of(plan)
+        jitted = execute.jit_plan(plan, program.trace, execute.make_mesh(plan.mesh))
+        planned[name] = collectives(jitted.lower(*program.trace.arguments).compile().as_text())
+    command = [sys.executable, str(HERE / "exported_runs.py"), str(tmp_path), *ASKED]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert told.returncode == 0, told.stderr[-3000:]
+    assert all(difference < 1e-4 for difference in json.loads(told.stdout).values()), told.stdout
+    for name, expected in planned.items():
+        assert expected, f"{name}: nothing is sent"
+        assert collectives((tmp_path / f"{name}.hlo").read_text()) == expected, name
+
+
+# What stands in the file.
+
+
+def pure_step() -> tuple[Any, tuple[Any, ...]]:
+    def step(params: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    f32 = jnp.float32
+    shapes = {"up": jax.ShapeDtypeStruct((64, 256), f32), "down": jax.ShapeDtypeStruct((256, 64), f32)}
+    return step, (shapes, jax.ShapeDtypeStruct((32, 64), f32))
+
+
+def pinned(**more: Any) -> tuple[Plan, Any, tuple[Any, ...]]:
+    step, args = pure_step()
+    pins = {"x": P("data"), "params/up": P(None, "model"), "params/down": P("model")}
+    return autopar.plan(step, *args, mesh="data=2,model=4", hardware="h100-sxm", pin=pins, **more), step, args
+
+
+def test_the_file_names_shardings_as_one_would_write_them() -> None:
+    plan, step, args = pinned()
+    text = autopar.export(plan, step, *args)
+    assert "import autopar" not in text
+    assert '    "params/down": P("model"),\n' in text
+    assert '    "params/up": P(None, "model"),\n' in text
+    assert '    "out/0": "params",\n' in text
+    assert '    "forward dot_general #' in text
+    assert re.search(r"    # test_export\.py:\d+\n", text)
+    assert 'jax.make_mesh((2, 4), ("data", "model")' in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_another_step_is_refused_by_the_file(tmp_path: Path) -> None:
+    plan, step, args = pinned()
+    names: dict[str, Any] = {"__name__": "exported"}
+    sys.modules["exported"] = type(sys)("exported")
+    exec(autopar.export(plan, step, *args), names)
+    mesh = names["make_mesh"]()
+    with pytest.raises(TypeError, match="the step takes params, x; 1 example arguments were given"):
+        names["shard"](step, mesh, args[0])
+    with pytest.raises(ValueError, match=r"the step has no '\w+ .*': this file is of another step"):
+        names["shard"](lambda params, x: (params, jnp.sum(x)), mesh, *args).lower(*args)
+    with pytest.raises(ValueError, match="no argument has an array 'params/down': this file is of another step"):
+        names["shard"](lambda params, x: (params, jnp.sum(x)), mesh, {"up": args[0]["up"]}, args[1])
+
+
+def test_what_a_file_cannot_say_is_refused() -> None:
+    plan, step, args = pinned(num_microbatches=2)
+    with pytest.raises(ExportError, match=r"splits the batch over time into 2 parts.*num_microbatches=1"):
+        autopar.export(plan, step, *args)
+    plan, _, _ = pinned()
+    with pytest.raises(PlanMismatchError, match="made for another program"):
+        autopar.export(plan, lambda params, x: (params, jnp.sum(x)), *args)
+    with pytest.raises(ExportError, match=r"changes objects in place, or has static or keyword arguments"):
+        keyword = Step(lambda params, *, x: step(params, x), kwargs={"x": args[1]})
+        autopar.export(plan, keyword, args[0])
+
+
+def test_the_command_writes_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    plan, step, args = pinned()
+    plan.save(tmp_path / "p.json")
+    (tmp_path / "train.py").write_text("from test_export import pure_step\n\ndef make():\n    return pure_step()\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "p.json", "train.py:make", "-o", "sharded.py"]) == 0
+    assert capsys.readouterr().out == "Saved to sharded.py; it needs JAX alone.\n"
+    assert (tmp_path / "sharded.py").read_text() == autopar.export(plan, step, *args)
+    assert main(["export", "p.json", "train.py:make"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "sharded.py").read_text()
+
+
+# Names.
+
+
+def test_a_pattern_stands_for_what_is_said_alike_and_nothing_else() -> None:
+    said = {"h/0/k": 1, "h/1/k": 1, "h/2/k": 1, "top": 2}
+    assert as_patterns(said, ["h/0/b"]) == [("h/*/k", 1), ("top", 2)]
+    assert as_patterns({"h/0": 1, "h/2": 1}, ["h/1"]) == [("h/{0,2}", 1)]
+    grid = {f"h/{n} add #{k}": 1 for n in range(2) for k in (1, 2)}
+    assert as_patterns(grid, [f"h/{n} add #3" for n in range(2)]) == [("h/* add #{1,2}", 1)]
+
+
+def test_one_pattern_stands_for_a_parameter_and_its_moments() -> None:
+    split, whole = TensorSharding(((), ("model",))), TensorSharding(((), ()))
+
+    def tensors(moment: TensorSharding) -> list[TensorPlan]:
+        about = {"shape": (8, 8), "dtype": "float32", "num_bytes": 1.0}
+        found = [TensorPlan(path=f"s/params/h_{n}/k", role="parameter", sharding=split, **about) for n in range(2)]
+        return found + [
+            TensorPlan(path=f"s/opt/0/mu/h_{n}/k", role="optimizer", sharding=moment, **about) for n in range(2)
+        ]
+
+    both = tensors(split)
+    assert inputs_as_patterns(both, [one.path for one in both]) == [("**/h_*/k", split)]
+    apart = tensors(whole)
+    assert inputs_as_patterns(apart, [one.path for one in apart]) == [("s/params/h_*/k", split)]

@@ -1,0 +1,103 @@
+"""What a runner-up would cost the whole step: planned again, and explained by the difference of the two plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_plan_check import SLOW, make
+
+import autopar
+from autopar.cli import main
+from autopar.errors import PinError
+from autopar.why import why
+
+
+def of_mlp(path: str, **options: Any) -> Any:
+    program = programs.mlp(batch=512, width=64, num_layers=3)
+    return why(path, program.step, *program.abstract_args(), mesh="2x4", hardware=SLOW, **options)
+
+
+def test_a_parameter_costs_what_a_plan_with_it_pinned_costs() -> None:
+    step, args = make()
+    told = why("params/up", step, *args, mesh="2x4", hardware=SLOW)
+    (one,) = told.decisions
+    assert one.runner_up is not None
+    pinned = autopar.plan(step, *args, mesh="2x4", hardware=SLOW, pin={"params/up": one.runner_up})
+    assert told.forced is not None
+    assert told.forced.prediction == pinned.prediction
+    assert told.extra_s == pytest.approx(pinned.prediction.step_time_s - told.plan.prediction.step_time_s)
+    assert f"params/up {one.sharding}" in told.words
+    assert f"forcing {one.runner_up}" in told.words
+
+
+def test_the_cause_is_the_difference_of_the_two_plans() -> None:
+    told = of_mlp("state/params/Dense_1/kernel")
+    assert told.forced is not None
+    seconds = {kind: told.forced.prediction.exposed_s.get(kind, 0.0) for kind in told.plan.prediction.exposed_s}
+    parts = told.forced.prediction.compute_s - told.plan.prediction.compute_s
+    parts += sum(told.forced.prediction.exposed_s.values()) - sum(told.plan.prediction.exposed_s.values())
+    assert parts == pytest.approx(told.extra_s, rel=1e-6, abs=1e-12)
+    assert seconds.keys() == told.plan.prediction.exposed_s.keys()
+    added = sum(one.num_bytes for one in told.more) - sum(one.num_bytes for one in told.fewer)
+    totals = [
+        sum(use.bytes_per_step for use in plan.collectives if not use.combinable) for plan in (told.plan, told.forced)
+    ]
+    if not any(use.combinable for plan in (told.plan, told.forced) for use in plan.collectives):
+        assert added == pytest.approx(totals[1] - totals[0])
+
+
+def test_what_a_module_makes_is_forced_there_and_nothing_else() -> None:
+    told = of_mlp("MLP/Dense_1")
+    (one,) = told.decisions
+    assert (one.kind, one.phase, one.primitive) == ("activation", "forward", "dot_general")
+    assert told.forced is not None
+    after = next(d for d in told.forced.decisions if d.value == one.value)
+    assert after.sharding == one.runner_up
+    assert told.extra_s >= -1e-9
+
+
+def test_a_glob_forces_all_at_once() -> None:
+    told = of_mlp("Dense_*/kernel")
+    assert [one.path for one in told.decisions] == [f"state/params/Dense_{n}/kernel" for n in range(3)]
+    assert told.forced is not None
+    lies = {tensor.path: tensor.sharding for tensor in told.forced.inputs}
+    assert all(lies[one.path] == one.runner_up for one in told.decisions)
+    assert "state/params/Dense_{0..2}/kernel" in told.words
+
+
+def test_a_path_that_is_none_names_those_close_to_it() -> None:
+    with pytest.raises(
+        PinError, match=r"has the path 'state/params/Dense_9/kernel'\. Paths look like .*Dense_\d/kernel"
+    ):
+        of_mlp("state/params/Dense_9/kernel")
+
+
+def test_what_is_pinned_has_no_runner_up() -> None:
+    with pytest.raises(PinError, match=r"could be split in no other way on mesh 2x4"):
+        of_mlp("state/params/Dense_0/kernel", pin={"state/params/Dense_0/kernel": P()})
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text("from test_plan_check import make\n")
+    monkeypatch.chdir(tmp_path)
+    planning = ["--mesh", "2x4", "--hardware", SLOW]
+    assert main(["explain", "train.py:make", "--why", "params/up", *planning]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("`train_step` on mesh 2x4 (slow-gpu): ")
+    assert main(["explain", "train.py:make", "--why", "params/up", "--json", *planning]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["words"] in text
+    assert told["forced"]["step_time_s"] - told["plan"]["step_time_s"] == pytest.approx(told["extra_s"])
+    step, args = make()
+    autopar.plan(step, *args, mesh="2x4", hardware="h100-sxm").save("p.json")
+    assert main(["explain", "p.json", "--why", "params/up", "--of", "train.py:make"]) == 0
+    assert "(h100-sxm)" in capsys.readouterr().out
+    assert main(["explain", "p.json", "--why", "params/up"]) == 2
+    assert "or of a saved plan with --of TARGET" in capsys.readouterr().err
+    assert main(["explain", "train.py:make", "--why", "params/upp", *planning]) == 2
+    assert "'params/up'" in capsys.readouterr().err
