@@ -69,6 +69,19 @@ def test_walks_get_to_clusters_that_no_edge_leads_to() -> None:
     assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 10)) >= 0.95
 
 
+def test_walks_get_to_clusters_of_a_thousandth_of_the_corpus() -> None:
+    draw = np.random.default_rng(0)
+    num, small, each = 3000, 20, 4
+    far = np.repeat(draw.normal(size=(small, 16)) * 20, each, axis=0)
+    vectors = np.concatenate([draw.normal(size=(num - len(far), 16)), far + 0.1 * draw.normal(size=far.shape)])
+    near = exact_nearest(vectors, vectors, 17)
+    few = connect(jnp.asarray(vectors, jnp.float32), jnp.asarray(near), jnp.arange(4), "l2", degree=16)
+    graph = with_entries_for_all(few)
+    assert 4 < graph.entries.size <= 4 + small  # edges lead from some of them to others
+    found = beam.search(graph, graph.vectors[-len(far) :], each, beam=16).positions
+    assert recall(np.asarray(found), exact_nearest(vectors[-len(far) :], vectors, each)) == 1
+
+
 def test_entries_are_chosen_by_the_angle_where_edges_are() -> None:
     data = skewed_clusters(16, 600, 40, num_clusters=20, exponent=0.5)
     # of one direction and any length: by l2 some are nearer to another cluster

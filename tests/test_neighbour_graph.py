@@ -12,7 +12,7 @@ from nearest import exact_nearest, exact_scores, recall
 
 from autopar.vector_search import beam
 from autopar.vector_search.metrics import METRICS, NO_ID, Metric
-from autopar.vector_search.neighbour_graph import NeighbourGraph, connect, pruned, reverse
+from autopar.vector_search.neighbour_graph import NeighbourGraph, connect, led_to, pruned, reverse
 from benchmarks.synthetic_vectors import faiss_synthetic
 
 NUM, DIM = 800, 16
@@ -69,6 +69,25 @@ def test_edges_lead_to_others_once() -> None:
         there = row[row != NO_ID].tolist()
         assert node not in there
         assert len(set(there)) == len(there) > 0
+
+
+def test_an_edge_is_given_to_nodes_that_no_edge_leads_to() -> None:
+    edges = np.array([[1, 2], [0, 2], [1, 0], [0, 1], [1, NO_ID]], np.int32)
+    # 3 and 4 have none. 3 asks 0, which gives up 2, its farthest, as 1 leads there too; 4 asks 1 at the same time,
+    # which gives up 2 as 0 does; then 2 asks 0, its next nearest, which gives up 1 and not 3
+    assert np.asarray(led_to(jnp.asarray(edges))).tolist() == [[2, 3], [0, 4], [1, 0], [0, 1], [1, NO_ID]]
+
+
+def test_every_node_of_many_that_crowd_around_few_is_led_to() -> None:
+    draw = np.random.default_rng(0)
+    vectors = draw.normal(size=(600, 48)).astype(np.float32)  # of so many dims few are near to many
+    near = exact_nearest(vectors, vectors, 30).astype(np.int32)
+    forward = np.asarray(pruned(jnp.asarray(vectors), jnp.asarray(near), "l2", 8, 1.2, 300))
+    assert len(np.unique(forward)) < 590
+    edges = np.asarray(led_to(jnp.asarray(forward)))
+    assert set(range(600)) <= set(edges.ravel().tolist())
+    assert np.all((edges != forward).sum(axis=1) <= 4 * 4)
+    assert all(len(set(row)) == len(row) for row in edges.tolist() if NO_ID not in row)
 
 
 @pytest.mark.parametrize("metric", METRICS)

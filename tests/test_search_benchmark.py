@@ -41,6 +41,25 @@ def test_a_gate_is_held_at_equal_recall(of: str, bound: float, met: bool) -> Non
     assert told[1]["met"] is met
 
 
+@pytest.mark.parametrize(("of", "best"), [("distances", 0.94), ("distances", 0.97), ("queries_per_s", 0.94)])
+def test_a_gate_that_no_setting_can_be_held_to_is_told(of: str, best: float) -> None:
+    """Where none finds enough, it is not met, however good the ratio; where the reference finds less, it counts at its
+    most."""
+    rows: list[contenders.Row] = [
+        {"method": method, "recall": recall, of: figure, "beside": "", "gate": "", "met": ""}
+        for method, recall, figure in (("a", 0.9, 40.0), ("a", best, 50.0), ("b", 0.91, 70.0), ("b", 0.93, 100.0))
+    ]
+    told = contenders._beside(rows, Gate("a", "b", of, 0.6))
+    assert [(row["beside"], row["gate"], row["met"]) for row in told[1:]] == [
+        (0.5, 0.6, best > 0.95),
+        ("", "", ""),
+        ("", "", ""),
+    ]
+    assert not any(
+        row["gate"] for row in contenders._beside([dict(row, gate="") for row in rows], Gate("a", "b", of, None))
+    )
+
+
 def test_a_part_measures_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ivf, "PROBES", (2, 16))
     rows = ivf.measure("skewed", num_vectors=600, num_queries=20, rounds=1)

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.vector_search.build_lists import build_lists
+from autopar.vector_search.build_lists import build_lists, usual_num_lists
 from autopar.vector_search.entries import with_entries_for_all
 from autopar.vector_search.inverted_lists import InvertedLists
 from autopar.vector_search.k_means import k_means
 from autopar.vector_search.list_search import search
-from autopar.vector_search.metrics import Metric, terms
+from autopar.vector_search.metrics import Metric, scores, terms
 from autopar.vector_search.neighbour_graph import NeighbourGraph, connect
 
 #: Queries in one search of the lists.
@@ -38,6 +38,7 @@ def build_graph(
     """The graph of `vectors`, `[n, d]`, of which there is at least one.
 
     Args:
+        num_entries: nodes that walks begin at, before it is known which they need; no more in all than there are lists.
         num_probes: lists in which each vector's near ones are looked for, `2 * degree` of them.
     """
     # of inner products, too, edges lead to what is near: the walk is what follows the product
@@ -46,9 +47,9 @@ def build_graph(
     placed = jnp.asarray(vectors)
     near = near_in_lists(lists, placed, 2 * degree, num_probes)
     middles = k_means(lists.centroids, min(num_entries, lists.num_lists), rounds, seed).centroids
-    entries = near_in_lists(lists, middles.astype(placed.dtype), 0, num_probes)[:, 0]
-    graph = connect(placed, near, jnp.unique(jnp.where(entries < 0, 0, entries)), nearness, degree)
-    graph = with_entries_for_all(graph, seed=seed)
+    entries = jnp.argmax(scores(middles.astype(placed.dtype), placed, nearness), axis=1)
+    graph = connect(placed, near, jnp.unique(entries), nearness, degree)
+    graph = with_entries_for_all(graph, most=usual_num_lists(len(vectors)), seed=seed)
     return replace(graph, metric=metric, terms=terms(placed, metric))
 
 

@@ -26,15 +26,15 @@ from autopar.vector_search.diverse import squared_distances, unit
 from autopar.vector_search.metrics import NO_ID
 from autopar.vector_search.neighbour_graph import NeighbourGraph
 
-#: Vectors that are looked for, and how many at once.
-_TRIED, _AT_ONCE = 2048, 512
+#: Vectors that are looked for, how many at once, and how many of the lost are compared with each other, at most.
+_TRIED, _AT_ONCE, _LOST = 8192, 512, 2048
 
-#: Of the lost, how many a new entry helps at least: two in 2048 are 0.1 % of recall, for which every walk pays one
-#: distance. More nodes in the beam would cost several.
+#: Of the lost, how many a new entry helps at least: two in 8192 are 0.02 % of recall, for which every walk pays one
+#: distance. Nodes in the beam that find as much more cost several, where recall is high.
 _WORTH = 2
 
 #: Walks are tried again with the new entries: from some the lost are not got to, for all that they are near.
-_ROUNDS = 3
+_ROUNDS = 4
 
 
 def with_entries_for_all(graph: NeighbourGraph, most: int = 256, size: int = 16, seed: int = 0) -> NeighbourGraph:
@@ -50,29 +50,37 @@ def with_entries_for_all(graph: NeighbourGraph, most: int = 256, size: int = 16,
     entries = np.asarray(graph.entries)
     room = max(most, len(entries))
     for _ in range(_ROUNDS):
-        # one program for any number of entries
-        padded = np.pad(entries, (0, room - len(entries)), constant_values=NO_ID)
-        helps = np.asarray(_helps(replace(graph, entries=jnp.asarray(padded)), tried, size))
-        helpful = _helpful(helps, room - len(entries))
+        # one program for any number of entries, and one for any number of the lost
+        walked = replace(graph, entries=jnp.asarray(_padded(entries, room)))
+        found, is_lost = (np.asarray(each) for each in _looked_for(walked, tried, size))
+        lost = np.asarray(tried)[is_lost][:_LOST]
+        num = min(_LOST, len(tried))
+        helps = _helps(graph, jnp.asarray(_padded(lost, num)), jnp.asarray(_padded(found[is_lost][:_LOST], num)))
+        helpful = _helpful(np.asarray(helps), room - len(entries))
         if not helpful:
             break
-        entries = np.unique(np.concatenate([entries, np.asarray(tried)[helpful]]))
+        entries = np.unique(np.concatenate([entries, lost[helpful]]))
     return replace(graph, entries=jnp.asarray(entries))
 
 
-@partial(jax.jit, static_argnames="size")
-def _helps(graph: NeighbourGraph, tried: jax.Array, size: int) -> jax.Array:
-    """bool `[num, num]`, of `tried`, int32 `[num]`: row i says which of the lost ones would help the i-th, as it is
-    lost, and nearer to them than to the nearest that its walk finds."""
-    found, is_lost = _looked_for(graph, tried, size)
-    held, there = graph.vectors[tried], graph.vectors[found]
+def _padded(nodes: np.ndarray, num: int) -> np.ndarray:
+    return np.pad(nodes, (0, num - len(nodes)), constant_values=NO_ID)
+
+
+@jax.jit
+def _helps(graph: NeighbourGraph, lost: jax.Array, found: jax.Array) -> jax.Array:
+    """bool `[num, num]`, of nodes that are lost, int32 `[num]`, and the nearest that the walk of each finds, int32
+    `[num]`: row i says which of them would help the i-th, as they are nearer to it than what is found."""
+    held, there = graph.vectors[jnp.maximum(lost, 0)], graph.vectors[jnp.maximum(found, 0)]
     if graph.metric == "cosine":
         held, there = unit(held), unit(there)
     apart = squared_distances(held[None], held[None])[0]
     is_nearer = apart < squared_distances(held[:, None], there[:, None])[:, 0]
-    return is_nearer & is_lost[:, None] & is_lost
+    is_node = lost != NO_ID
+    return is_nearer & is_node[:, None] & is_node
 
 
+@partial(jax.jit, static_argnames="size")
 def _looked_for(graph: NeighbourGraph, tried: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Of each of `tried`, int32 `[num]`: the nearest that a walk finds, int32 `[num]`; and whether it is lost, as the
     walk ends with neither itself nor a neighbour of it. A near miss is no matter of where walks begin."""

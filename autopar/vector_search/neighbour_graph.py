@@ -4,7 +4,7 @@ In: vectors, and for each a table of vectors near to it, exact or not. Out: `Nei
 
     forward  = the near ones, less those that a nearer kept one leads to (`diverse`)
     reverse  = who has an edge to this node, nearest first
-    edges    = forward and reverse together, pruned again to the degree
+    edges    = forward and reverse together, pruned again to the degree; then one to each node that has none (`led_to`)
 
 An edge u -> v goes when some kept w that is nearer to u is nearer to v than u is, by the factor `alpha`: from u the
 walk gets to v by way of w. All nodes are pruned side by side, in chunks; nothing runs node by node.
@@ -24,12 +24,15 @@ from autopar.vector_search.best import is_first
 from autopar.vector_search.diverse import diverse, squared_distances, unit
 from autopar.vector_search.metrics import NO_ID, Metric, terms
 
+#: How often nodes without an edge to them ask for one, and how many a node takes in each time.
+_ASKED, _TAKEN_IN = 4, 4
+
 
 @partial(register_dataclass, data_fields=["vectors", "terms", "edges", "entries"], meta_fields=["metric"])
 @dataclass(frozen=True, slots=True)
 class NeighbourGraph:
-    """vectors: `[n, d]`. terms: `[n]`, as `metrics.terms`. edges: int32 `[n, degree]`, nearest first, `NO_ID` where a
-    node has fewer. entries: int32 `[num_entries]`: nodes that every walk begins at."""
+    """vectors: `[n, d]`. terms: `[n]`, as `metrics.terms`. edges: int32 `[n, degree]`, `NO_ID` where a node has
+    fewer. entries: int32 `[num_entries]`: nodes that every walk begins at."""
 
     vectors: jax.Array
     terms: jax.Array | None
@@ -61,7 +64,7 @@ def connect(
     """
     forward = pruned(vectors, near, metric, degree, alpha, chunk)
     both = jnp.concatenate([forward, reverse(forward, degree)], axis=1)
-    edges = pruned(vectors, both, metric, degree, alpha, chunk)
+    edges = led_to(pruned(vectors, both, metric, degree, alpha, chunk))
     return NeighbourGraph(vectors, terms(vectors, metric), edges, entries.astype(jnp.int32), metric)
 
 
@@ -110,3 +113,25 @@ def reverse(edges: jax.Array, most: int) -> jax.Array:
     column = jnp.arange(to.size, dtype=jnp.int32) - first[to]
     table = jnp.full((num_nodes, most), NO_ID, jnp.int32)
     return table.at[to, column].set(source, mode="drop", unique_indices=True)
+
+
+@jax.jit
+def led_to(edges: jax.Array) -> jax.Array:
+    """`edges`, int32 `[n, degree]`, nearest first, with one to almost every node that had none: no walk would find it,
+    however large its beam.
+
+    The nearest of the nodes that it leads to itself takes it in, in place of the farthest that another leads to as
+    well. Two may give up their edges to one node in the same round; it asks in the next one, its next nearest.
+    """
+    num_nodes, degree = edges.shape
+    taken_in = min(_TAKEN_IN, degree)
+    for place in range(min(_ASKED, degree)):
+        num_in = jnp.zeros(num_nodes, jnp.int32).at[jnp.where(edges == NO_ID, num_nodes, edges)].add(1, mode="drop")
+        asked = jnp.where(num_in == 0, edges[:, place], NO_ID)
+        asking = reverse(asked[:, None], taken_in)
+        is_spared = (edges == NO_ID) | (num_in[jnp.maximum(edges, 0)] > 1)
+        farthest, spared = lax.top_k(jnp.where(is_spared, jnp.arange(degree, dtype=jnp.int32), -1), taken_in)
+        kept = jnp.take_along_axis(edges, spared, axis=1)
+        taken = jnp.where((asking != NO_ID) & (farthest >= 0), asking, kept)
+        edges = jnp.put_along_axis(edges, spared, taken, axis=1, inplace=False)
+    return edges

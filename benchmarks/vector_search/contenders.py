@@ -47,12 +47,13 @@ class Gate:
 
     Args:
         of: `"queries_per_s"`, at least `bound` times as many; or `"distances"`, at most.
+        bound: None where the ratio is told and not held.
     """
 
     method: str
     reference: str
     of: str
-    bound: float
+    bound: float | None
     recall: float = 0.95
 
 
@@ -87,18 +88,25 @@ def measured(part: str, name: str, data: Searched, searchers: Sequence[Searcher]
 
 def _beside(rows: list[Row], gate: Gate) -> list[Row]:
     """With what each of the gate's method's rows is times the reference, at the same recall; the gate stands at the
-    first that finds enough, as the settings go from little to much."""
-    theirs = [row for row in rows if row["method"] == gate.reference]
+    first that finds enough, as the settings go from little to much. Where none does, it stands at the one that finds
+    most, and is not met; where the reference nowhere finds as much, the reference is taken where it finds most."""
+    theirs = [(row["recall"], row[gate.of]) for row in rows if row["method"] == gate.reference]
     own = [row for row in rows if row["method"] == gate.method]
     for row in own:
-        reference = at_recall([(r["recall"], r[gate.of]) for r in theirs], row["recall"])
+        reference = at_recall(theirs, row["recall"])
         row["beside"] = "" if reference is None else row[gate.of] / reference
-    held = min((row for row in own if row["recall"] >= gate.recall), key=lambda r: r["recall"], default=None)
-    if held is not None and held["beside"] != "":
-        ratio = held["beside"]
-        held["gate"] = gate.bound
-        held["met"] = ratio <= gate.bound if gate.of == "distances" else ratio >= gate.bound
+    if gate.bound is None:
+        return rows
+    enough = [row for row in own if row["recall"] >= gate.recall]
+    held = min(enough, key=_recall) if enough else max(own, key=_recall)
+    ratio = held[gate.of] / max(theirs)[1] if held["beside"] == "" else held["beside"]
+    is_within = ratio <= gate.bound if gate.of == "distances" else ratio >= gate.bound
+    held |= {"beside": ratio, "gate": gate.bound, "met": bool(enough) and is_within}
     return rows
+
+
+def _recall(row: Row) -> float:
+    return row["recall"]
 
 
 def at_recall(points: Sequence[tuple[float, float]], share: float) -> float | None:

@@ -6,7 +6,8 @@ an SVD; queries are none of the vectors. Every method searches with all cores; o
 machine the others tell of the neighbours. A neighbour counts as found where another is equally near. FAISS multiplies
 with the OpenBLAS that its wheel carries, which on CPUs newer than itself falls back to code for the oldest ones: it is
 told to use AVX-512 where there is any, so that it is FAISS at its best that is compared with. hnswlib, usearch and
-ScaNN are measured where they are installed (the extra `bench-search`).
+ScaNN are measured where they are installed (the extra `bench-search`). Where no setting finds the recall that a gate is
+held at, it stands at the one that finds most, as not met.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ OWN, THEIRS = "autopar IVF-PQ", "FAISS IVF-PQ"
 PROBES = (4, 8, 16, 32, 64, 128)
 #: Candidates scored again, for each neighbour.
 AGAIN = 10
-NO_GATE = Gate(OWN, THEIRS, "queries_per_s", 0.0, recall=2.0)
+NO_GATE = Gate(OWN, THEIRS, "queries_per_s", bound=None)
 LIKE_FAISS = 1e-4
 ROUNDS = 7
 
