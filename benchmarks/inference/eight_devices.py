@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +89,7 @@ def _collectives(name: str, program: Planned, served: Served) -> list[Row]:
     for one in found:
         where = "in layers" if _LAYER.search(one.op_name) else "outside"
         by_kind.setdefault(f"{one.kind}s {where}", []).append(one)
-    gathered = max((one.num_elements for one in found if one.kind in ("all-gather", "all-to-all")), default=0)
+    gathered = max((one.num_elements for one in found if one.kind == "all-gather"), default=0)
     cache = math.prod(served.resident(1).pages[0].keys.shape[1:]) * slots * served.pages_of_sequence
     least = min(slots * config.vocab_size, cache)
     rows = [
