@@ -81,7 +81,8 @@ class Torch:
 
     def __init__(self, python: str, model: Path) -> None:
         kept = {key: value for key, value in os.environ.items() if key not in ("USE_TORCH", "PYTHONPATH", "PYTHONHOME")}
-        command = [python, str(Path(__file__).with_name("torch_generate.py")), str(model)]
+        # -P: the folder of the script is not looked into, for this file is named like the package.
+        command = [python, "-P", str(Path(__file__).with_name("torch_generate.py")), str(model)]
         env = {**kept, "HF_HUB_OFFLINE": "1", "USE_FLAX": "0", "TRANSFORMERS_VERBOSITY": "error"}
         self._child = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.about = str(self._read()["about"])
