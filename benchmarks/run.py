@@ -40,6 +40,7 @@ class Benchmark:
             tables, and `publish(rows, about)` where something else tells its results too. Without `page_table`, a page
             has all columns of all rows.
         module: the module's name in this package, where it is not the benchmark's.
+        xla_flags_of: of single programs, in place of `xla_flags`.
         sources_of: of single programs, what they are measured with besides: a change there leaves the others as they are.
     """
 
@@ -48,6 +49,7 @@ class Benchmark:
     sources: tuple[str, ...] = ("timing.py", "baselines/by_hand.py")
     summary: str = ""
     module: str = ""
+    xla_flags_of: Mapping[str, str] = field(default_factory=dict)
     sources_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -56,9 +58,28 @@ VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
 _EXECUTED = ("MLP", "GPT", "HF BERT", "HF GPT-2")
 #: What approximate searches are measured on, and what makes it, besides what all share.
 _SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/rag.py",)}
+#: Parts of serving, and what they measure with besides their own module.
+_SERVED = {
+    "scheduling": (),
+    "paging": ("timing.py",),
+    "chunked prefill": ("timing.py",),
+    "speculation": (),
+    "start": (),
+    "eight devices": (),
+    "transformers": ("inference/torch_generate.py",),
+}
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
+    "inference": Benchmark(
+        tuple(_SERVED),
+        "",
+        sources=("inference/models.py", "inference/rows.py"),
+        summary="benchmarks.inference.page",
+        module="inference.parts",
+        xla_flags_of={"eight devices": VIRTUAL_DEVICES},
+        sources_of={part: (f"inference/{part.replace(' ', '_')}.py", *more) for part, more in _SERVED.items()},
+    ),
     "inference_attention": Benchmark(("few tokens", "half", "nearly all"), "", sources=("timing.py",)),
     "large_steps": Benchmark(
         (
@@ -221,7 +242,7 @@ def _measure(name: str, program: str) -> list[Record] | None:
     """Rows from a process of its own: fresh memory, its own XLA flags, no GPU plugin started."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": BENCHMARKS[name].xla_flags,
+        "XLA_FLAGS": BENCHMARKS[name].xla_flags_of.get(program, BENCHMARKS[name].xla_flags),
         "USE_TORCH": "0",
         "HF_HUB_OFFLINE": "1",
     }

@@ -131,8 +131,15 @@ def sample(
         num_candidates: static.
     """
     found = kept(logits, params, num_candidates=num_candidates)
-    drawn = jnp.argmax(found.logits + gumbel(params.seed, positions, logits.shape[-1]), -1).astype(jnp.int32)
-    tokens = jnp.where(params.temperature > 0, drawn, found.best_tokens[:, 0])
+    likeliest = found.best_tokens[:, 0]
+
+    def drawn() -> jax.Array:
+        # Behind a barrier: within the search for the largest, XLA's CPU compiler makes noise one number at a time.
+        noisy = lax.optimization_barrier(found.logits + gumbel(params.seed, positions, logits.shape[-1]))
+        return jnp.where(params.temperature > 0, jnp.argmax(noisy, -1).astype(jnp.int32), likeliest)
+
+    # Noise for a whole vocabulary takes longer than all else here, and often nobody draws.
+    tokens = lax.cond((params.temperature > 0).any(), drawn, lambda: likeliest)
     chosen = jnp.take_along_axis(logits.astype(jnp.float32), tokens[:, None], -1)[:, 0]
     return Sampled(
         tokens,

@@ -1,0 +1,112 @@
+"""Proposals: tokens of a verified step by synthetic acceptance, and steps saved with guesses from the text and from a draft.
+
+Acceptance: 100,000 draws of the engine's `verify`, from logits that give each proposal the same probability, against
+`(1 - a^(n + 1)) / (1 - a)`. Steps: 16 requests for 128 tokens each from decoders of 4 layers, d 256, random weights; four
+proposals at every step. Guesses from the text are made of a model of 256 tokens that looks at the last one alone, and so
+soon repeats itself; the draft is the model itself, which is always right but costs as much as the model, so its seconds
+say nothing of a real one's. What is generated has to be the same with and without.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.inference import Engine, Options, write_checkpoint
+from autopar.inference.sampling import SamplingParams
+from autopar.inference.speculation import verify
+from benchmarks.inference.models import SMALL, config_of, params_of, random_prompts
+from benchmarks.inference.rows import Row, row
+
+#: Probability that a proposal is accepted, and how many there are.
+ACCEPTANCES = ((0.6, 4), (0.8, 4), (0.9, 7))
+DRAWS, VOCABULARY = 100_000, 8
+SLOTS, LONGEST, PROMPT, TOKENS = 16, 512, 48, 128
+_SERVING: Mapping[str, Any] = MappingProxyType(
+    {
+        "options": Options(num_slots=SLOTS, max_length=LONGEST, chunks=((4, 64),), steps=1, num_proposals=4),
+        "num_pages": SLOTS * LONGEST // 16,
+        "cache": False,
+    }
+)
+
+
+def measure() -> list[Row]:
+    """Rows of acceptance, then of steps."""
+    rows: list[Row] = []
+    for acceptance, num in ACCEPTANCES:
+        expected = (1 - acceptance ** (num + 1)) / (1 - acceptance)
+        found = tokens_per_step(acceptance, num, DRAWS)
+        case = f"acceptance {acceptance}, {num} proposals"
+        rows.append(row(f"tokens of a verified step, {case}", found))
+        rows.append(row(f"off the formula, {case}", 100 * abs(found / expected - 1), "%", at_most=2))
+    return rows + _by_n_grams() + _by_itself()
+
+
+def tokens_per_step(acceptance: float, num_proposals: int, draws: int) -> float:
+    """Mean over draws, each with a seed of its own."""
+    proposed = jnp.zeros((draws, num_proposals), jnp.int32)
+    others = np.full(VOCABULARY - 1, (1 - acceptance) / (VOCABULARY - 1), np.float32)
+    logits = jnp.broadcast_to(jnp.log(jnp.array([acceptance, *others])), (draws, num_proposals + 1, VOCABULARY))
+    sampling = SamplingParams(
+        jnp.ones(draws), jnp.zeros(draws, jnp.int32), jnp.ones(draws), jnp.arange(draws, dtype=jnp.uint32)
+    )
+    counts = jnp.full(draws, num_proposals), sampling, jnp.zeros(draws, jnp.int32)
+    return float(jax.jit(verify)(logits, proposed, *counts).num_accepted.mean()) + 1
+
+
+def _by_n_grams() -> list[Row]:
+    """Of a model whose attention says nothing: what follows depends on the last token alone, so its text goes in circles."""
+    config = config_of(SMALL, vocab_size=256)
+    params = params_of(config)
+    for layer in range(config.num_layers):
+        out = params["params"][f"layers_{layer}"]["out"]
+        out["weight"] = jnp.zeros_like(out["weight"])
+    opened = Engine.of(config, params, propose="n-gram", **_SERVING, mesh=_one_device())
+    return _rows("n-grams", opened, random_prompts([PROMPT] * SLOTS, config.vocab_size, 0))
+
+
+def _by_itself() -> list[Row]:
+    """Of a model that is its own draft."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        write_checkpoint(model, SMALL)
+        opened = Engine.open(model, propose=model, **_SERVING, mesh=_one_device())
+        prompts = random_prompts([PROMPT] * SLOTS, SMALL["vocab_size"], 0)
+        return _rows("a draft equal to the model", opened, prompts)
+
+
+def _one_device() -> Any:
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
+
+
+def _rows(name: str, opened: Engine, prompts: list[list[int]]) -> list[Row]:
+    """With proposals at every step, and without."""
+    (steps, seconds, tokens), (plain_steps, plain_seconds, plain) = (
+        _served(Engine(opened.runner, shares_prefixes=False, proposer=proposer), prompts)
+        for proposer in (opened.proposer, None)
+    )
+    differing = sum(a != b for a, b in zip(tokens, plain, strict=True))
+    return [
+        row(f"steps, {name}", steps),
+        row(f"steps without {name}", plain_steps),
+        row(f"steps without / with {name}", plain_steps / steps),
+        row(f"seconds without / with {name}", plain_seconds / seconds),
+        row(f"requests whose tokens differ, {name}, of {len(prompts)}", differing, at_most=0),
+    ]
+
+
+def _served(engine: Engine, prompts: list[list[int]]) -> tuple[int, float, list[list[int]]]:
+    """Steps of the model, seconds, and what was generated."""
+    begin = time.perf_counter()
+    generations = engine.generate(prompts, max_tokens=TOKENS)
+    seconds = time.perf_counter() - begin
+    return engine.stats.num_steps, seconds, [generation.tokens for generation in generations]
