@@ -24,6 +24,7 @@ from autopar.inference.page_tables import PagedCache
 from autopar.inference.requests import Iteration, Options, Request, Result, Shape
 from autopar.inference.scheduler import Scheduler
 from autopar.inference.steady_state import steady_state
+from autopar.plan import Plan
 from autopar.planned import Planned
 from autopar.saved_plans import load_plan
 
@@ -217,7 +218,9 @@ def test_the_command_prints_tables_or_json_and_saves_the_plan(model: Path, capsy
     text = capsys.readouterr().out
     for words in ("Replicas", "TPOT", "How a replica lies on 1 device", "sequences of 32 at once", "Where the"):
         assert words in text
-    assert load_plan(plan).mesh.num_devices == 1
+    saved = load_plan(plan)
+    assert isinstance(saved, Plan)
+    assert saved.mesh.num_devices == 1
     assert run(model / "config.json", *small, "--dtype", "float32", "--json") == 0
     read = json.loads(capsys.readouterr().out)
     assert read["inference"]["batch"] == 2
