@@ -16,7 +16,7 @@ from autopar.plan import Plan
 from benchmarks.absent_gpus import absent_mesh
 from benchmarks.models import gpt2_small_target
 
-Row = dict[str, str | float | bool]
+Row = dict[str, str | float | bool | None]
 
 NUM_DEVICES = 8
 HARDWARE = "h100-sxm"

@@ -123,7 +123,7 @@ def test_random_programs_compute_the_same_under_random_strategies(part: int) -> 
         max_examples=NUM_PROGRAMS // NUM_PARTS,
         deadline=None,
         database=None,
-        suppress_health_check=[*hypothesis.HealthCheck.__members__.values()],
+        suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(st.randoms(use_true_random=False).map(lambda rng: random_program(rng, EVERYTHING)))
     def check(program: RandomProgram) -> None:

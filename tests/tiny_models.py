@@ -47,7 +47,8 @@ def write_model(path: Path) -> Path:
 def opened(folder: Path, num_devices: int = 1, **options: Any) -> Engine:
     """Served on so many devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("model",))
-    return Engine.open(folder, **{"mesh": mesh, "options": OPTIONS, "num_pages": 48, "attention": "gather", **options})
+    ours: dict[str, Any] = {"mesh": mesh, "options": OPTIONS, "num_pages": 48, "attention": "gather"}
+    return Engine.open(folder, **ours | options)
 
 
 def is_idle(engine: Engine) -> bool:
