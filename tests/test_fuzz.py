@@ -115,6 +115,15 @@ def _in_float32(program: RandomProgram, args: Any) -> list[list[Any]]:
         return []
 
 
+#: A random program is large and takes its time: that is no fault of the test.
+UNWATCHED = [
+    hypothesis.HealthCheck.data_too_large,
+    hypothesis.HealthCheck.filter_too_much,
+    hypothesis.HealthCheck.too_slow,
+    hypothesis.HealthCheck.large_base_example,
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_random_programs_compute_the_same_under_random_strategies(part: int) -> None:
@@ -123,7 +132,7 @@ def test_random_programs_compute_the_same_under_random_strategies(part: int) -> 
         max_examples=NUM_PROGRAMS // NUM_PARTS,
         deadline=None,
         database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=UNWATCHED,
     )
     @hypothesis.given(st.randoms(use_true_random=False).map(lambda rng: random_program(rng, EVERYTHING)))
     def check(program: RandomProgram) -> None:
