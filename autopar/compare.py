@@ -211,7 +211,7 @@ def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> C
             rest = sent_bytes(kind, paired.compiled_left.get(n, 0.0), one.group_size(mesh.num_devices))
             path = describe_origin(one.op_name)
             members = paired.predicted.get(n, ())
-            sent = _sent_by(one, mesh)
+            sent = sent_by(one, mesh)
             rows.append(
                 CompiledCollective(
                     kind, axes, one.name, one.num_times, sent, rest, path, one.source, members, one.library_source
@@ -253,7 +253,7 @@ def _match(
         predicted_count=sum(use.num_times for use in uses),
         compiled_count=sum(one.num_times for one in found),
         predicted_bytes=sum(sent_bytes(kind, use.bytes_per_step, size) for use in uses),
-        compiled_bytes=sum(_sent_by(one, mesh) for one in found),
+        compiled_bytes=sum(sent_by(one, mesh) for one in found),
         combinable=sum(use.num_times for use in uses if use.combinable),
         causes=tuple(cause for cause, _ in by_cause.most_common(2)),
         crosses_hosts=any(_crosses(one, hosts) for one in found),
@@ -265,7 +265,8 @@ def _crosses(one: Collective, hosts: Sequence[int]) -> bool:
     return bool(hosts) and any(len({hosts[device] for device in group}) > 1 for group in groups)
 
 
-def _sent_by(one: Collective, mesh: MeshShape) -> float:
+def sent_by(one: Collective, mesh: MeshShape) -> float:
+    """Bytes that one device sends for a collective in a step."""
     size = one.group_size(mesh.num_devices)
     return one.num_times * sum(sent_bytes(one.kind, payload, size) for payload in one.payloads(mesh.num_devices))
 

@@ -37,8 +37,8 @@ def data_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
 
 
 def fsdp(args: Sequence[Any], mesh: MeshShape) -> Pins:
-    """ZeRO-3: every tensor of the state is split on its largest dim that divides, the batch too."""
-    (size,), (axis,) = mesh.axis_sizes, mesh.axis_names
+    """ZeRO-3: every tensor of the state is split on its largest dim that divides, over the last axis; the batch over all."""
+    size, axis = mesh.axis_sizes[-1], mesh.axis_names[-1]
 
     def dims(path: str, shape: Shape) -> tuple[str | None, ...]:
         divisible = [dim for dim, length in enumerate(shape) if length % size == 0]
@@ -46,7 +46,7 @@ def fsdp(args: Sequence[Any], mesh: MeshShape) -> Pins:
             return ()
         return (*(None,) * max(divisible, key=lambda dim: shape[dim]), axis)
 
-    return _pins(args, mesh, dims)
+    return _pins(args, mesh, dims, mesh.axis_names)
 
 
 def tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
@@ -61,6 +61,11 @@ def tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
     return _pins(args, mesh, dims)
 
 
+def is_split_by_columns(module: str) -> bool:
+    """Whether tensor parallelism splits the result of a module of this path on its last dim."""
+    return bool(_COLUMN.search(f"{module}/kernel"))
+
+
 def _split_dim(path: str, shape: Shape) -> int | None:
     """The dim of a tensor that tensor parallelism splits."""
     if _CONVOLUTION.search(path) or _COLUMN.search(path):
@@ -70,14 +75,20 @@ def _split_dim(path: str, shape: Shape) -> int | None:
     return 0 if _VOCABULARY.search(path) else None
 
 
-def _pins(args: Sequence[Any], mesh: MeshShape, state_dims: Callable[[str, Shape], tuple[str | None, ...]]) -> Pins:
+def _pins(
+    args: Sequence[Any],
+    mesh: MeshShape,
+    state_dims: Callable[[str, Shape], tuple[str | None, ...]],
+    batch_axes: tuple[str, ...] = ("data",),
+) -> Pins:
     state, batch = args
-    num_data = mesh.size("data")
+    num_data = mesh.sizes(batch_axes)
     pins = {f"state/{path}": PartitionSpec(*state_dims(path, leaf.shape)) for path, leaf in _leaves(state)}
     for path, leaf in _leaves(batch):
         if leaf.shape[0] % num_data:
             raise ValueError(f"batch/{path} of {leaf.shape[0]} does not divide by {num_data}")
-        pins[f"batch/{path}"] = PartitionSpec("data") if num_data > 1 else PartitionSpec()
+        over = batch_axes if len(batch_axes) > 1 else batch_axes[0]
+        pins[f"batch/{path}"] = PartitionSpec(over) if num_data > 1 else PartitionSpec()
     return pins
 
 

@@ -1,0 +1,76 @@
+"""XLA's judgement of programs, kept: what was compiled once is not compiled again, on any machine.
+
+In: a lowered step. Out: figures of what XLA makes of it, from `results/plans_compiled.jsonl` where the same program was
+compiled before for the same GPUs by the same JAX and flags. The file is small and part of the repository, so the table is
+renewed after a change of the planner by compiling what it plans otherwise, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from autopar.compare import sent_by
+from autopar.compiler import CompiledStep
+from autopar.cost.hardware import HardwareProfile
+from autopar.hlo import collectives, has_loops
+from autopar.mesh import MeshShape
+from benchmarks.compile_cache import CachingCompiler, default_folder, key
+
+Figures = dict[str, Any]
+
+KEPT = Path(__file__).parents[1] / "results" / "plans_compiled.jsonl"
+
+
+class Judge:
+    """XLA for one kind of GPU, with a memory.
+
+    Args:
+        compiler: compiles what is not known, and keeps whole programs outside of the repository.
+        again: compile even what is known.
+    """
+
+    def __init__(self, compiler: CachingCompiler, profile: HardwareProfile, again: bool = False) -> None:
+        self.compiler, self.profile, self.again = compiler, profile, again
+        lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
+        self._known: dict[str, Figures] = {one["key"]: one for one in map(json.loads, lines)}
+
+    def figures(self, module: bytes, mesh: MeshShape, num_hosts: int) -> Figures:
+        """Of a lowered step over a mesh; `compiled_now` says whether XLA has just worked for it."""
+        name = key(module, self.profile, mesh.num_devices, num_hosts)
+        if name in self._known and not self.again:
+            return self._known[name] | {"compiled_now": False}
+        return self.of(self.compiler.compile(module, self.profile, mesh.num_devices, num_hosts), mesh)
+
+    def of(self, compiled: CompiledStep, mesh: MeshShape) -> Figures:
+        """Of what the compiler has just made, which is remembered."""
+        name, found = self.compiler.last_key, {"key": self.compiler.last_key} | figures(compiled, mesh)
+        if self._known.get(name) is None:
+            with KEPT.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+        self._known[name] = found
+        return found | {"compiled_now": not self.compiler.last_hit}
+
+
+def figures(compiled: CompiledStep, mesh: MeshShape) -> Figures:
+    """What XLA made of a program: seconds by its own estimate, which of a program with loops says nothing; bytes of one
+    GPU."""
+    found = collectives(compiled.hlo_text, ignore_up_to=0)
+    counts: Counter[str] = Counter()
+    for one in found:
+        counts[one.kind] += one.num_times
+    return {
+        "step_s": None if has_loops(compiled.hlo_text) else compiled.step_time_s,
+        "exposed_s": sum(compiled.exposed_s.values()),
+        "peak_bytes": compiled.peak_bytes,
+        "sent_bytes": sum(sent_by(one, mesh) for one in found),
+        "counts": dict(counts),
+        "compile_s": round(compiled.compile_s, 1),
+    }
+
+
+def new_compiler() -> CachingCompiler:
+    """One that keeps whole programs in the user's cache."""
+    return CachingCompiler(default_folder())

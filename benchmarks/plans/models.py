@@ -1,0 +1,106 @@
+"""The models whose plans stand beside sharding by hand, at the size that people train: bf16 compute, f32 parameters, AdamW.
+
+By name: what one GPU gets of a batch where there is enough of it, and from the batch of the whole job to `Training`. Where a
+"sequence" is meant, it is an image of an image model and a sixteenth of a GPU's nodes of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.zoo import experts, graph_network, language, speech, vision
+from benchmarks.zoo.training import BF16, Training
+
+# isort: split
+from transformers import (
+    BartConfig,
+    BertConfig,
+    CLIPConfig,
+    CLIPTextConfig,
+    CLIPVisionConfig,
+    GPT2Config,
+    GPTJConfig,
+    LlamaConfig,
+    ResNetConfig,
+    ViTConfig,
+    WhisperConfig,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model for any batch.
+
+    Args:
+        words: what it is. per_gpu: examples of a GPU's share where the batch alone is split.
+    """
+
+    words: str
+    per_gpu: int
+    training: Callable[[int], Training]
+
+
+def _bart(batch: int) -> Training:
+    config = BartConfig(
+        d_model=768,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=12,
+        decoder_attention_heads=12,
+        encoder_ffn_dim=3072,
+        decoder_ffn_dim=3072,
+    )
+    return language.bart(config, batch, 1024, BF16)
+
+
+def _llama_1b(batch: int) -> Training:
+    config = LlamaConfig(hidden_size=2048, intermediate_size=5504, num_hidden_layers=16, num_attention_heads=16)
+    return language.llama(config, batch, 2048, BF16)
+
+
+def _vit(batch: int) -> Training:
+    config = ViTConfig(num_labels=1000, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    return vision.vit(config, batch, BF16)
+
+
+def _clip(batch: int) -> Training:
+    return vision.clip(CLIPConfig.from_text_vision_configs(CLIPTextConfig(), CLIPVisionConfig()), batch, 77, BF16)
+
+
+def _whisper(batch: int) -> Training:
+    config = WhisperConfig(
+        d_model=512,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=2048,
+        decoder_ffn_dim=2048,
+        dropout=0.1,
+    )
+    return speech.whisper(config, batch, 448, BF16)
+
+
+MODELS = {
+    "gpt2": Model("GPT-2 small, 1,024 tokens", 8, lambda batch: language.gpt2(GPT2Config(), batch, 1024, BF16)),
+    "bert": Model("BERT base, 512 tokens", 8, lambda batch: language.bert(BertConfig(), batch, 512, BF16)),
+    "llama_1b": Model("LLaMA of 0.94 billion parameters, 2,048 tokens", 1, _llama_1b),
+    "llama_7b": Model("LLaMA 7B, 2,048 tokens", 1, lambda batch: language.llama(LlamaConfig(), batch, 2048, BF16)),
+    "gptj": Model("GPT-J 6B, 2,048 tokens", 1, lambda batch: language.gptj(GPTJConfig(), batch, 2048, BF16)),
+    "experts": Model("LLaMA with 8 experts in each layer, 2,048 tokens", 1, experts.mixture_1b),
+    "bart": Model("BART base, 1,024 tokens in and out", 8, _bart),
+    "vit": Model("ViT base, patches of 16", 32, _vit),
+    "clip": Model("CLIP with ViT-B/32", 64, _clip),
+    "resnet": Model(
+        "ResNet-50",
+        64,
+        lambda batch: vision.resnet(ResNetConfig(num_labels=1000), batch, 224, BF16),
+    ),
+    "whisper": Model("Whisper base, 30 seconds, 448 tokens", 16, _whisper),
+    "graph_network": Model(
+        "a graph network of 6 layers of 512",
+        16,
+        lambda batch: graph_network.graph_network(1024 * batch, 8192 * batch, 128, 512, 6, 40, BF16),
+    ),
+}

@@ -1,0 +1,165 @@
+"""Autopar's plans beside data parallel, FSDP, Megatron's tensor parallel and grids of both, written by hand; XLA judges.
+
+Of each model and setting: every recipe as most users write it (the shardings of inputs and outputs) and as an expert does
+(those of activations too), and what autopar plans by itself, each compiled by XLA for H100s that are not there. Times are
+XLA's own estimates, peaks are of its own programs, bytes are what one GPU sends in a step. GPUs are 8 a host.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import autopar
+from autopar.cost import hardware
+from autopar.execute import abstract_mesh, jit_plan, lower_for
+from autopar.jax_compat import module_bytes
+from benchmarks.plans.judge import Judge, new_compiler
+from benchmarks.plans.models import MODELS
+from benchmarks.plans.recipes import Recipe, recipes
+from benchmarks.zoo.training import Target
+
+Row = dict[str, Any]
+
+HARDWARE = "h100-sxm"
+GPUS_PER_HOST = 8
+#: What a GPU has: a program of more does not run.
+MEMORY_BYTES = 80e9
+#: Of the best hand-written plan's peak, what autopar is left in the setting of little memory.
+SHARE_OF_MEMORY = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """GPUs and a batch.
+
+    Args:
+        batch: of the whole job; None where each GPU gets its full share.
+        tight: autopar alone, with less memory than the best hand-written plan takes.
+    """
+
+    num_gpus: int
+    batch: int | None = None
+    tight: bool = False
+
+
+SETTINGS = {
+    "8 GPUs": Setting(8),
+    "8 GPUs, batch of 8": Setting(8, 8),
+    "16 GPUs, batch of 8": Setting(16, 8),
+    "2 hosts": Setting(16),
+    "8 hosts": Setting(64),
+    "8 GPUs, 40 % of the memory": Setting(8, tight=True),
+}
+#: One for each model and setting.
+PROGRAMS = tuple(f"{model}: {setting}" for setting in SETTINGS for model in MODELS)
+
+
+def measure(program: str, again: bool = False) -> list[Row]:
+    """One row for each recipe and way of writing it, and one for autopar. What fails says why, and does not end the rest.
+
+    Args:
+        again: have XLA compile even what it has compiled before.
+    """
+    model, setting = program.split(": ", 1)
+    with new_compiler() as compiler:
+        return _Case(model, setting, Judge(compiler, hardware.load(HARDWARE), again)).rows()
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    model: str
+    name: str
+    judge: Judge
+
+    @property
+    def setting(self) -> Setting:
+        return SETTINGS[self.name]
+
+    @property
+    def batch(self) -> int:
+        return self.setting.batch or MODELS[self.model].per_gpu * self.setting.num_gpus
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.setting.num_gpus // GPUS_PER_HOST)
+
+    def target(self) -> Target:
+        return MODELS[self.model].training(self.batch).target
+
+    def rows(self) -> list[Row]:
+        """By hand first: what autopar gets of the memory is a share of theirs."""
+        by_hand = [
+            self._row(recipe.name, way, functools.partial(self._by_hand, recipe, way))
+            for recipe in recipes(self.setting.num_gpus, self.batch)
+            for way in ("user", "expert")
+        ]
+        budget = None
+        if self.setting.tight:
+            best = min(filter(fits, by_hand), key=lambda row: row["step_s"], default=None)
+            if best is None:
+                return by_hand
+            budget = SHARE_OF_MEMORY * best["peak_bytes"]
+        return [*by_hand, self._row("autopar", "autopar", functools.partial(self._planned, budget))]
+
+    def _row(self, recipe: str, way: str, make: Callable[[], Row]) -> Row:
+        row = {"model": self.model, "setting": self.name, "gpus": self.setting.num_gpus, "batch": self.batch}
+        row |= {"recipe": recipe, "way": way, "failed": ""}
+        try:
+            row |= make()
+        except Exception as error:  # one must not end the others
+            row |= {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
+        _say(row)
+        return row
+
+    def _by_hand(self, recipe: Recipe, way: str) -> Row:
+        step, args = self.target()
+        jitted = recipe.by_user(step, args) if way == "user" else recipe.by_expert(step, args)
+        module = module_bytes(lower_for("cuda", jitted, args))
+        return self.judge.figures(module, recipe.mesh, self.num_hosts) | {"mesh": str(recipe.mesh), "words": ""}
+
+    def _planned(self, budget: float | None) -> Row:
+        """Autopar's plan; where XLA's program of it takes more memory than there is, what `verify` makes of it."""
+        step, args = self.target()
+        options: dict[str, Any] = {"num_devices": self.setting.num_gpus, "hardware": HARDWARE, "cache": False}
+        options |= {} if budget is None else {"memory_budget_bytes": budget}
+        start = time.perf_counter()
+        parallel = autopar.parallelize(step, **options)
+        plan, program = parallel.planned(*args)
+        plan_s = time.perf_counter() - start
+        jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
+        made = self.judge.figures(module_bytes(lower_for("cuda", jitted, args)), plan.mesh, self.num_hosts)
+        attempts = 1
+        if made["peak_bytes"] > (MEMORY_BYTES if budget is None else budget):
+            told = autopar.verify(step, *args, hosts=self.num_hosts, compiler=self.judge.compiler, **options)
+            plan, attempts = told.plan, len(told.attempts)
+            made = self.judge.of(told.compiled, plan.mesh)
+        return made | {
+            "mesh": str(plan.mesh),
+            "words": plan.words,
+            "predicted_s": plan.prediction.xla_step_time_s or plan.prediction.step_time_s,
+            "predicted_bytes": plan.prediction.peak_bytes,
+            "budget_bytes": budget,
+            "plan_s": plan_s,
+            "attempts": attempts,
+        }
+
+
+def fits(row: Row) -> bool:
+    """Whether a program was made that runs, and how long it takes is known."""
+    return not row["failed"] and row["step_s"] is not None and row["peak_bytes"] <= MEMORY_BYTES
+
+
+def _say(row: Row) -> None:
+    """Progress, for the one who waits."""
+    about = f"{row['model']}: {row['setting']}: {row['recipe']} ({row['way']})"
+    if row["failed"]:
+        told = row["failed"][:200]
+    else:
+        step = "no estimate" if row["step_s"] is None else f"{1e3 * row['step_s']:.2f} ms"
+        told = f"{step}, exposed {1e3 * row['exposed_s']:.2f} ms, {row['peak_bytes'] / 1e9:.2f} GB, sends"
+        told += f" {row['sent_bytes'] / 1e9:.2f} GB, {row['counts']}, {row['mesh']} {row['words']}"
+    print(f"{time.strftime('%H:%M:%S')} {about}: {told}", flush=True)

@@ -1,0 +1,117 @@
+"""A decoder with a mixture of experts in each layer: Hugging Face's LLaMA attention, and experts as GShard has them.
+
+In: sizes. Out: `Training`. Each token goes to its two best experts, as far as these have places; a layer's tokens are sent
+by a product with a mask, so that shapes are static.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from benchmarks.zoo.language import next_token_loss
+from benchmarks.zoo.training import BF16, F32, Batch, Field, Training, training
+
+# isort: split
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_flax_llama import FlaxLlamaAttention, FlaxLlamaRMSNorm
+
+#: Places of an expert, over the tokens it would get if all got as many.
+CAPACITY_FACTOR = 1.25
+#: Experts of one token.
+TOP = 2
+
+
+class Experts(nn.Module):
+    """The feed-forward of a layer: `(batch, tokens, width)` to the same, and the loss of unequal loads."""
+
+    num_experts: int
+    hidden: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        count, width = self.num_experts, x.shape[-1]
+        capacity = int(CAPACITY_FACTOR * TOP * x.shape[1] / count)
+        gates = nn.softmax(nn.Dense(count, use_bias=False, dtype=F32, name="router")(x.astype(F32)))
+        best, experts = jax.lax.top_k(gates, TOP)
+        best = best / best.sum(-1, keepdims=True)
+        combine = jnp.zeros((*x.shape[:2], count, capacity), self.dtype)
+        taken = jnp.zeros((x.shape[0], 1, count), jnp.int32)
+        for n in range(TOP):
+            chosen = jax.nn.one_hot(experts[..., n], count, dtype=jnp.int32)
+            place = jnp.cumsum(chosen, 1) - chosen + taken
+            taken += chosen.sum(1, keepdims=True)
+            places = jax.nn.one_hot((place * chosen).sum(-1), capacity, dtype=self.dtype)
+            weight = best[..., n, None, None].astype(self.dtype)
+            combine += weight * chosen[..., None].astype(self.dtype) * places[:, :, None]
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        gate, up = (self.param(name, init, (count, width, self.hidden)) for name in ("gate_experts", "up_experts"))
+        down = self.param("down_experts", init, (count, self.hidden, width))
+        sent = jnp.einsum("bsec,bsm->ebcm", (combine > 0).astype(self.dtype), x)
+        opened = nn.silu(jnp.einsum("ebcm,emh->ebch", sent, gate.astype(self.dtype)))
+        opened *= jnp.einsum("ebcm,emh->ebch", sent, up.astype(self.dtype))
+        made = jnp.einsum("ebch,ehm->ebcm", opened, down.astype(self.dtype))
+        first = jax.nn.one_hot(experts[..., 0], count, dtype=F32)
+        balance = count * (first.mean((0, 1)) * gates.mean((0, 1))).sum()
+        return jnp.einsum("bsec,ebcm->bsm", combine, made), balance
+
+
+class MixtureLayer(nn.Module):
+    """Attention, then experts, each behind a norm."""
+
+    config: LlamaConfig
+    num_experts: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        normed = FlaxLlamaRMSNorm(config, dtype=self.dtype, name="input_layernorm")(x)
+        x += FlaxLlamaAttention(config, dtype=self.dtype, name="self_attn")(normed, mask, positions)[0]
+        normed = FlaxLlamaRMSNorm(config, dtype=self.dtype, name="post_attention_layernorm")(x)
+        made, balance = Experts(self.num_experts, config.intermediate_size, self.dtype, name="experts")(normed)
+        return x + made, balance
+
+
+class Mixture(nn.Module):
+    """Tokens to logits, and the loss of unequal loads of all layers."""
+
+    config: LlamaConfig
+    num_experts: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config, positions = self.config, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x = nn.Embed(config.vocab_size, config.hidden_size, dtype=self.dtype, name="embed_tokens")(tokens)
+        total = jnp.zeros((), F32)
+        for n in range(config.num_hidden_layers):
+            layer = MixtureLayer(config, self.num_experts, self.dtype, name=f"layer_{n}")
+            x, balance = layer(x, jnp.ones_like(tokens), positions)
+            total += balance
+        x = FlaxLlamaRMSNorm(config, dtype=self.dtype, name="norm")(x)
+        return nn.Dense(config.vocab_size, use_bias=False, dtype=self.dtype, name="lm_head")(x), total
+
+
+def mixture(config: LlamaConfig, num_experts: int, batch: int, seq: int, dtype: Any = F32) -> Training:
+    """The next tokens, with a hundredth of the loss of unequal loads."""
+    model = Mixture(config, num_experts, dtype)
+
+    def init(rng: jax.Array) -> Any:
+        return model.init(rng, jnp.zeros((1, num_experts), jnp.int32))["params"]
+
+    def loss_of(params: Any, batch: Batch, _: jax.Array) -> jax.Array:
+        logits, balance = model.apply({"params": params}, batch["tokens"])  # pyright: ignore[reportAssignmentType]
+        return next_token_loss(logits, batch["tokens"]) + 0.01 * balance
+
+    return training(init, loss_of, {"tokens": Field((batch, seq), below=config.vocab_size)})
+
+
+def mixture_1b(batch: int) -> Training:
+    """8 layers of 8 experts, d 1,024: 1.0 billion parameters, of which a token meets a third."""
+    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
+    return mixture(config, 8, batch, 2048, BF16)
