@@ -83,6 +83,7 @@ class Flow:
     combinable: bool
     uses: tuple[tuple[int, int], ...] = ()  # (node, operand)s of a reading group
     exact: bool = False  # it passes only as it is
+    hideable: bool = False  # kernels that do not need it can run meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,7 @@ class _Builder:
         self.matrices: dict[tuple[object, ...], np.ndarray] = {}
         self.times: dict[tuple[Load, int], np.ndarray] = {}
         self.last_use = _last_uses(graph)
+        self.given: dict[int, bool] = {}
 
     def build(self, held: Mapping[int, TensorSharding]) -> Formulation:
         for index, group in enumerate(self.groups):
@@ -271,8 +273,9 @@ class _Builder:
         if len({node for node, _, _ in outside}) > 1 or into_loops:
             source, made = self._add_copy(value, source, made, outside)
         for node, wanted, uses in outside:
-            combinable = self._combinable(self.made[value][0], node)
-            self.flows.append(Flow(value, source, node, made, wanted, combinable, uses, node in into_loops))
+            maker, exact = self.made[value][0], node in into_loops
+            combinable, hideable = self._combinable(maker, node), self._hideable(maker, node)
+            self.flows.append(Flow(value, source, node, made, wanted, combinable, uses, exact, hideable))
 
     def _is_held_by_a_loop(self, value: int, uses: Sequence[tuple[int, int]]) -> bool:
         """Whether memory matters, and a loop holds what it is given while it runs: so that is a copy, whose memory
@@ -305,17 +308,35 @@ class _Builder:
             )
         )
         combinable = all(self._combinable(source, reader) for reader, _, _ in readers)
-        self.flows.append(Flow(value, source, node, made, options, combinable))
+        hideable = all(self._hideable(source, reader) for reader, _, _ in readers)
+        self.flows.append(Flow(value, source, node, made, options, combinable, hideable=hideable))
         return node, options
 
     def _combinable(self, source: int, target: int) -> bool:
         """Gathers of inputs, reductions into the update and gathers of its results do not wait for
         one another, so XLA merges them."""
-        return (
-            self.decisions[source].kind == "input"
-            or self.decisions[target].kind in ("input", "output")
-            or self._is_update(target)
-        )
+        return self._is_given(source) or self.decisions[target].kind in ("input", "output") or self._is_update(target)
+
+    def _hideable(self, source: int, target: int) -> bool:
+        """What the step is given can be gathered while others compute, and a gradient be summed while the next is made.
+        For the results of the update nothing is left to do meanwhile."""
+        return self._is_given(source) or self._is_update(target)
+
+    def _is_given(self, node: int) -> bool:
+        """Whether a decision is an input, or does nothing but cast, turn or scale one: what it makes is there before all
+        else."""
+        if node not in self.given:
+            decision, reads = self.decisions[node], ()
+            if decision.kind == "group":
+                reads = tuple({read.value for read in self.groups[decision.group].reads})
+                inputs = {value for value, _ in self.groups[decision.group].inputs}
+                alone = len(reads) + len(inputs) == 1
+                self.given[node] = alone and (
+                    bool(inputs) or (reads[0] in self.made and self._is_given(self.made[reads[0]][0]))
+                )
+            else:
+                self.given[node] = decision.kind == "input"
+        return self.given[node]
 
     def _is_update(self, node: int) -> bool:
         """Whether a decision is of the update, or does nothing but reshape for it."""
@@ -408,7 +429,7 @@ class _Builder:
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self.graph.values[flow.value]
         shared = self.decisions[flow.target].shared if self.budget is not None else ()
-        how = (flow.combinable, flow.exact, shared)
+        how = (flow.combinable, flow.hideable, flow.exact, shared)
         key = (info.shape, info.itemsize, info.repeat, id(flow.made), id(flow.wanted), *how)
         if key not in self.matrices:
             (made, rows), (wanted, columns) = self.laid.distinct(flow.made), self.laid.distinct(flow.wanted)
@@ -421,6 +442,7 @@ class _Builder:
                     info.shape,
                     info.itemsize,
                     combinable=flow.combinable,
+                    hideable=flow.hideable,
                 )
             matrix = info.repeat * seconds[rows[:, None], columns]
             if shared or flow.exact:

@@ -102,17 +102,28 @@ class _Patterns:
 
 
 class ReshardingTimes:
-    """What resharding takes on one mesh. It remembers patterns and times, nothing else changes in it."""
+    """What resharding takes on one mesh. It remembers patterns and times, nothing else changes in it.
 
-    def __init__(self, mesh: MeshShape, profile: HardwareProfile) -> None:
-        self._mesh, self._profile = mesh, profile
+    Args:
+        exposed: the part that counts of a collective that need not be waited for.
+    """
+
+    def __init__(self, mesh: MeshShape, profile: HardwareProfile, exposed: float = 1.0) -> None:
+        self._mesh, self._profile, self._exposed = mesh, profile, exposed
         self._axes: dict[tuple[str, ...], int] = {(): 0}  # numbers of lists of axes
         self._patterns = _Patterns(mesh)
         self._structures: dict[tuple[object, ...], _Structure] = {}
         self._times: dict[tuple[object, ...], float] = {}
 
     def matrix(
-        self, made: _Shardings, wanted: _Shardings, shape: tuple[int, ...], itemsize: float, *, combinable: bool
+        self,
+        made: _Shardings,
+        wanted: _Shardings,
+        shape: tuple[int, ...],
+        itemsize: float,
+        *,
+        combinable: bool,
+        hideable: bool = False,
     ) -> np.ndarray:
         """Seconds from each of `made` to each of `wanted`, `EACH_S` for each collective included, float[made, wanted]."""
         divisors = divisibility(shape, self._mesh)
@@ -125,6 +136,8 @@ class ReshardingTimes:
         for pairs, collectives, parts in structure.steps:  # in the order in which a path adds them up
             local = np.prod(-(-sizes[pairs] // parts), axis=1)
             total[pairs] += self._seconds(collectives, local, itemsize, combinable)
+        if hideable:
+            total *= self._exposed
         return total.reshape(len(made), len(wanted))
 
     def _seconds(self, collectives: np.ndarray, local: np.ndarray, itemsize: float, combinable: bool) -> np.ndarray:

@@ -28,6 +28,8 @@ _ROW = re.compile(r"(c_proj|[^/]*attn/out_proj|o_proj|down_proj|output/dense|fc2
 _VOCABULARY = re.compile(r"(wte|embed_tokens|word_embeddings|shared|token_embed)/embedding$")
 #: Hugging Face's GPT-2 has its kernels as (out, in).
 _TRANSPOSED = re.compile(r"/(c_attn|c_fc|c_proj)/kernel$")
+#: Experts' weights lie one after the other: each group of GPUs has some of them whole.
+_EXPERTS = re.compile(r"(gate|up|down)_experts$")
 _CONVOLUTION = re.compile(r"(/convolution/kernel|/normalization/(scale|bias|mean|var))$")
 
 
@@ -51,7 +53,7 @@ def fsdp(args: Sequence[Any], mesh: MeshShape) -> Pins:
 
 def tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
     """Megatron-LM: column then row in attention and MLP, the vocabulary where it divides; in a
-    convolutional network the output channels. The batch is split over the other axis."""
+    convolutional network the output channels, of a mixture the experts. The batch is split over the other axis."""
     size = mesh.size("model")
 
     def dims(path: str, shape: Shape) -> tuple[str | None, ...]:
@@ -72,7 +74,7 @@ def _split_dim(path: str, shape: Shape) -> int | None:
         return 0 if _TRANSPOSED.search(path) else len(shape) - 1
     if _ROW.search(path):
         return 1 if _TRANSPOSED.search(path) else 0
-    return 0 if _VOCABULARY.search(path) else None
+    return 0 if _VOCABULARY.search(path) or _EXPERTS.search(path) else None
 
 
 def _pins(
