@@ -37,6 +37,7 @@ class Assembled:
     Args:
         device: the program of one device. timeline: of it, at the device's own rates. most_held: its operations in the
             order in which most is live.
+        merge_bytes: the limit to which collectives are merged, where it is not the profile's.
     """
 
     inputs: tuple[TensorPlan, ...]
@@ -49,6 +50,7 @@ class Assembled:
     device: DeviceProgram
     timeline: Timeline
     most_held: Sequence[Op]
+    merge_bytes: int | None = None
 
 
 def assemble(
@@ -79,6 +81,20 @@ def assemble(
         device=device,
         timeline=timeline,
         most_held=most_held,
+    )
+
+
+def merged(f: Formulation, parts: Assembled, merge_bytes: int) -> Assembled:
+    """The same with another limit to which XLA merges collectives: predicted anew."""
+    g = replace(f, profile=replace(f.profile, combine_threshold_bytes=merge_bytes))
+    prediction, device, timeline, most_held = _predict(g, parts.device, parts.collectives, parts.inputs, parts.outputs)
+    return replace(
+        parts,
+        prediction=prediction,
+        device=device,
+        timeline=timeline,
+        most_held=most_held,
+        merge_bytes=merge_bytes,
     )
 
 

@@ -1,7 +1,7 @@
 """The process in which `compiler` has steps compiled for GPUs that are not there: `python -m autopar.compile_absent
 FOLDER`.
 
-In: a line on standard input for each job, the name of a folder that holds `module`, `target`, `topology`. Out: files
+In: a line on standard input for each job, the name of a folder that holds `module`, `options`, `target`, `topology`. Out: files
 `program` and `figures` in that folder, then the same line on standard output. It ends where standard input ends, in
 the middle of a compile too: whoever asked has gone.
 """
@@ -50,8 +50,9 @@ def serve(
         job = folder / name
         devices = devices_of(job)
         module = (job / "module").read_bytes()
+        options = json.loads((job / "options").read_text(encoding="utf-8"))
         start = time.perf_counter()
-        executable = compile_module(module, devices)
+        executable = compile_module(module, devices, options)
         compile_s = time.perf_counter() - start
         figures = _figures(executable, devices) | {"compile_s": compile_s}
         _keep_text(executable, folder / "dump", job / "program")

@@ -12,6 +12,7 @@ from autopar import execute
 from autopar.absent import target_text, topology_text
 from autopar.compare import match_collectives, memory_figures, step_time_figure
 from autopar.compiler import Arguments, CompiledStep, Compiler
+from autopar.compiler_options import compiler_options
 from autopar.cost.hardware import HardwareProfile
 from autopar.jax_compat import kept_inputs, module_bytes, raw_struct
 from autopar.plan import Plan
@@ -45,7 +46,9 @@ def compile_plan(
     lowered = execute.lower_for("cuda", jitted, program.trace.arguments)
     arguments = [_arguments(plan, program, kept_inputs(lowered))] if run else []
     report("XLA compiles", 1.0)
-    return compiler.compile(module_bytes(lowered), profile, plan.mesh.num_devices, num_hosts, *arguments)
+    return compiler.compile(
+        module_bytes(lowered), profile, plan.mesh.num_devices, num_hosts, *arguments, options=compiler_options(plan)
+    )
 
 
 def held_against(

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -186,8 +187,13 @@ class Compiler:
         num_devices: int,
         num_hosts: int,
         arguments: Arguments | None = None,
+        *,
+        options: Mapping[str, int] | None = None,
     ) -> CompiledStep:
         """Compile a step lowered for the profile's platform, and run it where `arguments` are given.
+
+        Args:
+            options: of XLA's, for this step alone.
 
         Raises:
             VerifyError: XLA refuses the program, or numbers the devices otherwise than the mesh does; or
@@ -202,6 +208,7 @@ class Compiler:
         self._jobs += 1
         job.mkdir()
         (job / "module").write_bytes(module)
+        (job / "options").write_text(json.dumps(dict(options or {})), encoding="utf-8")
         if self.is_present(profile, num_devices, num_hosts):
             (job / "num_devices").write_text(str(num_devices), encoding="utf-8")
             if arguments is not None:

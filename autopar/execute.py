@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar import jax_compat
+from autopar.compiler_options import compiler_options
 from autopar.errors import MeshError
 from autopar.mesh import MeshShape
 from autopar.partition_spec import check_mesh, named_shardings
@@ -77,7 +78,13 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=donated_arguments(plan, trace),
+        compiler_options=compiler_options(plan) if _has_gpus(mesh) else None,
     )
+
+
+def _has_gpus(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether what is compiled for a mesh is for GPUs that are here: for others, whoever compiles gives the options."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
 
 
 def placed(plan: Placement, shardings: Sequence[NamedSharding], trees: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import functools
 import importlib
 import io
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -299,15 +299,16 @@ def raw_struct(aval: Any) -> jax.ShapeDtypeStruct:
     return struct
 
 
-def compile_module(module: bytes, devices: Sequence[Any]) -> Any:
-    """Compile for devices, real or absent, with the options that `jax.jit` compiles with.
+def compile_module(module: bytes, devices: Sequence[Any], more: Mapping[str, Any] | None = None) -> Any:
+    """Compile for devices, real or absent, with the options that `jax.jit` compiles with, and more of XLA's.
 
     Returns:
         XLA's executable: `.hlo_modules()`, `.get_compiled_memory_stats()`.
     """
     client = devices[0].client
     assignment = np.array(devices, dtype=object).reshape(1, -1)
-    options = _compiler.get_compile_options(1, len(devices), assignment, backend=client)
+    own: Any = dict(more) if more else None
+    options = _compiler.get_compile_options(1, len(devices), assignment, own, backend=client)
     with _mlir.make_ir_context():
         parsed = _ir.Module.parse(module)
         return _compiler.backend_compile_and_load(client, parsed, _xla_client.DeviceList(tuple(devices)), options, [])

@@ -7,6 +7,7 @@ only by the methods that speak its types, so that a saved plan is read and expla
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -140,6 +141,14 @@ class Prediction:
     data_bytes: float
     temporary_bytes: float
     output_bytes: float
+
+    @property
+    def compared_s(self) -> float:
+        """By what plans are compared: the geometric mean of both opinions of the step time, where there are two. Of
+        what hides what each knows something that the other does not."""
+        if self.xla_step_time_s is None:
+            return self.step_time_s
+        return math.sqrt(self.step_time_s * self.xla_step_time_s)
 
     @property
     def peak_bytes(self) -> float:
@@ -348,6 +357,8 @@ class Plan:
     Args:
         dims_as_written: it was asked for so.
         trace, memory: a step over time; None in plans of files of version 1.
+        merge_bytes: XLA's GPU compiler is told to merge collectives of a kind until their results are of so many
+            bytes; None where its own limit does.
     """
 
     program: ProgramSignature
@@ -368,6 +379,7 @@ class Plan:
     regions: tuple[ManualRegion, ...] = ()
     microbatches: Microbatches | None = None
     recomputed: tuple[Recomputation, ...] = ()
+    merge_bytes: int | None = None
     trace: StepTrace | None = None
     memory: MemoryOverStep | None = None
     notes: tuple[str, ...] = ()

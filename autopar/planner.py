@@ -23,6 +23,7 @@ from autopar import plan_cache
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
+from autopar.cost.resharding_times import ReshardingTimes
 from autopar.errors import BudgetError, MeshError, MicrobatchError, PinError
 from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
@@ -33,6 +34,7 @@ from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.over_time import memory_over_step, step_trace
+from autopar.overlap import HIDDEN, best_merged, is_worth_hiding
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program
@@ -221,7 +223,7 @@ def plan_and_parts(
     report("done", 1.0)
     if not found:
         raise failures[0][1]
-    best, made = min(found, key=lambda one: one[0].prediction.step_time_s)
+    best, made = min(found, key=lambda one: one[0].prediction.compared_s)
     plan = replace(
         best,
         memory_budget_bytes=memory_budget_bytes,
@@ -300,8 +302,24 @@ class _Free:
         """
         started = time.perf_counter()
         planning = Planning(pins, solver, limited, lambda graph: _group(graph, pins).groups, held)
-        f = formulate(program.graph, grouped.groups, mesh, profile, pins=pins, memory_budget_bytes=None, held=held)
-        made = planning.made(program, f, solver.solve(f.problem))
+
+        def priced(exposed: float) -> Made:
+            times = ReshardingTimes(mesh, profile, exposed)
+            f = formulate(
+                program.graph,
+                grouped.groups,
+                mesh,
+                profile,
+                pins=pins,
+                memory_budget_bytes=None,
+                resharding=times,
+                held=held,
+            )
+            return planning.made(program, f, solver.solve(f.problem))
+
+        made = priced(1.0)
+        if is_worth_hiding(made):
+            made = min(made, priced(HIDDEN), key=lambda one: best_merged(one).compared_s)
         return cls(mesh, program, grouped.unknown, made, planning, budget, search, started)
 
     def kept_to_budget(self) -> tuple[Plan, Made]:
@@ -314,6 +332,7 @@ class _Free:
         memory_bound = made.peak_bytes > self.budget
         if memory_bound:  # only now is memory worth its constraints
             made = within_budget(self.budget, made, self.planning, **self.search)
+        made = best_merged(made, self.budget)
         seconds = time.perf_counter() - self.started
         plan = plan_as_made(
             made, self.program, self.unknown, budget=self.budget, seconds=seconds, memory_bound=memory_bound
@@ -355,6 +374,7 @@ def plan_as_made(
         regions=parts.regions,
         microbatches=microbatches_of(made.program, mesh, parts.constraints),
         recomputed=made.recomputed,
+        merge_bytes=parts.merge_bytes,
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),
         memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),

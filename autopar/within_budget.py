@@ -61,6 +61,10 @@ class Made:
         return self.parts.prediction.step_time_s
 
     @property
+    def compared_s(self) -> float:
+        return self.parts.prediction.compared_s
+
+    @property
     def peak_bytes(self) -> float:
         return self.parts.prediction.peak_bytes
 
@@ -166,7 +170,7 @@ def within_budget(
         except TimeLimitError as error:
             late = error
     if found:
-        return min(found, key=lambda made: made.step_time_s)
+        return min(found, key=lambda made: made.compared_s)
     if late is not None or estimate is None:
         raise late or TimeLimitError(f"planning for mesh {free.formulation.mesh} ended without a plan")
     priced = estimate
@@ -292,7 +296,7 @@ def _computed_again(
         if rung >= len(rungs) or free.step_time_s + sum(one.time_s for one in rungs[rung]) >= best.step_time_s:
             break
         made = climb.fastest(rung)
-        best = made if made is not None and made.step_time_s < best.step_time_s else best
+        best = made if made is not None and made.compared_s < best.compared_s else best
     return best, climb.least
 
 
@@ -352,7 +356,7 @@ class _Climb:
     def fastest(self, rung: int) -> Made | None:
         """Of the plans on a rung that fit, if any does."""
         made = [self.on(rung, prompt=prompt) for prompt in (False, True)]
-        return min((one for one in made if one is not None), key=lambda one: one.step_time_s, default=None)
+        return min((one for one in made if one is not None), key=lambda one: one.compared_s, default=None)
 
     def first_that_fits(self) -> int:
         """The lowest rung on which a plan fits that has time to sum gradients; the number of rungs where none does."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -51,12 +52,14 @@ class CachingCompiler(Compiler):
         num_devices: int,
         num_hosts: int,
         arguments: Arguments | None = None,
+        *,
+        options: Mapping[str, int] | None = None,
     ) -> CompiledStep:
         """As `autopar.compiler.Compiler.compile`."""
         start = time.perf_counter()
-        self.last_key = key(module, profile, num_devices, num_hosts)
+        self.last_key = key(module, profile, num_devices, num_hosts, options)
         known = None if self.again else load(self.folder, self.last_key)
-        compiled = known or super().compile(module, profile, num_devices, num_hosts, arguments)
+        compiled = known or super().compile(module, profile, num_devices, num_hosts, arguments, options=options)
         self.last_s = time.perf_counter() - start
         self.last_hit = known is not None
         file = self.folder / f"{self.last_key}.around"
@@ -72,7 +75,13 @@ def default_folder() -> Path:
     return Path(os.environ.get("AUTOPAR_PROOF_CACHE") or Path.home() / ".cache" / "autopar-proof")
 
 
-def key(module: bytes, profile: HardwareProfile, num_devices: int, num_hosts: int) -> str:
+def key(
+    module: bytes,
+    profile: HardwareProfile,
+    num_devices: int,
+    num_hosts: int,
+    options: Mapping[str, int] | None = None,
+) -> str:
     """Names a compile by all that goes into it but source lines, which XLA only carries along."""
     own = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu_")]
     parts = (
@@ -80,6 +89,7 @@ def key(module: bytes, profile: HardwareProfile, num_devices: int, num_hosts: in
         target_text(profile).encode(),
         topology_text(num_devices, num_hosts).encode(),
         " ".join((*sorted(own), *FLAGS, *(["partition_size"] if num_hosts > 1 else []))).encode(),
+        *([json.dumps(dict(options), sort_keys=True).encode()] if options else []),
         f"{version('jax')} {version('jaxlib')}".encode(),
     )
     digest = hashlib.sha256()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,15 @@ class Judge:
         lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
         self._known: dict[str, Figures] = {one["key"]: one for one in map(json.loads, lines)}
 
-    def figures(self, module: bytes, mesh: MeshShape, num_hosts: int) -> Figures:
+    def figures(
+        self, module: bytes, mesh: MeshShape, num_hosts: int, options: Mapping[str, int] | None = None
+    ) -> Figures:
         """Of a lowered step over a mesh; `compiled_now` says whether XLA has just worked for it."""
-        name = key(module, self.profile, mesh.num_devices, num_hosts)
+        name = key(module, self.profile, mesh.num_devices, num_hosts, options)
         if name in self._known and not self.again:
             return self._known[name] | {"compiled_now": False}
-        return self.of(self.compiler.compile(module, self.profile, mesh.num_devices, num_hosts), mesh)
+        compiled = self.compiler.compile(module, self.profile, mesh.num_devices, num_hosts, options=options)
+        return self.of(compiled, mesh)
 
     def of(self, compiled: CompiledStep, mesh: MeshShape) -> Figures:
         """Of what the compiler has just made, which is remembered."""

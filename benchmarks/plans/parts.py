@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import autopar
+from autopar.compiler_options import compiler_options
 from autopar.cost import hardware
 from autopar.execute import abstract_mesh, jit_plan, lower_for
 from autopar.jax_compat import module_bytes
@@ -131,7 +132,8 @@ class _Case:
         plan, program = parallel.planned(*args)
         plan_s = time.perf_counter() - start
         jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
-        made = self.judge.figures(module_bytes(lower_for("cuda", jitted, args)), plan.mesh, self.num_hosts)
+        module = module_bytes(lower_for("cuda", jitted, args))
+        made = self.judge.figures(module, plan.mesh, self.num_hosts, compiler_options(plan))
         attempts = 1
         if made["peak_bytes"] > (MEMORY_BYTES if budget is None else budget):
             told = autopar.verify(step, *args, hosts=self.num_hosts, compiler=self.judge.compiler, **options)
@@ -143,6 +145,7 @@ class _Case:
             "predicted_s": plan.prediction.xla_step_time_s or plan.prediction.step_time_s,
             "predicted_bytes": plan.prediction.peak_bytes,
             "budget_bytes": budget,
+            "merge_bytes": plan.merge_bytes,
             "plan_s": plan_s,
             "attempts": attempts,
         }

@@ -1,0 +1,55 @@
+"""What a plan's collectives leave exposed, made less: by prices that count on overlap, and by how XLA merges them.
+
+In: a plan as made. Out: whether it is worth looking for one that hides more; the same plan with the limit to which XLA's GPU
+compiler merges collectives that suits it. The solver adds up kernels and collectives, as if nothing hid anything; merged
+into few, collectives start late, and into many they each pay for their start. The timeline of a whole plan tells which is
+best.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.assemble import merged
+from autopar.within_budget import Made
+
+#: What counts, for the solver, of a collective for which nothing need wait, where it is to count on overlap.
+HIDDEN = 0.2
+#: The part of the step that has to be exposed for it to be worth another plan.
+_WORTH = 0.01
+#: Limits that are tried, over the profile's own.
+_LIMITS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 2, 4)
+#: A limit of ours has to be better than XLA's by so much of the step.
+_LEAST_GAIN = 0.005
+
+
+def is_worth_hiding(made: Made) -> bool:
+    """Whether kernels and collectives run side by side there, and enough of these is exposed."""
+    told = made.parts.prediction
+    if not _overlaps(made) or told.xla_step_time_s is None or told.xla_exposed_s is None:
+        return False
+    exposed = sum(told.exposed_s.values()) / told.step_time_s
+    return max(exposed, sum(told.xla_exposed_s.values()) / told.xla_step_time_s) > _WORTH
+
+
+def best_merged(made: Made, budget: float = math.inf) -> Made:
+    """The same plan with the limit of merging that is best for it, within a memory budget if it is so now."""
+    if not is_worth_hiding(made) or not made.parts.device.ops:
+        return made
+    own = made.formulation.profile.combine_threshold_bytes
+    tried = [merged(made.formulation, made.parts, round(share * own)) for share in _LIMITS]
+    limit = max(budget, made.peak_bytes)
+    best = min(
+        (parts for parts in tried if parts.prediction.peak_bytes <= limit),
+        key=lambda parts: parts.prediction.compared_s,
+        default=made.parts,
+    )
+    if best.prediction.compared_s > (1 - _LEAST_GAIN) * made.compared_s:
+        return made
+    return replace(made, parts=best)
+
+
+def _overlaps(made: Made) -> bool:
+    profile, mesh = made.formulation.profile, made.formulation.mesh
+    return profile.platform == "gpu" and profile.xla_estimator is not None and mesh.num_devices > 1
