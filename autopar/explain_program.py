@@ -140,6 +140,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "memory": asdict(told.memory),
         "outcome": asdict(plan.outcome),
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
+        "merge_bytes": plan.merge_bytes,
         **{name: [_row_json(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
@@ -186,6 +187,7 @@ def _head(plan: Plan) -> list[RenderableType]:
         ("Certainty", f"{sure} ({size}{took})"),
         *_microbatches(plan),
         *(("Recomputed", text) for text in _recomputed(plan)),
+        *(("Merged", text) for text in _merged(plan)),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
     ]
     devices = "device" if plan.mesh.num_devices == 1 else "devices"
@@ -228,6 +230,13 @@ def _recomputed(plan: Plan) -> list[str]:
     share = share_text(seconds, plan.prediction.step_time_s)
     price = f"saves {human_bytes(saved)} per device for {human_seconds(seconds)} ({share} of the step)"
     return [f"{price}: parts of {where}{more} run again in the backward pass"]
+
+
+def _merged(plan: Plan) -> list[str]:
+    """How far collectives are merged, where that is not XLA's own choice."""
+    if plan.merge_bytes is None:
+        return []
+    return [f"XLA is told to merge collectives of a kind up to {human_bytes(plan.merge_bytes)}, so that more is hidden"]
 
 
 def _totals(plan: Plan) -> list[RenderableType]:

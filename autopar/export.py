@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from autopar import export_runtime
+from autopar.compiler_options import compiler_options
 from autopar.errors import ExportError, PlanMismatchError
 from autopar.explain_tables import short_source
 from autopar.export_names import as_patterns, carried_roots, inputs_as_patterns
@@ -246,7 +247,7 @@ def _arguments(plan: Plan, names: Sequence[str], paths: _Paths) -> Iterator[str]
     """The tables of arguments and results."""
     inputs = dict(inputs_as_patterns(plan.inputs, paths.inputs))
     carried = carried_roots([(paths.outputs[after], paths.inputs[before]) for before, after in plan.carried])
-    told = export_runtime.Tables(names, {p: partition_spec(one) for p, one in inputs.items()}, carried, {}, {}, ())
+    told = export_runtime.Tables(names, {p: partition_spec(one) for p, one in inputs.items()}, carried, {}, {}, (), {})
     others = {
         path: tensor.sharding.resolved()
         for path, tensor in zip(paths.outputs, plan.outputs, strict=True)
@@ -265,6 +266,9 @@ def _arguments(plan: Plan, names: Sequence[str], paths: _Paths) -> Iterator[str]
     )
     about = "Results that lie otherwise than these, or are split."
     yield _table("OUTPUTS", "Mapping[str, P]", about, [(p, _spec(one), "") for p, one in outputs])
+    about = "What XLA's compiler for GPUs is told besides."
+    options = compiler_options(plan).items()
+    yield _table("GPU_OPTIONS", "Mapping[str, int]", about, [(name, str(value), "") for name, value in options])
 
 
 def _table(name: str, kind: str, about: str, rows: Sequence[tuple[str, str, str]]) -> str:
@@ -300,4 +304,4 @@ _SHARD = '''def shard(step: Callable[..., Any], mesh: Mesh, *example_args: Any, 
         exactly: whether to say what is `REPEATED`, too.
     """
     inside = {**CONSTRAINTS, **REPEATED} if exactly else CONSTRAINTS
-    return ShardedStep(step, mesh, example_args, Tables(ARGUMENTS, SHARDINGS, CARRIED, OUTPUTS, inside, DONATED))'''
+    return ShardedStep(step, mesh, example_args, Tables(ARGUMENTS, SHARDINGS, CARRIED, OUTPUTS, inside, DONATED, GPU_OPTIONS))'''

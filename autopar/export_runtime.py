@@ -37,6 +37,7 @@ class Tables:
         outputs: of other results that are not replicated.
         inside: by pattern of places in the step: one sharding after the other.
         donated: arguments whose buffers the step may reuse.
+        gpu_options: what XLA's compiler for GPUs is told besides.
     """
 
     arguments: Sequence[str]
@@ -45,6 +46,7 @@ class Tables:
     outputs: Specs
     inside: Mapping[str, Sequence[PartitionSpec]]
     donated: Sequence[str]
+    gpu_options: Mapping[str, int]
 
     def of_input(self, path: str) -> PartitionSpec:
         return next((spec for pattern, spec in self.inputs.items() if matches(pattern, path)), PartitionSpec())
@@ -88,8 +90,10 @@ class ShardedStep:
         for pattern in tables.inputs:
             if not any(matches(pattern, path) for path in paths):
                 raise ValueError(f"no argument has an array {pattern!r}: this file is of another step")
+        on_gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
         self.jitted = jax.jit(
             run,
+            compiler_options=dict(tables.gpu_options) if on_gpus else None,
             in_shardings=self._shardings,
             out_shardings=[sharding(tables.of_output(path)) for path in self._outputs.paths],
             donate_argnums=tuple(n for n, path in enumerate(paths) if path.split("/", 1)[0] in tables.donated),

@@ -18,8 +18,8 @@ from autopar.within_budget import Made
 HIDDEN = 0.2
 #: The part of the step that has to be exposed for it to be worth another plan.
 _WORTH = 0.01
-#: Limits that are tried, over the profile's own.
-_LIMITS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 2, 4)
+#: Limits that are tried, over the profile's own. Of smaller ones the timeline knows less well what XLA makes.
+_LIMITS = (1 / 4, 1 / 2, 2, 4)
 #: A limit of ours has to be better than XLA's by so much of the step.
 _LEAST_GAIN = 0.005
 

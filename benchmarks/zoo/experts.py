@@ -105,7 +105,8 @@ def mixture(config: LlamaConfig, num_experts: int, batch: int, seq: int, dtype: 
         return model.init(rng, jnp.zeros((1, num_experts), jnp.int32))["params"]
 
     def loss_of(params: Any, batch: Batch, _: jax.Array) -> jax.Array:
-        logits, balance = model.apply({"params": params}, batch["tokens"])  # pyright: ignore[reportAssignmentType]
+        made: Any = model.apply({"params": params}, batch["tokens"])
+        logits, balance = made
         return next_token_loss(logits, batch["tokens"]) + 0.01 * balance
 
     return training(init, loss_of, {"tokens": Field((batch, seq), below=config.vocab_size)})
