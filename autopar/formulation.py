@@ -326,16 +326,14 @@ class _Builder:
         """Whether a decision is an input, or does nothing but cast, turn or scale one: what it makes is there before all
         else."""
         if node not in self.given:
-            decision, reads = self.decisions[node], ()
+            decision = self.decisions[node]
+            self.given[node] = decision.kind == "input"  # so also of a loop's value while its maker is looked at
             if decision.kind == "group":
-                reads = tuple({read.value for read in self.groups[decision.group].reads})
-                inputs = {value for value, _ in self.groups[decision.group].inputs}
-                alone = len(reads) + len(inputs) == 1
-                self.given[node] = alone and (
-                    bool(inputs) or (reads[0] in self.made and self._is_given(self.made[reads[0]][0]))
-                )
-            else:
-                self.given[node] = decision.kind == "input"
+                group = self.groups[decision.group]
+                read = {read.value for read in group.reads}
+                if len(read) + len(group.inputs) == 1:
+                    makers = [self.made[value][0] for value in read if value in self.made]
+                    self.given[node] = bool(group.inputs) or any(map(self._is_given, makers))
         return self.given[node]
 
     def _is_update(self, node: int) -> bool:

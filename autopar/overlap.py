@@ -8,7 +8,6 @@ best.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from autopar.assemble import merged
@@ -27,29 +26,27 @@ _LEAST_GAIN = 0.005
 def is_worth_hiding(made: Made) -> bool:
     """Whether kernels and collectives run side by side there, and enough of these is exposed."""
     told = made.parts.prediction
-    if not _overlaps(made) or told.xla_step_time_s is None or told.xla_exposed_s is None:
+    if not _overlaps(made) or not told.step_time_s or not told.xla_step_time_s:
         return False
-    exposed = sum(told.exposed_s.values()) / told.step_time_s
-    return max(exposed, sum(told.xla_exposed_s.values()) / told.xla_step_time_s) > _WORTH
+    shares = [
+        sum(told.exposed_s.values()) / told.step_time_s,
+        sum((told.xla_exposed_s or {}).values()) / told.xla_step_time_s,
+    ]
+    return max(shares) > _WORTH
 
 
-def best_merged(made: Made, budget: float = math.inf) -> Made:
+def best_merged(made: Made, budget: float) -> Made:
     """The same plan with the limit of merging that is best for it, within a memory budget if it is so now."""
     if not is_worth_hiding(made) or not made.parts.device.ops:
         return made
     own = made.formulation.profile.combine_threshold_bytes
-    tried = [merged(made.formulation, made.parts, round(share * own)) for share in _LIMITS]
+    tried = [replace(made, parts=merged(made.formulation, made.parts, round(share * own))) for share in _LIMITS]
     limit = max(budget, made.peak_bytes)
-    best = min(
-        (parts for parts in tried if parts.prediction.peak_bytes <= limit),
-        key=lambda parts: parts.prediction.compared_s,
-        default=made.parts,
-    )
-    if best.prediction.compared_s > (1 - _LEAST_GAIN) * made.compared_s:
-        return made
-    return replace(made, parts=best)
+    best = min((one for one in tried if one.peak_bytes <= limit), key=lambda one: one.compared_s, default=made)
+    return best if best.compared_s <= (1 - _LEAST_GAIN) * made.compared_s else made
 
 
 def _overlaps(made: Made) -> bool:
-    profile, mesh = made.formulation.profile, made.formulation.mesh
-    return profile.platform == "gpu" and profile.xla_estimator is not None and mesh.num_devices > 1
+    """Beside a loop XLA runs nothing."""
+    profile, mesh, loops = made.formulation.profile, made.formulation.mesh, made.program.graph.loops
+    return profile.platform == "gpu" and profile.xla_estimator is not None and mesh.num_devices > 1 and not loops

@@ -7,7 +7,6 @@ only by the methods that speak its types, so that a saved plan is read and expla
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -141,14 +140,6 @@ class Prediction:
     data_bytes: float
     temporary_bytes: float
     output_bytes: float
-
-    @property
-    def compared_s(self) -> float:
-        """By what plans are compared: the geometric mean of both opinions of the step time, where there are two. Of
-        what hides what each knows something that the other does not."""
-        if self.xla_step_time_s is None:
-            return self.step_time_s
-        return math.sqrt(self.step_time_s * self.xla_step_time_s)
 
     @property
     def peak_bytes(self) -> float:

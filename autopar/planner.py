@@ -223,7 +223,7 @@ def plan_and_parts(
     report("done", 1.0)
     if not found:
         raise failures[0][1]
-    best, made = min(found, key=lambda one: one[0].prediction.compared_s)
+    best, made = min(found, key=lambda one: one[1].compared_s)
     plan = replace(
         best,
         memory_budget_bytes=memory_budget_bytes,
@@ -315,11 +315,11 @@ class _Free:
                 resharding=times,
                 held=held,
             )
-            return planning.made(program, f, solver.solve(f.problem))
+            return best_merged(planning.made(program, f, solver.solve(f.problem)), budget)
 
         made = priced(1.0)
         if is_worth_hiding(made):
-            made = min(made, priced(HIDDEN), key=lambda one: best_merged(one).compared_s)
+            made = min(made, priced(HIDDEN), key=lambda one: one.compared_s)
         return cls(mesh, program, grouped.unknown, made, planning, budget, search, started)
 
     def kept_to_budget(self) -> tuple[Plan, Made]:
@@ -331,8 +331,7 @@ class _Free:
         made = self.made
         memory_bound = made.peak_bytes > self.budget
         if memory_bound:  # only now is memory worth its constraints
-            made = within_budget(self.budget, made, self.planning, **self.search)
-        made = best_merged(made, self.budget)
+            made = best_merged(within_budget(self.budget, made, self.planning, **self.search), self.budget)
         seconds = time.perf_counter() - self.started
         plan = plan_as_made(
             made, self.program, self.unknown, budget=self.budget, seconds=seconds, memory_bound=memory_bound

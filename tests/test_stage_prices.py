@@ -105,7 +105,11 @@ def test_what_passes_is_all_that_the_backward_pass_reads() -> None:
 
 
 def test_state_that_is_dearer_has_fewer_copies() -> None:
-    costs = prices()
+    """Over slow links: over fast ones even what costs little to hold is split."""
+    slow = replace(H100, host_link=replace(H100.host_link, bytes_per_s=H100.host_link.bytes_per_s / 50))
+    found, clusters = cuttable()
+    layers = found.layers(clusters.starts, MICROBATCHES)
+    costs = StageCosts(layers, {H100.name: slow}, clusters.keys, splits_backward=True)
     first, last = middle(costs)
     states = []
     for price in STATE_PRICES:
