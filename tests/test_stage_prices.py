@@ -106,7 +106,7 @@ def test_what_passes_is_all_that_the_backward_pass_reads() -> None:
 
 def test_state_that_is_dearer_has_fewer_copies() -> None:
     """Over slow links: over fast ones even what costs little to hold is split."""
-    slow = replace(H100, host_link=replace(H100.host_link, bytes_per_s=H100.host_link.bytes_per_s / 50))
+    slow = replace(H100, host_link=replace(H100.host_link, bytes_per_s=H100.host_link.bytes_per_s / 10))
     found, clusters = cuttable()
     layers = found.layers(clusters.starts, MICROBATCHES)
     costs = StageCosts(layers, {H100.name: slow}, clusters.keys, splits_backward=True)
@@ -116,8 +116,8 @@ def test_state_that_is_dearer_has_fewer_copies() -> None:
         shape = SubmeshShape(H100.name, 1, 4, option=OPTIONS.index((price, HELD_PRICES[0])))
         states.append(costs.cost(first, last, shape).state_bytes)
     one = costs.cost(first, last, SubmeshShape(H100.name, 1, 1)).state_bytes
-    assert states[0] > 1.2 * max(states[1:])
-    assert states[1:] == pytest.approx([one / 4] * 2, rel=0.2)  # casts are made of the parts, and are copies too
+    assert states[0] > 2 * states[1] > 2 * states[2]
+    assert states[2] == pytest.approx(one / 4, rel=0.2)  # casts are copies too, and gathered before they are dearest
 
 
 def test_no_price_is_below_its_bound() -> None:
