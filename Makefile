@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 VERSIONS := -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
 
-.PHONY: help demo demo-search demo-inference test test-newest test-oldest check verify clean
+.PHONY: help bench-plans demo demo-search demo-inference test test-newest test-oldest check verify clean
 help:
 	@echo "make demo         train a small GPT on 8 virtual CPU devices by a plan, and explain it"
 	@echo "make demo-search  answer questions from the documentation on this machine, by a vector index"
@@ -16,6 +16,7 @@ help:
 	@echo "make test         the whole test suite; then its contract part on the oldest JAX supported"
 	@echo "make check        ruff, pyright, import-linter"
 	@echo "make verify       plan GPT-2 small for 8 H100s, compile it for them without a GPU, and compare"
+	@echo "make bench-plans MODEL=gpt2  its plan beside sharding by hand, compiled by XLA on this machine"
 	@echo "make clean        remove the virtual environments and caches"
 
 demo: $(VENV)/autopar.stamp
@@ -55,6 +56,12 @@ check: $(VENV)/dev.stamp
 verify: $(VENV)/test.stamp
 	@USE_TORCH=0 HF_HUB_OFFLINE=1 $(VENV)/bin/autopar verify benchmarks/models.py:gpt2_small_target \
 	    --hardware h100-sxm --mesh 1x8
+
+# A row of benchmarks/results/plans.md: some ten compiles of half a minute each. SETTING="2 hosts" is another row.
+MODEL ?= gpt2
+SETTING ?= 8 GPUs
+bench-plans: $(VENV)/test.stamp
+	@JAX_PLATFORMS=cpu USE_TORCH=0 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.plans $(MODEL) --setting "$(SETTING)"
 
 # One environment serves all these commands; each adds what it needs.
 $(VENV)/autopar.stamp: pyproject.toml scripts/venv.sh

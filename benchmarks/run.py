@@ -1,4 +1,4 @@
-"""The one runner: `python -m benchmarks.run [NAME ...] [--again]`.
+"""The one runner: `python -m benchmarks.run [NAME ...] [--again] [--only TEXT]`.
 
 Runs each benchmark in a process of its own, appends its rows to `results/NAME.jsonl`, and renders
 the newest of each program as `results/NAME.md`. What was measured with the same sources and the same
@@ -68,6 +68,22 @@ _SERVED = {
     "eight devices": (),
     "transformers": ("inference/torch_generate.py",),
 }
+#: Models that are split by hand, and what for.
+_SPLIT = (
+    "gpt2",
+    "bert",
+    "llama_1b",
+    "llama_7b",
+    "gptj",
+    "experts",
+    "bart",
+    "vit",
+    "clip",
+    "resnet",
+    "whisper",
+    "graph_network",
+)
+_GPUS = ("8 GPUs", "8 GPUs, batch of 8", "16 GPUs, batch of 8", "2 hosts", "8 hosts", "8 GPUs, 40 % of the memory")
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
@@ -129,6 +145,21 @@ BENCHMARKS = {
             "baselines/stages_random.py",
             "baselines/stages_reinforce.py",
         ),
+    ),
+    "plans": Benchmark(
+        tuple(f"{model}: {setting}" for setting in _GPUS for model in _SPLIT),
+        "",
+        sources=(
+            "compile_cache.py",
+            "baselines/pinned.py",
+            "baselines/jitted.py",
+            "plans/models.py",
+            "plans/recipes.py",
+            "plans/judge.py",
+            "zoo/training.py",
+        ),
+        summary="benchmarks.plans.page",
+        module="plans.parts",
     ),
     "planning_time": Benchmark(("gpt2_small",), "--xla_gpu_autotune_level=0"),
     "proof": Benchmark(
@@ -198,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure what is not measured yet.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without any")
     parser.add_argument("--again", action="store_true", help="measure even what is measured")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only programs whose name has this in it")
     parser.add_argument("--child", metavar="PROGRAM", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
@@ -208,16 +240,17 @@ def main() -> None:
         module = importlib.import_module(f"benchmarks.{BENCHMARKS[name].module or name}")
         print(MARK + json.dumps(module.measure(arguments.child)))
         return
-    failed = [name for name in arguments.names or BENCHMARKS if not _run(name, arguments.again)]
+    failed = [name for name in arguments.names or BENCHMARKS if not _run(name, arguments.again, arguments.only)]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def _run(name: str, again: bool) -> bool:
-    """Measure every program of a benchmark that has no result yet; False where one failed."""
+def _run(name: str, again: bool, only: str = "") -> bool:
+    """Measure every program of a benchmark that has no result yet, or of these those with a text in their name; False
+    where one failed."""
     done = set() if again else {_key(record) for record in _records(name)}
     succeeded = True
-    for program in BENCHMARKS[name].programs:
+    for program in (one for one in BENCHMARKS[name].programs if only in one):
         record = _blank_record(name, program)
         if _key(record) in done:
             print(f"{name} {program}: measured already (--again to repeat)")

@@ -55,8 +55,6 @@ SETTINGS = {
     "8 hosts": Setting(64),
     "8 GPUs, 40 % of the memory": Setting(8, tight=True),
 }
-#: One for each model and setting.
-PROGRAMS = tuple(f"{model}: {setting}" for setting in SETTINGS for model in MODELS)
 
 
 def measure(program: str, again: bool = False) -> list[Row]:

@@ -1,0 +1,47 @@
+"""One row of the table again, on this machine: `python -m benchmarks.plans gpt2 [--setting "8 GPUs"]`.
+
+Every program is compiled anew, by XLA for GPUs that need not be there; what the table has is printed beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plans.models import MODELS
+from benchmarks.plans.page import ahead, best
+from benchmarks.plans.parts import SETTINGS, measure
+
+COMMITTED = Path(__file__).parents[1] / "results" / "plans.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
+    parser.add_argument(
+        "model", choices=list(MODELS), help="; ".join(f"{name}: {one.words}" for name, one in MODELS.items())
+    )
+    parser.add_argument("--setting", choices=list(SETTINGS), default=next(iter(SETTINGS)))
+    asked = parser.parse_args()
+    program = f"{asked.model}: {asked.setting}"
+    print(_told("now", measure(program, again=True)))
+    lines = COMMITTED.read_text(encoding="utf-8").splitlines() if COMMITTED.exists() else []
+    known = [record for record in map(json.loads, lines) if record["program"] == program]
+    print(
+        _told(f"in the table of {known[-1]['date']}", known[-1]["rows"]) if known else "The table has no such row yet."
+    )
+
+
+def _told(when: str, rows: list[dict[str, Any]]) -> str:
+    own, hand, value = best(rows, "autopar"), best(rows, "user", "expert"), ahead(rows)
+    if own is None or hand is None or value is None:
+        return f"{when}: nothing to compare"
+    by_hand = (
+        f"{hand['recipe']} by {'an expert' if hand['way'] == 'expert' else 'a user'} {1e3 * hand['step_s']:.2f} ms"
+    )
+    return f"{when}: autopar {1e3 * own['step_s']:.2f} ms, best by hand {by_hand}: {value:.3f} times as fast"
+
+
+if __name__ == "__main__":
+    main()
