@@ -304,4 +304,5 @@ _SHARD = '''def shard(step: Callable[..., Any], mesh: Mesh, *example_args: Any, 
         exactly: whether to say what is `REPEATED`, too.
     """
     inside = {**CONSTRAINTS, **REPEATED} if exactly else CONSTRAINTS
-    return ShardedStep(step, mesh, example_args, Tables(ARGUMENTS, SHARDINGS, CARRIED, OUTPUTS, inside, DONATED, GPU_OPTIONS))'''
+    tables = Tables(ARGUMENTS, SHARDINGS, CARRIED, OUTPUTS, inside, DONATED, GPU_OPTIONS)
+    return ShardedStep(step, mesh, example_args, tables)'''
