@@ -70,7 +70,10 @@ def plans() -> str:
     budgets = [row for row in newest_rows("memory_sweep") if row["keeps"] != ""]
     measured = next(row for row in newest_rows("step_time") if row["sharding"] == OWN)
     lines = [
-        ["its own plan is the fastest but for 2 %, by XLA's estimate", _of(own_rank(row, proof)[0] == 1 for row in own)],
+        [
+            "its own plan is the fastest but for 2 %, by XLA's estimate",
+            _of(own_rank(row, proof)[0] == 1 for row in own),
+        ],
         ["its time over the best by hand, by XLA's estimate", f"{statistics.median(ratios):.2f} ({max(ratios):.2f})"],
         ["the same, measured on 8 virtual CPU devices, of one model", f"{measured['autopar_over_best']:.2f}"],
         ["XLA's program keeps to the memory budget", _of(bool(row["keeps"]) for row in budgets)],

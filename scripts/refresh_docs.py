@@ -9,7 +9,7 @@ A page is its own template. A comment, which readers do not see, stands before a
                                                 of Python with a `title`, the file it belongs to, prints
     <!-- output: COMMAND -->                    of a command that is not shown
     <!-- output | from A | to B | lines N -->   a part: from the first A to before the next B, at most N lines, then `…`
-    <!-- output: COMMAND | fails -->            the last line of what it says on standard error, wrapped
+    <!-- output: COMMAND | fails -->            the error that ends it, wrapped
     <!-- page: tutorial.md -->                  this page goes on in the folder where that one's programs have run
 
 Blocks with a title are written into files of an empty folder, those of one title one after the other, and commands run
@@ -107,7 +107,7 @@ def _write_files(blocks: list[re.Match[str]], one_by_one: set[str | None], folde
 
 
 def run(command: str, folder: Path, more: Mapping[str, str] | None = None, *, fails: bool = False) -> str:
-    """What a command prints, of this checkout's package, on 8 virtual devices; where it fails, its last error, wrapped."""
+    """What a command prints, of this checkout's package, on 8 virtual devices; where it fails, the error that ends it, wrapped."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
@@ -121,8 +121,8 @@ def run(command: str, folder: Path, more: Mapping[str, str] | None = None, *, fa
     )
     assert (done.returncode != 0) == fails, f"`{command}` exits with {done.returncode}:\n{done.stderr[-3000:]}"
     if fails:
-        error = done.stderr.strip().splitlines()[-1].replace(str(folder), "/home/me")
-        return textwrap.fill(error, WIDTH)
+        error = re.split(r"\n(?=autopar\.errors\.)", done.stderr.strip())[-1].replace(str(folder), "/home/me")
+        return "\n".join(textwrap.fill(line, WIDTH) for line in error.splitlines())
     return done.stdout
 
 

@@ -182,7 +182,9 @@ def test_a_plot_without_matplotlib_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     err = fails(capsys, "explain", "--collectives", "--devices", "8", "--hardware", "h100-sxm", "--plot", "a.png")
-    assert err == "autopar: --plot draws with matplotlib, which is missing: pip install 'autopar[plot]'\n"
+    message, where = err.splitlines()
+    assert message == "autopar: --plot draws with matplotlib, which is missing: pip install 'autopar[plot]'"
+    assert where == "More on this: docs/troubleshooting.md#ploterror"
 
 
 def test_explain_needs_something_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
