@@ -31,7 +31,7 @@ def predictions() -> str:
         for figure in _PROOF
     ]
     least = [_named(min(_known(rows, of["peak memory"]))) for rows, of in errors.values()]
-    lines.insert(1, ["too little, at most", *least])
+    lines.insert(1, ["of it too little, at most", *least])
     return table(header, lines)
 
 

@@ -2,7 +2,7 @@
 
 mkdocs reads `docs/` alone, and its pages link to result tables, profiles and examples by paths that GitHub follows. Each
 such file, and what it links to in turn, comes onto the site under `repository/`, and links are turned to where it stands
-there. Programs are shown as they are.
+there. Programs are shown as they are. In `nav`, `decisions/*.md` is all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = "repository/"
+_WIDE = f"{_OUTSIDE}benchmarks/results/"  # tables that take all the room there is
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
 # Links outside of blocks and spans of code; the path, then the anchor.
 _LINK = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages that there are in the place of a pattern in `nav`."""
+    config.nav = [_listed(entry) for entry in config.nav]
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -42,8 +49,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links from or to files beside `docs/` to where these are on the site."""
+    """Turn links from or to files beside `docs/` to where these are on the site; make room for wide tables."""
     uri = page.file.src_uri
+    if uri.startswith(_WIDE):
+        page.meta.setdefault("hide", ["toc"])
 
     def turned(link: re.Match[str]) -> str:
         if not link["path"]:
@@ -52,6 +61,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"]({there}{link['anchor'] or ''})"
 
     return _LINK.sub(turned, markdown)
+
+
+def _listed(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return entry
+    ((title, inside),) = entry.items()
+    if isinstance(inside, list):
+        return {title: [_listed(one) for one in inside]}
+    if "*" in inside:
+        return {title: sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob(inside))}
+    return entry
 
 
 def _added(path: str, config: Any) -> File:
