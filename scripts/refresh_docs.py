@@ -56,7 +56,7 @@ def shown(page: str) -> list[Shown]:
     for match in _OUTPUT.finditer(page):
         group = "table" if match["block"] is None else "block"
         options = [option.strip().partition(" ") for option in match["options"].split(" | ")[1:]]
-        as_dict = {name: value.strip('"') for name, _, value in options}
+        as_dict = {name: value for name, _, value in options}
         found.append(Shown(match["command"] or "", as_dict, match[group], match.start(group), match.end(group)))
     return found
 

@@ -73,7 +73,9 @@ def test_what_a_page_plans_is_what_it_shows(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
-    """Its last plan is the one that the guide to the report is about."""
+    """What the guide to the report is about is the plan of its section 7."""
+    untitled = [block.text for block in blocks(DOCS / "tutorial.md") if block.language == "python" and not block.title]
+    assert not untitled, "every Python block of the tutorial says which file it belongs to"
     for name in ("tutorial.md", "reading-a-plan.md"):
         for place, printed in outputs(DOCS / name, tmp_path, QUICK):
             check_shown(place.text, printed, numbers=False)
@@ -266,7 +268,7 @@ def test_the_picture_names_what_is_there() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=id_of)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"\s]+)", text):
         if "://" in target:
             continue
         name, _, anchor = target.partition("#")
