@@ -230,7 +230,10 @@ def test_interrupted_leaves_nothing(planner: FakePlanner, capsys: pytest.Capture
 
 def test_planners_error_is_a_message(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
     planner.failure = BudgetError("no plan fits 1 GB per device; the least is 2 GB")
-    assert fails(capsys, "plan", "train.py:make") == "autopar: no plan fits 1 GB per device; the least is 2 GB\n"
+    assert fails(capsys, "plan", "train.py:make").splitlines() == [
+        "autopar: no plan fits 1 GB per device; the least is 2 GB",
+        "More on this: docs/troubleshooting.md#budgeterror",
+    ]
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
