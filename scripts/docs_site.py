@@ -51,6 +51,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links from or to files beside `docs/` to where these are on the site; make room for wide tables."""
     uri = page.file.src_uri
+    if uri.startswith(_OUTSIDE):
+        page.meta.setdefault("search", {"boost": 0.2})  # guides are found first
     if uri.startswith(_WIDE):
         page.meta.setdefault("hide", ["toc"])
 
