@@ -1,5 +1,5 @@
-# make demo · make demo-search · make demo-inference · make test · make check · make verify: each sets up its own virtual environment from nothing but
-# python3 and make, and is quick the second time. PYTHON=/path/to/python3.12 overrides the choice.
+# make demo · make demo-search · make demo-inference · make test · make check · make verify · make docs: each sets up its own
+# virtual environment from nothing but python3 and make, and is quick the second time. PYTHON=/path/to/python3.12 overrides the choice.
 
 VENV := .venv
 OLDEST := .venv-oldest
@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 VERSIONS := -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
 
-.PHONY: help bench-plans demo demo-search demo-inference test test-newest test-oldest check verify clean
+.PHONY: help bench-plans demo demo-search demo-inference test test-newest test-oldest check verify docs clean
 help:
 	@echo "make demo         train a small GPT on 8 virtual CPU devices by a plan, and explain it"
 	@echo "make demo-search  answer questions from the documentation on this machine, by a vector index"
@@ -17,6 +17,7 @@ help:
 	@echo "make check        ruff, pyright, import-linter"
 	@echo "make verify       plan GPT-2 small for 8 H100s, compile it for them without a GPU, and compare"
 	@echo "make bench-plans MODEL=gpt2  its plan beside sharding by hand, compiled by XLA on this machine"
+	@echo "make docs         the documentation as a site, in site/"
 	@echo "make clean        remove the virtual environments and caches"
 
 demo: $(VENV)/autopar.stamp
@@ -63,6 +64,11 @@ SETTING ?= 8 GPUs
 bench-plans: $(VENV)/test.stamp
 	@JAX_PLATFORMS=cpu USE_TORCH=0 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.plans $(MODEL) --setting "$(SETTING)"
 
+# What readers open is site/index.html; `.venv/bin/mkdocs serve` shows changes to a page as they are made.
+docs: $(VENV)/docs.stamp
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	@echo "The documentation is in site/: python3 -m http.server -d site"
+
 # One environment serves all these commands; each adds what it needs.
 $(VENV)/autopar.stamp: pyproject.toml scripts/venv.sh
 	@scripts/venv.sh newest $(VENV) ""
@@ -72,6 +78,9 @@ $(VENV)/search.stamp: $(VENV)/autopar.stamp
 	@touch $@
 $(VENV)/inference.stamp: $(VENV)/autopar.stamp
 	@scripts/venv.sh newest $(VENV) inference
+	@touch $@
+$(VENV)/docs.stamp: $(VENV)/autopar.stamp
+	@scripts/venv.sh newest $(VENV) docs
 	@touch $@
 $(VENV)/test.stamp: $(VENV)/autopar.stamp
 	@scripts/venv.sh newest $(VENV) test
@@ -84,4 +93,4 @@ $(OLDEST)/test.stamp: pyproject.toml scripts/venv.sh
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = options.run(options)
         sys.stdout.flush()
     except AutoparError as error:
-        print(f"autopar: {error}", file=sys.stderr)
+        print("\n".join([f"autopar: {error}", *error.__notes__]), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("autopar: interrupted", file=sys.stderr)

@@ -1,12 +1,18 @@
 """What autopar raises at a user's mistake: one class per cause, each a `ValueError`.
 
 A message names the offending value, the rule it breaks and the way out; where the mistake has a
-place in the user's code, `at` says it. Nothing here imports anything.
+place in the user's code, `at` says it. Below it a traceback, and the command line, say where the
+documentation explains the class. Nothing here imports anything.
 """
 
 
 class AutoparError(ValueError):
     """The root of every error that a user can cause and mend."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        public = next(one for one in type(self).__mro__ if one.__module__ == __name__)  # not a subclass of elsewhere
+        self.add_note(f"More on this: docs/troubleshooting.md#{public.__name__.lower()}")
 
 
 class MeshError(AutoparError):

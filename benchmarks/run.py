@@ -267,7 +267,7 @@ def _run(name: str, again: bool, only: str = "") -> bool:
         print(f"{name}: {_path(name, 'md').relative_to(ROOT)}")
         summary = importlib.import_module(BENCHMARKS[name].summary) if BENCHMARKS[name].summary else None
         if summary is not None and hasattr(summary, "publish"):
-            summary.publish(_newest_rows(name), _about(name))
+            summary.publish(newest_rows(name), _about(name))
     return succeeded
 
 
@@ -328,7 +328,7 @@ def _page(name: str) -> str:
     parts, table = [f"# {name}", about], _table
     if BENCHMARKS[name].summary:
         module = importlib.import_module(BENCHMARKS[name].summary)
-        parts.append(module.summary(_newest_rows(name)))
+        parts.append(module.summary(newest_rows(name)))
         table = getattr(module, "page_table", _table)
     return "\n\n".join([*parts, *(_section(record, table) for record in _newest(name))]) + "\n"
 
@@ -340,7 +340,7 @@ def _newest(name: str) -> list[Record]:
     return sorted(known, key=lambda record: order.index(record["program"]))
 
 
-def _newest_rows(name: str) -> list[Record]:
+def newest_rows(name: str) -> list[Record]:
     newest = {record["program"]: record for record in _newest(name)}
     return [row for record in newest.values() for row in record["rows"]]
 

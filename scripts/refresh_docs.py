@@ -1,163 +1,160 @@
-"""Run what README, tutorial and guides show, and put the real output into them.
+"""Run what the documentation shows, and put the real output into it.
 
-Usage, from the repository root: `.venv/bin/python scripts/refresh_docs.py`, after a change to what
-`explain` prints or to what the planner finds. The pages are made from `scripts/docs_templates/`, in
-which `@NAME@` stands where output goes; edit those, then read the sentences around the new output.
-`tests/test_docs.py` fails when a page shows what is no longer printed.
+Usage, from the repository root: `.venv/bin/python scripts/refresh_docs.py [PAGE ...]`, after a change to what a command
+prints or to what the planner finds; without a page, all that have outputs. Then read the sentences around what changed.
+
+A page is its own template. A comment, which readers do not see, stands before a block or a table that is an output:
+
+    <!-- output -->                             of what stands above: the last command of a block of `sh`, or what a block
+                                                of Python with a `title`, the file it belongs to, prints
+    <!-- output: COMMAND -->                    of a command that is not shown
+    <!-- output | from A | to B | lines N -->   a part: from the first A to before the next B, at most N lines, then `…`
+    <!-- output: COMMAND | fails -->            the error that ends it, wrapped
+    <!-- page: tutorial.md -->                  this page goes on in the folder where that one's programs have run
+
+Blocks with a title are written into files of an empty folder, those of one title one after the other, and commands run
+there in order. `tests/test_docs.py` runs the same, and fails where a page shows what is no longer printed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TEMPLATES = Path(__file__).resolve().parent / "docs_templates"
-ENVIRONMENT = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    "COLUMNS": "100",
-    "PYTHONPATH": str(ROOT),
-}
 WIDTH = 118
-MOST_ACTIVATION_LINES = 64
+PICTURES = {"docs/collectives.md": "docs/images/all-reduce.png"}  # drawn by the page's own command
+_FENCE = re.compile(r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.M | re.S)
+_OUTPUT = re.compile(
+    r"^<!-- output(?:: (?P<command>[^\n]*?))?(?P<options>(?: \| [^|\n]*?)*) -->\n+"
+    r"(?:```\w*\n(?P<block>.*?)^```$|(?P<table>(?:\|[^\n]*\n)+))",
+    re.M | re.S,
+)
+_MARK = "\f"  # printed after each block of a file whose blocks' outputs are shown one by one
 
 
-def run(arguments: list[str], folder: Path, *, may_fail: bool = False) -> str:
-    """What a Python program prints (its errors, where it may fail)."""
-    env = ENVIRONMENT | {"XDG_CACHE_HOME": str(folder / "cache")}  # no plan of an earlier run
+class Shown(NamedTuple):
+    """A place in a page where an output stands."""
+
+    command: str  # empty: what the block above prints
+    options: dict[str, str]
+    text: str
+    start: int
+    end: int
+
+
+def shown(page: str) -> list[Shown]:
+    """The outputs in a page's text, in order."""
+    found = []
+    for match in _OUTPUT.finditer(page):
+        group = "table" if match["block"] is None else "block"
+        options = [option.strip().partition(" ") for option in match["options"].split(" | ")[1:]]
+        as_dict = {name: value for name, _, value in options}
+        found.append(Shown(match["command"] or "", as_dict, match[group], match.start(group), match.end(group)))
+    return found
+
+
+def outputs(path: Path, folder: Path, more: Mapping[str, str] | None = None) -> Iterator[tuple[Shown, str]]:
+    """Run a page's programs and commands in a folder; for each output, where it stands and what was printed.
+
+    Args:
+        more: environment variables on top of the usual ones.
+    """
+    page = path.read_text(encoding="utf-8")
+    before = re.search(r"^<!-- page: (\S+) -->$", page, re.M)
+    if before and not any(folder.iterdir()):
+        list(outputs(path.parent / before[1], folder, more))
+    places = shown(page)
+    blocks = list(_FENCE.finditer(page))
+    one_by_one = {_above(blocks, place)["title"] for place in places if not place.command} - {None}
+    _write_files(blocks, one_by_one, folder)
+    ran: dict[str, str] = {}
+    for place in places:
+        part = None
+        if place.command:
+            command = place.command
+        elif (above := _above(blocks, place))["language"] == "sh":
+            *first, command = above["text"].splitlines()
+            for line in first:
+                run(line, folder, more)
+        else:
+            command = f"python {above['title']}"
+            part = [block.start() for block in blocks if block["title"] == above["title"]].index(above.start())
+        if command not in ran:
+            ran[command] = run(command, folder, more, fails="fails" in place.options)
+        yield place, _cut(ran[command] if part is None else ran[command].split(_MARK)[part], place.options)
+
+
+def _above(blocks: list[re.Match[str]], place: Shown) -> re.Match[str]:
+    return [block for block in blocks if block.end() < place.start][-1]
+
+
+def _write_files(blocks: list[re.Match[str]], one_by_one: set[str | None], folder: Path) -> None:
+    texts: dict[str, str] = {}
+    for block in blocks:
+        if block["title"]:
+            mark = f"print(end={_MARK!r}, flush=True)\n" if block["title"] in one_by_one else ""
+            texts[block["title"]] = texts.get(block["title"], "") + f"{block['text']}\n{mark}"
+    for title, text in texts.items():
+        (folder / title).write_text(text, encoding="utf-8")
+
+
+def run(command: str, folder: Path, more: Mapping[str, str] | None = None, *, fails: bool = False) -> str:
+    """What a command prints, of this checkout's package, on 8 virtual devices; where it fails, the error that ends it, wrapped."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "100",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    command = re.sub(r"^autopar ", "python -m autopar ", command)
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False
+        ["bash", "-c", command], cwd=folder, env=env | dict(more or {}), capture_output=True, text=True, timeout=600
     )
-    if done.returncode and not may_fail:
-        sys.exit(done.stdout[-2000:] + done.stderr[-3000:])
-    return done.stderr if may_fail else done.stdout
+    assert (done.returncode != 0) == fails, f"`{command}` exits with {done.returncode}:\n{done.stderr[-3000:]}"
+    if fails:
+        error = re.split(r"\n(?=autopar\.errors\.)", done.stderr.strip())[-1].replace(str(folder), "/home/me")
+        return "\n".join(textwrap.fill(line, WIDTH) for line in error.splitlines())
+    return done.stdout
 
 
-def tutorial(folder: Path) -> str:
-    """Its Python blocks, run in order; what each prints goes into the text block that follows it."""
-    page = (TEMPLATES / "tutorial.md").read_text()
-    blocks = list(re.finditer(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", page, re.M | re.S))
-    tokens: list[str | None] = []
-    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-        if block[1] == "python":
-            mark = "print(end='\\f', flush=True)\n" if block[2] == "train.py" else ""
-            with (folder / block[2]).open("a") as file:
-                file.write(f"{block[3]}\n{mark}")
-        if block[1] == "python" and block[2] == "train.py":
-            tokens.append(following[3].strip() if following and following[1] == "text" else None)
-    for token, text in zip(tokens, run(["train.py"], folder).split("\f"), strict=False):
-        if token is not None:
-            page = page.replace(token, (text.split("How to read it")[0] if token == "@HEAD@" else text).strip("\n"))
-    commands = [line for block in blocks if block[1] == "sh" for line in block[3].splitlines()]
-    printed = [run(["-m", *shlex.split(line)], folder) for line in commands]
-    too_small = "-m autopar plan gpt.py:large --mesh 8 --hardware h100-sxm --memory-budget 4GB"
-    refusal = run(shlex.split(too_small), folder, may_fail=True)
-    return page.replace("@CLI@", printed[-1].rstrip()).replace("@SHORT@", textwrap.fill(refusal.strip(), WIDTH))
+def _cut(printed: str, options: Mapping[str, str]) -> str:
+    start = printed.index(options["from"]) if "from" in options else 0
+    end = printed.index(options["to"], start) if "to" in options else None
+    lines = printed[start:end].strip("\n").splitlines()
+    most = int(options.get("lines", len(lines)))
+    return "\n".join([*lines[:most], "…"] if len(lines) > most else lines) + "\n"
 
 
-def section(report: str, start: str, end: str | None, most_lines: int | None = None) -> str:
-    """A part of a report, from one heading to before another."""
-    first = report.index(start)
-    lines = report[first : report.index(end, first) if end else None].strip("\n").splitlines()
-    return "\n".join([*lines[:most_lines], "…"] if most_lines and len(lines) > most_lines else lines)
-
-
-def reading_a_plan(folder: Path) -> str:
-    """The guide's report is the tutorial's last."""
-    report = run(["-m", "autopar", "explain", "large.plan.json"], folder)
-    page = (TEMPLATES / "reading-a-plan.md").read_text()
-    for token, start, end in (
-        ("HEAD", "Plan of", "Predicted step"),
-        ("TOTALS", "Predicted step", "How to read"),
-        ("PARAMS", "Parameters:", "Data and other"),
-        ("DATA", "Data and other", "Optimizer state,"),
-        ("STATE", "Optimizer state,", "Large activations"),
-        ("ACTS", "Large activations", "Collectives:"),
-        ("COLL", "Collectives:", "Other meshes"),
-        ("REJECTED", "Other meshes", None),
-    ):
-        most = MOST_ACTIVATION_LINES if token == "ACTS" else None
-        page = page.replace(f"@{token}@", section(report, start, end, most))
+def refreshed(path: Path, folder: Path) -> str:
+    """A page's text with the outputs that were printed."""
+    page = path.read_text(encoding="utf-8")
+    found = list(outputs(path, folder, {"XDG_CACHE_HOME": str(folder / "cache")}))  # no plan of an earlier run
+    for place, printed in reversed(found):
+        page = page[: place.start] + printed + page[place.end :]
     return page
 
 
-def collectives(folder: Path) -> str:
-    """The page on all-reduces: the table that its command prints. Its picture is drawn by the same command."""
-    page = (TEMPLATES / "collectives.md").read_text()
-    command = re.search(r"^autopar (explain --collectives .*)$", page, re.M)
-    assert command, "the page has a command"
-    picture = ["--plot", str(ROOT / "docs" / "images" / "all-reduce.png")]
-    printed = run(["-m", "autopar", *shlex.split(command[1]), *picture], folder)
-    return page.replace("@TABLE@", printed.split("Drawn into")[0].rstrip())
-
-
-def verifying(folder: Path) -> str:
-    """The page on `verify`: its report of the tutorial's large model, which XLA compiles for it."""
-    page = (TEMPLATES / "verify.md").read_text()
-    command = re.search(r"^autopar (verify .*)$", page, re.M)
-    assert command, "the page has a command"
-    return page.replace("@VERIFY@", run(["-m", "autopar", *shlex.split(command[1])], folder).rstrip())
-
-
-def checkpoints(folder: Path) -> str:
-    """The page on checkpoints: what its commands print, one after the other, and what a larger model is refused."""
-    page = (TEMPLATES / "checkpoints.md").read_text()
-    for title, text in re.findall(r"^```python title=\"([^\"]+)\"\n(.*?)^```$", page, re.M | re.S):
-        (folder / title).write_text(text)
-    commands = re.findall(r"^```sh\n(.*?)\n```$", page, re.M | re.S)
-    for token, line in zip(("@EIGHT@", "@FOUR@", "@DIFF@"), commands, strict=True):
-        program, *arguments = shlex.split(line)
-        page = page.replace(
-            token, run(["-m", "autopar", *arguments] if program == "autopar" else arguments, folder).rstrip()
-        )
-    deeper = (folder / "train.py").read_text().replace("range(4)", "range(5)")
-    (folder / "deeper.py").write_text(deeper)
-    refusal = run(["deeper.py", "8", "8"], folder, may_fail=True).strip().splitlines()[-1]
-    page = page.replace("@REFUSED@", textwrap.fill(refusal, WIDTH))
-    rows = json.loads((ROOT / "benchmarks" / "results" / "second_start.jsonl").read_text().splitlines()[-1])["rows"][0]
-    parts = (("the plan", "plan_"), ("`init`", "init_"), ("the first step", "first_step_"), ("together", ""))
-    columns = ("first_{}s", "second_{}s", "first_{}cpu_s", "second_{}cpu_s")
-    table = [f"| {name} | " + " | ".join(f"{rows[c.format(key)]:.1f} s" for c in columns) + " |" for name, key in parts]
-    return page.replace("@STARTS@", "\n".join(table))
-
-
-def readme(folder: Path) -> str:
-    """Its example, run; the demo's block is kept as it stands."""
-    page = (TEMPLATES / "README.md").read_text()
-    example = re.search(r"```python\n(.*?)```", page, re.S)
-    assert example, "the README has an example"
-    (folder / "example.py").write_text(example[1])
-    report = run(["example.py"], folder)
-    shown = f"{section(report, 'Plan of', 'How to read')}\n…\n{section(report, 'Parameters:', 'Large activations')}"
-    page = page.replace("@OUTPUT@", shown)
-    proof = (ROOT / "benchmarks" / "results" / "proof.md").read_text()
-    page = page.replace("@PROOF@", section(proof, "|  | plans", "\n\n"))
-    demo = re.compile(r"<!-- demo-output -->.*?<!-- /demo-output -->", re.S)
-    kept = demo.search((ROOT / "README.md").read_text())
-    return demo.sub(lambda _: kept[0], page) if kept else page
-
-
 def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        pages = {"docs/tutorial.md": tutorial(folder), "docs/reading-a-plan.md": reading_a_plan(folder)}
-        pages["docs/collectives.md"] = collectives(folder)
-        pages["docs/verify.md"] = verifying(folder)
-        pages["docs/checkpoints.md"] = checkpoints(folder)
-        pages["README.md"] = readme(folder)
-    for path, page in pages.items():
-        left = sorted(set(re.findall(r"@[A-Z0-9]+@", page)))
-        assert not left, f"nothing was put in place of {left} in {path}"
-        (ROOT / path).write_text(page)
-        print(f"wrote {path}")
+    named = [Path(name).resolve() for name in sys.argv[1:]]
+    for path in named or sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
+        if not shown(path.read_text(encoding="utf-8")):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path.write_text(refreshed(path, Path(folder)), encoding="utf-8")
+            name = str(path.relative_to(ROOT))
+            if name in PICTURES:
+                block = next(b for b in _FENCE.finditer(path.read_text(encoding="utf-8")) if b["language"] == "sh")
+                run(f"{block['text'].strip()} --plot {ROOT / PICTURES[name]}", Path(folder))
+        print(f"refreshed {name}")
 
 
 if __name__ == "__main__":

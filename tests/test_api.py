@@ -328,6 +328,21 @@ def test_an_unknown_option() -> None:
         autopar.parallelize(mehs="8")
 
 
+def test_a_step_that_is_no_function() -> None:
+    not_a_step: Any = "2x4"
+    with pytest.raises(errors.StepSignatureError, match="'2x4' is a str, which cannot be called"):
+        autopar.parallelize(not_a_step)
+    with pytest.raises(errors.StepSignatureError, match=r"a dict, which cannot be called.*mesh=\"2x4\""):
+        autopar.plan({"w": 1}, 2)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def test_init_with_the_state_itself(mlp: programs.Program) -> None:
+    step = autopar.parallelize(mesh="8", hardware="cpu-host")(mlp.step)
+    state: Any = {"w": jnp.ones(2)}
+    with pytest.raises(errors.StepSignatureError, match="not the state: it got a dict"):
+        step.init(state, batch=jnp.ones(2))
+
+
 def test_init_without_the_batch(mlp: programs.Program) -> None:
     step = autopar.parallelize(mesh="8", hardware="cpu-host")(mlp.step)
     with pytest.raises(errors.StepSignatureError, match=r"It takes state, batch.*init\(create_state, rng, batch=…\)"):

@@ -182,7 +182,9 @@ def test_a_plot_without_matplotlib_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     err = fails(capsys, "explain", "--collectives", "--devices", "8", "--hardware", "h100-sxm", "--plot", "a.png")
-    assert err == "autopar: --plot draws with matplotlib, which is missing: pip install 'autopar[plot]'\n"
+    message, where = err.splitlines()
+    assert message == "autopar: --plot draws with matplotlib, which is missing: pip install 'autopar[plot]'"
+    assert where == "More on this: docs/troubleshooting.md#ploterror"
 
 
 def test_explain_needs_something_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +230,10 @@ def test_interrupted_leaves_nothing(planner: FakePlanner, capsys: pytest.Capture
 
 def test_planners_error_is_a_message(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
     planner.failure = BudgetError("no plan fits 1 GB per device; the least is 2 GB")
-    assert fails(capsys, "plan", "train.py:make") == "autopar: no plan fits 1 GB per device; the least is 2 GB\n"
+    assert fails(capsys, "plan", "train.py:make").splitlines() == [
+        "autopar: no plan fits 1 GB per device; the least is 2 GB",
+        "More on this: docs/troubleshooting.md#budgeterror",
+    ]
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,16 @@ class NewState:
 
 @contextmanager
 def new_state(create_state: Callable[..., Any], create_args: Sequence[Any]) -> Iterator[NewState]:
-    """What a function makes; it is not run."""
+    """What a function makes; it is not run.
+
+    Raises:
+        StepSignatureError: where it is no function, such as the state itself.
+    """
+    if not callable(create_state):
+        raise StepSignatureError(
+            f"`init` takes the function that makes the state, and what that is called with, not the state: it got a"
+            f" {type(create_state).__name__}. Write step.init(create_state, rng, batch=batch)"
+        )
     with building(), opened(Step.of(create_state), create_args, {}) as call:
         shapes = jax.eval_shape(call.function, *call.trees)
         assert call.results is not None, "it has been traced"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,11 +51,17 @@ class Step:
         """A function as a step; a step as it is, with more static arguments.
 
         Raises:
-            StepSignatureError: a static argument that the function does not take.
+            StepSignatureError: no function, or a static argument that it does not take.
         """
         if callable(getattr(step, "plan", None)):  # made by `parallelize`
             step = getattr(step, "called", None) or getattr(step, "__wrapped__", step)
         known = step if isinstance(step, Step) else cls(step)
+        if not callable(known.function):
+            raise StepSignatureError(
+                f"a step is a function, and {reprlib.repr(step)} is a {type(step).__name__}, which cannot be called:"
+                " give the function itself first, its arguments after it, and options by name, such as"
+                ' `autopar.plan(train_step, state, batch, mesh="2x4")`'
+            )
         given = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames or ())
         static = tuple(dict.fromkeys((*known.static_argnames, *given)))
         out = cls(known.function, static, {**known.kwargs, **(kwargs or {})})
