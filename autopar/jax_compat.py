@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import cache_key as _cache_key
 from jax._src import compilation_cache as _compilation_cache
 from jax._src import compiler as _compiler
 from jax._src import config as _config
@@ -344,6 +345,22 @@ def is_compiled_program(data: bytes) -> bool:
         return len(_compilation_cache.decompress_executable(data)) > 0
     except Exception:  # of zlib or zstandard, whichever JAX has found
         return False
+
+
+def compiler_key(devices: Sequence[Any]) -> str:
+    """What JAX's compilation cache knows programs for these devices by, besides the program: versions, the compiler's
+    flags and options, which devices, and of a CPU its instructions. It is the key of a program that does nothing."""
+    backend = devices[0].client
+    nothing: Any = jax.jit(lambda: ()).lower().compiler_ir()
+    assignment = np.array([[device.id for device in devices]])
+    options = _compiler.get_compile_options(1, len(devices), device_assignment=assignment, backend=backend)
+    return _cache_key.get(nothing, np.array(devices), options, backend)
+
+
+def tracing_key() -> str:
+    """JAX's settings, those of this thread first: what a trace and its lowering depend on besides the function."""
+    context = [each for each in _config.trace_context() if not isinstance(each, _core.AxisEnv)]
+    return repr((context, sorted(jax.config.values.items())))
 
 
 def coordination_client() -> tuple[Any, int, int]:

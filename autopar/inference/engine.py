@@ -11,33 +11,22 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import jax
 
-from autopar import plan_cache
 from autopar.errors import InferenceError
 from autopar.inference.checkpoint import Checkpoint
 from autopar.inference.config import DecoderConfig
 from autopar.inference.generation import Generation
-from autopar.inference.opening import (
-    Progress,
-    Propose,
-    Reading,
-    attention_for,
-    payoff_of,
-    planned_for,
-    proposer_of,
-    served_of,
-    stop_tokens_of,
-    weight_shardings,
-)
+from autopar.inference.opening import Propose, opened, payoff_of, proposer_of, served_of, stop_tokens_of
 from autopar.inference.page_pool import PagePool
 from autopar.inference.page_tables import PagedCache
 from autopar.inference.paged_attention import REFERENCE
 from autopar.inference.proposals import Payoff, Proposer
+from autopar.inference.reading import Load, Progress
 from autopar.inference.requests import Iteration, Options, Request
 from autopar.inference.runner import Runner, Running
 from autopar.inference.sampling import SamplingOptions
@@ -157,12 +146,12 @@ class Engine:
             ModelError: the folder is no model that is supported. InferenceError: it does not fit, or sizes cannot be.
         """
         checkpoint = Checkpoint.open(folder)
-        shapes, progress = checkpoint.abstract_params(dtype), serving.get("progress")
+        shapes = checkpoint.abstract_params(dtype)
         tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         stop_tokens = stop_tokens_of(folder)
 
-        def load(shardings: Any) -> Any:
-            return checkpoint.load(shardings, dtype, Reading(shapes, progress).slice_read)
+        def load(shardings: Any, part_read: Callable[[int], None]) -> Any:
+            return checkpoint.load(shardings, dtype, lambda _, num_bytes: part_read(num_bytes))
 
         return cls._opened(checkpoint.config, shapes, load, tokenizer, stop_tokens, serving)
 
@@ -185,7 +174,7 @@ class Engine:
             InferenceError: it does not fit, or sizes cannot be.
         """
 
-        def load(shardings: Any) -> Any:
+        def load(shardings: Any, _: Callable[[int], None]) -> Any:
             return jax.device_put(params, shardings)
 
         return cls._opened(config, jax.tree.map(shape_struct, params), load, tokenizer, stop_tokens, serving)
@@ -195,7 +184,7 @@ class Engine:
         cls,
         config: DecoderConfig,
         shapes: Any,
-        load: Callable[[Any], Any],
+        load: Load,
         tokenizer: Any,
         stop_tokens: Iterable[int],
         serving: Serving,
@@ -205,17 +194,15 @@ class Engine:
         served = served_of(
             config, shapes, serving.get("options"), serving.get("page_size", 16), propose, attention or REFERENCE
         )
-        if attention is None:
-            served = replace(served, attention=attention_for(served, serving.get("mesh")).name)
-        keep = serving.get("cache", True)
-        place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")} | {"cache": keep}
+        place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")}
+        place["cache"] = serving.get("cache", True)
         proposing = proposer_of(propose, served, place)
         held = proposing.held_bytes + (beside.held_bytes if beside is not None else 0)
         others = beside.runner.layout if beside is not None else None
-        layout = planned_for(served, place, serving.get("num_pages"), progress, held, others)
-        memory = beside.runner.memory if beside is not None else None
-        runner = Runner(served, layout, load(weight_shardings(served, layout)), memory)
-        payoff = payoff_of(runner.warm_up(progress, plan_cache.folder_of(keep)), proposing.seconds)
+        found = opened(served, attention, load, place, serving.get("num_pages"), progress, held, others)
+        runner = Runner(*found, beside.runner.memory if beside is not None else None)
+        runner.warm_up()
+        payoff = payoff_of(runner.seconds(), proposing.seconds) if found.served.options.num_proposals else None
         shares = serving.get("shares_prefixes", True)
         return cls(
             runner,
