@@ -339,6 +339,21 @@ def compiled_programs_in(folder: str) -> Iterator[None]:
             _compilation_cache.reset_cache()
 
 
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """While entered, this thread's compiles take nothing from JAX's cache of compiled programs, and keep nothing there.
+
+    What was taken from it, or was put into it, runs, but on CPUs is no longer serialized whole: loaded again, it lacks its
+    functions, and says so only when it runs.
+    """
+    with _config.enable_compilation_cache(False):
+        _compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            _compilation_cache.reset_cache()
+
+
 def is_compiled_program(data: bytes) -> bool:
     """Whether a file of JAX's compilation cache is whole, as far as its packing tells."""
     try:

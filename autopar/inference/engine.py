@@ -21,14 +21,14 @@ from autopar.errors import InferenceError
 from autopar.inference.checkpoint import Checkpoint
 from autopar.inference.config import DecoderConfig
 from autopar.inference.generation import Generation
-from autopar.inference.opening import Propose, opened, payoff_of, proposer_of, served_of, stop_tokens_of
+from autopar.inference.opening import Opened, Propose, opened, payoff_of, proposer_of, served_of, stop_tokens_of
 from autopar.inference.page_pool import PagePool
 from autopar.inference.page_tables import PagedCache
 from autopar.inference.paged_attention import REFERENCE
 from autopar.inference.proposals import Payoff, Proposer
 from autopar.inference.reading import Load, Progress
 from autopar.inference.requests import Iteration, Options, Request
-from autopar.inference.runner import Runner, Running
+from autopar.inference.runner import PageMemory, Runner, Running
 from autopar.inference.sampling import SamplingOptions
 from autopar.inference.scheduler import Scheduler
 from autopar.inference.stopping import TextUntilStop
@@ -199,10 +199,17 @@ class Engine:
         proposing = proposer_of(propose, served, place)
         held = proposing.held_bytes + (beside.held_bytes if beside is not None else 0)
         others = beside.runner.layout if beside is not None else None
-        found = opened(served, attention, load, place, serving.get("num_pages"), progress, held, others)
-        runner = Runner(*found, beside.runner.memory if beside is not None else None)
-        runner.warm_up()
-        payoff = payoff_of(runner.seconds(), proposing.seconds) if found.served.options.num_proposals else None
+        asked = (served, attention, load, place, serving.get("num_pages"), progress, held, others)
+        memory = beside.runner.memory if beside is not None else None
+        found = opened(*asked)
+        try:
+            runner = _warm(found, memory)
+        except jax.errors.JaxRuntimeError as error:
+            if found.kept is None or memory is not None:
+                raise
+            found.kept.say_damaged(error)
+            runner = _warm(opened(*asked, anew=True), memory)
+        payoff = payoff_of(runner.seconds(), proposing.seconds) if served.options.num_proposals else None
         shares = serving.get("shares_prefixes", True)
         return cls(
             runner,
@@ -394,3 +401,10 @@ class Engine:
                 num_tokens=self._num_tokens,
                 num_compiled=self.runner.num_compiled,
             )
+
+
+def _warm(found: Opened, memory: PageMemory | None) -> Runner:
+    """What runs the programs, each of which has run."""
+    runner = Runner(found.served, found.layout, found.params, memory)
+    runner.warm_up()
+    return runner

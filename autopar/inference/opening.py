@@ -5,6 +5,7 @@ In: a configuration, shapes of weights, devices. Out: `Opened`, for an `Engine` 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -15,8 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from autopar import plan_cache
-from autopar.compiled_cache import compiled_kept_in
+from autopar import jax_compat, plan_cache
 from autopar.errors import InferenceError, ModelError
 from autopar.inference.checkpoint import Checkpoint
 from autopar.inference.choose_attention import Chosen, Problem, choose_backend
@@ -40,11 +40,13 @@ _NUM_PROPOSALS = 4
 
 
 class Opened(NamedTuple):
-    """What is served, by which programs, with which weights."""
+    """What is served, by which programs, with which weights; and where the programs come from, if an earlier start has kept
+    them."""
 
     served: Served
     layout: Layout[Compiled]
     params: Any
+    kept: KeptPrograms | None
 
 
 def opened(
@@ -56,44 +58,43 @@ def opened(
     progress: Progress | None = None,
     others_bytes: float = 0.0,
     beside: Layout[Compiled] | None = None,
+    *,
+    anew: bool = False,
 ) -> Opened:
     """Everything on the devices: from what an earlier start has kept, or made, and kept.
 
     Args:
         attention: a backend; None takes the fastest here. load: reads the weights.
         place, num_pages, progress, others_bytes, beside: as of `planned_for`.
+        anew: take nothing from an earlier start.
     """
-    folder = plan_cache.folder_of(place.get("cache"))
     asked = {**_planning(place, others_bytes), "num_pages": num_pages, "attention": attention}
     asked["beside"] = None if beside is None else (beside.num_pages, pins_of_pages(served, beside))
-    del asked["cache"]
-    kept = KeptPrograms.of(folder, served, asked)
-    found = kept.read()
+    kept = KeptPrograms.of(plan_cache.folder_of(asked.pop("cache", None)), served, asked)
+    found = None if anew else kept.read()
     if found is not None:
         try:
-            return _compiled(replace(served, attention=found[0]), found[1], load, None, progress)
+            served = replace(served, attention=found[0])
+            return Opened(served, *_with_weights(served, found[1], load, progress), kept)
         except DamagedError as error:
             kept.say_damaged(error)
     if attention is None:
         attention = attention_for(served, place.get("mesh")).name
     served = replace(served, attention=attention)
     layout = planned_for(served, place, num_pages, progress, others_bytes, beside)
-    made = _compiled(served, layout, load, folder, progress)
-    kept.write(attention, made.layout)
-    return made
+    with contextlib.nullcontext() if kept.path is None else jax_compat.compiled_anew():
+        programs, params = _with_weights(served, layout, load, progress)
+    kept.write(attention, programs)
+    return Opened(served, programs, params, None)
 
 
-def _compiled(
-    served: Served,
-    layout: Layout[Any],
-    load: Load,
-    folder: Path | None,
-    progress: Progress | None,
-) -> Opened:
-    """Programs compiled while weights are read.
+def _with_weights(
+    served: Served, layout: Layout[Any], load: Load, progress: Progress | None
+) -> tuple[Layout[Compiled], Any]:
+    """Programs compiled, and weights read meanwhile.
 
     Args:
-        layout: of `Compilable`s. folder: of the cache, in which JAX keeps what it compiles.
+        layout: of `Compilable`s.
     """
     programs: dict[Key, Compiled] = {}
     home = layout.programs[served.keys[0]]
@@ -104,10 +105,9 @@ def _compiled(
         for number, (key, program) in enumerate(layout.programs.items()):
             if progress is not None:
                 progress("compile programs", number / len(layout.programs))
-            with compiled_kept_in(folder and folder / "compiled" / program.plan.program.fingerprint):
-                programs[key] = program.compiled()
+            programs[key] = program.compiled()
             reading.check()
-        return Opened(served, replace(layout, programs=programs), reading.weights(progress))
+        return replace(layout, programs=programs), reading.weights(progress)
 
 
 def planned_for(
