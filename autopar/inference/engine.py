@@ -32,7 +32,7 @@ from autopar.inference.runner import PageMemory, Runner, Running
 from autopar.inference.sampling import SamplingOptions
 from autopar.inference.scheduler import Scheduler
 from autopar.inference.stopping import TextUntilStop
-from autopar.inference.tokenizer import load_tokenizer, text_stream
+from autopar.inference.tokenizer import load_tokenizer, text_stream, tokens_of
 from autopar.jax_compat import shape_struct
 
 #: Iterations that are sent to the devices before the results of the first are looked at.
@@ -294,18 +294,7 @@ class Engine:
         Raises:
             InferenceError: there is no tokenizer for text, or a token that the model does not have.
         """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InferenceError(
-                    "the model's folder has no tokenizer.json, so text cannot be made into tokens: give tokens as the"
-                    " prompt, or copy tokenizer.json from where the model came from"
-                )
-            return tuple(self.tokenizer.encode(prompt, add_special_tokens=special).ids)
-        tokens, size = tuple(int(token) for token in prompt), self.runner.served.model.config.vocab_size
-        wrong = next((token for token in tokens if not 0 <= token < size), None)
-        if wrong is not None:
-            raise InferenceError(f"the prompt has the token {wrong}, and the model's are 0 to {size - 1}")
-        return tokens
+        return tokens_of(prompt, self.tokenizer, self.runner.served.model.config.vocab_size, special=special)
 
     # -- iterations --------------------------------------------------------------------------
 
