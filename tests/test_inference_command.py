@@ -16,7 +16,7 @@ from autopar.inference import Engine, write_checkpoint
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("models") / "model"))
+    return str(write_model(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=1))
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

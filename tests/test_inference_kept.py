@@ -25,7 +25,7 @@ from tiny_models import OPTIONS, opened, write_model
 from autopar import kept_file, plan_key
 from autopar.errors import InferenceError
 from autopar.inference import Checkpoint, Engine, Options
-from autopar.inference.kept_programs import KeptPrograms
+from autopar.inference.kept_programs import DamagedError, KeptPrograms
 from autopar.inference.layout import Key, Layout
 from autopar.inference.opening import served_of
 from autopar.inference.reading import Reading
@@ -52,7 +52,7 @@ def entries(cache: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "model")
+    return write_model(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -217,25 +217,25 @@ def test_a_damaged_file_is_said_and_not_used(
     assert str(entry) in said and "made anew" in said
 
 
-@pytest.mark.parametrize(
-    ("program", "why"),
-    [(lambda _: pickle.dumps(3), "TypeError"), (without_its_functions, "not found")],
-    ids=["is none", "fails when it runs"],
-)
-def test_a_program_that_does_not_run_is_said_and_made_anew(
-    program: Callable[[bytes], bytes],
-    why: str,
-    folder: Path,
-    cache: Path,
-    first: Any,
-    caplog: pytest.LogCaptureFixture,
-    request: pytest.FixtureRequest,
+def test_bytes_that_are_no_program_are_refused(cache: Path) -> None:
+    (entry,) = entries(cache)
+    entry.write_bytes(with_programs(lambda _: pickle.dumps(3), entry.read_bytes()))
+    found = KeptPrograms(entry, jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))).read()
+    assert found is not None
+    first, *others = found[1].programs.values()
+    assert all(other.compiled().run is not None for other in others)
+    with pytest.raises(DamagedError, match="TypeError"):
+        first.compiled()
+
+
+def test_a_program_that_fails_when_it_runs_is_said_and_all_are_made_anew(
+    folder: Path, cache: Path, first: Any, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     (entry,) = entries(cache)
-    entry.write_bytes(with_programs(program, entry.read_bytes()))
+    entry.write_bytes(with_programs(without_its_functions, entry.read_bytes()))
     assert said_by(start(folder, cache)) == first[2]
     (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert str(entry) in said and "made anew" in said and why in said
+    assert str(entry) in said and "made anew" in said and "not found" in said
     request.getfixturevalue("nothing_made")
     assert said_by(start(folder, cache)) == first[2], "it is whole again"
 
