@@ -19,6 +19,8 @@ from autopar.errors import InferenceError
 if TYPE_CHECKING:
     from autopar.inference import Engine, Generation
 
+#: By default at most so many are generated.
+_MOST_TOKENS = 128
 #: A bar for planning and reading, as `with`.
 Progress = Callable[[], AbstractContextManager[Callable[[str, float], None] | None]]
 
@@ -38,7 +40,8 @@ def add_generate_command(added: Any, run: Callable[[argparse.Namespace], Any], s
     group.add_argument("--prompt", action="append", metavar="TEXT", help=about)
     about = "instead of text: tokens, as numbers with commas between; their continuation is printed as tokens"
     group.add_argument("--tokens", action="append", metavar="N,N...", help=about)
-    group.add_argument("--max-tokens", type=int, default=128, metavar="N", help="at most so many (default: 128)")
+    about = "at most so many (default: 128, or what the longest text leaves)"
+    group.add_argument("--max-tokens", type=int, metavar="N", help=about)
     about = "0 takes the most probable token each time (default: 0; with --best-of: 1)"
     group.add_argument("--temperature", type=float, metavar="T", help=about)
     group.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most probable (default: all)")
@@ -75,12 +78,15 @@ def run_generate(options: argparse.Namespace, progress: Progress) -> None:
     """Generate, and print."""
     from autopar.inference import Engine, SamplingOptions
 
-    prompts = _prompts(options)
+    prompts, serving = _prompts(options), _serving(options)
     temperature = options.temperature if options.temperature is not None else float(options.best_of > 1)
     sampling = SamplingOptions(temperature, options.top_k, options.top_p, options.seed)
-    asked = {"max_tokens": options.max_tokens, "stop": options.stop, "sampling": sampling}
+    asked = [
+        {"max_tokens": most, "stop": options.stop, "sampling": sampling}
+        for most in _most_tokens(options, prompts, serving["options"].max_length)
+    ]
     with progress() as report:
-        engine = Engine.open(options.model, **_serving(options), progress=report)
+        engine = Engine.open(options.model, **serving, progress=report)
     started = time.perf_counter()
     told = list(_told(engine, prompts, options, asked))
     if options.json:
@@ -102,6 +108,31 @@ def _prompts(options: argparse.Namespace) -> list[str | list[int]]:
     return [*texts, *tokens]
 
 
+def _most_tokens(options: argparse.Namespace, prompts: list[str | list[int]], longest: int) -> list[int]:
+    """How many tokens to generate from each prompt. What can be refused is, before the model is opened."""
+    from autopar.inference.config import DecoderConfig
+    from autopar.inference.stopping import TextUntilStop
+    from autopar.inference.tokenizer import load_tokenizer, tokens_of
+
+    vocab_size = DecoderConfig.read(options.model).vocab_size
+    TextUntilStop(options.stop)
+    needs_tokenizer = options.stop or any(isinstance(prompt, str) for prompt in prompts)
+    tokenizer = load_tokenizer(options.model) if needs_tokenizer else None
+    wanted: list[int] = []
+    for number, prompt in enumerate(prompts, 1):
+        length = len(tokens_of(prompt, tokenizer, vocab_size))
+        if length == 0:
+            raise InferenceError(f"prompt {number} has no tokens: give some text to go on from")
+        most = options.max_tokens or max(1, min(_MOST_TOKENS, longest - length))
+        if length + most > longest:
+            raise InferenceError(
+                f"prompt {number} has {length} tokens, and {most} more are wanted (--max-tokens), but a text has at most"
+                f" {longest}: shorten the prompt, ask for fewer, or give a larger --max-length, if the model was made for it"
+            )
+        wanted.append(most)
+    return wanted
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -114,17 +145,24 @@ def _serving(options: argparse.Namespace) -> dict[str, Any]:
     from autopar.inference.config import DecoderConfig
     from autopar.inference.opening import options_for
 
-    served = options_for(DecoderConfig.read(options.model), None)
+    config = DecoderConfig.read(options.model)
+    served = options_for(config, None)
     if options.max_length is not None:
         served = replace(served, max_length=options.max_length)
     if options.slots is not None:
         served = replace(served, num_slots=options.slots)
-    for name, value in (("--slots", served.num_slots), ("--max-length", served.max_length)):
-        if value < 1:
+    counts = {
+        "--slots": served.num_slots,
+        "--max-length": served.max_length,
+        "--max-tokens": options.max_tokens,
+        "--best-of": options.best_of,
+    }
+    for name, value in counts.items():
+        if value is not None and value < 1:
             raise InferenceError(f"{name} is {value}: give 1 or more")
     assert isinstance(served, Options)
     return {
-        "options": served,
+        "options": options_for(config, served),
         "mesh": options.mesh,
         "propose": options.propose,
         "attention": options.attention,
@@ -145,18 +183,18 @@ def _dtype(name: str | None) -> Any:
 
 
 def _told(
-    engine: Engine, prompts: list[str | list[int]], options: argparse.Namespace, asked: dict[str, Any]
+    engine: Engine, prompts: list[str | list[int]], options: argparse.Namespace, asked: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """What comes of each prompt, printed on the way unless JSON is wanted."""
     if options.best_of > 1:
         from autopar.inference import best_of
 
-        for prompt in prompts:
-            chain = best_of(engine, prompt, options.best_of, **asked).best
+        for prompt, how in zip(prompts, asked, strict=True):
+            chain = best_of(engine, prompt, options.best_of, **how).best
             _print(_text_of(engine, chain.text, chain.tokens), options, len(prompts))
             yield {"prompt": prompt, **{k: v for k, v in asdict(chain).items() if k not in ("prompt", "error")}}
         return
-    generations = [engine.submit(prompt, **asked) for prompt in prompts]
+    generations = [engine.submit(prompt, **how) for prompt, how in zip(prompts, asked, strict=True)]
     try:
         for prompt, generation in zip(prompts, generations, strict=True):
             _stream(engine, generation, options, len(prompts))

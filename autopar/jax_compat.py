@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import cache_key as _cache_key
 from jax._src import compilation_cache as _compilation_cache
 from jax._src import compiler as _compiler
 from jax._src import config as _config
@@ -339,12 +340,43 @@ def compiled_programs_in(folder: str) -> Iterator[None]:
             _compilation_cache.reset_cache()
 
 
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """While entered, this thread's compiles take nothing from JAX's cache of compiled programs, and keep nothing there.
+
+    What was taken from it, or was put into it, runs, but on CPUs is no longer serialized whole: loaded again, it lacks its
+    functions, and says so only when it runs.
+    """
+    with _config.enable_compilation_cache(False):
+        _compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            _compilation_cache.reset_cache()
+
+
 def is_compiled_program(data: bytes) -> bool:
     """Whether a file of JAX's compilation cache is whole, as far as its packing tells."""
     try:
         return len(_compilation_cache.decompress_executable(data)) > 0
     except Exception:  # of zlib or zstandard, whichever JAX has found
         return False
+
+
+def compiler_key(devices: Sequence[Any]) -> str:
+    """What JAX's compilation cache knows programs for these devices by, besides the program: versions, the compiler's
+    flags and options, which devices, and of a CPU its instructions. It is the key of a program that does nothing."""
+    backend = devices[0].client
+    nothing: Any = jax.jit(lambda: ()).lower().compiler_ir()
+    assignment = np.array([[device.id for device in devices]])
+    options = _compiler.get_compile_options(1, len(devices), device_assignment=assignment, backend=backend)
+    return _cache_key.get(nothing, np.array(devices), options, backend)
+
+
+def tracing_key() -> str:
+    """JAX's settings, those of this thread first: what a trace and its lowering depend on besides the function."""
+    context = [each for each in _config.trace_context() if not isinstance(each, _core.AxisEnv)]
+    return repr((context, sorted(jax.config.values.items())))
 
 
 def coordination_client() -> tuple[Any, int, int]:

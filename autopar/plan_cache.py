@@ -9,12 +9,10 @@ cannot be read or written is said, and does without.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from autopar.errors import PlanFileError
+from autopar.kept_file import last_used, read_kept, write_kept
 from autopar.plan import Placement
 from autopar.plan_key import PlanKey, UnkeyedError, key_of
 from autopar.program import Program
@@ -120,26 +119,17 @@ def kept(
 def _read(path: Path, program: Program, read: Callable[[Any], P]) -> P | None:
     """The plan of an entry; None where there is none, or none that can be used."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):  # the latter is said when it is to be written
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        _say_damaged(path, program, error)
-        return None
-    try:
-        head, _, body = text.partition("\n")
-        about = json.loads(head)
-        if about["format"] != _FORMAT or about["sha256"] != _sha256(body):
-            raise ValueError("its checksum is another")
+        found = read_kept(path, _FORMAT)
+        if found is None:
+            return None
+        about, body = found
         lines = {old: program.as_traced.forms[-1].graph.nodes[node].source for old, node in about["sources"]}
         plan = read(_with_lines(json.loads(body), lines))
         if plan.program.name != program.signature.name or len(plan.inputs) != len(program.graph.inputs):
             raise ValueError("it is of another program")
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError, PlanFileError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, PlanFileError) as error:
         _say_damaged(path, program, error)
         return None
-    with contextlib.suppress(OSError):
-        os.utime(path)  # it was used now
     return replace(plan, in_tree=program.trace.in_tree, out_tree=program.trace.out_tree)  # type: ignore[type-var]
 
 
@@ -149,7 +139,7 @@ def _say_damaged(path: Path, program: Program, error: Exception) -> None:
 
 def _say_if_stale(path: Path, key: PlanKey, name: str) -> None:
     """Say which version has moved on where plans of the same were made by others."""
-    others = sorted({*path.parent.glob(f"{key.whatever_made_it}*.plan")} - {path}, key=_last_used)
+    others = sorted({*path.parent.glob(f"{key.whatever_made_it}*.plan")} - {path}, key=last_used)
     if not others:
         return
     try:
@@ -163,18 +153,12 @@ def _say_if_stale(path: Path, key: PlanKey, name: str) -> None:
 
 
 def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:
-    """Write an entry beside its place and move it there: whoever reads finds the old one, the new one or none."""
-    body = json.dumps(plan.to_json(), allow_nan=False)
+    body = json.dumps(plan.to_json(), allow_nan=False).encode()
     nodes = program.as_traced.forms[-1].graph.nodes
     sources = {node.source: n for n, node in reversed([*enumerate(nodes)]) if node.source}
-    head = {"format": _FORMAT, "sha256": _sha256(body), "versions": dict(key.versions), "sources": [*sources.items()]}
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    about = {"versions": dict(key.versions), "sources": [*sources.items()]}
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(f"{json.dumps(head)}\n{body}")
-        temporary.replace(path)
-        _prune(path.parent)
+        write_kept(path, _FORMAT, body, about, MOST_PLANS)
     except OSError as error:
         _log.warning(
             "the plan of `%s` cannot be kept in %s (%s): give another folder as `cache=`, or `cache=False`",
@@ -182,24 +166,6 @@ def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:
             path.parent,
             error.strerror,
         )
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _prune(folder: Path) -> None:
-    """Drop what was used longest ago. Another process may do the same at this moment."""
-    entries = sorted(folder.glob("*.plan"), key=_last_used)
-    for entry in entries[: max(0, len(entries) - MOST_PLANS)]:
-        with contextlib.suppress(OSError):
-            entry.unlink()
-
-
-def _last_used(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _with_lines(value: Any, lines: Mapping[str, str]) -> Any:
@@ -220,7 +186,3 @@ def _replaced(value: Any, moved: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
         return {key: _replaced(item, moved) for key, item in value.items()}
     return value
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -63,14 +63,33 @@ def key_of(program: Program, asked: Mapping[str, Any]) -> PlanKey:
     traced = program.as_traced
     parts = [_digest("\n".join(_lines(form.graph))) for form in traced.forms]
     told = (traced.signature.name, traced.carried_arguments, traced.donated, *parts)
-    versions = {"autopar": __version__} | {name: version(name) for name in _PACKAGES}
-    options = {name: _described(name, value) for name, value in asked.items()}
+    made_by, versions = maker()
     return PlanKey(
         program=_digest(repr(told)),
-        asked=_digest(repr(sorted(options.items()))),
-        made_by=_digest(repr((sorted(versions.items()), platform.python_version(), _own_code(), registered_texts()))),
+        asked=digest_of(asked),
+        made_by=made_by,
         versions=versions,
     )
+
+
+def maker(packages: Sequence[str] = ()) -> tuple[str, Mapping[str, str]]:
+    """A digest of what makes a plan, and it in words.
+
+    Args:
+        packages: on whose versions it depends besides.
+    """
+    versions = {"autopar": __version__} | {name: version(name) for name in (*_PACKAGES, *packages)}
+    what = (sorted(versions.items()), platform.python_version(), _own_code(), registered_texts())
+    return _digest(repr(what)), versions
+
+
+def digest_of(asked: Mapping[str, Any]) -> str:
+    """A digest of options.
+
+    Raises:
+        UnkeyedError: naming one that cannot be described.
+    """
+    return _digest(repr(sorted((name, _described(name, value)) for name, value in asked.items())))
 
 
 def _lines(graph: Graph) -> Iterator[str]:

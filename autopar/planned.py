@@ -1,15 +1,16 @@
 """A function of arrays, planned for a mesh and ready to run there.
 
 In: a function, the shapes of its arguments, and what is asked of the planner. Out: `Planned`: its plan, where each
-argument is to lie, and what runs it.
+argument is to lie, and what runs it. `Compiled`, which is what is left of it once it is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import execute
@@ -83,5 +84,46 @@ class Planned:
         program, plan = _planned(function, arguments, options, carry)
         given = options.get("mesh")
         mesh = given if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
-        shardings = tuple(named_shardings([tensor.sharding for tensor in plan.inputs], mesh))
+        shardings = shardings_of(plan, mesh)
         return cls(function, arguments, plan, program, mesh, shardings, execute.jit_plan(plan, program.trace, mesh))
+
+    def compiled(self) -> Compiled:
+        """Compiled for the shapes of its arguments."""
+        return Compiled(self.plan, self.mesh, self.run.lower(*self.arguments).compile())
+
+
+class Compilable(Protocol):
+    """A planned program that is to be compiled, or has been before."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def compiled(self) -> Compiled:
+        """On the devices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A planned function that JAX has compiled: no call compiles anything, and one of other shapes is refused.
+
+    Args:
+        run: its arguments are arrays that lie as `shardings` say, or NumPy's.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    run: jax.stages.Compiled
+
+    @property
+    def shardings(self) -> tuple[NamedSharding, ...]:
+        """Of each array."""
+        return shardings_of(self.plan, self.mesh)
+
+
+def shardings_of(plan: Plan, mesh: Mesh) -> tuple[NamedSharding, ...]:
+    """Of each array that a planned function takes, on a mesh."""
+    return tuple(named_shardings([tensor.sharding for tensor in plan.inputs], mesh))

@@ -9,18 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_models import LENGTH, is_idle, opened, write_model
+from tiny_models import is_idle, opened, write_model
 
 from autopar.errors import InferenceError
-from autopar.inference import Answers, Chain, Engine, Options, SamplingOptions, asking, best_of
+from autopar.inference import Answers, Chain, Engine, SamplingOptions, asking, best_of
 
 PROMPT = "What is six times seven? Let us think."  # 38 tokens: two pages, and a part of one
 
 
 @pytest.fixture(scope="module")
 def opened_once(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = write_model(tmp_path_factory.mktemp("models") / "model")
-    return opened(folder, options=Options(num_slots=4, max_length=LENGTH, chunks=((2, 32),), steps=1))
+    return opened(write_model(tmp_path_factory.mktemp("models") / "model"))
 
 
 @pytest.fixture

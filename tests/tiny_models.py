@@ -28,9 +28,13 @@ CONFIG: dict[str, Any] = {
 OPTIONS = Options(num_slots=4, max_length=LENGTH, chunks=((2, 16), (1, 48)), steps=4)
 
 
-def write_model(path: Path) -> Path:
-    """A model of which the token `BAD` spoils what follows it, and is not generated."""
-    write_checkpoint(path, CONFIG)
+def write_model(path: Path, **fields: Any) -> Path:
+    """A model of which the token `BAD` spoils what follows it, and is not generated.
+
+    Args:
+        fields: of its configuration, in place of those of `CONFIG`.
+    """
+    write_checkpoint(path, CONFIG | fields)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]

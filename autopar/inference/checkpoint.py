@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,17 @@ def write_checkpoint(
 
 
 def _sources(config: DecoderConfig) -> dict[names.Path, names.Source]:
-    """Where each of a decoder's parameters lies."""
-    shapes: Any = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    """Where each of a decoder's parameters lies. Layers are alike, so one is traced for all."""
+    shapes: Any = jax.eval_shape(
+        Decoder(replace(config, num_layers=1)).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    )
+    sources: dict[names.Path, names.Source] = {}
     flat: Any = traverse_util.flatten_dict(shapes["params"])
-    return {path: names.source(config, path, leaf.shape) for path, leaf in flat.items()}
+    for path, leaf in flat.items():
+        of_layers = [(f"layers_{layer}", *path[1:]) for layer in range(config.num_layers)]
+        for each in of_layers if path[0] == "layers_0" else [path]:
+            sources[each] = names.source(config, each, leaf.shape)
+    return sources
 
 
 def _tree(by_path: Mapping[names.Path, Any]) -> Any:

@@ -117,10 +117,10 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self.param("weight", nn.initializers.normal(0.02), (*self.outs, *self.ins))
+        weight = parameter(self, "weight", nn.initializers.normal(0.02), (*self.outs, *self.ins))
         given, read = range(x.ndim - len(self.ins), x.ndim), range(len(self.outs), weight.ndim)
         y = jax.lax.dot_general(x, weight, ((tuple(given), tuple(read)), ((), ())))
-        return y + self.param("bias", nn.initializers.zeros, self.outs) if self.bias else y
+        return y + parameter(self, "bias", nn.initializers.zeros, self.outs) if self.bias else y
 
 
 class Embedding(nn.Module):
@@ -130,7 +130,7 @@ class Embedding(nn.Module):
     size: int
 
     def setup(self) -> None:
-        self.weight = self.param("weight", nn.initializers.normal(0.02), (self.count, self.size))
+        self.weight = parameter(self, "weight", nn.initializers.normal(0.02), (self.count, self.size))
 
     def __call__(self, indices: jax.Array) -> jax.Array:
         """The vectors of `indices`."""
@@ -155,13 +155,30 @@ class Norm(nn.Module):
         if self.kind == "layer":
             wide = wide - wide.mean(-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
-        weight = self.param("weight", nn.initializers.ones, (self.size,))
+        weight = parameter(self, "weight", nn.initializers.ones, (self.size,))
         if self.kind == "rms":
             return wide.astype(x.dtype) * weight
-        bias = self.param("bias", nn.initializers.zeros, (self.size,))
+        bias = parameter(self, "bias", nn.initializers.zeros, (self.size,))
         return (wide * weight + bias).astype(x.dtype)
 
 
 def norm_of(config: DecoderConfig, size: int | None = None) -> Norm:
     """A norm of a decoder's kind, over `size` elements; by default over the hidden ones."""
     return Norm(config.norm, size or config.hidden_size, config.norm_epsilon)
+
+
+def parameter(module: nn.Module, name: str, init: Any, shape: tuple[int, ...]) -> Any:
+    """A parameter of a module: made, or the one that it was given.
+
+    As `module.param`, which traces the initializer of each one given to compare shapes, and so doubles the time that a
+    program takes to trace.
+
+    Raises:
+        ScopeParamShapeError: the one given has another shape.
+    """
+    if module.is_initializing():
+        return module.param(name, init, shape)
+    given = module.get_variable("params", name)
+    if given is None or given.shape != shape:
+        return module.param(name, init, shape)  # which says what is wrong
+    return given

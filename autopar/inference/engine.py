@@ -11,39 +11,28 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import jax
 
-from autopar import plan_cache
 from autopar.errors import InferenceError
 from autopar.inference.checkpoint import Checkpoint
 from autopar.inference.config import DecoderConfig
 from autopar.inference.generation import Generation
-from autopar.inference.opening import (
-    Progress,
-    Propose,
-    Reading,
-    attention_for,
-    payoff_of,
-    planned_for,
-    proposer_of,
-    served_of,
-    stop_tokens_of,
-    weight_shardings,
-)
+from autopar.inference.opening import Opened, Propose, opened, payoff_of, proposer_of, served_of, stop_tokens_of
 from autopar.inference.page_pool import PagePool
 from autopar.inference.page_tables import PagedCache
 from autopar.inference.paged_attention import REFERENCE
 from autopar.inference.proposals import Payoff, Proposer
+from autopar.inference.reading import Load, Progress
 from autopar.inference.requests import Iteration, Options, Request
-from autopar.inference.runner import Runner, Running
+from autopar.inference.runner import PageMemory, Runner, Running
 from autopar.inference.sampling import SamplingOptions
 from autopar.inference.scheduler import Scheduler
 from autopar.inference.stopping import TextUntilStop
-from autopar.inference.tokenizer import load_tokenizer, text_stream
+from autopar.inference.tokenizer import load_tokenizer, text_stream, tokens_of
 from autopar.jax_compat import shape_struct
 
 #: Iterations that are sent to the devices before the results of the first are looked at.
@@ -157,12 +146,12 @@ class Engine:
             ModelError: the folder is no model that is supported. InferenceError: it does not fit, or sizes cannot be.
         """
         checkpoint = Checkpoint.open(folder)
-        shapes, progress = checkpoint.abstract_params(dtype), serving.get("progress")
+        shapes = checkpoint.abstract_params(dtype)
         tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         stop_tokens = stop_tokens_of(folder)
 
-        def load(shardings: Any) -> Any:
-            return checkpoint.load(shardings, dtype, Reading(shapes, progress).slice_read)
+        def load(shardings: Any, part_read: Callable[[int], None]) -> Any:
+            return checkpoint.load(shardings, dtype, lambda _, num_bytes: part_read(num_bytes))
 
         return cls._opened(checkpoint.config, shapes, load, tokenizer, stop_tokens, serving)
 
@@ -185,7 +174,7 @@ class Engine:
             InferenceError: it does not fit, or sizes cannot be.
         """
 
-        def load(shardings: Any) -> Any:
+        def load(shardings: Any, _: Callable[[int], None]) -> Any:
             return jax.device_put(params, shardings)
 
         return cls._opened(config, jax.tree.map(shape_struct, params), load, tokenizer, stop_tokens, serving)
@@ -195,7 +184,7 @@ class Engine:
         cls,
         config: DecoderConfig,
         shapes: Any,
-        load: Callable[[Any], Any],
+        load: Load,
         tokenizer: Any,
         stop_tokens: Iterable[int],
         serving: Serving,
@@ -205,17 +194,22 @@ class Engine:
         served = served_of(
             config, shapes, serving.get("options"), serving.get("page_size", 16), propose, attention or REFERENCE
         )
-        if attention is None:
-            served = replace(served, attention=attention_for(served, serving.get("mesh")).name)
-        keep = serving.get("cache", True)
-        place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")} | {"cache": keep}
+        place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")}
+        place["cache"] = serving.get("cache", True)
         proposing = proposer_of(propose, served, place)
         held = proposing.held_bytes + (beside.held_bytes if beside is not None else 0)
         others = beside.runner.layout if beside is not None else None
-        layout = planned_for(served, place, serving.get("num_pages"), progress, held, others)
+        asked = (served, attention, load, place, serving.get("num_pages"), progress, held, others)
         memory = beside.runner.memory if beside is not None else None
-        runner = Runner(served, layout, load(weight_shardings(served, layout)), memory)
-        payoff = payoff_of(runner.warm_up(progress, plan_cache.folder_of(keep)), proposing.seconds)
+        found = opened(*asked)
+        try:
+            runner = _warm(found, memory)
+        except jax.errors.JaxRuntimeError as error:
+            if found.kept is None or memory is not None:
+                raise
+            found.kept.say_damaged(error)
+            runner = _warm(opened(*asked, anew=True), memory)
+        payoff = payoff_of(runner.seconds(), proposing.seconds) if served.options.num_proposals else None
         shares = serving.get("shares_prefixes", True)
         return cls(
             runner,
@@ -300,18 +294,7 @@ class Engine:
         Raises:
             InferenceError: there is no tokenizer for text, or a token that the model does not have.
         """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InferenceError(
-                    "the model's folder has no tokenizer.json, so text cannot be made into tokens: give tokens as the"
-                    " prompt, or copy tokenizer.json from where the model came from"
-                )
-            return tuple(self.tokenizer.encode(prompt, add_special_tokens=special).ids)
-        tokens, size = tuple(int(token) for token in prompt), self.runner.served.model.config.vocab_size
-        wrong = next((token for token in tokens if not 0 <= token < size), None)
-        if wrong is not None:
-            raise InferenceError(f"the prompt has the token {wrong}, and the model's are 0 to {size - 1}")
-        return tokens
+        return tokens_of(prompt, self.tokenizer, self.runner.served.model.config.vocab_size, special=special)
 
     # -- iterations --------------------------------------------------------------------------
 
@@ -407,3 +390,10 @@ class Engine:
                 num_tokens=self._num_tokens,
                 num_compiled=self.runner.num_compiled,
             )
+
+
+def _warm(found: Opened, memory: PageMemory | None) -> Runner:
+    """What runs the programs, each of which has run."""
+    runner = Runner(found.served, found.layout, found.params, memory)
+    runner.warm_up()
+    return runner

@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 
 _WIDE = jnp.float32
+#: Tokens of a block of a sequence, and those of all sequences together that it is worth calling a product of matrices for:
+#: a chunk of one prompt takes more at a time, which several cores can share.
+_LEAST_BLOCK, _BLOCK_OF_ALL = 128, 512
 _UNREAD = -1e30  # a score whose weight is zero, and whose difference from itself is too
 
 
@@ -100,7 +103,6 @@ def attend_in_blocks(
     positions: jax.Array,
     *,
     scale: float | None = None,
-    block_tokens: int = 128,
 ) -> jax.Array:
     """`attend` over pages, some of each sequence at a time, and none behind the longest: nothing of a sequence's full
     length is made, and the time is that of the tokens there are.
@@ -110,9 +112,9 @@ def attend_in_blocks(
 
     Args:
         queries, positions: as for `attend`. tables: as for `write`.
-        block_tokens: about so many at a time.
     """
     rows, tokens, heads, dim = queries.shape
+    block_tokens = max(_LEAST_BLOCK, _BLOCK_OF_ALL // rows)
     kv_heads, size, width = pages.keys.shape[2], pages.page_size, max(1, block_tokens // pages.page_size)
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % width)), constant_values=pages.waste_page)
     grouped = queries.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)

@@ -134,7 +134,7 @@ def laid_out(
     Raises:
         InferenceError: not even one sequence of full length fits. BudgetError: `num_pages` do not.
     """
-    pinned = {} if beside is None else _pins_of_pages(served, beside)
+    pinned = {} if beside is None else pins_of_pages(served, beside)
     num_pages = num_pages if beside is None else beside.num_pages
     if num_pages is not None:
         return _laid_out(served, make, num_pages, _home(served, make, num_pages, pinned), progress)
@@ -151,7 +151,7 @@ def laid_out(
             known = again
 
 
-def _pins_of_pages(served: Served, beside: Layout[Any]) -> dict[str, Any]:
+def pins_of_pages(served: Served, beside: Layout[Any]) -> dict[str, Any]:
     """As the other model's lie: of as many of its layers as this one has.
 
     Raises:

@@ -1,13 +1,14 @@
 """What it takes to serve a model: its sizes checked, its programs planned, its weights read.
 
-In: a configuration, shapes of weights, devices. Out: `Served` and its `Layout`, for an `Engine` to run.
+In: a configuration, shapes of weights, devices. Out: `Opened`, for an `Engine` to run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,18 +16,21 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from autopar import jax_compat, plan_cache
 from autopar.errors import InferenceError, ModelError
 from autopar.inference.checkpoint import Checkpoint
 from autopar.inference.choose_attention import Chosen, Problem, choose_backend
 from autopar.inference.config import DecoderConfig
 from autopar.inference.decoder import Decoder
 from autopar.inference.draft import DraftModel
-from autopar.inference.layout import Layout, Served, laid_out
+from autopar.inference.kept_programs import DamagedError, KeptPrograms
+from autopar.inference.layout import Key, Layout, Served, laid_out, pins_of_pages
 from autopar.inference.paged_attention import REFERENCE, backend_named
 from autopar.inference.proposals import NGram, Payoff, Proposer
+from autopar.inference.reading import Load, Progress, Reading
 from autopar.inference.requests import Options, Shape
 from autopar.partition_spec import partition_spec
-from autopar.planned import Planned
+from autopar.planned import Compiled, Planned, shardings_of
 from autopar.planner import asked_meshes, asked_profile
 
 #: Who guesses tokens: `N_GRAM`, the folder of a small model, or whoever does.
@@ -34,8 +38,76 @@ Propose = str | os.PathLike[str] | Proposer | None
 N_GRAM = "n-gram"
 _NUM_PROPOSALS = 4
 
-#: Called with a stage's name and the fraction done.
-Progress = Callable[[str, float], None]
+
+class Opened(NamedTuple):
+    """What is served, by which programs, with which weights; and where the programs come from, if an earlier start has kept
+    them."""
+
+    served: Served
+    layout: Layout[Compiled]
+    params: Any
+    kept: KeptPrograms | None
+
+
+def opened(
+    served: Served,
+    attention: str | None,
+    load: Load,
+    place: Mapping[str, Any],
+    num_pages: int | None = None,
+    progress: Progress | None = None,
+    others_bytes: float = 0.0,
+    beside: Layout[Compiled] | None = None,
+    *,
+    anew: bool = False,
+) -> Opened:
+    """Everything on the devices: from what an earlier start has kept, or made, and kept.
+
+    Args:
+        attention: a backend; None takes the fastest here. load: reads the weights.
+        place, num_pages, progress, others_bytes, beside: as of `planned_for`.
+        anew: take nothing from an earlier start.
+    """
+    asked = {**_planning(place, others_bytes), "num_pages": num_pages, "attention": attention}
+    asked["beside"] = None if beside is None else (beside.num_pages, pins_of_pages(served, beside))
+    kept = KeptPrograms.of(plan_cache.folder_of(asked.pop("cache", None)), served, asked)
+    found = None if anew else kept.read()
+    if found is not None:
+        try:
+            served = replace(served, attention=found[0])
+            return Opened(served, *_with_weights(served, found[1], load, progress), kept)
+        except DamagedError as error:
+            kept.say_damaged(error)
+    if attention is None:
+        attention = attention_for(served, place.get("mesh")).name
+    served = replace(served, attention=attention)
+    layout = planned_for(served, place, num_pages, progress, others_bytes, beside)
+    with contextlib.nullcontext() if kept.path is None else jax_compat.compiled_anew():
+        programs, params = _with_weights(served, layout, load, progress)
+    kept.write(attention, programs)
+    return Opened(served, programs, params, None)
+
+
+def _with_weights(
+    served: Served, layout: Layout[Any], load: Load, progress: Progress | None
+) -> tuple[Layout[Compiled], Any]:
+    """Programs compiled, and weights read meanwhile.
+
+    Args:
+        layout: of `Compilable`s.
+    """
+    programs: dict[Key, Compiled] = {}
+    home = layout.programs[served.keys[0]]
+    leaves, structure = jax.tree.flatten(served.params)
+    shardings = jax.tree.unflatten(structure, shardings_of(home.plan, home.mesh)[: len(leaves)])
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    with Reading(load, shardings, num_bytes) as reading:
+        for number, (key, program) in enumerate(layout.programs.items()):
+            if progress is not None:
+                progress("compile programs", number / len(layout.programs))
+            programs[key] = program.compiled()
+            reading.check()
+        return replace(layout, programs=programs), reading.weights(progress)
 
 
 def planned_for(
@@ -44,7 +116,7 @@ def planned_for(
     num_pages: int | None = None,
     progress: Progress | None = None,
     others_bytes: float = 0.0,
-    beside: Layout[Planned] | None = None,
+    beside: Layout[Compiled] | None = None,
 ) -> Layout[Planned]:
     """All programs, planned for devices that are there.
 
@@ -52,21 +124,20 @@ def planned_for(
         place: mesh, hardware, memory_budget_bytes and cache, as of `autopar.plan`; by default all devices in a row.
         num_pages, progress, beside: as of `laid_out`. others_bytes: of each device, that something else holds.
     """
-    planning = _planning(place)
-    budget = planning["memory_budget_bytes"] = planning["memory_budget_bytes"] - others_bytes
+    planning = _planning(place, others_bytes)
 
     def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> Planned:
         return Planned.of(function, arguments, {**planning, "pin": pins}, carry)
 
-    return laid_out(served, make, budget, num_pages, progress, beside)
+    return laid_out(served, make, planning["memory_budget_bytes"], num_pages, progress, beside)
 
 
-def _planning(place: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `autopar.plan`, with what is not said filled in."""
+def _planning(place: Mapping[str, Any], others_bytes: float = 0.0) -> dict[str, Any]:
+    """The options of `autopar.plan`, with what is not said filled in, and what others hold taken from the budget."""
     mesh = place.get("mesh") or f"model={asked_meshes(None, None)[0].num_devices}"
     profile, asked = asked_profile(place.get("hardware")), place.get("memory_budget_bytes")
     budget = profile.usable_bytes if asked is None else float(asked)
-    return {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget}
+    return {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget - others_bytes}
 
 
 # -- proposals -----------------------------------------------------------------------------------
@@ -203,22 +274,3 @@ def attention_for(served: Served, mesh: Any) -> Chosen:
         dtype=served.dtype,
     )
     return choose_backend(problem, device=device)
-
-
-def weight_shardings(served: Served, layout: Layout[Planned]) -> Any:
-    """Of the weights."""
-    leaves, structure = jax.tree.flatten(served.params)
-    return jax.tree.unflatten(structure, layout.programs[served.keys[0]].shardings[: len(leaves)])
-
-
-class Reading:
-    """How much of a checkpoint has been read, told on the way."""
-
-    def __init__(self, params: Any, progress: Progress | None) -> None:
-        self._total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-        self._read, self._progress = 0, progress
-
-    def slice_read(self, _: str, num_bytes: int) -> None:
-        self._read += num_bytes
-        if self._progress is not None:
-            self._progress("read weights", min(1.0, self._read / self._total))

@@ -8,9 +8,8 @@ again and again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,14 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.compiled_cache import compiled_kept_in
 from autopar.inference.kv_pages import KVPages
 from autopar.inference.layout import Key, Layout, Served
 from autopar.inference.page_tables import Copy
 from autopar.inference.requests import Iteration, Result, Run, Shape
 from autopar.inference.sampling import SamplingOptions
 from autopar.inference.step import Out, Resident
-from autopar.planned import Planned
+from autopar.planned import Compiled
 
 #: Why a request ended whose logits were no numbers.
 UNSOUND = "unsound"
@@ -102,7 +100,7 @@ class Runner:
         memory: another model's pages, around which these programs were planned; by default its own.
     """
 
-    def __init__(self, served: Served, layout: Layout[Planned], params: Any, memory: PageMemory | None = None) -> None:
+    def __init__(self, served: Served, layout: Layout[Compiled], params: Any, memory: PageMemory | None = None) -> None:
         self.served, self.layout = served, layout
         self._params = params
         self._num_slots = served.options.num_slots
@@ -112,8 +110,8 @@ class Runner:
 
     @property
     def num_compiled(self) -> int:
-        """Programs that JAX has compiled; it grows for no request."""
-        return sum(program.run._cache_size() for program in self.layout.programs.values())
+        """Programs that JAX has compiled, all before the first request."""
+        return len(self.layout.programs)
 
     def _empty(self, *, whole: bool) -> Resident:
         """What stays on the devices; pages only if it is `whole`."""
@@ -124,11 +122,9 @@ class Runner:
         shardings = jax.tree.unflatten(structure, home.shardings[num_params : num_params + len(leaves)])
         if not whole:
             shapes, shardings = (each._replace(pages=()) for each in (shapes, shardings))
-
-        def zeros() -> Any:
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-        return jax.jit(zeros, out_shardings=shardings)()
+        return jax.tree.map(
+            lambda leaf, sharding: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), shapes, shardings
+        )
 
     def _resident(self) -> Resident:
         return Resident(self.memory.pages[: self.served.model.config.num_layers], self._last)
@@ -183,29 +179,24 @@ class Runner:
                 field[row] = value
         return rows.packed()
 
-    def warm_up(
-        self, progress: Callable[[str, float], None] | None = None, keep_in: Path | None = None
-    ) -> dict[Shape, float]:
-        """Compile every program, and run each with nothing to do.
-
-        Args:
-            progress: called with a stage's name and the fraction done. keep_in: the folder of a plan cache, in which what
-                is compiled is kept, too.
-
-        Returns:
-            seconds of a second run of each shape.
-        """
-        seconds: dict[Shape, float] = {}
-        for number, shape in enumerate(self.served.options.shapes):
-            if progress is not None:
-                progress("compile programs", number / len(self.served.options.shapes))
-            sizes = [(self._num_slots, shape.width)] + ([(shape.rows, shape.length)] if shape.rows else [])
-            rows = [self.served.rows(num, width, self.layout.num_pages).packed() for num, width in sizes]
-            fingerprint = self.layout.programs[shape].plan.program.fingerprint
-            with compiled_kept_in(keep_in and keep_in / "compiled" / fingerprint):
-                jax.block_until_ready(self._run(shape, *rows))
-            started = time.perf_counter()
-            jax.block_until_ready(self._run(shape, *rows))
-            seconds[shape] = time.perf_counter() - started
+    def warm_up(self) -> None:
+        """Run each program once with nothing to do: what devices do at a first run alone is done, and memory that is not
+        there is missed now."""
+        for shape in self.served.options.shapes:
+            self._run_idle(shape)
         self._copy([Copy(self.layout.num_pages, self.layout.num_pages)])
+        jax.block_until_ready(self._resident())
+
+    def seconds(self) -> dict[Shape, float]:
+        """Of a run of each shape, which has run before."""
+        seconds: dict[Shape, float] = {}
+        for shape in self.served.options.shapes:
+            started = time.perf_counter()
+            jax.block_until_ready(self._run_idle(shape))
+            seconds[shape] = time.perf_counter() - started
         return seconds
+
+    def _run_idle(self, shape: Shape) -> Out:
+        sizes = [(self._num_slots, shape.width)] + ([(shape.rows, shape.length)] if shape.rows else [])
+        rows = [self.served.rows(num, width, self.layout.num_pages).packed() for num, width in sizes]
+        return self._run(shape, *rows)

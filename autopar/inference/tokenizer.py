@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import ModelError
+from autopar.errors import InferenceError, ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,6 +37,30 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         return library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more special
         raise ModelError(f"{path} is no tokenizer: {error}. Copy it again from where it came from") from None
+
+
+def tokens_of(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, *, special: bool = True) -> tuple[int, ...]:
+    """Of text; tokens are checked.
+
+    Args:
+        tokenizer: None where there is none. vocab_size: tokens of the model.
+        special: add those that the tokenizer begins or ends a text with.
+
+    Raises:
+        InferenceError: there is no tokenizer for text, or a token that the model does not have.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InferenceError(
+                "the model's folder has no tokenizer.json, so text cannot be made into tokens: give tokens as the"
+                " prompt, or copy tokenizer.json from where the model came from"
+            )
+        return tuple(tokenizer.encode(prompt, add_special_tokens=special).ids)
+    tokens = tuple(int(token) for token in prompt)
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InferenceError(f"the prompt has the token {wrong}, and the model's are 0 to {vocab_size - 1}")
+    return tokens
 
 
 def text_stream(tokenizer: Tokenizer) -> Callable[[int], str]:

@@ -22,7 +22,6 @@ from autopar.inference.decoder import Decoder
 from autopar.inference.layout import Served
 from autopar.inference.opening import planned_for
 from autopar.inference.requests import Shape
-from autopar.planned import Planned
 from benchmarks.inference.models import LLAMA_8B, SMALL, config_of, output_lengths, params_of, random_prompts
 from benchmarks.inference.rows import Row, row
 
@@ -46,7 +45,7 @@ def measure() -> list[Row]:
     differing = sum(a != b for a, b in zip(*tokens, strict=True))
     return [
         row(f"requests whose tokens differ, of {REQUESTS}", differing, at_most=0),
-        *_collectives("small", several.runner.layout.programs[Shape()], several.runner.served),
+        *_collectives("small", several.runner.layout.programs[Shape()].run, several.runner.served),
         *_large(),
     ]
 
@@ -76,12 +75,12 @@ def _large() -> list[Row]:
     served = Served(Decoder(config), params, options, 16, jnp.bfloat16)
     place = {"mesh": _mesh(DEVICES), "hardware": "h100-sxm", "cache": False}
     layout = planned_for(served, place, num_pages=SLOTS * 4096 // 16)
-    return _collectives("LLaMA 8B's size", layout.programs[Shape()], served)
+    return _collectives("LLaMA 8B's size", layout.programs[Shape()].compiled().run, served)
 
 
-def _collectives(name: str, program: Planned, served: Served) -> list[Row]:
+def _collectives(name: str, compiled: jax.stages.Compiled, served: Served) -> list[Row]:
     """Of a decode program as compiled: all-reduces of a layer, all others by kind, and the largest that is gathered."""
-    found = hlo.collectives(program.run.lower(*program.arguments).compile().as_text(), ignore_up_to=0)
+    found = hlo.collectives(compiled.as_text() or "", ignore_up_to=0)
     config, slots = served.model.config, served.options.num_slots
     in_layers = Counter(match[1] for one in found if one.kind == "all-reduce" and (match := _LAYER.search(one.op_name)))
     counts = [in_layers[str(layer)] for layer in range(config.num_layers)]
