@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from autopar.errors import PlanFileError
 from autopar.plan import Placement
+from autopar.plan_file import decoder, encode
 from autopar.plan_key import PlanKey, UnkeyedError, key_of
 from autopar.program import Program
 
@@ -132,7 +133,7 @@ def _read(path: Path, program: Program, read: Callable[[Any], P]) -> P | None:
         if about["format"] != _FORMAT or about["sha256"] != _sha256(body):
             raise ValueError("its checksum is another")
         lines = {old: program.as_traced.forms[-1].graph.nodes[node].source for old, node in about["sources"]}
-        plan = read(_with_lines(json.loads(body), lines))
+        plan = _with_lines(read(json.loads(body)), lines)
         if plan.program.name != program.signature.name or len(plan.inputs) != len(program.graph.inputs):
             raise ValueError("it is of another program")
     except (ValueError, KeyError, IndexError, TypeError, RecursionError, PlanFileError) as error:
@@ -202,10 +203,10 @@ def _last_used(path: Path) -> float:
         return 0.0
 
 
-def _with_lines(value: Any, lines: Mapping[str, str]) -> Any:
-    """A plan's JSON with the user's lines where they are now: a line added above the model moves them all."""
+def _with_lines(plan: P, lines: Mapping[str, str]) -> P:
+    """A plan with the user's lines where they are now: a line added above the model moves them all."""
     moved = {old: new for old, new in lines.items() if old != new}
-    return _replaced(value, moved) if moved else value
+    return decoder(type(plan))(_replaced(encode(plan), moved)) if moved else plan
 
 
 def _replaced(value: Any, moved: Mapping[str, str]) -> Any:
