@@ -175,6 +175,9 @@ def _put_back(out: Body, section: str, field: str, column: list[Any]) -> None:
     records = found if isinstance(found, list) else [found]
     if len(records) != len(column):
         raise WrongFieldError(f".{NUMBERS}.{section}.{field}", f"has {len(column)} entries for {len(records)} records")
+    for n, (record, item) in enumerate(zip(records, column, strict=True)):
+        if item is not None and isinstance(record, dict) and field in record:
+            raise WrongFieldError(f".{NUMBERS}.{section}.{field}[{n}]", "stands in its record too")
     whole = [
         record if item is None or not isinstance(record, dict) else record | {field: item}
         for record, item in zip(records, column, strict=True)
@@ -208,7 +211,9 @@ def _without_sources(body: Body) -> tuple[Body, Body, Body]:
     for text in set(filter(None, named)):
         function, line = _split(text)
         lines[function].add(line)
-    sources = {function: sorted(lines[function], key=lambda line: line or -1) for function in sorted(lines)}
+    sources = {
+        function: sorted(lines[function], key=lambda line: -1 if line is None else line) for function in sorted(lines)
+    }
     position = {text: n for n, text in enumerate(_texts(sources))}
     columns: Body = {}
     for section in _NAME_A_LINE:
