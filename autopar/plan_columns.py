@@ -230,7 +230,7 @@ def _records(body: Body, section: str) -> list[Body]:
     return found if isinstance(found, list) else [found] if found else []
 
 
-def _replaced(body: Body, path: list[str]) -> Body:
+def _replaced(body: Body, path: Sequence[str]) -> Body:
     """The same with records at a path that have no `source`."""
     name, *rest = path
     item = body[name]
