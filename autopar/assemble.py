@@ -17,6 +17,7 @@ from autopar.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Graph, Node
+from autopar.graph.node_names import NodeNames
 from autopar.on_device import device_program
 from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
@@ -73,7 +74,7 @@ def assemble(
     return Assembled(
         inputs=inputs,
         outputs=outputs,
-        constraints=(*_constraints(f, choices), *_small_pins(f, pins), *_small_places(f)),
+        constraints=_by_name(f.graph, (*_constraints(f, choices), *_small_pins(f, pins), *_small_places(f))),
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
         regions=tuple(_regions(f, choices)),
@@ -210,6 +211,18 @@ def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ..
         uses = flow.uses or _as_outputs(f, flow)
         out += [Constraint(value=flow.value, shardings=path, node=n, operand=i) for n, i in uses]
     return tuple(out)
+
+
+def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constraint, ...]:
+    """Constraints with their places in words, sorted by these; of one place, the last as it was."""
+    names = NodeNames(graph)
+
+    def named(one: Constraint) -> Constraint:
+        if one.node is None or one.operand is None:
+            return replace(one, at=names.value(one.value))
+        return replace(one, at=names.reading(one.node, one.operand))
+
+    return tuple(sorted(map(named, constraints), key=lambda one: names.order(one.value, one.node, one.operand)))
 
 
 def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, split: TensorSharding) -> bool:

@@ -16,7 +16,8 @@ from autopar.errors import PlanMismatchError
 from autopar.graph.ir import Phase
 from autopar.mesh import MeshShape
 from autopar.moves import Lies, Part
-from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without, write_document
+from autopar.plan_columns import in_columns, reader, write_document
+from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without
 from autopar.sharding import TensorSharding
 from autopar.step_trace import MemoryOverStep, StepTrace, check_trace
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 #: What a plan file says it is.
 FORMAT = "autopar-plan"
 #: From each version of its fields to the next: 2 has `trace` and `memory`, which are None where they are not; 3 has no
-#: times of this run, so that two runs write the same file. Whoever changes a field of what a file holds adds one, and a
-#: file of the version before to `tests/plan_files/`.
-MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"))
+#: times of this run, so that two runs write the same file; 4 has numbers in columns, which before stood in the records.
+#: Whoever changes a field of what a file holds adds one, and a file of the version before to `tests/plan_files/`.
+MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is)
 VERSION = len(MIGRATIONS) + 1
 
 #: What an input or output is to the step. A parameter is carried state that the forward pass
@@ -240,9 +241,11 @@ class Constraint:
     `node` and `operand` are None for a constraint at the value's definition; otherwise it holds for
     that operand of that node alone. The node after the last stands for the step's outputs.
 
-    With `barrier` the value is read through an `optimization_barrier`.
+    With `barrier` the value is read through an `optimization_barrier`. `at` is the place in words, as people and version
+    control tell it from others.
     """
 
+    at: str = ""
     value: int
     shardings: tuple[TensorSharding, ...]
     node: int | None = None
@@ -448,7 +451,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types: what `save` writes. `in_tree` and `out_tree` are left out."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
-        return {"format": FORMAT, "version": VERSION, **body}
+        return {"format": FORMAT, "version": VERSION, **in_columns(body)}
 
     @classmethod
     def from_json(cls, data: Any) -> Plan:
@@ -457,7 +460,7 @@ class Plan:
         Raises:
             PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
         """
-        return read_document(data, FORMAT, MIGRATIONS, decoder(cls), _check)
+        return read_document(data, FORMAT, MIGRATIONS, reader(decoder(cls), _check))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, one record a line, made for version control.
@@ -495,9 +498,10 @@ def _check(plan: Plan) -> None:
             raise WrongFieldError(place, f"has {len(sharding.dims)} dims for a tensor of {len(shape)}")
     check_positions(plan)
     check_trace(plan.trace, plan.memory)
-    for index in [index for decision in plan.decisions for index in decision.collectives]:
+    for number, index in [(n, index) for n, decision in enumerate(plan.decisions) for index in decision.collectives]:
         if not 0 <= index < len(plan.collectives):
-            raise WrongFieldError("decisions", f"points at position {index} of a list of {len(plan.collectives)}")
+            place = f"decisions[{number}].collectives"
+            raise WrongFieldError(place, f"points at position {index} of a list of {len(plan.collectives)}")
 
 
 class Placement(Protocol):

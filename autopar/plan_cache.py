@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from autopar.errors import PlanFileError
 from autopar.kept_file import last_used, read_kept, write_kept
 from autopar.plan import Placement
+from autopar.plan_file import decoder, encode
 from autopar.plan_key import PlanKey, UnkeyedError, key_of
 from autopar.program import Program
 
@@ -124,7 +125,7 @@ def _read(path: Path, program: Program, read: Callable[[Any], P]) -> P | None:
             return None
         about, body = found
         lines = {old: program.as_traced.forms[-1].graph.nodes[node].source for old, node in about["sources"]}
-        plan = read(_with_lines(json.loads(body), lines))
+        plan = _with_lines(read(json.loads(body)), lines)
         if plan.program.name != program.signature.name or len(plan.inputs) != len(program.graph.inputs):
             raise ValueError("it is of another program")
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, PlanFileError) as error:
@@ -168,10 +169,10 @@ def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:
         )
 
 
-def _with_lines(value: Any, lines: Mapping[str, str]) -> Any:
-    """A plan's JSON with the user's lines where they are now: a line added above the model moves them all."""
+def _with_lines(plan: P, lines: Mapping[str, str]) -> P:
+    """A plan with the user's lines where they are now: a line added above the model moves them all."""
     moved = {old: new for old, new in lines.items() if old != new}
-    return _replaced(value, moved) if moved else value
+    return decoder(type(plan))(_replaced(encode(plan), moved)) if moved else plan
 
 
 def _replaced(value: Any, moved: Mapping[str, str]) -> Any:

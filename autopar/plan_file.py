@@ -38,15 +38,6 @@ class WrongFieldError(Exception):
 _T = TypeVar("_T")
 
 
-def write_document(document: Any, path: str | os.PathLike[str]) -> None:
-    """Write JSON, one record a line, as `write_text` does.
-
-    Raises:
-        PlanFileError: where it cannot be written.
-    """
-    write_text(layout(document) + "\n", path)
-
-
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
     """Write a file. It appears whole or not at all; an older one stays until then.
 
@@ -66,15 +57,14 @@ def read_document(
     data: Any,
     name: str,
     migrations: Sequence[Callable[[dict[str, Any]], dict[str, Any]]],
-    decode: Callable[[Any], _T],
-    check: Callable[[_T], None],
+    decode: Callable[[dict[str, Any]], _T],
 ) -> _T:
     """A plan from JSON types.
 
     Args:
         name: the format that it must say it is of.
         migrations: from each version, of 1 on, to the next: so the version of today is one more than there are.
-        decode: of its fields. check: refuses what is well typed, but does not agree.
+        decode: of its fields.
 
     Raises:
         PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
@@ -93,11 +83,9 @@ def read_document(
     try:
         for migrate in migrations[number - 1 :]:
             body = migrate(body)
-        plan = decode(body)
-        check(plan)
+        return decode(body)
     except WrongFieldError as wrong:
         raise PlanFileError(str(wrong)) from None
-    return plan
 
 
 def as_it_is(body: dict[str, Any]) -> dict[str, Any]:
@@ -136,20 +124,6 @@ def encode(value: Any) -> Any:
     if isinstance(value, numbers.Integral):
         return int(value)
     return float(value) if math.isfinite(value) else str(float(value))
-
-
-def layout(value: Any, depth: int = 0) -> str:
-    """JSON text: an object of the outer two levels opens up, a list has one entry a line, and a
-    record inside a list stays on its line, so that a difference between two plans reads well."""
-    inner = "\n" + "  " * (depth + 1)
-    if isinstance(value, dict) and value and depth < 2:
-        entries = [f"{json.dumps(key)}: {layout(item, depth + 1)}" for key, item in value.items()]
-    elif isinstance(value, list) and any(isinstance(item, dict | list | str) for item in value):
-        entries = [json.dumps(item, allow_nan=False) for item in value]
-    else:
-        return json.dumps(value, allow_nan=False)
-    left, right = "{}" if isinstance(value, dict) else "[]"
-    return f"{left}{inner}{(',' + inner).join(entries)}{inner[:-2]}{right}"
 
 
 _Decoder: TypeAlias = Callable[[Any], Any]

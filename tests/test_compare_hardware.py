@@ -185,12 +185,13 @@ def test_fewest_microbatches_that_fit() -> None:
 
 def test_smaller_memory_starts_where_larger_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several profiles together come to what each does alone, and plan no number anew that failed with more memory."""
-    profiles = [profile(mb, f"tiny-{mb}") for mb in (4, 12.5, 6)]
-    alone = [least(program(), one, max_devices=8).num_devices for one in profiles]
+    profiles = [profile(mb, f"tiny-{mb}") for mb in (2.7, 8.4, 4)]
+    step, args = step_args = step_and_args(64, layers=2)
+    told = program_of(step, args, carry=None, donate=None)
+    alone = [least(told, one, max_devices=8).num_devices for one in profiles]
+    assert alone == [8, 2, 4]
     planned = watch(monkeypatch)
-    step_args = step_and_args(64)
-    told = compare({"few": lambda: step_args}, profiles, max_devices=8)
-    (one,) = told.compared
+    (one,) = compare({"few": lambda: step_args}, profiles, max_devices=8).compared
     assert [fit.profile.name for fit in one.fits] == [one.name for one in profiles]
     assert [fit.num_devices for fit in one.fits] == alone
     by_memory = sorted(one.fits, key=lambda fit: -fit.budget_bytes)

@@ -24,6 +24,7 @@ from autopar.explain_parts import memory_use, step_time
 from autopar.graph.ir import Graph, Node
 from autopar.pipeline.plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.plan_file import encode
 from autopar.timeline import Ran, Timeline
 
 
@@ -144,13 +145,14 @@ def test_a_plan_s_file_keeps_the_step_over_time() -> None:
 def test_files_of_version_1_are_read() -> None:
     """They say nothing of the step over time: the parts still sum up."""
     plan = transformer_plan()
-    old = {key: value for key, value in plan.to_json().items() if key not in ("trace", "memory")} | {"version": 1}
+    head = {"format": "autopar-plan", "version": 1}
+    old = head | {key: value for key, value in encode(plan).items() if key not in ("trace", "memory")}
     read = Plan.from_json(old)
     assert read == replace(plan, trace=None, memory=None)
     assert read.to_json()["version"] == plan.to_json()["version"] and Plan.from_json(read.to_json()) == read
     assert memory_use(read).over_step == () and memory_use(read).peak_bytes == plan.prediction.peak_bytes
     assert sum(seconds for _, seconds in step_time(read).parts) == pytest.approx(plan.prediction.step_time_s)
-    stages: dict[str, Any] = staged_plan().to_json() | {"version": 1}
+    stages: dict[str, Any] = {"format": "autopar-pipeline-plan", "version": 1} | encode(staged_plan())
     for stage in stages["stages"]:
         del stage["plan"]["trace"], stage["plan"]["memory"]
     assert PipelinePlan.from_json(stages).prediction == staged_plan().prediction

@@ -76,7 +76,7 @@ def test_what_makes_no_sense_is_refused_before_the_model_is_opened(
     monkeypatch.setattr(Engine, "open", lambda *_, **__: pytest.fail("it is opened"))
     code, out, err = run(capsys, model, *arguments)
     assert (code, out) == (2, "")
-    assert err.startswith("autopar: ") and err.count("\n") == 1
+    assert err.startswith("autopar: ") and err.count("\n") == 2 and "\nMore on this: " in err
     assert re.search(why, err), err
 
 

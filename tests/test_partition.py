@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -63,6 +64,12 @@ class Tables:
     forbidden: float = 0.0
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+        return _cost(self, first, last, shape)
+
+    def transfer_s(self, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
+        return _transfer_s(self, boundary, source, target, same_host)
+
+    def drawn_cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
         draw = self._rng(first, last, *self._of(shape))
         if draw.random() < self.forbidden * (self.growth is Growth.UNKNOWN):
             return None
@@ -92,7 +99,7 @@ class Tables:
             working_bytes=working,
         )
 
-    def transfer_s(self, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
+    def drawn_transfer_s(self, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
         drawn = self._rng(boundary, *self._of(source), *self._of(target)).integers(0, 9)
         return float(drawn) / (4 if same_host else 1)
 
@@ -102,6 +109,17 @@ class Tables:
     @staticmethod
     def _of(shape: SubmeshShape) -> tuple[int, int, int]:
         return ord(shape.kind), shape.num_hosts, shape.devices_per_host
+
+
+@lru_cache(maxsize=4096)
+def _cost(tables: Tables, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+    """Drawn once: whoever looks at every partition asks for the same again and again."""
+    return tables.drawn_cost(first, last, shape)
+
+
+@lru_cache(maxsize=4096)
+def _transfer_s(tables: Tables, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
+    return tables.drawn_transfer_s(boundary, source, target, same_host)
 
 
 @st.composite

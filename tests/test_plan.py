@@ -145,8 +145,16 @@ def make_plan(num_layers: int = 3) -> Plan:
         carried=tuple((i, i) for i in range(len(state))),
         donated=tuple(range(len(state))),
         constraints=(
-            Constraint(value=12, shardings=(TensorSharding((("data",), ()), ("model",)), BATCH)),
-            Constraint(value=14, shardings=(TensorSharding(((), ("data", "model"))),), node=7, operand=0),
+            Constraint(
+                at="forward GPT/h_0 add #1", value=12, shardings=(TensorSharding((("data",), ()), ("model",)), BATCH)
+            ),
+            Constraint(
+                at="forward GPT/h_0 dot_general #1, operand 0",
+                value=14,
+                shardings=(TensorSharding(((), ("data", "model"))),),
+                node=7,
+                operand=0,
+            ),
         ),
         decisions=tuple(decisions),
         collectives=tuple(collectives),
@@ -196,7 +204,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("name", [f"{kind}version_{n}" for kind in ("", "stages_") for n in (1, 2)])
+@pytest.mark.parametrize("name", [f"{kind}version_{n}" for kind in ("", "stages_") for n in (1, 2, 3)])
 def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     """Each as the autopar of its time wrote it; written anew, it is of today's version, and the same plan."""
     old = Path(__file__).parent / "plan_files" / f"{name}.json"
@@ -204,7 +212,7 @@ def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     plan.save(tmp_path / "new.json")
     assert load_plan(tmp_path / "new.json") == plan
     before, after = (json.loads(path.read_text()) for path in (old, tmp_path / "new.json"))
-    assert (before["version"], after["version"]) == (int(name[-1]), 3)
+    assert (before["version"], after["version"]) == (int(name[-1]), 4)
     assert before["prediction"] == after["prediction"]
     assert "time_s" not in str(after["outcome"])
 
@@ -229,7 +237,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     own = (tmp_path / "own.json").read_text()
     assert own == (tmp_path / "other.json").read_text()
     assert str(here.parent) not in own
-    assert '"tests/programs.py:' in own
+    assert '    "tests/programs.py (' in own
 
 
 def test_numbers_of_numpy_are_saved() -> None:
@@ -241,10 +249,12 @@ def test_numbers_of_numpy_are_saved() -> None:
 def test_file_is_made_for_version_control(tmp_path: Path) -> None:
     make_plan().save(tmp_path / "p.json")
     lines = (tmp_path / "p.json").read_text().splitlines()
-    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 3,']
-    assert '    {"value": 14, "shardings": [[null, ["data", "model"]]], "node": 7, "operand": 0}' in lines
+    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 4,']
+    assert '    {"at": "forward GPT/h_0 dot_general #1, operand 0", "shardings": [[null, ["data", "model"]]]}' in lines
     unreduced = '{"spec": ["data", null], "unreduced": ["model"]}'
-    assert f'    {{"value": 12, "shardings": [{unreduced}, ["data", null]]}},' in lines
+    assert f'    {{"at": "forward GPT/h_0 add #1", "shardings": [{unreduced}, ["data", null]]}},' in lines
+    assert '    "constraints.value": [12, 14],' in lines
+    assert '    "/home/me/models/gpt.py (__call__)": [30, 31]' in lines
     assert max(map(len, lines)) < 400
 
 
@@ -284,8 +294,8 @@ def test_save_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 
 def change(data: dict[str, Any], place: str, value: Any) -> None:
-    """Set `a.0.b` in nested JSON; a value of ... deletes."""
-    *outer, last = (int(part) if part.isdigit() else part for part in place.split("."))
+    """Set `a.0.b` in nested JSON, where `a/b` is one name with a dot; a value of ... deletes."""
+    *outer, last = (int(part) if part.isdigit() else part.replace("/", ".") for part in place.split("."))
     at: Any = data
     for part in outer:
         at = at[part]
@@ -299,7 +309,7 @@ def change(data: dict[str, Any], place: str, value: Any) -> None:
     ("place", "value", "words"),
     [
         ("format", "other", 'it is not a plan: a plan is a JSON object with "format": "autopar-plan"'),
-        ("version", 4, "it is of version 4, which a later autopar wrote; this one"),
+        ("version", 5, "it is of version 5, which a later autopar wrote; this one"),
         ("version", "2", "it is of version '2': versions are whole numbers from 1 on"),
         ("hardware", ..., "its field `hardware` is missing"),
         ("extra", 1, "its field `extra` is unknown"),
@@ -320,8 +330,30 @@ def change(data: dict[str, Any], place: str, value: Any) -> None:
         ("prediction.step_time_s", "soon", 'its field `prediction.step_time_s` must be a number, not "soon"'),
         ("mesh", [["data", 0]], "its field `mesh` is no mesh: mesh axis sizes must be at least 1"),
         ("mesh.0", ["data"], "its field `mesh[0]` must be a list of 2, not"),
-        ("donated.0", 99, "its field `donated` points at position 99 of a list of 15"),
-        ("decisions.1.collectives", [3], "its field `decisions` points at position 3 of a list of 3"),
+        ("numbers.donated.0", 99, "its field `numbers.donated` points at position 99 of a list of 15"),
+        (
+            "numbers.decisions/collectives.1",
+            [3],
+            "its field `numbers.decisions.collectives[1]` points at position 3 of a list of 3",
+        ),
+        ("numbers.constraints/value.1", "x", '`numbers.constraints.value[1]` must be a whole number, not "x"'),
+        ("numbers.constraints/value.1", None, "its field `numbers.constraints.value[1]` is missing"),
+        ("numbers.constraints/node.0", 0.5, "its field `numbers.constraints.node[0]` must be a whole number, not 0.5"),
+        ("numbers.constraints/value", ..., "its field `numbers.constraints.value[0]` is missing"),
+        ("numbers.constraints/operand", [0], "`numbers.constraints.operand` has 1 entries for 2 records"),
+        ("numbers.constraints/operand", 0, "its field `numbers.constraints.operand` must be a list"),
+        ("numbers.constraints/at", [], "its field `numbers.constraints.at` is unknown"),
+        ("constraints.1.node", 7, "its field `numbers.constraints.node[1]` stands in its record too"),
+        ("numbers.carried", ..., "its field `numbers.carried` is missing"),
+        (
+            "numbers.collectives/source.2",
+            7,
+            "`numbers.collectives.source[2]` must be a position in `sources`, which has",
+        ),
+        ("numbers.decisions/source", ..., "its field `numbers.decisions.source[0]` is missing"),
+        ("sources", [], "its field `sources` must be an object"),
+        ("sources", {"gpt.py": ["30"]}, "its field `sources.gpt.py` must be a list of whole numbers"),
+        ("numbers", 3, "its field `numbers` must be an object"),
         ("inputs.14", ..., "its field `inputs` has 14 entries, but `program.inputs` has 15"),
         ("program.primitives.add", None, "its field `program.primitives` must be a whole number, not null"),
         ("program", [], "its field `program` must be an object, not []"),

@@ -19,7 +19,8 @@ from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.staged_time import Send, staged_timeline, task_seconds
 from autopar.pipeline.tasks import Schedule, chain
 from autopar.plan import Plan, ProgramSignature, TensorPlan, check_positions
-from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without, write_document
+from autopar.plan_columns import in_columns, reader, write_document
+from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without
 from autopar.sharding import TensorSharding
 
 #: What the file of such a plan says it is; from each version of its fields to the next, as in `plan`.
@@ -42,7 +43,7 @@ def _second_to_third(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-MIGRATIONS = (as_it_is, _second_to_third)
+MIGRATIONS = (as_it_is, _second_to_third, as_it_is)
 VERSION = len(MIGRATIONS) + 1
 
 
@@ -242,7 +243,7 @@ class PipelinePlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types: what `save` writes. `in_tree` and `out_tree` are left out."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
-        return {"format": FORMAT, "version": VERSION, **body}
+        return {"format": FORMAT, "version": VERSION, **in_columns(body)}
 
     @classmethod
     def from_json(cls, data: Any) -> PipelinePlan:
@@ -251,7 +252,7 @@ class PipelinePlan:
         Raises:
             PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
         """
-        return read_document(data, FORMAT, MIGRATIONS, decoder(cls), _check)
+        return read_document(data, FORMAT, MIGRATIONS, reader(decoder(cls), _check))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, as `Plan.save` does.
