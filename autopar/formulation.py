@@ -180,7 +180,7 @@ class _Builder:
         self.matrices: dict[tuple[object, ...], np.ndarray] = {}
         self.times: dict[tuple[Load, int], np.ndarray] = {}
         self.last_use = _last_uses(graph)
-        self.given: dict[int, bool] = {}
+        self.of_state: dict[int, bool] = {}
 
     def build(self, held: Mapping[int, TensorSharding]) -> Formulation:
         for index, group in enumerate(self.groups):
@@ -323,18 +323,22 @@ class _Builder:
         return self._is_given(source) or self._is_update(target)
 
     def _is_given(self, node: int) -> bool:
-        """Whether a decision is an input, or does nothing but cast, turn or scale one: what it makes is there before all
-        else."""
-        if node not in self.given:
+        """Whether a decision is an input, or made of the state as soon as there is any."""
+        return self.decisions[node].kind == "input" or self._is_of_state(node)
+
+    def _is_of_state(self, node: int) -> bool:
+        """Whether a decision is an input of carried state, or does nothing but cast, turn or scale one."""
+        if node not in self.of_state:
             decision = self.decisions[node]
-            self.given[node] = decision.kind == "input"  # so also of a loop's value while its maker is looked at
-            if decision.kind == "group":
+            self.of_state[node] = decision.kind == "input" and decision.position in self.renewed
+            if decision.kind == "group":  # False until it is known: a loop's value may be made of itself
                 group = self.groups[decision.group]
                 read = {read.value for read in group.reads}
                 if len(read) + len(group.inputs) == 1:
+                    carried = [self.position_of[value] in self.renewed for value, _ in group.inputs]
                     makers = [self.made[value][0] for value in read if value in self.made]
-                    self.given[node] = bool(group.inputs) or any(map(self._is_given, makers))
-        return self.given[node]
+                    self.of_state[node] = any(carried) or any(map(self._is_of_state, makers))
+        return self.of_state[node]
 
     def _is_update(self, node: int) -> bool:
         """Whether a decision is of the update, or does nothing but reshape for it."""

@@ -108,8 +108,8 @@ def test_batch_and_hardware_flip_the_layout(capsys: pytest.CaptureFixture[str]) 
     assert flips[1][1] == 1  # one query is no two
     assert flips[100_000] == (1, 8)
     assert ways("4e6x64:float32", "h100-sxm", capsys)[1000] == (8, 1)
-    middle = {name: ways("50000x64:float32", name, capsys)[1000][0] for name in ("h100-sxm", "cpu-host")}
-    assert middle == {"h100-sxm": 1, "cpu-host": 8}  # parts of the corpus
+    middle = {name: ways("50000x64:float32", name, capsys)[1000] for name in ("h100-sxm", "cpu-host")}
+    assert middle == {"h100-sxm": (1, 8), "cpu-host": (8, 1)}
 
 
 def test_corpus_and_queries_are_split_both(capsys: pytest.CaptureFixture[str]) -> None:
