@@ -89,7 +89,7 @@ def _pins(
     for path, leaf in _leaves(batch):
         if leaf.shape[0] % num_data:
             raise ValueError(f"batch/{path} of {leaf.shape[0]} does not divide by {num_data}")
-        over = batch_axes if len(batch_axes) > 1 else batch_axes[0]
+        over = batch_axes[0] if len(batch_axes) == 1 else batch_axes
         pins[f"batch/{path}"] = PartitionSpec(over) if num_data > 1 else PartitionSpec()
     return pins
 
