@@ -51,7 +51,8 @@ class Experts(nn.Module):
         init = nn.initializers.lecun_normal(batch_axis=0)
         gate, up = (self.param(name, init, (count, width, self.hidden)) for name in ("gate_experts", "up_experts"))
         down = self.param("down_experts", init, (count, self.hidden, width))
-        sent = jnp.einsum("bsec,bsm->ebcm", (combine > 0).astype(self.dtype), x)
+        # The norm before multiplies by its float32 weights: without a cast, so would be all that follows.
+        sent = jnp.einsum("bsec,bsm->ebcm", (combine > 0).astype(self.dtype), x.astype(self.dtype))
         opened = nn.silu(jnp.einsum("ebcm,emh->ebch", sent, gate.astype(self.dtype)))
         opened *= jnp.einsum("ebcm,emh->ebch", sent, up.astype(self.dtype))
         made = jnp.einsum("ebch,ehm->ebcm", opened, down.astype(self.dtype))
