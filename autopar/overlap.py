@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.assemble import merged
+from autopar.assemble import hiding
 from autopar.within_budget import Made
 
 #: What counts, for the solver, of a collective for which nothing need wait, where it is to count on overlap.
@@ -19,6 +19,8 @@ HIDDEN = 0.2
 _WORTH = 0.01
 #: Limits that are tried, over the profile's own. Of smaller ones the timeline knows less well what XLA makes.
 _LIMITS = (1 / 4, 1 / 2, 2, 4)
+#: Limits with which reductions are awaited early, and by how much more than their own time after they can start.
+_EARLY, _SLACK = (1 / 2, 1), (0.25, 1.0, 2.0)
 #: A limit of ours has to be better than XLA's by so much of the step.
 _LEAST_GAIN = 0.005
 
@@ -35,12 +37,20 @@ def is_worth_hiding(made: Made) -> bool:
     return max(shares) > _WORTH
 
 
-def best_merged(made: Made, budget: float) -> Made:
-    """The same plan with the limit of merging that is best for it, within a memory budget if it is so now."""
+def best_hidden(made: Made, budget: float) -> Made:
+    """The same plan with the limit of merging, and with the reductions awaited early, that are best for it; within a memory
+    budget if it is so now."""
     if not is_worth_hiding(made) or not made.parts.device.ops:
         return made
     own = made.formulation.profile.combine_threshold_bytes
-    tried = [replace(made, parts=merged(made.formulation, made.parts, round(share * own))) for share in _LIMITS]
+    ways = [
+        *((share, None) for share in _LIMITS if share != 1),
+        *((share, slack) for share in _EARLY for slack in _SLACK),
+    ]
+    tried = [
+        replace(made, parts=hiding(made.formulation, made.parts, None if share == 1 else round(share * own), slack))
+        for share, slack in ways
+    ]
     limit = max(budget, made.peak_bytes)
     best = min((one for one in tried if one.peak_bytes <= limit), key=lambda one: one.compared_s, default=made)
     return best if best.compared_s <= (1 - _LEAST_GAIN) * made.compared_s else made

@@ -34,7 +34,7 @@ from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.over_time import memory_over_step, step_trace
-from autopar.overlap import HIDDEN, best_merged, is_worth_hiding
+from autopar.overlap import HIDDEN, best_hidden, is_worth_hiding
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program
@@ -315,7 +315,7 @@ class _Free:
                 resharding=times,
                 held=held,
             )
-            return best_merged(planning.made(program, f, solver.solve(f.problem)), budget)
+            return best_hidden(planning.made(program, f, solver.solve(f.problem)), budget)
 
         made = priced(1.0)
         if is_worth_hiding(made):
@@ -331,7 +331,7 @@ class _Free:
         made = self.made
         memory_bound = made.peak_bytes > self.budget
         if memory_bound:  # only now is memory worth its constraints
-            made = best_merged(within_budget(self.budget, made, self.planning, **self.search), self.budget)
+            made = best_hidden(within_budget(self.budget, made, self.planning, **self.search), self.budget)
         seconds = time.perf_counter() - self.started
         plan = plan_as_made(
             made, self.program, self.unknown, budget=self.budget, seconds=seconds, memory_bound=memory_bound
@@ -374,6 +374,7 @@ def plan_as_made(
         microbatches=microbatches_of(made.program, mesh, parts.constraints),
         recomputed=made.recomputed,
         merge_bytes=parts.merge_bytes,
+        awaited=parts.awaited,
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),
         memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),
