@@ -20,7 +20,7 @@ from autopar.mesh import MeshShape
 from autopar.plan import Awaited
 from autopar.timeline import predecessors
 
-_REDUCTIONS = ("all-reduce", "reduce-scatter")
+REDUCTIONS = ("all-reduce", "reduce-scatter")
 #: Pieces of branches: what is in one is not run each time.
 _BRANCHES = frozenset(["enter_branch", "exit_branch"])
 
@@ -109,16 +109,14 @@ class _Clock:
 def _chains(program: DeviceProgram, clock: _Clock) -> list[list[int]]:
     """Reductions for which nobody waits soon, each with those of the same value that it waits for, first to last."""
     ops = program.ops
-    reductions = [i for i, op in enumerate(ops) if op.combinable and op.collective in _REDUCTIONS]
+    reductions = [i for i, op in enumerate(ops) if op.combinable and op.collective in REDUCTIONS]
     inner = {j for i in reductions for j in clock.waits_for[i]}
     chains = []
     for last in reductions:
         if last in inner:
             continue
         chain = [last]
-        while before := [
-            j for j in clock.waits_for[chain[0]] if ops[j].combinable and ops[j].collective in _REDUCTIONS
-        ]:
+        while before := [j for j in clock.waits_for[chain[0]] if ops[j].combinable and ops[j].collective in REDUCTIONS]:
             chain.insert(0, before[0])
         first_read = clock.first_read[last]
         over = clock.starts[chain[0]] + sum(clock.seconds(ops[i]) for i in chain)
