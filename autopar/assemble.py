@@ -14,12 +14,13 @@ import numpy as np
 from autopar.cost import halo
 from autopar.cost.halo import Extension, Strip
 from autopar.device_program import DeviceProgram, Op, peak_of_temporaries
+from autopar.early import tied
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Graph, Node
 from autopar.graph.node_names import NodeNames
 from autopar.on_device import device_program
-from autopar.plan import CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
+from autopar.plan import Awaited, CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
 from autopar.rules.groups import SMALL_SIZE
 from autopar.rules.indexing import INDEXING
 from autopar.rules.regions import gather_of, is_manual
@@ -39,6 +40,7 @@ class Assembled:
         device: the program of one device. timeline: of it, at the device's own rates. most_held: its operations in the
             order in which most is live.
         merge_bytes: the limit to which collectives are merged, where it is not the profile's.
+        awaited: what waits for reductions.
     """
 
     inputs: tuple[TensorPlan, ...]
@@ -52,6 +54,7 @@ class Assembled:
     timeline: Timeline
     most_held: Sequence[Op]
     merge_bytes: int | None = None
+    awaited: tuple[Awaited, ...] = ()
 
 
 def assemble(
@@ -85,10 +88,20 @@ def assemble(
     )
 
 
-def merged(f: Formulation, parts: Assembled, merge_bytes: int) -> Assembled:
-    """The same with another limit to which XLA merges collectives: predicted anew."""
-    g = replace(f, profile=replace(f.profile, combine_threshold_bytes=merge_bytes))
-    prediction, device, timeline, most_held = _predict(g, parts.device, parts.collectives, parts.inputs, parts.outputs)
+def hiding(f: Formulation, parts: Assembled, merge_bytes: int | None, slack: float | None) -> Assembled:
+    """The same with another limit to which XLA merges collectives, and with reductions awaited early: predicted anew.
+
+    Args:
+        merge_bytes: None for the profile's. slack: as of `early.tied`; None where nothing waits.
+    """
+    limit = f.profile.combine_threshold_bytes if merge_bytes is None else merge_bytes
+    g = replace(f, profile=replace(f.profile, combine_threshold_bytes=limit))
+    device, awaited = parts.device, tuple[Awaited, ...]()
+    if slack is not None:
+        device, found = tied(device, f.graph, f.mesh, f.profile, merge_bytes=limit, slack=slack)
+        names = NodeNames(f.graph)
+        awaited = tuple(replace(one, at=names.reading(one.node, one.operand)) for one in found)
+    prediction, device, timeline, most_held = _predict(g, device, parts.collectives, parts.inputs, parts.outputs)
     return replace(
         parts,
         prediction=prediction,
@@ -96,6 +109,7 @@ def merged(f: Formulation, parts: Assembled, merge_bytes: int) -> Assembled:
         timeline=timeline,
         most_held=most_held,
         merge_bytes=merge_bytes,
+        awaited=awaited,
     )
 
 

@@ -141,6 +141,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "outcome": asdict(plan.outcome),
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
         "merge_bytes": plan.merge_bytes,
+        "awaited": sum(len(one.values) for one in plan.awaited),
         **{name: [_row_json(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
@@ -188,6 +189,7 @@ def _head(plan: Plan) -> list[RenderableType]:
         *_microbatches(plan),
         *(("Recomputed", text) for text in _recomputed(plan)),
         *(("Merged", text) for text in _merged(plan)),
+        *(("Awaited", text) for text in _awaited(plan)),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
     ]
     devices = "device" if plan.mesh.num_devices == 1 else "devices"
@@ -237,6 +239,16 @@ def _merged(plan: Plan) -> list[str]:
     if plan.merge_bytes is None:
         return []
     return [f"XLA is told to merge collectives of a kind up to {human_bytes(plan.merge_bytes)}, so that more is hidden"]
+
+
+def _awaited(plan: Plan) -> list[str]:
+    """What waits for reductions."""
+    if not plan.awaited:
+        return []
+    of = sum(len(one.values) for one in plan.awaited)
+    return [
+        f"{of} gradients are summed early: {len(plan.awaited)} later operations wait for them, so that more is hidden"
+    ]
 
 
 def _totals(plan: Plan) -> list[RenderableType]:

@@ -228,13 +228,15 @@ class _Fusion:
         self.users[source].add(i)
 
     def _write_smaller(self, i: int) -> None:
-        """Give a product the size of its only reader's result, where that is a cast to fewer bytes."""
+        """Give a product the size of its only reader's result, where that is a cast to fewer bytes, perhaps of the
+        product scaled."""
         self._cast_before_transpose(i)
         while len(self.users[i]) == 1 and i not in self.outputs:
             (reader,) = self.users[i]
             one = self.instructions[reader]
             narrower = one.primitive in ("convert_element_type", "slice") and len(one.operands) == 1
-            if one.kind != "loop" or not narrower or one.num_bytes > self.instructions[i].num_bytes:
+            scaled = self._is_scaling(reader) and self._is_cast_at_once(reader)
+            if one.kind != "loop" or not (narrower or scaled) or one.num_bytes > self.instructions[i].num_bytes:
                 return
             product = self.instructions[i]
             gemm = replace(product.gemm, out_dtype=one.dtype) if product.gemm else None
@@ -247,6 +249,8 @@ class _Fusion:
                         operands[i] = operands.pop(reader)
                 self.users[i].add(user)
             self.users[i].discard(reader)
+            for scalar in one.operands.keys() - {i}:
+                self.users[scalar].discard(reader)
             self.users[reader] = set()
             del self.kernels[reader]
             if reader in self.outputs:
@@ -255,21 +259,50 @@ class _Fusion:
                 self.renamed[reader] = i
 
     def _cast_before_transpose(self, i: int) -> None:
-        """A product's result that is transposed and then narrowed is narrowed first: a transpose is a layout."""
-        if len(self.users[i]) != 1 or i in self.outputs:
+        """A product's result that is transposed, perhaps scaled, and then narrowed is narrowed before it is transposed:
+        a transpose is a layout."""
+        chain = [i]
+        while (after := self._only_reader(chain[-1])) is not None and (
+            self.instructions[after].primitive == "transpose" or self._is_scaling(after)
+        ):
+            chain.append(after)
+        if after is None or not self._narrows(after):
             return
-        (moved,) = self.users[i]
-        if self.instructions[moved].primitive != "transpose" or moved in self.outputs or len(self.users[moved]) != 1:
-            return
-        (cast,) = self.users[moved]
-        one = self.instructions[cast]
-        if one.primitive != "convert_element_type" or one.num_bytes >= self.instructions[moved].num_bytes:
-            return
-        # The two change places: i -> cast -> moved -> what read the cast.
-        wide = self.instructions[moved]
-        self.instructions[moved] = replace(one, operands={i: 1.0})
-        self.instructions[cast] = replace(wide, operands={moved: 1.0}, num_bytes=one.num_bytes, dtype=one.dtype)
-        self.kernels[moved].flops, self.kernels[cast].flops = self.kernels[cast].flops, self.kernels[moved].flops
+        places = [*chain[1:], after]
+        moved = [at for at in places if self.instructions[at].primitive == "transpose"]
+        order = [at for at in places if at not in moved] + moved
+        read = dict(zip(places, chain, strict=True))
+        cast, ones = self.instructions[after], [(at, self.instructions[at], self.kernels[at].flops) for at in order]
+        for at, (was, one, flops) in zip(places, ones, strict=True):
+            operands = {read[at] if o == read[was] else o: count for o, count in one.operands.items()}
+            for scalar in operands.keys() - {read[at]}:
+                self.users[scalar] = self.users[scalar] - {was} | {at}
+            narrow = {"num_bytes": cast.num_bytes, "dtype": cast.dtype} if one.primitive == "transpose" else {}
+            self.instructions[at] = replace(one, operands=operands, **narrow)
+            self.kernels[at].flops, self.kernels[at].operands = flops, dict(operands)
+
+    def _only_reader(self, i: int) -> int | None:
+        """What alone reads an instruction; None where several do, or the step returns it."""
+        return next(iter(self.users[i])) if len(self.users[i]) == 1 and i not in self.outputs else None
+
+    def _is_scaling(self, i: int) -> bool:
+        """Whether an instruction scales its one large operand by a number, which may be computed."""
+        one = self.instructions[i]
+        large = [o for o in one.operands if self.instructions[o].elements > 1]
+        return one.kind == "loop" and one.primitive in ("mul", "div", "neg") and len(large) == 1
+
+    def _is_cast_at_once(self, i: int) -> bool:
+        """Whether nothing reads an instruction but a cast to fewer bytes, or a scaling that is cast so."""
+        after = self._only_reader(i)
+        return after is not None and (
+            self._narrows(after) or (self._is_scaling(after) and self._is_cast_at_once(after))
+        )
+
+    def _narrows(self, i: int) -> bool:
+        """Whether an instruction is a cast to fewer bytes."""
+        one = self.instructions[i]
+        is_cast = one.kind == "loop" and one.primitive == "convert_element_type" and len(one.operands) == 1
+        return is_cast and one.num_bytes < sum(self.instructions[o].num_bytes for o in one.operands)
 
     # -- softmax -----------------------------------------------------------------------------
 

@@ -1,16 +1,20 @@
-"""What a plan's collectives leave exposed, made less: by prices that count on overlap, and by how XLA merges them.
+"""What a plan's collectives leave exposed, made less: by prices that count on overlap, by how XLA merges them, and by what
+waits for reductions before it needs them.
 
 In: a plan as made. Out: whether it is worth looking for one that hides more; the same plan with the limit to which XLA's GPU
-compiler merges collectives that suits it. The solver adds up kernels and collectives, as if nothing hid anything; merged
-into few, collectives start late, and into many they each pay for their start. The timeline of a whole plan tells which is
-best.
+compiler merges collectives that suits it; and with reductions awaited early (`early`). The solver adds up kernels and
+collectives, as if nothing hid anything; merged into few, collectives start late, and into many they each pay for their
+start. The timeline of a whole plan tells which is best.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.assemble import merged
+from autopar.assemble import hiding
+from autopar.early import REDUCTIONS
 from autopar.within_budget import Made
 
 #: What counts, for the solver, of a collective for which nothing need wait, where it is to count on overlap.
@@ -19,28 +23,44 @@ HIDDEN = 0.2
 _WORTH = 0.01
 #: Limits that are tried, over the profile's own. Of smaller ones the timeline knows less well what XLA makes.
 _LIMITS = (1 / 4, 1 / 2, 2, 4)
+#: Limits with which reductions are awaited early, and by how much more than their own time after they can start.
+_EARLY, _SLACK = (1 / 2, 1), (0.25, 1.0, 2.0)
 #: A limit of ours has to be better than XLA's by so much of the step.
 _LEAST_GAIN = 0.005
 
 
-def is_worth_hiding(made: Made) -> bool:
-    """Whether kernels and collectives run side by side there, and enough of these is exposed."""
+def is_worth_hiding(made: Made, to_beat: float = math.inf) -> bool:
+    """Whether kernels and collectives run side by side there, enough of these is exposed, and the plan would be faster than
+    another's `compared_s` if nothing were."""
     told = made.parts.prediction
     if not _overlaps(made) or not told.step_time_s or not told.xla_step_time_s:
         return False
-    shares = [
-        sum(told.exposed_s.values()) / told.step_time_s,
-        sum((told.xla_exposed_s or {}).values()) / told.xla_step_time_s,
-    ]
-    return max(shares) > _WORTH
+    own = sum(told.exposed_s.values()) / told.step_time_s
+    estimated = sum((told.xla_exposed_s or {}).values()) / told.xla_step_time_s
+    return max(own, estimated) > _WORTH and math.sqrt((1 - own) * (1 - estimated)) * made.compared_s < to_beat
 
 
-def best_merged(made: Made, budget: float) -> Made:
+def best_merged(made: Made, budget: float, to_beat: float = math.inf) -> Made:
     """The same plan with the limit of merging that is best for it, within a memory budget if it is so now."""
-    if not is_worth_hiding(made) or not made.parts.device.ops:
+    return _best(made, budget, to_beat, [(share, None) for share in _LIMITS])
+
+
+def awaited_early(made: Made, budget: float, to_beat: float = math.inf) -> Made:
+    """The same plan with reductions awaited early, and the limit of merging that goes with it, where that is better."""
+    told = made.parts.prediction
+    exposed = {**told.exposed_s, **(told.xla_exposed_s or {})}
+    ways = [(share, slack) for share in _EARLY for slack in _SLACK]
+    return _best(made, budget, to_beat, ways) if exposed.keys() & set(REDUCTIONS) else made
+
+
+def _best(made: Made, budget: float, to_beat: float, ways: Sequence[tuple[float, float | None]]) -> Made:
+    if not is_worth_hiding(made, to_beat) or not made.parts.device.ops:
         return made
     own = made.formulation.profile.combine_threshold_bytes
-    tried = [replace(made, parts=merged(made.formulation, made.parts, round(share * own))) for share in _LIMITS]
+    tried = [
+        replace(made, parts=hiding(made.formulation, made.parts, None if share == 1 else round(share * own), slack))
+        for share, slack in ways
+    ]
     limit = max(budget, made.peak_bytes)
     best = min((one for one in tried if one.peak_bytes <= limit), key=lambda one: one.compared_s, default=made)
     return best if best.compared_s <= (1 - _LEAST_GAIN) * made.compared_s else made

@@ -29,7 +29,7 @@ FORMAT = "autopar-plan"
 #: From each version of its fields to the next: 2 has `trace` and `memory`, which are None where they are not; 3 has no
 #: times of this run, so that two runs write the same file; 4 has numbers in columns, which before stood in the records.
 #: Whoever changes a field of what a file holds adds one, and a file of the version before to `tests/plan_files/`.
-MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is)
+MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is)
 VERSION = len(MIGRATIONS) + 1
 
 #: What an input or output is to the step. A parameter is carried state that the forward pass
@@ -254,6 +254,20 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Awaited:
+    """Reductions that have to be over before a node reads one of its operands, though it needs none of them: so that XLA
+    starts them early, with kernels left to hide them.
+
+    `values` are read as their constraint at the definition has them. `at` is the place in words.
+    """
+
+    at: str = ""
+    node: int
+    operand: int
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ManualRegion:
     """A node of which each device runs its own part, under `jax.shard_map`, because XLA's partitioner would not run
     it so.
@@ -353,6 +367,7 @@ class Plan:
         trace, memory: a step over time; None in plans of files of version 1.
         merge_bytes: XLA's GPU compiler is told to merge collectives of a kind until their results are of so many
             bytes; None where its own limit does.
+        awaited: what waits for reductions, so that they start early.
     """
 
     program: ProgramSignature
@@ -374,6 +389,7 @@ class Plan:
     microbatches: Microbatches | None = None
     recomputed: tuple[Recomputation, ...] = ()
     merge_bytes: int | None = None
+    awaited: tuple[Awaited, ...] = ()
     trace: StepTrace | None = None
     memory: MemoryOverStep | None = None
     notes: tuple[str, ...] = ()

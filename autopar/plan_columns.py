@@ -28,6 +28,7 @@ _FIELDS = {
     "constraints": ("value", "node", "operand"),
     "decisions": ("collectives",),
     "regions": ("node",),
+    "awaited": ("node", "operand", "values"),
     "recomputed": ("again",),
 }
 #: Records that name a line of code.

@@ -9,6 +9,7 @@ Nothing is compiled and no device is touched, unless neither mesh nor device cou
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import time
 from collections import Counter
@@ -34,7 +35,7 @@ from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.over_time import memory_over_step, step_trace
-from autopar.overlap import HIDDEN, best_merged, is_worth_hiding
+from autopar.overlap import HIDDEN, awaited_early, best_merged, is_worth_hiding
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program
@@ -216,7 +217,8 @@ def plan_and_parts(
         try:
             pins = resolve_pins(layouts, program.graph, shape)
             keep_to = budget * (1 - BUDGET_MARGIN)
-            given = (profile, keep_to, pins, solve_with, limited, search, held or {})
+            to_beat = min((made.compared_s for _, made in found), default=math.inf)
+            given = (profile, keep_to, pins, solve_with, limited, search, held or {}, to_beat)
             found.append(_plan_in_a_form(shape, forms, *given))
         except NothingFitsError as short:
             failures.append((shape, short))
@@ -276,6 +278,7 @@ class _Free:
     planning: Planning
     budget: float
     search: Mapping[str, bool]
+    to_beat: float
     started: float
 
     @classmethod
@@ -291,11 +294,13 @@ class _Free:
         limited: Solver,
         search: Mapping[str, bool],
         held: Mapping[int, TensorSharding],
+        to_beat: float,
     ) -> _Free:
         """Plan without a budget.
 
         Args:
             search: how `within_budget` is to search.
+            to_beat: a plan that even with nothing exposed is no faster is left as it is.
 
         Raises:
             TimeLimitError: the solver found no plan.
@@ -315,12 +320,12 @@ class _Free:
                 resharding=times,
                 held=held,
             )
-            return best_merged(planning.made(program, f, solver.solve(f.problem)), budget)
+            return best_merged(planning.made(program, f, solver.solve(f.problem)), budget, to_beat)
 
         made = priced(1.0)
-        if is_worth_hiding(made):
+        if is_worth_hiding(made, to_beat):
             made = min(made, priced(HIDDEN), key=lambda one: one.compared_s)
-        return cls(mesh, program, grouped.unknown, made, planning, budget, search, started)
+        return cls(mesh, program, grouped.unknown, made, planning, budget, search, to_beat, started)
 
     def kept_to_budget(self) -> tuple[Plan, Made]:
         """The plan and what it was made of, made anew where it takes too much memory.
@@ -332,6 +337,7 @@ class _Free:
         memory_bound = made.peak_bytes > self.budget
         if memory_bound:  # only now is memory worth its constraints
             made = best_merged(within_budget(self.budget, made, self.planning, **self.search), self.budget)
+        made = awaited_early(made, self.budget, self.to_beat)
         seconds = time.perf_counter() - self.started
         plan = plan_as_made(
             made, self.program, self.unknown, budget=self.budget, seconds=seconds, memory_bound=memory_bound
@@ -374,6 +380,7 @@ def plan_as_made(
         microbatches=microbatches_of(made.program, mesh, parts.constraints),
         recomputed=made.recomputed,
         merge_bytes=parts.merge_bytes,
+        awaited=parts.awaited,
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),
         memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),

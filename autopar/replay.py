@@ -22,7 +22,7 @@ from autopar.factoring.whole import as_written, run_whole, seen_whole
 from autopar.manual.region import run_region
 from autopar.manual_program import run_shard_map
 from autopar.partition_spec import partition_spec
-from autopar.plan import Plan, split_dims
+from autopar.plan import Awaited, Plan, split_dims
 from autopar.sharding import TensorSharding
 from autopar.trace import Trace
 
@@ -60,10 +60,11 @@ class Replay:
                 self.at_definition[constraint.value] = constraint.shardings
             else:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
+        self.awaited = {one.node: one for one in plan.awaited}
         self.manual = {region.node: region for region in plan.regions}
         self.region_at = {region.enter[0]: region for region in trace.regions}
         self.as_written = as_written(trace, split_dims(plan.constraints))
-        self.remaining = _last_reads(trace)
+        self.remaining = _last_reads(trace, plan.awaited)
 
     def run(self, *args: Any) -> Any:
         """The step."""
@@ -106,6 +107,9 @@ class Replay:
         take = self._taken if whole is None else self._operand
         with _context(equation):
             operands = [take(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
+            if n in self.awaited:
+                i = self.awaited[n].operand
+                operands[i] = self._after(scope, operands[i], self.awaited[n].values)
             if whole is not None:
                 self._define(scope, self.trace.equations[whole.stop - 1], run_whole(whole, operands))
                 return
@@ -124,6 +128,11 @@ class Replay:
         if equation.primitive in ("sharding_constraint", "reshard"):  # the plan says the same, over its own mesh
             return operands
         return jax_compat.bind(equation.source, operands)
+
+    def _after(self, scope: _Scope, operand: Any, values: Sequence[int]) -> Any:
+        """An operand that is there once values are; of a part of the step, those that it has."""
+        known = [scope.values[position] for position in values if position in scope.values]
+        return jax.lax.optimization_barrier([operand, *known])[0]
 
     def _taken(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
         """An operand in the shape it was traced with; only one with a dim that is two there may have another."""
@@ -318,13 +327,15 @@ def _context(equation: Equation) -> Any:
     return jax_compat.equation_context(source.source_info.traceback, equation.name_stack, source.ctx.manager)
 
 
-def _last_reads(trace: Trace) -> dict[int, list[int]]:
-    """Equation -> values it is the last to read. What a loop's equations read is read until its end."""
+def _last_reads(trace: Trace, awaited: Sequence[Awaited]) -> dict[int, list[int]]:
+    """Equation -> values it is the last to read or to wait for. What a loop's equations read is read until its end."""
     last: dict[int, int] = {}
     for n, equation in enumerate(trace.equations):
         for atom in equation.operands:
             if isinstance(atom, int):
                 last[atom] = n
+    for one in awaited:
+        last |= {value: max(last.get(value, 0), one.node) for value in one.values}
     for output in trace.outputs:
         if isinstance(output, int):
             last.pop(output, None)

@@ -210,7 +210,7 @@ def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: Hardware
     waits for another. The merged one stands where its last member stood.
     """
     order = _from_outputs(program)
-    waits_for = _predecessors(program.ops)
+    waits_for = predecessors(program.ops)
     waiting = [i for i in order if program.ops[i].combinable and program.ops[i].kind == "collective"]
     bit = {i: 1 << n for n, i in enumerate(waiting)}
     keys = {i: _merge_key(program.ops[i]) for i in waiting}
@@ -343,7 +343,7 @@ def _packed(ops: Sequence[Op], buffer: int) -> list[Op]:
 
 def _from_outputs(program: DeviceProgram) -> list[int]:
     """Operations in the order of a walk from the outputs, those that one waits for before it."""
-    waits_for = _predecessors(program.ops)
+    waits_for = predecessors(program.ops)
     writer = {buffer: i for i, op in enumerate(program.ops) for buffer in op.writes}
     roots = [writer[b] for b, buffer in enumerate(program.buffers) if buffer.output and b in writer]
     order, seen = [], set()
@@ -405,7 +405,7 @@ class _CollectivesAbove:
                 add(self._together.get(reader, (reader,)), bits)
 
 
-def _predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:
+def predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:
     """Of each operation, those that write what it reads."""
     writer: dict[int, int] = {}
     waits_for = []

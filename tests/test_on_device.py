@@ -265,6 +265,20 @@ def test_a_product_writes_as_narrow_as_its_reader_wants() -> None:
     assert op.written_bytes == 512 * 512 * 2
 
 
+def test_a_product_scales_what_it_writes_where_that_is_cast_next() -> None:
+    """As the gradient of attention's queries is, which is transposed between."""
+
+    def step(s: jax.Array, k: jax.Array, scale: jax.Array) -> jax.Array:
+        made = jnp.einsum("hqk,hkd->hqd", s, k)
+        return (jnp.transpose(made / 8.0, (0, 2, 1)) / scale).astype(jnp.bfloat16)
+
+    product, layout = built(step, array(12, 512, 512), array(12, 512, 64), array()).ops
+    assert product.gemm is not None
+    assert product.gemm.out_dtype == "bfloat16"
+    assert product.written_bytes == 12 * 512 * 64 * 2
+    assert layout.read_bytes == 12 * 512 * 64 * 2
+
+
 def test_a_batch_that_is_not_outermost_is_copied_to_be() -> None:
     x = array(8, 512, 12, 64, dtype=jnp.bfloat16)
     program = built(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), x, x)

@@ -249,7 +249,7 @@ def test_numbers_of_numpy_are_saved() -> None:
 def test_file_is_made_for_version_control(tmp_path: Path) -> None:
     make_plan().save(tmp_path / "p.json")
     lines = (tmp_path / "p.json").read_text().splitlines()
-    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 4,']
+    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 5,']
     assert '    {"at": "forward GPT/h_0 dot_general #1, operand 0", "shardings": [[null, ["data", "model"]]]}' in lines
     unreduced = '{"spec": ["data", null], "unreduced": ["model"]}'
     assert f'    {{"at": "forward GPT/h_0 add #1", "shardings": [{unreduced}, ["data", null]]}},' in lines

@@ -129,6 +129,7 @@ def column_blocks(num_rows: float, num_columns: float, itemsize: float, num_oute
 # -- matrix products -------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def gemm_seconds(gemm: Gemm, estimator: EstimatorProfile) -> float:
     """Seconds of a matrix product, as XLA interpolates them."""
     same = gemm.dtype == gemm.out_dtype
