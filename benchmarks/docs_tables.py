@@ -1,15 +1,18 @@
 """Tables of the documentation, from the newest committed results: how far predictions are off, and what is kept.
 
-Usage: `python -m benchmarks.docs_tables predictions` (or `together`, `plans`, `starts`). Out: a table in Markdown. The figures are the
+Usage: `python -m benchmarks.docs_tables predictions` (or `together`, `plans`, `experts`, `starts`). Out: a table in Markdown. The figures are the
 median and the worst over all cases of a benchmark; nothing is measured here, and no case is left out.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from benchmarks.plans.page import ahead
 from benchmarks.proof_summary import OWN, Row, done, off, own_rank, percent, table
 from benchmarks.run import newest_rows
 
@@ -83,6 +86,23 @@ def plans() -> str:
     return table(["of autopar's plans", "cases, or median (worst)"], lines)
 
 
+def experts() -> str:
+    """Autopar's plans beside sharding by hand, setting by setting: how many times as fast, and beside the one recipe that
+    is the best of those that users write."""
+    rows = newest_rows("plans")
+    cases = [list(group) for _, group in itertools.groupby(rows, lambda row: (row["setting"], row["model"]))]
+    lines = []
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        here = [case for case in cases if case[0]["setting"] == setting]
+        known = [(value, str(case[0]["model"])) for case in here if (value := ahead(case)) and math.isfinite(value)]
+        if known:
+            mean = statistics.geometric_mean(value for value, _ in known)
+            least, most = (f"{value:.2f} ({model})" for value, model in (min(known), max(known)))
+            lines.append([setting, str(len(known)), f"{mean:.2f}", least, most])
+    header = ["GPUs and batch", "models", "times as fast as the best by hand, mean", "least", "most"]
+    return table(header, lines)
+
+
 def starts() -> str:
     """What a first and a second start take."""
     (row,) = newest_rows("second_start")
@@ -125,4 +145,5 @@ def _of(cases: Iterable[bool]) -> str:
 
 
 if __name__ == "__main__":
-    print({"predictions": predictions, "together": together, "plans": plans, "starts": starts}[sys.argv[1]]())
+    of = {"predictions": predictions, "together": together, "plans": plans, "experts": experts, "starts": starts}
+    print(of[sys.argv[1]]())
