@@ -258,7 +258,7 @@ def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]],
     as it was written, which can be split in ways that the other cannot."""
     *seeing_two, whole = forms
     for form in seeing_two:
-        free = _Free.of(shape, *form, *given)
+        free = _Free.of(shape, *form, *given, is_to_see_two=True)
         if sees_two(form[0].trace, split_dims(free.made.parts.constraints)):
             try:
                 return free.kept_to_budget()
@@ -295,12 +295,15 @@ class _Free:
         search: Mapping[str, bool],
         held: Mapping[int, TensorSharding],
         to_beat: float,
+        *,
+        is_to_see_two: bool = False,
     ) -> _Free:
         """Plan without a budget.
 
         Args:
             search: how `within_budget` is to search.
             to_beat: a plan that even with nothing exposed is no faster is left as it is.
+            is_to_see_two: so is one that splits no dim seen as two.
 
         Raises:
             TimeLimitError: the solver found no plan.
@@ -308,7 +311,7 @@ class _Free:
         started = time.perf_counter()
         planning = Planning(pins, solver, limited, lambda graph: _group(graph, pins).groups, held)
 
-        def priced(exposed: float) -> Made:
+        def solved(exposed: float) -> tuple[Formulation, Solution]:
             times = ReshardingTimes(mesh, profile, exposed)
             f = formulate(
                 program.graph,
@@ -320,11 +323,17 @@ class _Free:
                 resharding=times,
                 held=held,
             )
-            return best_merged(planning.made(program, f, solver.solve(f.problem)), budget, to_beat)
+            return f, solver.solve(f.problem)
 
-        made = priced(1.0)
-        if is_worth_hiding(made, to_beat):
-            made = min(made, priced(HIDDEN), key=lambda one: one.compared_s)
+        f, solution = solved(1.0)
+        made = planning.made(program, f, solution)
+        if sees_two(program.trace, split_dims(made.parts.constraints)) or not is_to_see_two:
+            made = best_merged(made, budget, to_beat)
+            if is_worth_hiding(made, to_beat):
+                f, other = solved(HIDDEN)
+                if other.choices != solution.choices:
+                    hiding = best_merged(planning.made(program, f, other), budget, to_beat)
+                    made = min(made, hiding, key=lambda one: one.compared_s)
         return cls(mesh, program, grouped.unknown, made, planning, budget, search, to_beat, started)
 
     def kept_to_budget(self) -> tuple[Plan, Made]:

@@ -264,9 +264,9 @@ def test_layers_alike_are_changed_alike() -> None:
 # -- with a compiler that is stood in for -----------------------------------------------------
 
 
-def wide() -> tuple[Any, tuple[Any, Any]]:
+def wide(num_rows: int = 65_536) -> tuple[Any, tuple[Any, Any]]:
     """Small weights split over `model`, and a large batch whole there: each layer sums activations."""
-    up, down, batch = shapes((512, 2048), (2048, 512), (65_536, 512))
+    up, down, batch = shapes((512, 2048), (2048, 512), (num_rows, 512))
     args = ({"up": up, "down": down}, batch)
     return jax.jit(step, in_shardings=(STATE, over("data")), out_shardings=(STATE, over()), donate_argnums=0), args
 
@@ -280,7 +280,7 @@ def stood_in(*programs: str) -> Any:
 @pytest.mark.parametrize("check", [True, False])
 def test_the_weights_are_what_to_change_where_they_are_gathered_for_nothing(check: bool) -> None:
     """XLA's program sends nothing, so none of the values inside are to be constrained: the shardings alone change."""
-    by_hand, args = wide()
+    by_hand, args = wide(16_384)
     compiler = stood_in("")
     told = autopar.diagnose(by_hand, *args, hardware="h100-sxm", check=check, compiler=compiler)
     (change,) = told.changes

@@ -212,7 +212,7 @@ def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     plan.save(tmp_path / "new.json")
     assert load_plan(tmp_path / "new.json") == plan
     before, after = (json.loads(path.read_text()) for path in (old, tmp_path / "new.json"))
-    assert (before["version"], after["version"]) == (int(name[-1]), 4)
+    assert (before["version"], after["version"]) == (int(name[-1]), 5)
     assert before["prediction"] == after["prediction"]
     assert "time_s" not in str(after["outcome"])
 
@@ -309,7 +309,7 @@ def change(data: dict[str, Any], place: str, value: Any) -> None:
     ("place", "value", "words"),
     [
         ("format", "other", 'it is not a plan: a plan is a JSON object with "format": "autopar-plan"'),
-        ("version", 5, "it is of version 5, which a later autopar wrote; this one"),
+        ("version", 6, "it is of version 6, which a later autopar wrote; this one"),
         ("version", "2", "it is of version '2': versions are whole numbers from 1 on"),
         ("hardware", ..., "its field `hardware` is missing"),
         ("extra", 1, "its field `extra` is unknown"),
