@@ -14,7 +14,6 @@ import numpy as np
 from autopar.cost import halo
 from autopar.cost.halo import Extension, Strip
 from autopar.device_program import DeviceProgram, Op, peak_of_temporaries
-from autopar.early import tied
 from autopar.formulation import Decision as Choice
 from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Graph, Node
@@ -88,20 +87,23 @@ def assemble(
     )
 
 
-def hiding(f: Formulation, parts: Assembled, merge_bytes: int | None, slack: float | None) -> Assembled:
+def hiding(
+    f: Formulation,
+    parts: Assembled,
+    merge_bytes: int | None,
+    device: DeviceProgram | None = None,
+    awaited: tuple[Awaited, ...] = (),
+) -> Assembled:
     """The same with another limit to which XLA merges collectives, and with reductions awaited early: predicted anew.
 
     Args:
-        merge_bytes: None for the profile's. slack: as of `early.tied`; None where nothing waits.
+        merge_bytes: None for the profile's. device: the program in which operations wait; by default, that of `parts`.
     """
     limit = f.profile.combine_threshold_bytes if merge_bytes is None else merge_bytes
     g = replace(f, profile=replace(f.profile, combine_threshold_bytes=limit))
-    device, awaited = parts.device, tuple[Awaited, ...]()
-    if slack is not None:
-        device, found = tied(device, f.graph, f.mesh, f.profile, merge_bytes=limit, slack=slack)
-        names = NodeNames(f.graph)
-        awaited = tuple(replace(one, at=names.reading(one.node, one.operand)) for one in found)
-    prediction, device, timeline, most_held = _predict(g, device, parts.collectives, parts.inputs, parts.outputs)
+    prediction, device, timeline, most_held = _predict(
+        g, device or parts.device, parts.collectives, parts.inputs, parts.outputs
+    )
     return replace(
         parts,
         prediction=prediction,
@@ -237,6 +239,12 @@ def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constrain
         return replace(one, at=names.reading(one.node, one.operand))
 
     return tuple(sorted(map(named, constraints), key=lambda one: names.order(one.value, one.node, one.operand)))
+
+
+def named(graph: Graph, awaited: Sequence[Awaited]) -> tuple[Awaited, ...]:
+    """With their places in words."""
+    names = NodeNames(graph) if awaited else None
+    return tuple(replace(one, at=names.reading(one.node, one.operand)) for one in awaited if names)
 
 
 def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, split: TensorSharding) -> bool:

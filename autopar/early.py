@@ -9,7 +9,7 @@ the backward pass is made to wait for those that should be over by then (`jax.la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost.hardware import HardwareProfile
@@ -25,48 +25,46 @@ REDUCTIONS = ("all-reduce", "reduce-scatter")
 _BRANCHES = frozenset(["enter_branch", "exit_branch"])
 
 
-def tied(
-    program: DeviceProgram,
-    graph: Graph,
-    mesh: MeshShape,
-    profile: HardwareProfile,
-    *,
-    merge_bytes: float,
-    slack: float,
-) -> tuple[DeviceProgram, tuple[Awaited, ...]]:
-    """The program with its reductions awaited early, and where: nowhere, in a program with loops or branches.
+class Early:
+    """Ways to await a program's reductions early: none, in a program with loops or branches."""
 
-    Args:
-        merge_bytes: so much is reduced at once, at the most: what waits for one does not merge with another.
-        slack: a reduction gets this much more than its own time before something waits for it.
-    """
-    if graph.loops or any(node.primitive in _BRANCHES for node in graph.nodes):
-        return program, ()
-    clock = _Clock(program, mesh, profile)
-    products = _products(program, graph)
-    ops, awaited = list(program.ops), list[Awaited]()
-    free = 0.0
-    for bucket in _buckets(_chains(program, clock), program.ops, merge_bytes):
-        ready = max(clock.starts[min(chain)] for chain in bucket)
-        seconds = clock.together(bucket)
-        free = max(free, ready) + seconds
-        last = [chain[-1] for chain in bucket]
-        values = tuple(sorted({program.buffers[ops[i].writes[0]].value for i in last}))
-        before = min(clock.first_read[i] for i in last)
-        at = next(
-            (
-                (i, node, operand)
-                for i, node, operand in products
-                if clock.starts[i] >= free + slack * seconds and i > max(last) and node > _made(graph, values)
-            ),
-            None,
-        )
-        if at is None or at[0] >= before:
-            continue
-        i, node, operand = at
-        awaited.append(Awaited(node=node, operand=operand, values=values))
-        ops[i] = replace(ops[i], reads=(*ops[i].reads, *(ops[j].writes[0] for j in last)))
-    return replace(program, ops=tuple(ops)), tuple(awaited)
+    def __init__(self, program: DeviceProgram, graph: Graph, mesh: MeshShape, profile: HardwareProfile) -> None:
+        self.program, self.clock = program, _Clock(program, mesh, profile)
+        self.maker = {value: n for n, node in enumerate(graph.nodes) for value in node.results}
+        has_parts = graph.loops or any(node.primitive in _BRANCHES for node in graph.nodes)
+        self.chains = [] if has_parts else _chains(program, self.clock)
+        self.products = _products(program, graph, self.maker)
+
+    def tied(self, merge_bytes: float, slack: float) -> tuple[DeviceProgram, tuple[Awaited, ...]]:
+        """The program with its reductions awaited early, and where.
+
+        Args:
+            merge_bytes: so much is reduced at once, at the most: what waits for one does not merge with another.
+            slack: a reduction gets this much more than its own time before something waits for it.
+        """
+        ops, starts, awaited = list(self.program.ops), self.clock.starts, list[Awaited]()
+        free = 0.0
+        for bucket in _buckets(self.chains, self.program.ops, merge_bytes):
+            ready = max(starts[min(chain)] for chain in bucket)
+            seconds = self.clock.together(bucket)
+            free = max(free, ready) + seconds
+            last = [chain[-1] for chain in bucket]
+            values = tuple(sorted({self.program.buffers[ops[i].writes[0]].value for i in last}))
+            made = max(self.maker[value] for value in values)
+            at = next(
+                (
+                    (i, node, operand)
+                    for i, node, operand in self.products
+                    if starts[i] >= free + slack * seconds and i > max(last) and node > made
+                ),
+                None,
+            )
+            if at is None or at[0] >= min(self.clock.first_read[i] for i in last):
+                continue
+            i, node, operand = at
+            awaited.append(Awaited(node=node, operand=operand, values=values))
+            ops[i] = replace(ops[i], reads=(*ops[i].reads, *(ops[j].writes[0] for j in last)))
+        return (replace(self.program, ops=tuple(ops)), tuple(awaited)) if awaited else (self.program, ())
 
 
 class _Clock:
@@ -139,10 +137,9 @@ def _buckets(chains: Sequence[Sequence[int]], ops: Sequence[Op], merge_bytes: fl
     return buckets
 
 
-def _products(program: DeviceProgram, graph: Graph) -> list[tuple[int, int, int]]:
+def _products(program: DeviceProgram, graph: Graph, maker: Mapping[int, int]) -> list[tuple[int, int, int]]:
     """Matrix products and convolutions that read, from memory, a value that the program has computed: operation, node, and
     which operand. Of two such the one computed last."""
-    maker = {value: n for n, node in enumerate(graph.nodes) for value in node.results}
     written: set[int] = set()
     found = []
     for i, op in enumerate(program.ops):
@@ -153,9 +150,3 @@ def _products(program: DeviceProgram, graph: Graph) -> list[tuple[int, int, int]
                 found.append((i, op.node, max(computed)[1]))
         written.update(program.buffers[b].value for b in op.writes)
     return found
-
-
-def _made(graph: Graph, values: Sequence[int]) -> int:
-    """The last of the nodes that make values."""
-    wanted = set(values)
-    return max(n for n, node in enumerate(graph.nodes) if wanted & set(node.results))

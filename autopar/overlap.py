@@ -10,11 +10,11 @@ start. The timeline of a whole plan tells which is best.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.assemble import hiding
-from autopar.early import REDUCTIONS
+from autopar.assemble import Assembled, hiding
+from autopar.early import REDUCTIONS, Early
 from autopar.within_budget import Made
 
 #: What counts, for the solver, of a collective for which nothing need wait, where it is to count on overlap.
@@ -42,27 +42,33 @@ def is_worth_hiding(made: Made, to_beat: float = math.inf) -> bool:
 
 def best_merged(made: Made, budget: float, to_beat: float = math.inf) -> Made:
     """The same plan with the limit of merging that is best for it, within a memory budget if it is so now."""
-    return _best(made, budget, to_beat, [(share, None) for share in _LIMITS])
+    if not is_worth_hiding(made, to_beat) or not made.parts.device.ops:
+        return made
+    limits = [round(share * made.formulation.profile.combine_threshold_bytes) for share in _LIMITS]
+    return _best(made, budget, (hiding(made.formulation, made.parts, limit) for limit in limits))
 
 
 def awaited_early(made: Made, budget: float, to_beat: float = math.inf) -> Made:
     """The same plan with reductions awaited early, and the limit of merging that goes with it, where that is better."""
-    told = made.parts.prediction
-    exposed = {**told.exposed_s, **(told.xla_exposed_s or {})}
-    ways = [(share, slack) for share in _EARLY for slack in _SLACK]
-    return _best(made, budget, to_beat, ways) if exposed.keys() & set(REDUCTIONS) else made
-
-
-def _best(made: Made, budget: float, to_beat: float, ways: Sequence[tuple[float, float | None]]) -> Made:
-    if not is_worth_hiding(made, to_beat) or not made.parts.device.ops:
+    told, f = made.parts.prediction, made.formulation
+    exposed = told.exposed_s.keys() | (told.xla_exposed_s or {}).keys()
+    if not is_worth_hiding(made, to_beat) or not exposed & set(REDUCTIONS):
         return made
-    own = made.formulation.profile.combine_threshold_bytes
-    tried = [
-        replace(made, parts=hiding(made.formulation, made.parts, None if share == 1 else round(share * own), slack))
-        for share, slack in ways
-    ]
+    own = f.profile.combine_threshold_bytes
+    early = Early(made.parts.device, f.graph, f.mesh, f.profile)
+    limits = [(share * own, None if share == 1 else round(share * own)) for share in _EARLY]
+    return _best(
+        made,
+        budget,
+        (hiding(f, made.parts, given, *early.tied(limit, slack)) for limit, given in limits for slack in _SLACK),
+    )
+
+
+def _best(made: Made, budget: float, tried: Iterable[Assembled]) -> Made:
+    """The plan with the parts that are best, if these are better by enough."""
     limit = max(budget, made.peak_bytes)
-    best = min((one for one in tried if one.peak_bytes <= limit), key=lambda one: one.compared_s, default=made)
+    all_of = (replace(made, parts=parts) for parts in tried)
+    best = min((one for one in all_of if one.peak_bytes <= limit), key=lambda one: one.compared_s, default=made)
     return best if best.compared_s <= (1 - _LEAST_GAIN) * made.compared_s else made
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import jax
 
 from autopar import plan_cache
+from autopar.assemble import named
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
@@ -389,7 +390,7 @@ def plan_as_made(
         microbatches=microbatches_of(made.program, mesh, parts.constraints),
         recomputed=made.recomputed,
         merge_bytes=parts.merge_bytes,
-        awaited=parts.awaited,
+        awaited=named(graph, parts.awaited),
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),
         memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),

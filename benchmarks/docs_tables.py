@@ -6,13 +6,12 @@ median and the worst over all cases of a benchmark; nothing is measured here, an
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from benchmarks.plans.page import ahead
+from benchmarks.plans.page import ahead, cases_of
 from benchmarks.proof_summary import OWN, Row, done, off, own_rank, percent, table
 from benchmarks.run import newest_rows
 
@@ -87,10 +86,9 @@ def plans() -> str:
 
 
 def experts() -> str:
-    """Autopar's plans beside sharding by hand, setting by setting: how many times as fast, and beside the one recipe that
-    is the best of those that users write."""
+    """Autopar's plans beside sharding by hand, setting by setting: how many times as fast, where both ran."""
     rows = newest_rows("plans")
-    cases = [list(group) for _, group in itertools.groupby(rows, lambda row: (row["setting"], row["model"]))]
+    cases = cases_of(rows)
     lines = []
     for setting in dict.fromkeys(row["setting"] for row in rows):
         here = [case for case in cases if case[0]["setting"] == setting]

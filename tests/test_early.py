@@ -20,7 +20,7 @@ from autopar.compiler import Compiler
 from autopar.compiler_options import compiler_options
 from autopar.cost.hardware import load
 from autopar.device_program import DeviceProgram
-from autopar.early import REDUCTIONS, tied
+from autopar.early import REDUCTIONS, Early
 from autopar.execute import abstract_mesh, jit_plan, lower_for
 from autopar.graph.ir import Graph
 from autopar.jax_compat import module_bytes
@@ -78,7 +78,7 @@ def plain(mesh: str) -> DeviceProgram:
 def ties(mesh: str, merge_bytes: float, slack: float = 0.0) -> tuple[Any, tuple[Awaited, ...], Graph]:
     _, plan, one = made(mesh)
     graph = one.formulation.graph
-    device, awaited = tied(plain(mesh), graph, plan.mesh, H100, merge_bytes=merge_bytes, slack=slack)
+    device, awaited = Early(plain(mesh), graph, plan.mesh, H100).tied(merge_bytes, slack)
     return device, awaited, graph
 
 
@@ -133,7 +133,7 @@ def test_a_step_with_a_loop_waits_for_nothing() -> None:
     args = jax.eval_shape(lambda: ({"w": jnp.zeros((4, 64, 64))}, jnp.zeros((64, 64))))
     program = program_of(looped, args, carry=None, donate=None)
     plan, one = planner.plan_and_parts(program.as_traced.in_microbatches(1), mesh="2x4", hardware=H100)
-    device, awaited = tied(one.parts.device, one.formulation.graph, plan.mesh, H100, merge_bytes=1e4, slack=0.0)
+    device, awaited = Early(one.parts.device, one.formulation.graph, plan.mesh, H100).tied(1e4, 0.0)
     assert not awaited
     assert device is one.parts.device
 

@@ -36,7 +36,7 @@ _COLUMNS = (
 
 def summary(rows: Sequence[Row]) -> str:
     """The gates, then a table for each setting."""
-    cases = [list(group) for _, group in groupby(rows, lambda row: (row["setting"], row["model"]))]
+    cases = cases_of(rows)
     settings = dict.fromkeys(row["setting"] for row in rows)
     parts = [_gates(cases)]
     for setting in settings:
@@ -44,6 +44,11 @@ def summary(rows: Sequence[Row]) -> str:
         parts += [f"**{setting}**", _table(_COLUMNS, lines)]
     parts.append("Every recipe of every model follows.")
     return "\n\n".join(parts)
+
+
+def cases_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """All programs of each model in each setting."""
+    return [list(group) for _, group in groupby(rows, lambda row: (row["setting"], row["model"]))]
 
 
 def page_table(rows: Sequence[Row]) -> str:
