@@ -231,8 +231,7 @@ class _Fusion:
         """Give a product the size of its only reader's result, where that is a cast to fewer bytes, perhaps of the
         product scaled."""
         self._cast_before_transpose(i)
-        while len(self.users[i]) == 1 and i not in self.outputs:
-            (reader,) = self.users[i]
+        while (reader := self._only_reader(i)) is not None:
             one = self.instructions[reader]
             narrower = one.primitive in ("convert_element_type", "slice") and len(one.operands) == 1
             scaled = self._is_scaling(reader) and self._is_cast_at_once(reader)
