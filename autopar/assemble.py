@@ -19,7 +19,17 @@ from autopar.formulation import Flow, Formulation
 from autopar.graph.ir import Graph, Node
 from autopar.graph.node_names import NodeNames
 from autopar.on_device import device_program
-from autopar.plan import Awaited, CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, TensorPlan
+from autopar.plan import (
+    Awaited,
+    CollectiveUse,
+    Constraint,
+    Decision,
+    ManualRegion,
+    Prediction,
+    Role,
+    Separate,
+    TensorPlan,
+)
 from autopar.rules.groups import SMALL_SIZE
 from autopar.rules.indexing import INDEXING
 from autopar.rules.regions import gather_of, is_manual
@@ -245,6 +255,14 @@ def named(graph: Graph, awaited: Sequence[Awaited]) -> tuple[Awaited, ...]:
     """With their places in words."""
     names = NodeNames(graph) if awaited else None
     return tuple(replace(one, at=names.reading(one.node, one.operand)) for one in awaited if names)
+
+
+def separate_sums(graph: Graph, device: DeviceProgram) -> tuple[Separate, ...]:
+    """What a program gives kernels of their own."""
+    names = NodeNames(graph) if device.separate else None
+    return tuple(
+        Separate(at=names.value(graph.nodes[nodes[-1]].results[0]), nodes=nodes) for nodes in device.separate if names
+    )
 
 
 def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, split: TensorSharding) -> bool:

@@ -105,11 +105,13 @@ class Trips:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProgram:
-    """Operations in the order they run, and the buffers they read and write; of the loops, inner ones first."""
+    """Operations in the order they run, and the buffers they read and write; of the loops, inner ones first. Of each
+    kernel that is kept from being joined with another, the nodes that are computed for it alone."""
 
     ops: tuple[Op, ...]
     buffers: tuple[Buffer, ...]
     loops: tuple[Trips, ...] = ()
+    separate: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from autopar import jax_compat
 from autopar.errors import EffectError
 from autopar.graph.ir import UNKNOWN_TRIPS, Phase
+from autopar.one_hot import as_comparison
 
 #: What a value does at the border of a region. Going in: `enter_const` is the same in every trip, `enter_carry` what
 #: the first trip starts with, `enter_slice` one element of a stack for each trip, `enter_branch` for all branches.
@@ -139,6 +142,7 @@ class Flattener:
         self.avals: list[Any] = []
         self.repeats: list[float] = []
         self.constants: dict[int, Any] = {}
+        self.zeros: set[int] = set()
         self.repeat = 1.0
 
     def new_value(self, aval: Any) -> int:
@@ -169,8 +173,14 @@ class Flattener:
         called = jax_compat.called(source, operands)
         if called is not None:
             return self._call(*called, stack)
+        of_zeros = bool(operands) and isinstance(operands[0], int) and operands[0] in self.zeros
+        compared = as_comparison(source) if of_zeros else None
+        if compared is not None:
+            return self._call(compared, operands, stack)
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)
+        if (source.primitive.name == "broadcast_in_dim" and _is_zero(operands[0])) or (of_zeros and _is_name(source)):
+            self.zeros.update(results)
         self.items.append(self._made(source, tuple(operands), results, stack))
         return results
 
@@ -327,6 +337,18 @@ class _Repeated:
 
     def __exit__(self, *exception: object) -> None:
         self.flattener.repeat = self.before
+
+
+def _is_name(source: Any) -> bool:
+    """Whether it gives a value a name for `jax.checkpoint`'s policies, and does nothing."""
+    return bool(source.primitive.name == "name")
+
+
+def _is_zero(operand: Any) -> bool:
+    if not isinstance(operand, LiteralOperand):
+        return False
+    value = np.asarray(operand.value)
+    return value.ndim == 0 and value.dtype.names is None and bool(value == 0)  # JAX's `float0` has names
 
 
 def _so_many(piece: Piece, count: int) -> list[Piece]:

@@ -142,6 +142,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
         "merge_bytes": plan.merge_bytes,
         "awaited": sum(len(one.values) for one in plan.awaited),
+        "separate": len(plan.separate),
         **{name: [_row_json(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
@@ -190,6 +191,7 @@ def _head(plan: Plan) -> list[RenderableType]:
         *(("Recomputed", text) for text in _recomputed(plan)),
         *(("Merged", text) for text in _merged(plan)),
         *(("Awaited", text) for text in _awaited(plan)),
+        *(("Separate", text) for text in _separate(plan)),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
     ]
     devices = "device" if plan.mesh.num_devices == 1 else "devices"
@@ -249,6 +251,13 @@ def _awaited(plan: Plan) -> list[str]:
     return [
         f"{of} gradients are summed early: {len(plan.awaited)} later operations wait for them, so that more is hidden"
     ]
+
+
+def _separate(plan: Plan) -> list[str]:
+    """What XLA is kept from joining."""
+    if not plan.separate:
+        return []
+    return [f"{len(plan.separate)} sums get kernels of their own: XLA would join them with others and slow those down"]
 
 
 def _totals(plan: Plan) -> list[RenderableType]:

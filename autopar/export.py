@@ -213,9 +213,11 @@ def _head(plan: Plan) -> str:
     about += f" step and {human_bytes(told.peak_bytes)} at the peak of a device, as predicted. It holds shardings and nothing"
     about += " else: no values computed again but those of the model's own `jax.checkpoint`, no batch split over time."
     if plan.awaited:
-        about += " Nor does it start the sums of gradients early, as the plan does, so that a step may take longer."
-    if plan.awaited:
         about += " Nor does it start the sums of gradients early, as the plan does: the step may take longer."
+    if plan.separate:
+        about += (
+            " Nor does it give sums kernels of their own, as the plan does, where XLA would slow others down with them."
+        )
     return f'''"""`{name}` on {plan.num_devices} devices ({plan.hardware}), mesh {of}.
 
 {textwrap.fill(plan.words[:1].upper() + plan.words[1:] + ".", _WIDTH)}

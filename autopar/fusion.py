@@ -20,12 +20,16 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import column_blocks
+from autopar.graph.ir import Graph
 from autopar.lowering import Instruction, LocalProgram
 
 _LAUNCH_S = 1e-6  # what XLA charges a kernel when it weighs a fusion
 _PARALLEL = 0.95  # how much of the shorter of arithmetic and traffic the longer one hides
 _CACHES = ((264e3, 20.0), (50e6, 2.5))  # what fits so many bytes is read again so much faster
 _MOST_OPERANDS = 96
+_MOST_SUMS = 8  # of one kernel
+_SHARED_BYTES, _COLUMN_CACHE_BYTES, _ROW_CACHE_BYTES = 49152, 32 * 129 * 4, 32 * 4  # of a thread block; of a sum
+_WORTH_SEPARATING_S = 5e-6
 _LARGE_REDUCTION = 16  # elements to one; smaller ones are emitted like any loop
 #: What no kernel can do that works row by row.
 _NOT_TILED = frozenset(
@@ -81,6 +85,7 @@ class Fused:
         members: all instructions it computes, some perhaps in other kernels too.
         reduces: whether a large reduction is among them.
         tiled: whether it works row by row, so that a reduction of a row and what uses it share a kernel.
+        separate: nodes that are computed for it alone, behind a barrier, lest XLA join it with another; mostly none.
     """
 
     roots: list[int]
@@ -89,14 +94,19 @@ class Fused:
     members: list[int]
     reduces: bool
     tiled: bool = False
+    separate: tuple[int, ...] = ()
 
 
-def fuse(program: LocalProgram, profile: HardwareProfile) -> list[Fused]:
-    """The kernels, each after those whose results it reads; arguments are not among them."""
+def fuse(program: LocalProgram, profile: HardwareProfile, graph: Graph | None = None) -> list[Fused]:
+    """The kernels, each after those whose results it reads; arguments are not among them.
+
+    Args:
+        graph: what the program is of; without it no sum is kept from the others.
+    """
     fusion = _Fusion(program, profile)
     kernels = fusion.run()
     program.outputs = [at if at is None else fusion.renamed.get(at, at) for at in program.outputs]
-    return _Siblings(program, kernels, profile).run()
+    return _Siblings(program, kernels, profile, graph).run()
 
 
 def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operands: Iterable[int]) -> float:
@@ -444,14 +454,49 @@ class _Fusion:
         self.barred[i].discard(j)
 
 
-class _Siblings:
-    """Joins kernels over the same points to one with several results: those that read the same, and a loop with
-    a reader of its result, where no third kernel stands between the two."""
+class _Computed:
+    """Which nodes are computed in a kernel."""
 
-    def __init__(self, program: LocalProgram, kernels: dict[int, Fused], profile: HardwareProfile) -> None:
+    def __init__(self, program: LocalProgram, graph: Graph) -> None:
+        self.program, self.graph = program, graph
+        self.maker: dict[int, int] | None = None
+
+    def nodes(self, kernel: Fused) -> tuple[int, ...]:
+        """From what lies in memory to the kernel's results, in order; nothing where it computes what no node does, as
+        the cut of a value to each device's part."""
+        if self.maker is None:
+            self.maker = {value: n for n, node in enumerate(self.graph.nodes) for value in node.results}
+        inside, found = set(kernel.members), set[int]()
+        left = [n for root in kernel.roots for n in self.program.nodes[root]]
+        while left:
+            n = left.pop()
+            if n in found:
+                continue
+            found.add(n)
+            for value in self.graph.nodes[n].operands:
+                at = None if value is None else self.program.at.get(value)
+                if value is None or at in kernel.operands:
+                    continue
+                if at not in inside or value not in self.maker or self.graph.nodes[self.maker[value]].effect:
+                    return ()
+                left.append(self.maker[value])
+        return tuple(sorted(found))
+
+
+class _Siblings:
+    """Joins kernels over the same points to one with several results, as XLA does: those that read the same value,
+    whatever that costs, and a loop with a reader of its result, where no third kernel stands between the two and it
+    pays. From the last value to the first. Source: openxla/xla, xla/service/gpu/transforms/multi_output_fusion.cc and
+    xla/service/gpu/gpu_fusible.cc, read in November 2026."""
+
+    def __init__(
+        self, program: LocalProgram, kernels: dict[int, Fused], profile: HardwareProfile, graph: Graph | None
+    ) -> None:
         self.instructions = program.instructions
         self.price = _Price(program.instructions, profile)
         self.kernels = kernels
+        self.computed = _Computed(program, graph) if graph else None
+        self.outputs = {at for at in program.outputs if at is not None}
         self.home = {i: i for i in kernels}  # instruction in memory -> the kernel that writes it
         self.users: dict[int, set[int]] = defaultdict(set)
         for i, kernel in kernels.items():
@@ -466,47 +511,79 @@ class _Siblings:
             self.above[i] = bits
 
     def run(self) -> list[Fused]:
-        for source in [*range(len(self.instructions))]:
+        for source in reversed(range(len(self.instructions))):
             if self.instructions[source].elements > 1.0 and len(self.users[source]) > 1:
                 self._join_readers(source)
-        for source in reversed(list(self.kernels)):
             if source in self.kernels:
                 self._join_with_reader(source)
         return self._ordered()
 
-    def _points(self, i: int) -> tuple[float, float] | None:
-        """What two kernels must agree on: points, and how many of them make one result of a reduction."""
-        one = self.instructions[i]
-        if self.kernels[i].tiled:
+    def _alike(self, a: int, b: int) -> bool:
+        """Whether two kernels run over the same points: reductions only if they reduce the same dims."""
+        one, other = self._points(a), self._points(b)
+        if one is None or other is None or one[0] != other[0]:
+            return False
+        if "reduce" in (one[1], other[1]) and "transpose" in (one[1], other[1]):
+            return False
+        return one == other if one[1] == other[1] else True
+
+    def _points(self, i: int) -> tuple[float, str, float] | None:
+        """How many points a kernel runs over, by what of it decides how it is emitted, and how many of them make one
+        result of a reduction; None where it cannot be joined."""
+        kernel = self.kernels[i]
+        if kernel.tiled:
             return None
-        if one.kind == "loop":
-            return one.elements, 1.0
-        if one.kind == "reduce":
-            return one.elements * one.reduces, one.reduces
+        roots = [self.instructions[root] for root in kernel.roots]
+        hero = next((one for one in roots if one.kind == "reduce"), roots[0])
+        if hero.kind == "reduce":
+            return hero.elements * hero.reduces, "reduce", hero.reduces
+        if hero.kind == "loop":
+            return hero.elements, "transpose" if hero.primitive == "transpose" else "loop", 1.0
         return None
 
     def _independent(self, a: int, b: int) -> bool:
         return not (self.above[a] >> b & 1 or self.above[b] >> a & 1)
 
-    def _join_readers(self, source: int) -> None:
-        self._join_all(sorted({self.home[u] for u in self.users[source]}))
+    def _preferred(self, readers: Iterable[int]) -> list[int]:
+        """Kernels in the order in which others are joined to them: those with several results first."""
 
-    def _join_all(self, readers: Sequence[int]) -> None:
-        """Those of them that do the same number of points and wait not for one another, where it pays."""
+        def rank(i: int) -> int:
+            return -2 if len(self.kernels[i].roots) > 1 else -1 if len(self.kernels[i].members) > 1 else 0
+
+        return sorted(sorted(readers), key=rank)
+
+    def _join_readers(self, source: int) -> None:
+        readers = self._preferred({self.home[user] for user in self.users[source]})
         for n, a in enumerate(readers):
-            if self.home[a] != a or (points := self._points(a)) is None:
-                continue
             for b in readers[n + 1 :]:
-                alike = self.home[b] == b and self._points(b) == points
-                if alike and self._independent(a, b) and self._fits(a, b) and self._pays(a, b):
+                if self._may_join(a, b) and self._independent(a, b) and not self._separate(a, b):
                     self._join(a, b)
 
+    def _may_join(self, a: int, b: int) -> bool:
+        is_open = all(self.home[i] == i and not self.kernels[i].separate for i in (a, b))
+        return is_open and self._alike(a, b) and self._fits(a, b)
+
+    def _separate(self, a: int, b: int) -> bool:
+        """Whether the one of two kernels that sums down columns is better kept from the other, which would have to do
+        with as few thread blocks."""
+        sums = [i for i in (a, b) if all(self.instructions[root].columns for root in self.kernels[i].roots)]
+        if self.computed is None or len(sums) != 1:
+            return False
+        if self._seconds_joined(a, b) <= self._seconds(a) + self._seconds(b) + _WORTH_SEPARATING_S:
+            return False
+        self.kernels[sums[0]].separate = self.computed.nodes(self.kernels[sums[0]])
+        return bool(self.kernels[sums[0]].separate)
+
     def _join_with_reader(self, source: int) -> None:
-        if self.instructions[source].kind != "loop" or self.kernels[source].reduces:
+        kernel, one = self.kernels[source], self.instructions[source]
+        moves = any(self.instructions[i].primitive == "transpose" for i in kernel.members)
+        if one.kind != "loop" or kernel.reduces or len(kernel.roots) > 1 or moves:
             return
-        for reader in sorted({self.home[u] for u in self.users[source]}):
-            points = self._points(reader)
-            if points is None or points[0] != self.instructions[source].elements or not self._fits(source, reader):
+        readers = self._preferred({self.home[user] for user in self.users[source]})
+        if len(readers) == 1 and source not in self.outputs and len(self.kernels[readers[0]].roots) == 1:
+            return  # fusing the two was weighed before
+        for reader in readers:
+            if not self._may_join(source, reader):
                 continue
             between = any(
                 self.above[self.home[o]] >> source & 1
@@ -518,22 +595,39 @@ class _Siblings:
                 return
 
     def _pays(self, source: int, reader: int) -> bool:
-        """Whether one kernel takes no longer than the two: it may have few thread blocks (multi_output_fusion.cc)."""
-        above, below = self.kernels[source], self.kernels[reader]
-        written = sum(self.instructions[root].num_bytes for root in above.roots)
-        own = sum(self.instructions[root].num_bytes for root in below.roots)
-        roots = (*below.roots, *above.roots)
-        operands = {o: times for o, times in below.operands.items() if o != source}
+        """Whether a loop and a reader of its result take no longer as one kernel: it may have few thread blocks."""
+        joined = self._seconds_joined(source, reader)
+        return joined <= self._seconds(source) + self._seconds(reader) + _LAUNCH_S
+
+    def _seconds(self, i: int) -> float:
+        kernel = self.kernels[i]
+        written = sum(self.instructions[root].num_bytes for root in kernel.roots)
+        blocks = num_blocks(self.instructions, kernel.roots, kernel.operands)
+        return self.price.seconds(blocks, kernel.flops, kernel.operands, written)
+
+    def _seconds_joined(self, a: int, b: int) -> float:
+        """Those of one kernel for both; where b reads what a makes, it computes that for itself."""
+        above, below = self.kernels[a], self.kernels[b]
+        written = sum(self.instructions[root].num_bytes for root in (*above.roots, *below.roots))
+        operands = {o: times for o, times in below.operands.items() if o not in above.roots}
+        again = above.flops if len(operands) < len(below.operands) else 0.0
         for operand, times in above.operands.items():
             operands[operand] = operands.get(operand, 0.0) + times
-        blocks = [num_blocks(self.instructions, k.roots, k.operands) for k in (above, below)]
-        apart = self.price.seconds(blocks[0], above.flops, above.operands, written)
-        apart += self.price.seconds(blocks[1], below.flops, below.operands, own)
-        joined = num_blocks(self.instructions, roots, operands)
-        return self.price.seconds(joined, above.flops * 2 + below.flops, operands, written + own) <= apart + _LAUNCH_S
+        blocks = num_blocks(self.instructions, (*below.roots, *above.roots), operands)
+        return self.price.seconds(blocks, above.flops + again + below.flops, operands, written)
 
     def _fits(self, a: int, b: int) -> bool:
-        return len(self.kernels[a].operands) + len(self.kernels[b].operands) <= _MOST_OPERANDS
+        """Whether one kernel has room for the operands, the results and the sums of two."""
+        kernels = self.kernels[a], self.kernels[b]
+        sums = [
+            self.instructions[root] for k in kernels for root in k.roots if self.instructions[root].kind == "reduce"
+        ]
+        shared = sum(_COLUMN_CACHE_BYTES if one.columns else _ROW_CACHE_BYTES for one in sums)
+        return (
+            sum(len(k.operands) + len(k.roots) for k in kernels) <= _MOST_OPERANDS
+            and len(sums) <= _MOST_SUMS
+            and shared <= _SHARED_BYTES
+        )
 
     def _join(self, a: int, b: int) -> None:
         """Into a, what b computes."""

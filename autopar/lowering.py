@@ -149,6 +149,8 @@ class LocalProgram:
     instructions: list[Instruction] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
     arguments: dict[int, int] = field(default_factory=dict)  # input position -> instruction
+    at: dict[int, int] = field(default_factory=dict)  # value -> the instruction that it is read from
+    nodes: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # instruction -> all that compute it
 
 
 def local_program(f: Formulation, choices: Sequence[int]) -> LocalProgram:
@@ -165,7 +167,7 @@ class _Lowering:
         self.f, self.choices = f, choices
         self.graph: Graph = f.graph
         self.program = LocalProgram()
-        self.at: dict[int, int] = {}  # value -> instruction
+        self.at = self.program.at
         self.local: dict[int, TensorSharding] = {}  # value -> how it is made
         self.moved: dict[tuple[int, TensorSharding, tuple[str, ...]], int] = {}
         self.laid_out: dict[int, int] = {}
@@ -345,7 +347,9 @@ class _Lowering:
             gemm=self._gemm(node, operands, shapes),
             dtype=infos[0].dtype if infos else "float32",
         )
-        at = self._joined(n, self._once(node, tuple(at for at, _ in operands), instruction))
+        at = self._once(node, tuple(at for at, _ in operands), instruction)
+        self.program.nodes[at].append(n)
+        at = self._joined(n, at)
         for value in node.results:
             self.at[value] = at
             axes = self._sharding(value).unreduced

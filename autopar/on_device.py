@@ -49,8 +49,10 @@ def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProf
     """
     local = local_program(f, choices)
     loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
-    made = _Builder(local, fuse(local, profile), profile, loops, f.graph.carried).build()
-    return replace(made, ops=_together(made.ops, f.graph))
+    kernels = fuse(local, profile, f.graph)
+    made = _Builder(local, kernels, profile, loops, f.graph.carried).build()
+    separate = tuple(kernel.separate for kernel in kernels if kernel.separate)
+    return replace(made, ops=_together(made.ops, f.graph), separate=separate)
 
 
 def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
@@ -259,19 +261,6 @@ class _Builder:
         if not one.flops:
             return 0.0
         return one.elements * one.reduces * cycles(one.primitive, one.dtype, self.estimator)
-
-
-def _renewing(local: LocalProgram, carried: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Of what is written in place, one after the other, between carried state and the output that renews it: that state."""
-    found: dict[int, int] = {}
-    for before, after in carried:
-        at, line = local.outputs[after], list[int]()
-        while at is not None and (one := local.instructions[at]).kind in ("inplace", "border") and one.operands:
-            line.append(at)
-            at = next(iter(one.operands))
-        if at is not None and at == local.arguments.get(before):
-            found |= dict.fromkeys(line, at)
-    return found
 
 
 def _kind(one: Instruction) -> OpKind:

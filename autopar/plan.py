@@ -268,6 +268,19 @@ class Awaited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Separate:
+    """A sum that gets a kernel of its own, perhaps with another: XLA would join it with what reads the same, which then
+    had to do with the few thread blocks of a sum down columns.
+
+    `nodes` are computed for it alone, from what lies in memory, behind a barrier; it is those that none of them reads.
+    `at` is the place in words.
+    """
+
+    at: str = ""
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ManualRegion:
     """A node of which each device runs its own part, under `jax.shard_map`, because XLA's partitioner would not run
     it so.
@@ -368,6 +381,7 @@ class Plan:
         merge_bytes: XLA's GPU compiler is told to merge collectives of a kind until their results are of so many
             bytes; None where its own limit does.
         awaited: what waits for reductions, so that they start early.
+        separate: sums that get kernels of their own.
     """
 
     program: ProgramSignature
@@ -390,6 +404,7 @@ class Plan:
     recomputed: tuple[Recomputation, ...] = ()
     merge_bytes: int | None = None
     awaited: tuple[Awaited, ...] = ()
+    separate: tuple[Separate, ...] = ()
     trace: StepTrace | None = None
     memory: MemoryOverStep | None = None
     notes: tuple[str, ...] = ()

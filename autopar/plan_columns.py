@@ -29,6 +29,7 @@ _FIELDS = {
     "decisions": ("collectives",),
     "regions": ("node",),
     "awaited": ("node", "operand", "values"),
+    "separate": ("nodes",),
     "recomputed": ("again",),
 }
 #: Records that name a line of code.

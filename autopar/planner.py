@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 
 from autopar import plan_cache
-from autopar.assemble import named
+from autopar.assemble import named, separate_sums
 from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
@@ -391,6 +391,7 @@ def plan_as_made(
         recomputed=made.recomputed,
         merge_bytes=parts.merge_bytes,
         awaited=named(graph, parts.awaited),
+        separate=separate_sums(graph, parts.device),
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),
         memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),

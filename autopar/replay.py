@@ -22,7 +22,7 @@ from autopar.factoring.whole import as_written, run_whole, seen_whole
 from autopar.manual.region import run_region
 from autopar.manual_program import run_shard_map
 from autopar.partition_spec import partition_spec
-from autopar.plan import Awaited, Plan, split_dims
+from autopar.plan import Awaited, Plan, Separate, split_dims
 from autopar.sharding import TensorSharding
 from autopar.trace import Trace
 
@@ -40,6 +40,8 @@ class _Scope:
     values: dict[int, Any]
     resharded: dict[int, dict[_Path, Any]] = field(default_factory=lambda: defaultdict(dict))
     forgets: bool = True  # what is read no more
+    #: Of what is computed for separate sums: what lies in memory, behind a barrier, and what is made of it.
+    behind: dict[Separate, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
 
     def inner(self) -> _Scope:
         """A scope that knows all that this one does: what is traced in it stays in it."""
@@ -61,10 +63,15 @@ class Replay:
             else:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
         self.awaited = {one.node: one for one in plan.awaited}
+        self.scattered = _scattered_as_read(plan)
         self.manual = {region.node: region for region in plan.regions}
         self.region_at = {region.enter[0]: region for region in trace.regions}
         self.as_written = as_written(trace, split_dims(plan.constraints))
-        self.remaining = _last_reads(trace, plan.awaited)
+        self.maker = {position: n for n, equation in enumerate(trace.equations) for position in equation.results}
+        separate = (one for one in plan.separate if self.as_written.keys().isdisjoint(one.nodes))
+        self.separate = {n: one for one in separate for n in _sums(one, trace)}
+        self.behind = {n: self._in_memory(one, n) for n, one in self.separate.items()}
+        self.remaining = _last_reads(trace, plan.awaited, self.behind)
 
     def run(self, *args: Any) -> Any:
         """The step."""
@@ -106,7 +113,10 @@ class Replay:
             return
         take = self._taken if whole is None else self._operand
         with _context(equation):
-            operands = [take(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
+            if n in self.separate and self.behind[n] <= scope.values.keys():
+                operands = self._behind_barrier(scope, self.separate[n], n)
+            else:
+                operands = [take(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
             if n in self.awaited:
                 i = self.awaited[n].operand
                 operands[i] = self._after(scope, operands[i], self.awaited[n].values)
@@ -131,8 +141,44 @@ class Replay:
 
     def _after(self, scope: _Scope, operand: Any, values: Sequence[int]) -> Any:
         """An operand that is there once values are; of a part of the step, those that it has."""
-        known = [scope.values[position] for position in values if position in scope.values]
+        known = [
+            self._resharded(scope, position, self.scattered.get(position, ()))
+            for position in values
+            if position in scope.values
+        ]
         return jax.lax.optimization_barrier([operand, *known])[0]
+
+    def _in_memory(self, one: Separate, n: int) -> set[int]:
+        """The values from which a separate sum is computed."""
+        found, left = set[int](), [n]
+        while left:
+            atoms = [atom for atom in self.trace.equations[left.pop()].operands if isinstance(atom, int)]
+            inside = [atom for atom in atoms if self.maker.get(atom) in one.nodes]
+            left += [self.maker[atom] for atom in inside]
+            found.update(set(atoms) - set(inside))
+        return found
+
+    def _behind_barrier(self, scope: _Scope, one: Separate, n: int) -> list[Any]:
+        """The operands of a separate sum, or of what is computed for it: of what lies in memory, behind a barrier, so
+        that nothing else reads the same."""
+        known = scope.behind[one]
+        equation, operands = self.trace.equations[n], list[Any]()
+        for i, atom in enumerate(equation.operands):
+            maker = None if isinstance(atom, LiteralOperand) else self.maker.get(atom)
+            key = atom if maker in one.nodes else (atom, self.at_operand.get((n, i)))
+            if isinstance(atom, LiteralOperand):
+                operands.append(atom.value)
+                continue
+            if key not in known and maker in one.nodes:
+                made = self.trace.equations[maker]
+                with _context(made):
+                    again = self._run(maker, made, self._behind_barrier(scope, one, maker))
+                    for position, value in zip(made.results, again, strict=True):
+                        known[position] = self._at_definition(position, value, self.at_definition.get(position, ()))
+            elif key not in known:
+                known[key] = jax.lax.optimization_barrier(self._taken(scope, n, i, atom))
+            operands.append(known[key])
+        return operands
 
     def _taken(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
         """An operand in the shape it was traced with; only one with a dim that is two there may have another."""
@@ -145,7 +191,9 @@ class Replay:
         """An operand, split as the plan says."""
         if isinstance(atom, LiteralOperand):
             return atom.value
-        path = self.at_operand.get((node, index), ())
+        return self._resharded(scope, atom, self.at_operand.get((node, index), ()))
+
+    def _resharded(self, scope: _Scope, atom: int, path: _Path) -> Any:
         value = scope.values[atom]
         known = scope.resharded[atom]
         for length in range(1, len(path) + 1):  # one constraint per value and target: readers share it
@@ -327,8 +375,38 @@ def _context(equation: Equation) -> Any:
     return jax_compat.equation_context(source.source_info.traceback, equation.name_stack, source.ctx.manager)
 
 
-def _last_reads(trace: Trace, awaited: Sequence[Awaited]) -> dict[int, list[int]]:
-    """Equation -> values it is the last to read or to wait for. What a loop's equations read is read until its end."""
+def _scattered_as_read(plan: Plan) -> dict[int, _Path]:
+    """Of values that are awaited: how all their readers want them, where that splits them more than their definition. XLA
+    makes one reduction of the two."""
+    awaited = {value for one in plan.awaited for value in one.values}
+    made, wanted = dict[int, set[str]](), defaultdict[int, set[TensorSharding]](set)
+    for constraint in plan.constraints:
+        if constraint.value not in awaited:
+            continue
+        if constraint.node is None:
+            made[constraint.value] = _axes(constraint.shardings[-1])
+        else:
+            wanted[constraint.value].add(constraint.shardings[0])
+    paths = {value: tuple(one) for value, one in wanted.items() if len(one) == 1}
+    return {value: path for value, path in paths.items() if value in made and made[value] < _axes(path[0])}
+
+
+def _axes(sharding: TensorSharding) -> set[str]:
+    return {axis for axes in sharding.dims for axis in axes}
+
+
+def _sums(one: Separate, trace: Trace) -> list[int]:
+    """The equations among those that none of them reads."""
+    read = {atom for n in one.nodes for atom in trace.equations[n].operands if isinstance(atom, int)}
+    return [n for n in one.nodes if read.isdisjoint(trace.equations[n].results)]
+
+
+def _last_reads(trace: Trace, awaited: Sequence[Awaited], behind: Mapping[int, set[int]]) -> dict[int, list[int]]:
+    """Equation -> values it is the last to read or to wait for. What a loop's equations read is read until its end.
+
+    Args:
+        behind: of separate sums, what they are computed from.
+    """
     last: dict[int, int] = {}
     for n, equation in enumerate(trace.equations):
         for atom in equation.operands:
@@ -336,6 +414,8 @@ def _last_reads(trace: Trace, awaited: Sequence[Awaited]) -> dict[int, list[int]
                 last[atom] = n
     for one in awaited:
         last |= {value: max(last.get(value, 0), one.node) for value in one.values}
+    for n, values in behind.items():
+        last |= {value: max(last.get(value, 0), n) for value in values}
     for output in trace.outputs:
         if isinstance(output, int):
             last.pop(output, None)

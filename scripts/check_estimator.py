@@ -50,6 +50,7 @@ CACHE = Path.home() / ".cache" / "autopar-proof"
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+|c64|c128)\[([\d,]*)\]")
+_ARRAY_SHAPE = re.compile(_ARRAY.pattern + r"(?:\{[^}]*\})?")
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "s32": "int32"}
 _KIND = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?")
 #: XLA's name of a dtype in its table of cycles.
@@ -134,8 +135,20 @@ def read_text(text: str) -> tuple[dict[str, Computation], Computation]:
         elif found := _INSTRUCTION.match(line):
             root, name, shape, opcode, rest = found.groups()
             inside = rest.split("), ")[0] if "), " in rest else rest
-            here[name] = Instruction(name, shape, opcode, rest, bool(root), re.findall(r"%([\w.\-]+)", inside))
+            operands = re.findall(r"%([\w.\-]+(?:#\d+)?)", inside)
+            for element in operands:
+                if "#" in element and element not in here:
+                    here[element] = _element_of(element, here)
+            here[name] = Instruction(name, shape, opcode, rest, bool(root), operands)
     return computations, entry
+
+
+def _element_of(element: str, here: Computation) -> Instruction:
+    """What newer XLA writes `%tuple#1`, as the instruction that older XLA wrote for it."""
+    name, index = element.split("#")
+    shapes = [found[0] for found in _ARRAY_SHAPE.finditer(here[name].shape)] if name in here else []
+    shape = shapes[int(index)] if int(index) < len(shapes) else ""
+    return Instruction(element, shape, "get-tuple-element", f"%{name}), index={index}", False, [name])
 
 
 @cache
