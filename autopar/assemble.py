@@ -5,6 +5,7 @@ In: `Formulation` and the solver's choices. Out: the parts of a `Plan`.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from autopar.rules.indexing import INDEXING
 from autopar.rules.regions import gather_of, is_manual
 from autopar.rules.structure import BORDERS, PINNED
 from autopar.sharding import TensorSharding, replicated
-from autopar.timeline import Timeline, simulate
+from autopar.timeline import Opinions, Simulation, Timeline
 
 #: Primitives whose result is worth a row of its own in the report.
 _NOTABLE = ("dot_general", "conv_general_dilated", "gather", "scatter-add", "reduce_window_max", "sort", "cumsum")
@@ -46,7 +47,7 @@ class Assembled:
     """The parts of a plan that follow from an assignment.
 
     Args:
-        device: the program of one device. timeline: of it, at the device's own rates. most_held: its operations in the
+        simulation: of the program of one device. timeline: of it, at the device's own rates. most_held: its operations in the
             order in which most is live.
         merge_bytes: the limit to which collectives are merged, where it is not the profile's.
         awaited: what waits for reductions.
@@ -59,11 +60,16 @@ class Assembled:
     collectives: tuple[CollectiveUse, ...]
     regions: tuple[ManualRegion, ...]
     prediction: Prediction
-    device: DeviceProgram
+    simulation: Simulation
     timeline: Timeline
     most_held: Sequence[Op]
     merge_bytes: int | None = None
     awaited: tuple[Awaited, ...] = ()
+
+    @property
+    def device(self) -> DeviceProgram:
+        """The program of one device."""
+        return self.simulation.program
 
 
 def assemble(
@@ -78,11 +84,12 @@ def assemble(
     inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
     outputs = _output_plans(f, choices, inputs, roles)
     if figures_only:
-        device = device_program(f, choices, f.profile)
-        return Assembled(inputs, outputs, (), (), (), (), *_predict(f, device, (), inputs, outputs))
+        simulation = Simulation(device_program(f, choices, f.profile), f.mesh, f.profile)
+        prediction, timeline, most_held = _predict(f, simulation, simulation.opinions(), (), inputs, outputs)
+        return Assembled(inputs, outputs, (), (), (), (), prediction, simulation, timeline, most_held)
     collectives, caused_by = _collectives(f, choices)
-    device = device_program(f, choices, f.profile)
-    prediction, device, timeline, most_held = _predict(f, device, collectives, inputs, outputs)
+    simulation = Simulation(device_program(f, choices, f.profile), f.mesh, f.profile)
+    prediction, timeline, most_held = _predict(f, simulation, simulation.opinions(), collectives, inputs, outputs)
     return Assembled(
         inputs=inputs,
         outputs=outputs,
@@ -91,7 +98,7 @@ def assemble(
         collectives=collectives,
         regions=tuple(_regions(f, choices)),
         prediction=prediction,
-        device=device,
+        simulation=simulation,
         timeline=timeline,
         most_held=most_held,
     )
@@ -101,23 +108,26 @@ def hiding(
     f: Formulation,
     parts: Assembled,
     merge_bytes: int | None,
-    device: DeviceProgram | None = None,
+    simulation: Simulation | None = None,
     awaited: tuple[Awaited, ...] = (),
-) -> Assembled:
+    to_beat: float = math.inf,
+) -> Assembled | None:
     """The same with another limit to which XLA merges collectives, and with reductions awaited early: predicted anew.
 
     Args:
-        merge_bytes: None for the profile's. device: the program in which operations wait; by default, that of `parts`.
+        merge_bytes: None for the profile's. simulation: of the program in which operations wait; by default, that of
+            `parts`.
+        to_beat: None is returned where the geometric mean of both opinions cannot be less.
     """
-    limit = f.profile.combine_threshold_bytes if merge_bytes is None else merge_bytes
-    g = replace(f, profile=replace(f.profile, combine_threshold_bytes=limit))
-    prediction, device, timeline, most_held = _predict(
-        g, device or parts.device, parts.collectives, parts.inputs, parts.outputs
-    )
+    simulation = simulation or parts.simulation
+    opinions = simulation.opinions(merge_bytes, to_beat)
+    if opinions is None:
+        return None
+    prediction, timeline, most_held = _predict(f, simulation, opinions, parts.collectives, parts.inputs, parts.outputs)
     return replace(
         parts,
         prediction=prediction,
-        device=device,
+        simulation=simulation,
         timeline=timeline,
         most_held=most_held,
         merge_bytes=merge_bytes,
@@ -626,14 +636,14 @@ def _decision(
 
 def _predict(
     f: Formulation,
-    device: DeviceProgram,
+    simulation: Simulation,
+    opinions: Opinions,
     collectives: Sequence[CollectiveUse],
     inputs: Sequence[TensorPlan],
     outputs: Sequence[TensorPlan],
-) -> tuple[Prediction, DeviceProgram, Timeline, Sequence[Op]]:
-    """The prediction, and what it was read off: the last three of `Assembled`."""
-    own_rates = simulate(device, f.mesh, replace(f.profile, xla_estimator=None))
-    estimated = simulate(device, f.mesh, f.profile) if f.profile.xla_estimator else None
+) -> tuple[Prediction, Timeline, Sequence[Op]]:
+    """The prediction, and what it was read off: the last two of `Assembled` that are not told."""
+    device, (own_rates, estimated) = simulation.program, opinions
     by_kind: dict[str, float] = defaultdict(float)
     for use in collectives:
         by_kind[use.kind] += use.time_s
@@ -657,4 +667,4 @@ def _predict(
         output_bytes=sum(tensor.num_bytes for n, tensor in enumerate(outputs) if n not in renewed),
     )
     most_held = device.ops if as_it_stands >= overlapped.temporary_bytes else overlapped.order
-    return prediction, device, own_rates, most_held
+    return prediction, own_rates, most_held

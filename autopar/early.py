@@ -16,9 +16,9 @@ from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import op_seconds
 from autopar.device_program import DeviceProgram, Op
 from autopar.graph.ir import Graph
+from autopar.merging import predecessors
 from autopar.mesh import MeshShape
 from autopar.plan import Awaited
-from autopar.timeline import predecessors
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 #: Pieces of branches: what is in one is not run each time.

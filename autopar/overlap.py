@@ -13,8 +13,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.assemble import Assembled, hiding
+from autopar.assemble import hiding
+from autopar.device_program import DeviceProgram
 from autopar.early import REDUCTIONS, Early
+from autopar.plan import Awaited
+from autopar.timeline import Simulation
 from autopar.within_budget import Made
 
 #: What counts, for the solver, of a collective for which nothing need wait, where it is to count on overlap.
@@ -30,14 +33,23 @@ _LEAST_GAIN = 0.005
 
 
 def is_worth_hiding(made: Made, to_beat: float = math.inf) -> bool:
-    """Whether kernels and collectives run side by side there, enough of these is exposed, and the plan would be faster than
-    another's `compared_s` if nothing were."""
+    """Whether kernels and collectives run side by side there, enough of these is exposed, and the plan could be faster than
+    another's `compared_s` (`least_s`)."""
     told = made.parts.prediction
     if not _overlaps(made) or not told.step_time_s or not told.xla_step_time_s:
         return False
     own = sum(told.exposed_s.values()) / told.step_time_s
     estimated = sum((told.xla_exposed_s or {}).values()) / told.xla_step_time_s
-    return max(own, estimated) > _WORTH and math.sqrt((1 - own) * (1 - estimated)) * made.compared_s < to_beat
+    return max(own, estimated) > _WORTH and least_s(made) < to_beat
+
+
+def least_s(made: Made) -> float:
+    """What a plan's `compared_s` cannot be below, however its collectives are merged and whatever waits for them."""
+    simulation, program = made.parts.simulation, made.program
+    by_rates = simulation.least_s(by_rates=True)
+    if made.parts.prediction.xla_step_time_s is None or program.graph.loops:
+        return by_rates
+    return math.sqrt(by_rates * simulation.least_s())
 
 
 def best_merged(made: Made, budget: float, to_beat: float = math.inf) -> Made:
@@ -45,7 +57,7 @@ def best_merged(made: Made, budget: float, to_beat: float = math.inf) -> Made:
     if not is_worth_hiding(made, to_beat) or not made.parts.device.ops:
         return made
     limits = [round(share * made.formulation.profile.combine_threshold_bytes) for share in _LIMITS]
-    return _best(made, budget, (hiding(made.formulation, made.parts, limit) for limit in limits))
+    return _best(made, budget, [(limit, None, ()) for limit in limits])
 
 
 def awaited_early(made: Made, budget: float, to_beat: float = math.inf) -> Made:
@@ -56,20 +68,31 @@ def awaited_early(made: Made, budget: float, to_beat: float = math.inf) -> Made:
         return made
     own = f.profile.combine_threshold_bytes
     early = Early(made.parts.device, f.graph, f.mesh, f.profile)
-    limits = [(share * own, None if share == 1 else round(share * own)) for share in _EARLY]
-    return _best(
-        made,
-        budget,
-        (hiding(f, made.parts, given, *early.tied(limit, slack)) for limit, given in limits for slack in _SLACK),
-    )
+    tried: list[_Tried] = []
+    for share in _EARLY:
+        for slack in _SLACK:
+            waiting, awaited = early.tied(share * own, slack)
+            tried += [(None if share == 1 else round(share * own), waiting, awaited)] if awaited else []
+    return _best(made, budget, tried)
 
 
-def _best(made: Made, budget: float, tried: Iterable[Assembled]) -> Made:
+#: A limit of merging, a program with what waits in it, if any does, and what does.
+_Tried = tuple[int | None, DeviceProgram | None, tuple[Awaited, ...]]
+
+
+def _best(made: Made, budget: float, tried: Iterable[_Tried]) -> Made:
     """The plan with the parts that are best, if these are better by enough."""
-    limit = max(budget, made.peak_bytes)
-    all_of = (replace(made, parts=parts) for parts in tried)
-    best = min((one for one in all_of if one.peak_bytes <= limit), key=lambda one: one.compared_s, default=made)
-    return best if best.compared_s <= (1 - _LEAST_GAIN) * made.compared_s else made
+    f, most = made.formulation, max(budget, made.peak_bytes)
+    best, to_beat = made, (1 - _LEAST_GAIN) * made.compared_s
+    for merge_bytes, waiting, awaited in tried:
+        simulation = None if waiting is None else Simulation(waiting, f.mesh, f.profile)
+        parts = hiding(f, made.parts, merge_bytes, simulation, awaited, to_beat)
+        if parts is None:
+            continue
+        one = replace(made, parts=parts)
+        if one.peak_bytes <= most and one.compared_s <= to_beat and (best is made or one.compared_s < to_beat):
+            best, to_beat = one, one.compared_s
+    return best
 
 
 def _overlaps(made: Made) -> bool:

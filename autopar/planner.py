@@ -36,7 +36,7 @@ from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.over_time import memory_over_step, step_trace
-from autopar.overlap import HIDDEN, awaited_early, best_merged, is_worth_hiding
+from autopar.overlap import HIDDEN, awaited_early, best_merged, is_worth_hiding, least_s
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program
@@ -211,26 +211,30 @@ def plan_and_parts(
     one = resolve_pins(layouts, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms[-1 if dims_as_written else 0 :]]
     search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits}
-    found: list[tuple[Plan, Made]] = []
-    failures: list[tuple[MeshShape, NothingFitsError]] = []
+    keep_to = budget * (1 - BUDGET_MARGIN)
+    starts: list[_Start] = []
     for i, shape in enumerate(distinct):
-        report(f"plan {shape}", 0.1 + 0.9 * i / len(distinct))
+        report(f"plan {shape}", 0.1 + 0.6 * i / len(distinct))
+        pins = resolve_pins(layouts, program.graph, shape)
+        starts.append(_Start.of(shape, forms, _Task(profile, keep_to, pins, solve_with, limited, search, held or {})))
+    found: dict[MeshShape, tuple[Plan, Made]] = {}
+    failures: list[tuple[MeshShape, NothingFitsError]] = []
+    starts.sort(key=lambda one: one.made.compared_s)  # the first spare others the trouble
+    for i, start in enumerate(starts):
+        report(f"improve {start.mesh}", 0.7 + 0.3 * i / len(starts))
         try:
-            pins = resolve_pins(layouts, program.graph, shape)
-            keep_to = budget * (1 - BUDGET_MARGIN)
-            to_beat = min((made.compared_s for _, made in found), default=math.inf)
-            given = (profile, keep_to, pins, solve_with, limited, search, held or {}, to_beat)
-            found.append(_plan_in_a_form(shape, forms, *given))
+            found[start.mesh] = start.finished(min((made.compared_s for _, made in found.values()), default=math.inf))
         except NothingFitsError as short:
-            failures.append((shape, short))
+            failures.append((start.mesh, short))
     report("done", 1.0)
     if not found:
-        raise failures[0][1]
-    best, made = min(found, key=lambda one: one[1].compared_s)
+        raise next(short for shape in distinct for mesh, short in failures if mesh == shape)
+    in_order = [found[shape] for shape in distinct if shape in found]
+    best, made = min(in_order, key=lambda one: one[1].compared_s)
     plan = replace(
         best,
         memory_budget_bytes=memory_budget_bytes,
-        rejected=_rejected(best, [plan for plan, _ in found], failures, twins),
+        rejected=_rejected(best, [plan for plan, _ in in_order], failures, twins),
         pins={path: str(spec) for path, spec in (pin or {}).items()},
         dims_as_written=dims_as_written,
     )
@@ -254,105 +258,119 @@ def _group(graph: Graph, pins: Mapping[int, TensorSharding]) -> _Grouped:
     return _Grouped(form_groups(graph, rules, absorbable), unknown)
 
 
-def _plan_in_a_form(shape: MeshShape, forms: Sequence[tuple[Program, _Grouped]], *given: Any) -> tuple[Plan, Made]:
-    """A plan of the step that sees dims as two where it splits these before memory is looked at; else one of the step
-    as it was written, which can be split in ways that the other cannot."""
-    *seeing_two, whole = forms
-    for form in seeing_two:
-        free = _Free.of(shape, *form, *given, is_to_see_two=True)
-        if sees_two(form[0].trace, split_dims(free.made.parts.constraints)):
-            try:
-                return free.kept_to_budget()
-            except NothingFitsError:
-                continue
-    return _Free.of(shape, *whole, *given).kept_to_budget()
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is asked of the plan on one mesh.
+
+    Args:
+        budget: bytes, without the margin. limited: the solver of problems with a limit of memory.
+        search: how `within_budget` is to search.
+    """
+
+    profile: HardwareProfile
+    budget: float
+    pins: dict[int, TensorSharding]
+    solver: Solver
+    limited: Solver
+    search: Mapping[str, bool]
+    held: Mapping[int, TensorSharding]
 
 
 @dataclass(frozen=True, slots=True)
-class _Free:
-    """What is planned on one mesh before memory is looked at, and what it is to keep to."""
+class _Start:
+    """The plan on one mesh before memory and overlap are looked at: what it costs tells whether the mesh is worth more.
+
+    Args:
+        forms: the program's that are left, should nothing of this one fit. seconds: taken so far.
+    """
 
     mesh: MeshShape
     program: Program
-    unknown: Counter[str]
+    grouped: _Grouped
+    forms: Sequence[tuple[Program, _Grouped]]
+    task: _Task
     made: Made
-    planning: Planning
-    budget: float
-    search: Mapping[str, bool]
-    to_beat: float
-    started: float
+    seconds: float
 
     @classmethod
-    def of(
-        cls,
-        mesh: MeshShape,
-        program: Program,
-        grouped: _Grouped,
-        profile: HardwareProfile,
-        budget: float,
-        pins: dict[int, TensorSharding],
-        solver: Solver,
-        limited: Solver,
-        search: Mapping[str, bool],
-        held: Mapping[int, TensorSharding],
-        to_beat: float,
-        *,
-        is_to_see_two: bool = False,
-    ) -> _Free:
-        """Plan without a budget.
+    def of(cls, mesh: MeshShape, forms: Sequence[tuple[Program, _Grouped]], task: _Task) -> _Start:
+        """Of the step that sees dims as two where that is split between these; else of the step as it was written, which
+        can be split in ways that the other cannot.
 
         Args:
-            search: how `within_budget` is to search.
-            to_beat: a plan that even with nothing exposed is no faster is left as it is.
-            is_to_see_two: so is one that splits no dim seen as two.
+            forms: with the step as it was written last.
 
         Raises:
             TimeLimitError: the solver found no plan.
         """
+        (program, grouped), *others = forms
         started = time.perf_counter()
-        planning = Planning(pins, solver, limited, lambda graph: _group(graph, pins).groups, held)
+        made = _planning(task).made(program, *_solved(mesh, program, grouped, task, 1.0))
+        if others and not sees_two(program.trace, split_dims(made.parts.constraints)):
+            return cls.of(mesh, others, task)
+        return cls(mesh, program, grouped, others, task, made, time.perf_counter() - started)
 
-        def solved(exposed: float) -> tuple[Formulation, Solution]:
-            times = ReshardingTimes(mesh, profile, exposed)
-            f = formulate(
-                program.graph,
-                grouped.groups,
-                mesh,
-                profile,
-                pins=pins,
-                memory_budget_bytes=None,
-                resharding=times,
-                held=held,
-            )
-            return f, solver.solve(f.problem)
+    def finished(self, to_beat: float) -> tuple[Plan, Made]:
+        """The plan with as little exposed as can be, that keeps to the budget; and what it was made of.
 
-        f, solution = solved(1.0)
-        made = planning.made(program, f, solution)
-        if sees_two(program.trace, split_dims(made.parts.constraints)) or not is_to_see_two:
-            made = best_merged(made, budget, to_beat)
-            if is_worth_hiding(made, to_beat):
-                f, other = solved(HIDDEN)
-                if other.choices != solution.choices:
-                    hiding = best_merged(planning.made(program, f, other), budget, to_beat)
-                    made = min(made, hiding, key=lambda one: one.compared_s)
-        return cls(mesh, program, grouped.unknown, made, planning, budget, search, to_beat, started)
-
-    def kept_to_budget(self) -> tuple[Plan, Made]:
-        """The plan and what it was made of, made anew where it takes too much memory.
+        Args:
+            to_beat: seconds of another's; a plan that cannot be faster is left as it is.
 
         Raises:
             NothingFitsError: nothing fits.
         """
-        made = self.made
-        memory_bound = made.peak_bytes > self.budget
-        if memory_bound:  # only now is memory worth its constraints
-            made = best_merged(within_budget(self.budget, made, self.planning, **self.search), self.budget)
-        made = awaited_early(made, self.budget, self.to_beat)
-        seconds = time.perf_counter() - self.started
+        try:
+            return self._finished(to_beat)
+        except NothingFitsError:
+            if not self.forms:
+                raise
+        return _Start.of(self.mesh, self.forms, self.task).finished(to_beat)
+
+    def _finished(self, to_beat: float) -> tuple[Plan, Made]:
+        started, budget, planning = time.perf_counter(), self.task.budget, _planning(self.task)
+        made = best_merged(self.made, budget, to_beat)
+        if is_worth_hiding(made, to_beat):
+            hiding = replace(
+                self.task, solver=self.task.limited
+            )  # for prices that are a guess, near the optimum will do
+            f, solution = _solved(self.mesh, self.program, self.grouped, hiding, HIDDEN)
+            if solution.choices != made.solution.choices:
+                other = best_merged(planning.made(self.program, f, solution), budget, min(to_beat, made.compared_s))
+                made = min(made, other, key=lambda one: one.compared_s)
+        memory_bound = made.peak_bytes > budget
+        if memory_bound and least_s(made) < to_beat:  # only now is memory worth its constraints
+            made = best_merged(within_budget(budget, made, planning, **self.task.search), budget)
+        made = awaited_early(made, budget, to_beat)
+        seconds = self.seconds + time.perf_counter() - started
         plan = plan_as_made(
-            made, self.program, self.unknown, budget=self.budget, seconds=seconds, memory_bound=memory_bound
+            made, self.program, self.grouped.unknown, budget=budget, seconds=seconds, memory_bound=memory_bound
         )
         return plan, made
+
+
+def _solved(
+    mesh: MeshShape, program: Program, grouped: _Grouped, task: _Task, exposed: float
+) -> tuple[Formulation, Solution]:
+    """The assignment whose kernels and collectives add up to least.
+
+    Args:
+        exposed: what counts of a collective for which nothing need wait.
+    """
+    f = formulate(
+        program.graph,
+        grouped.groups,
+        mesh,
+        task.profile,
+        pins=task.pins,
+        memory_budget_bytes=None,
+        resharding=ReshardingTimes(mesh, task.profile, exposed),
+        held=task.held,
+    )
+    return f, task.solver.solve(f.problem)
+
+
+def _planning(task: _Task) -> Planning:
+    return Planning(task.pins, task.solver, task.limited, lambda graph: _group(graph, task.pins).groups, task.held)
 
 
 def plan_as_made(

@@ -8,17 +8,17 @@ the one that is ready and least in the way of a collective that has to be hidden
 
 from __future__ import annotations
 
-import functools
-import heapq
+import math
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.kernels import is_small, op_seconds
 from autopar.device_program import DeviceProgram, Op, peak_of_temporaries
+from autopar.merging import Merging, Task
 from autopar.mesh import MeshShape
 
 #: The scheduler takes this long to pass between two kernels at the least.
@@ -75,33 +75,127 @@ class Timeline:
     order: tuple[Op, ...] = field(default=(), repr=False)
 
 
+class Opinions(NamedTuple):
+    """Two timelines of one program: by the device's own rates, and as XLA's estimator has it, where there is one."""
+
+    by_rates: Timeline
+    estimated: Timeline | None
+
+
 def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
     """Schedule a program, and time it.
 
     Only GPUs hide collectives. A profile with `xla_estimator` gives XLA's own estimate of the step; any other, what the profile's
     rates make of it.
     """
-    ops, done = list(program.ops), dict[int, _Body]()
-    for loop in program.loops:
-        inside = [i for i, op in enumerate(ops) if loop.start <= op.node < loop.stop]
-        if not inside:
-            continue
-        body, skipped, last = [ops[i] for i in inside], set(inside), inside[-1]
-        done[loop.start] = _Body(_scheduled(replace(program, ops=tuple(body)), done, mesh, profile), loop.count)
-        before = [op for i, op in enumerate(ops[:last]) if i not in skipped]
-        ops = [*before, _as_one(body, loop.start), *ops[last + 1 :]]
-    timeline = _scheduled(replace(program, ops=tuple(ops)), done, mesh, profile)
-    return replace(timeline, temporary_bytes=peak_of_temporaries(program, timeline.order))
+    return Simulation(program, mesh, profile).timeline()
 
 
-def _one_after_another(ops: Sequence[Op], mesh: MeshShape, profile: HardwareProfile) -> Timeline:
+class Simulation:
+    """A program that can be scheduled and timed with any limit of merging, in XLA's opinion and in that of the device's
+    own rates: what these share is worked out once.
+
+    Attributes:
+        program: as given.
+    """
+
+    def __init__(self, program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> None:
+        self.program, self._mesh = program, mesh
+        self._by_rates, self._estimated = replace(profile, xla_estimator=None), profile
+        self._seconds: dict[bool, dict[int, float]] = {False: {}, True: {}}
+        ops, self._bodies = list(program.ops), list[tuple[int, float, Merging]]()
+        for loop in program.loops:
+            inside = [i for i, op in enumerate(ops) if loop.start <= op.node < loop.stop]
+            if not inside:
+                continue
+            body, skipped, last = [ops[i] for i in inside], set(inside), inside[-1]
+            self._bodies.append((loop.start, loop.count, Merging(replace(program, ops=tuple(body)), mesh)))
+            before = [op for i, op in enumerate(ops[:last]) if i not in skipped]
+            ops = [*before, _as_one(body, loop.start), *ops[last + 1 :]]
+        self._whole = Merging(replace(program, ops=tuple(ops)) if self._bodies else program, mesh)
+        self._tasks: dict[tuple[int, float], tuple[Task, ...]] = {}
+
+    def timeline(self, *, by_rates: bool = False, merge_bytes: float | None = None) -> Timeline:
+        """When everything runs.
+
+        Args:
+            by_rates: by the device's own rates, even where the profile has an estimator.
+            merge_bytes: to which collectives are merged; None for the profile's limit.
+        """
+        limit = self._estimated.combine_threshold_bytes if merge_bytes is None else merge_bytes
+        done: dict[int, _Body] = {}
+        for start, count, body in self._bodies:
+            done[start] = _Body(self._scheduled(body, limit, done, by_rates=by_rates), count)
+        timeline = self._scheduled(self._whole, limit, done, by_rates=by_rates)
+        return replace(timeline, temporary_bytes=peak_of_temporaries(self.program, timeline.order))
+
+    @overload
+    def opinions(self) -> Opinions: ...
+    @overload
+    def opinions(self, merge_bytes: float | None, to_beat: float) -> Opinions | None: ...
+
+    def opinions(self, merge_bytes: float | None = None, to_beat: float = math.inf) -> Opinions | None:
+        """Both opinions of when everything runs; None where the geometric mean of their step times, if there are two,
+        cannot be below `to_beat`.
+
+        Args:
+            merge_bytes: as `timeline` has it. to_beat: seconds.
+        """
+        if self._estimated.xla_estimator is None:
+            return Opinions(self.timeline(merge_bytes=merge_bytes), None)
+        estimated = self.timeline(merge_bytes=merge_bytes)
+        if to_beat < math.inf and math.sqrt(self.least_s(by_rates=True) * estimated.step_time_s) >= to_beat:
+            return None
+        return Opinions(self.timeline(by_rates=True, merge_bytes=merge_bytes), estimated)
+
+    def least_s(self, *, by_rates: bool = False) -> float:
+        """No limit of merging makes the step shorter: kernels run one after another, and so do collectives, but for the
+        small ones that XLA writes itself. Of a program with loops, one trip of each counts."""
+        seconds, profile = self._seconds_of(by_rates)
+        kernels = sum(seconds(op) for op in self.program.ops if op.kind != "collective")
+        collectives = 0.0
+        for merging in (self._whole, *(body for _, _, body in self._bodies)):
+            for op in merging.at_most_merged():
+                collectives += op_seconds(op, self._mesh, profile) / _IN_FLIGHT[_resource(op, self._mesh, profile)]
+        return max(kernels, collectives)
+
+    def _scheduled(
+        self, merging: Merging, merge_bytes: float, done: Mapping[int, _Body], *, by_rates: bool
+    ) -> Timeline:
+        """Schedule operations; the loops among them run as they have been scheduled, all their trips, and nothing
+        beside them: XLA takes a loop for one short operation."""
+        seconds, profile = self._seconds_of(by_rates)
+        is_gpu = profile.platform == "gpu"
+        key = id(merging), merge_bytes
+        tasks = self._tasks.get(key)
+        if tasks is None:
+            tasks = self._tasks[key] = merging.tasks(merge_bytes, packs=is_gpu)
+        if not is_gpu:
+            return _with_bodies(_one_after_another([task.op for task in tasks], seconds), done)
+        nodes = _Nodes.of(tasks, self._mesh, profile, seconds)
+        return _with_bodies(_timed(nodes, _Scheduler(nodes).run(), tasks), done)
+
+    def _seconds_of(self, by_rates: bool) -> tuple[Callable[[Op], float], HardwareProfile]:
+        """What tells the seconds of the program's operations, and of those that merging made, all of which are kept."""
+        known, profile = self._seconds[by_rates], self._by_rates if by_rates else self._estimated
+
+        def seconds(op: Op) -> float:
+            found = known.get(id(op))
+            if found is None:
+                found = known[id(op)] = op_seconds(op, self._mesh, profile)
+            return found
+
+        return seconds, profile
+
+
+def _one_after_another(ops: Sequence[Op], seconds_of: Callable[[Op], float]) -> Timeline:
     """Elsewhere than on GPUs XLA waits for each collective where it starts."""
     compute = clock = 0.0
     exposed: dict[str, float] = defaultdict(float)
     numbers: dict[str, int] = defaultdict(int)
     ran: list[Ran] = []
     for op in ops:
-        seconds = op_seconds(op, mesh, profile)
+        seconds = seconds_of(op)
         waits = op.kind == "collective"
         if waits:
             exposed[op.collective] += seconds
@@ -129,21 +223,6 @@ class _Body:
 
     timeline: Timeline
     count: float
-
-
-def _scheduled(
-    program: DeviceProgram, done: Mapping[int, _Body], mesh: MeshShape, profile: HardwareProfile
-) -> Timeline:
-    """Schedule operations; the loops among them run as they have been scheduled, all their trips, and nothing beside
-    them: XLA takes a loop for one short operation."""
-    tasks = merge_collectives(program, mesh, profile)
-    if profile.platform == "gpu":
-        issue = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
-        nodes = _Nodes.of(tasks, mesh, profile, issue)
-        timeline = _timed(nodes, _schedule(nodes), tasks)
-    else:
-        timeline = _one_after_another([task.op for task in tasks], mesh, profile)
-    return _with_bodies(timeline, done)
 
 
 def _with_bodies(timeline: Timeline, done: Mapping[int, _Body]) -> Timeline:
@@ -186,236 +265,6 @@ def _as_one(body: Sequence[Op], node: int) -> Op:
     return Op("loop", node, read, written, 0.0, 0.0)
 
 
-# -- merging ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """An operation, and the positions of the tasks that it comes after.
-
-    They are kept apart from the buffers, for a buffer that is written in place has several writers: which of them is
-    read is known only in the program's own order.
-    """
-
-    op: Op
-    waits_for: tuple[int, ...]
-
-
-def merge_collectives(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> tuple[Task, ...]:
-    """The operations with combinable collectives of a kind merged, as XLA's combiners merge them; each after what it
-    waits for, otherwise as they stood.
-
-    In the order in which a walk from the outputs meets them, collectives of one kind over the same axes
-    (and of one dtype, where they add) join until their results would exceed the profile's threshold, or one
-    waits for another. The merged one stands where its last member stood.
-    """
-    order = _from_outputs(program)
-    waits_for = predecessors(program.ops)
-    waiting = [i for i in order if program.ops[i].combinable and program.ops[i].kind == "collective"]
-    bit = {i: 1 << n for n, i in enumerate(waiting)}
-    keys = {i: _merge_key(program.ops[i]) for i in waiting}
-    together: dict[int, list[int]] = {}  # by its last member
-    last_of: dict[int, int] = {}
-    waiting_above = _CollectivesAbove(waits_for, bit)
-    above = waiting_above.bits
-    while waiting:
-        lead, size, joined = waiting[0], 0.0, []
-        own = before = 0  # of those joined: their bits, and those of what they wait for
-        for i in waiting:
-            if keys[i] != keys[lead]:
-                continue
-            result = _result_bytes(program.ops[i], mesh)
-            if size + result > profile.combine_threshold_bytes and joined:
-                break
-            if above[i] & own or before & bit[i]:
-                break
-            joined.append(i)
-            own, before, size = own | bit[i], before | above[i], size + result
-            if size > profile.combine_threshold_bytes:
-                break
-        taken = set(joined)
-        waiting = [i for i in waiting if i not in taken]
-        if len(joined) > 1:
-            last = max(joined)
-            together[last] = sorted(joined)
-            last_of |= dict.fromkeys(joined, last)
-            waiting_above.merge(joined)
-    return _in_order(program, waits_for, together, last_of, packs=profile.platform == "gpu")
-
-
-def _in_order(
-    program: DeviceProgram,
-    waits_for: Sequence[Sequence[int]],
-    together: Mapping[int, list[int]],
-    last_of: Mapping[int, int],
-    *,
-    packs: bool,
-) -> tuple[Task, ...]:
-    """Tasks, each after those it waits for.
-
-    Args:
-        together: members of merged collectives, by the last. last_of: the reverse. packs: whether merged all-reduces
-            copy what they add to one buffer.
-    """
-    units = [i for i in range(len(program.ops)) if last_of.get(i, i) == i]
-    needs = {
-        unit: list(dict.fromkeys(last_of.get(j, j) for i in together.get(unit, (unit,)) for j in waits_for[i]))
-        for unit in units
-    }
-    tasks: list[Task] = []
-    made_by: dict[int, int] = {}  # by operation, the task that has its results
-
-    def emit(unit: int) -> None:
-        members = together.get(unit, [unit])
-        after = tuple(dict.fromkeys(made_by[j] for i in members for j in waits_for[i] if j in made_by))
-        ops = [program.ops[i] for i in members]
-        if len(ops) > 1 and packs and ops[0].collective == "all-reduce":
-            into, whole, *out = _packed(ops, len(program.buffers) + 2 * unit)
-            first = len(tasks)
-            tasks.append(Task(into, after))
-            tasks.append(Task(whole, (first,)))
-            for i, op in zip(members, out, strict=True):
-                made_by[i] = len(tasks)
-                tasks.append(Task(op, (first + 1,)))
-            return
-        made_by.update(dict.fromkeys(members, len(tasks)))
-        tasks.append(Task(_joined(ops) if len(ops) > 1 else ops[0], after))
-
-    seen: set[int] = set()
-    for root in units:
-        if root in seen:
-            continue
-        seen.add(root)
-        stack = [(root, iter(needs[root]))]
-        while stack:
-            unit, rest = stack[-1]
-            following = next((j for j in rest if j not in seen), None)
-            if following is None:
-                emit(unit)
-                stack.pop()
-            else:
-                seen.add(following)
-                stack.append((following, iter(needs[following])))
-    return tuple(tasks)
-
-
-def _merge_key(op: Op) -> tuple[str, tuple[str, ...], str]:
-    return op.collective, op.axes, op.dtype if op.collective in ("all-reduce", "reduce-scatter") else ""
-
-
-def _result_bytes(op: Op, mesh: MeshShape) -> float:
-    return op.payload_bytes / mesh.sizes(op.axes) if op.collective == "reduce-scatter" else op.payload_bytes
-
-
-def _joined(ops: Sequence[Op]) -> Op:
-    last = ops[-1]
-    return Op(
-        kind="collective",
-        node=last.node,
-        reads=tuple(b for op in ops for b in op.reads),
-        writes=tuple(b for op in ops for b in op.writes),
-        read_bytes=sum(op.read_bytes for op in ops),
-        written_bytes=sum(op.written_bytes for op in ops),
-        num_nodes=sum(op.num_nodes for op in ops),
-        dtype=last.dtype,
-        collective=last.collective,
-        axes=last.axes,
-        payload_bytes=sum(op.payload_bytes for op in ops),
-    )
-
-
-def _packed(ops: Sequence[Op], buffer: int) -> list[Op]:
-    """Merged all-reduces: XLA copies what they add to one buffer, and from that to each one's own.
-
-    Args:
-        buffer: a free position, and the one after it.
-    """
-    whole = _joined(ops)
-    size = whole.payload_bytes
-    itemsize = {"float64": 8, "bfloat16": 2, "float16": 2}.get(whole.dtype, 4)
-    into = Op("fusion", whole.node, whole.reads, (buffer,), size, size, flops=6 * size / itemsize)
-    out = [
-        Op("fusion", op.node, (buffer + 1,), op.writes, op.payload_bytes, op.payload_bytes, num_blocks=0.0)
-        for op in ops
-    ]
-    return [into, replace(whole, reads=(buffer,), writes=(buffer + 1, -1 - buffer)), *out]
-
-
-def _from_outputs(program: DeviceProgram) -> list[int]:
-    """Operations in the order of a walk from the outputs, those that one waits for before it."""
-    waits_for = predecessors(program.ops)
-    writer = {buffer: i for i, op in enumerate(program.ops) for buffer in op.writes}
-    roots = [writer[b] for b, buffer in enumerate(program.buffers) if buffer.output and b in writer]
-    order, seen = [], set()
-    for root in [*roots, *range(len(program.ops))]:
-        stack = [(root, iter(waits_for[root]))]
-        if root in seen:
-            continue
-        seen.add(root)
-        while stack:
-            node, rest = stack[-1]
-            following = next((i for i in rest if i not in seen), None)
-            if following is None:
-                order.append(node)
-                stack.pop()
-            else:
-                seen.add(following)
-                stack.append((following, iter(waits_for[following])))
-    return order
-
-
-class _CollectivesAbove:
-    """Of each operation, the bits of the combinable collectives that it waits for, while they are merged: a merged
-    collective stands at several places, and waits at each for what it waits for at any.
-
-    Attributes:
-        bits: by operation.
-    """
-
-    def __init__(self, waits_for: Sequence[tuple[int, ...]], bit: Mapping[int, int]) -> None:
-        self._bit, self._together = bit, dict[int, list[int]]()
-        self._readers: list[list[int]] = [[] for _ in waits_for]
-        self.bits = [0] * len(waits_for)
-        for i, before in enumerate(waits_for):
-            for j in before:
-                self.bits[i] |= self.bits[j] | bit.get(j, 0)
-                self._readers[j].append(i)
-
-    def merge(self, members: list[int]) -> None:
-        """Have some collectives wait for what any of them waits for, and whatever waits for them too."""
-        self._together |= dict.fromkeys(members, members)
-        heap: list[int] = []
-        queued: set[int] = set()
-
-        def add(to: Sequence[int], bits: int) -> None:
-            for i in to:
-                both = self.bits[i] | bits
-                if both != self.bits[i]:
-                    self.bits[i] = both
-                    if i not in queued:
-                        queued.add(i)
-                        heapq.heappush(heap, i)
-
-        add(members, functools.reduce(operator.or_, (self.bits[i] for i in members)))
-        while heap:
-            i = heapq.heappop(heap)
-            queued.discard(i)
-            bits = self.bits[i] | self._bit.get(i, 0)
-            for reader in self._readers[i]:
-                add(self._together.get(reader, (reader,)), bits)
-
-
-def predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:
-    """Of each operation, those that write what it reads."""
-    writer: dict[int, int] = {}
-    waits_for = []
-    for i, op in enumerate(ops):
-        waits_for.append(tuple(dict.fromkeys(writer[b] for b in op.reads if b in writer)))
-        for buffer in op.writes:
-            writer[buffer] = i
-    return waits_for
-
-
 # -- scheduling ------------------------------------------------------------------------------
 
 
@@ -438,19 +287,21 @@ class _Nodes:
     has_views: bool = False
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], mesh: MeshShape, profile: HardwareProfile, issue_s: float) -> _Nodes:
+    def of(
+        cls, tasks: Sequence[Task], mesh: MeshShape, profile: HardwareProfile, seconds_of: Callable[[Op], float]
+    ) -> _Nodes:
+        issue_s = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
         nodes = cls([], [], [], [], [], [], [], [], [])
         ends: list[int] = []  # by task, its last node
         nodes.has_views = any(task.op.kind == "view" for task in tasks)
         for position, task in enumerate(tasks):
             op = task.op
-            seconds = op_seconds(op, mesh, profile)
+            seconds = seconds_of(op)
             waits_for = sorted(ends[before] for before in task.waits_for)
             if op.kind != "collective":
                 nodes._add("", seconds, 0.0, "", waits_for, view=op.kind == "view")
             elif seconds > 0:
-                small = profile.xla_estimator is not None and is_small(op, mesh, profile.xla_estimator)
-                resource = "kernel" if small else "library"
+                resource = _resource(op, mesh, profile)
                 nodes._add(op.collective, issue_s, 0.0, resource, waits_for, start=True)
                 nodes._add(op.collective, issue_s, seconds, resource, [len(nodes.kinds) - 1], end=True)
             else:
@@ -480,80 +331,110 @@ class _Nodes:
         self.is_view.append(view)
 
 
-def _schedule(nodes: _Nodes) -> list[int]:
-    """The order of the nodes, first to last.
+def _resource(op: Op, mesh: MeshShape, profile: HardwareProfile) -> str:
+    """Of a collective, what it takes one of those in flight of."""
+    small = profile.xla_estimator is not None and is_small(op, mesh, profile.xla_estimator)
+    return "kernel" if small else "library"
 
-    They are placed from the last to the first. `clock` runs backwards from the end of the step; a start
-    may be placed without waiting once its collective's time has passed since its end.
-    """
-    count = len(nodes.kinds)
-    readers: list[list[int]] = [[] for _ in range(count)]
-    for i, waits_for in enumerate(nodes.waits_for):
-        for j in waits_for:
-            readers[j].append(i)
-    depth = _async_depth(nodes)
-    unlocks = [sum(len(readers[j]) == 1 for j in waits_for) for waits_for in nodes.waits_for]
-    ends_before = [any(nodes.is_end[j] for j in waits_for) for waits_for in nodes.waits_for]
-    # Views take a turn each. Where the program has none, one is taken to stand between any two kernels, but not after
-    # those that turn arguments into operands.
-    direct = [
-        nodes.has_views or (not nodes.kinds[i] and all(nodes.is_end[j] for j in waits_for))
-        for i, waits_for in enumerate(nodes.waits_for)
-    ]
-    left = [len(r) for r in readers]
-    ready_at = [0.0] * count
-    placed_at = [0.0] * count
-    ready = [i for i in range(count) if not readers[i]]
-    free = dict(_IN_FLIGHT)
-    queued = dict.fromkeys(_IN_FLIGHT, 0)
-    for i in ready:
+
+class _Scheduler:
+    """The order of the nodes. They are placed from the last to the first; `clock` runs backwards from the end of the step,
+    and a start may be placed without waiting once its collective's time has passed since its end."""
+
+    def __init__(self, nodes: _Nodes) -> None:
+        self.nodes, count = nodes, len(nodes.kinds)
+        self.readers: list[list[int]] = [[] for _ in range(count)]
+        for i, waits_for in enumerate(nodes.waits_for):
+            for j in waits_for:
+                self.readers[j].append(i)
+        self.depth = _async_depth(nodes)
+        self.unlocks = [sum(len(self.readers[j]) == 1 for j in waits_for) for waits_for in nodes.waits_for]
+        self.ends_before = [any(nodes.is_end[j] for j in waits_for) for waits_for in nodes.waits_for]
+        # Views take a turn each. Where the program has none, one is taken to stand between any two kernels, but not after
+        # those that turn arguments into operands.
+        self.direct = [
+            nodes.has_views or (not nodes.kinds[i] and all(nodes.is_end[j] for j in waits_for))
+            for i, waits_for in enumerate(nodes.waits_for)
+        ]
+        self.ready_at, self.clock = [0.0] * count, 0.0
+        self.free, self.queued = dict(_IN_FLIGHT), dict.fromkeys(_IN_FLIGHT, 0)
+        self.ends: list[int] = []  # what is ready
+        self.views: list[int] = []
+        self.others: list[int] = []
+
+    def run(self) -> list[int]:
+        """First to last."""
+        nodes, readers, free, ready_at = self.nodes, self.readers, self.free, self.ready_at
+        left, placed_at, order = [len(r) for r in readers], [0.0] * len(readers), list[int]()
+        for i, later in enumerate(left):
+            if not later:
+                self._add(i)
+        while self.ends or self.views or self.others:
+            best = self._taken()
+            order.append(best)
+            placed_at[best] = max(self.clock, ready_at[best])
+            clock = self.clock = placed_at[best] + nodes.costs[best]
+            if nodes.is_end[best]:
+                free[nodes.resource[best]] -= 1
+                self.queued[nodes.resource[best]] -= 1
+            elif nodes.is_start[best]:
+                free[nodes.resource[best]] += 1
+            for j in nodes.waits_for[best]:
+                left[j] -= 1
+                if left[j]:
+                    continue
+                lags = [placed_at[k] + (nodes.latency[k] or _BETWEEN_S) for k in readers[j]]
+                ready_at[j] = max(clock, *lags) + (0.0 if self.direct[j] else _BETWEEN_S)
+                self._add(j)
+        return order[::-1]
+
+    def _add(self, i: int) -> None:
+        nodes = self.nodes
+        (self.ends if nodes.is_end[i] else self.views if nodes.is_view[i] else self.others).append(i)
         if nodes.is_end[i]:
-            queued[nodes.resource[i]] += 1
-    clock, order = 0.0, []
-    while ready:
-        soonest = min((ready_at[i] for i in ready if ready_at[i] > clock), default=None)
-        best, best_key = -1, ()
-        views = [i for i in ready if nodes.is_view[i]]
-        for i in views[-1:] or ready:
-            resource = nodes.resource[i]
-            if nodes.is_end[i] and not free[resource]:
-                continue
-            backed_up = nodes.is_start[i] and not free[resource] and queued[resource] > 0
-            waste = 0.0
-            if soonest is not None and not nodes.is_start[i]:
-                waste = -abs(soonest - clock - nodes.costs[i])
-            key = (
-                nodes.is_end[i],
-                -max(ready_at[i] - clock, 0.0),
-                not (nodes.is_start[i] and depth[i] == 0 and not backed_up),
-                backed_up,
-                depth[i],
-                waste,
-                ends_before[i],
-                unlocks[i],
-                i,
-            )
-            if best < 0 or key > best_key:
-                best, best_key = i, key
-        ready.remove(best)
-        order.append(best)
-        placed_at[best] = max(clock, ready_at[best])
-        clock = placed_at[best] + nodes.costs[best]
-        if nodes.is_end[best]:
-            free[nodes.resource[best]] -= 1
-            queued[nodes.resource[best]] -= 1
-        elif nodes.is_start[best]:
-            free[nodes.resource[best]] += 1
-        for j in nodes.waits_for[best]:
-            left[j] -= 1
-            if left[j]:
-                continue
-            lags = (placed_at[k] + (nodes.latency[k] or _BETWEEN_S) for k in readers[j])
-            ready_at[j] = max(clock, *lags) + (0.0 if direct[j] else _BETWEEN_S)
-            ready.append(j)
-            if nodes.is_end[j]:
-                queued[nodes.resource[j]] += 1
-    return order[::-1]
+            self.queued[nodes.resource[i]] += 1
+
+    def _taken(self) -> int:
+        """The next, which is ready no more: a view; else an end, where one may be in flight; of these, or of all else,
+        what is ready soonest, in its turn as a start, and has most collectives above it."""
+        if self.views:
+            return self.views.pop()
+        nodes, ready_at, depth, clock = self.nodes, self.ready_at, self.depth, self.clock
+        among = [i for i in self.ends if self.free[nodes.resource[i]]] or self.others
+        if len(among) > 1:
+            first = min([ready_at[i] for i in among])
+            among = [i for i in among if ready_at[i] <= clock or ready_at[i] == first > clock]
+        if len(among) > 1 and any(nodes.is_start[i] for i in among):
+            among = self._starts_in_turn(among)
+        if len(among) > 1:
+            deepest = max([depth[i] for i in among])
+            among = [i for i in among if depth[i] == deepest]
+        best = among[0] if len(among) == 1 else self._best(among)
+        (self.ends if nodes.is_end[best] else self.others).remove(best)
+        return best
+
+    def _starts_in_turn(self, among: list[int]) -> list[int]:
+        """Starts that others of their kind wait for; else what is no start or has collectives above it; else the rest."""
+        resource = self.nodes.resource
+        backed_up = {
+            i: not self.free[resource[i]] and self.queued[resource[i]] > 0 for i in among if self.nodes.is_start[i]
+        }
+        return (
+            [i for i in among if backed_up.get(i)]
+            or [i for i in among if i not in backed_up or self.depth[i] != 0]
+            or among
+        )
+
+    def _best(self, among: list[int]) -> int:
+        """What wastes least of the time until the next is ready, and lets most others run."""
+        nodes, clock = self.nodes, self.clock
+        soonest = min((at for i in (*self.ends, *self.others) if (at := self.ready_at[i]) > clock), default=None)
+
+        def wanted(i: int) -> tuple[float, ...]:
+            waste = 0.0 if soonest is None or nodes.is_start[i] else -abs(soonest - clock - nodes.costs[i])
+            return (waste, self.ends_before[i], self.unlocks[i], i)
+
+        return max(among, key=wanted)
 
 
 def _async_depth(nodes: _Nodes) -> list[float]:

@@ -24,11 +24,12 @@ from autopar.early import REDUCTIONS, Early
 from autopar.execute import abstract_mesh, jit_plan, lower_for
 from autopar.graph.ir import Graph
 from autopar.jax_compat import module_bytes
+from autopar.merging import predecessors
 from autopar.mesh import parse_mesh
 from autopar.on_device import device_program
 from autopar.plan import Awaited, Plan
 from autopar.program import Program, program_of
-from autopar.timeline import predecessors, simulate
+from autopar.timeline import simulate
 from autopar.within_budget import Made
 
 H100 = load("h100-sxm")

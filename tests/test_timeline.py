@@ -8,8 +8,9 @@ import pytest
 
 from autopar.cost.hardware import load
 from autopar.device_program import Buffer, DeviceProgram, Op
+from autopar.merging import Merging
 from autopar.mesh import parse_mesh
-from autopar.timeline import Timeline, merge_collectives, simulate
+from autopar.timeline import Simulation, Timeline, simulate
 
 MESH = parse_mesh("x=8")
 H100 = load("h100-sxm")
@@ -141,7 +142,11 @@ def test_small_collectives_are_merged() -> None:
     outputs = [program.kernel(end) for end in ends]
     program.output(*outputs)
     assert program.timeline().num_collectives == {"reduce-scatter": 1}
-    merged = [task.op for task in merge_collectives(program.program, MESH, H100) if task.op.kind == "collective"]
+    merged = [
+        task.op
+        for task in Merging(program.program, MESH).tasks(H100.combine_threshold_bytes, packs=True)
+        if task.op.kind == "collective"
+    ]
     assert len(merged[0].writes) == 6
     assert merged[0].payload_bytes == 6 * MIB
 
@@ -223,7 +228,7 @@ def test_what_is_written_in_place_is_read_as_it_was() -> None:
     behind = program.ops[-1]
     second = program.collective("all-gather", program.kernel(start), MIB, combinable=True)
     program.output(before.writes[0], behind.writes[0], program.kernel(second))
-    tasks = merge_collectives(program.program, MESH, H100)
+    tasks = Merging(program.program, MESH).tasks(H100.combine_threshold_bytes, packs=True)
     assert sum(task.op.kind == "collective" for task in tasks) == 1
 
     def comes_after(op: Op) -> list[Op]:
@@ -242,3 +247,40 @@ def test_other_devices_are_timed_too() -> None:
         found = simulate(program.program, MESH, load(name))
         assert found.step_time_s >= found.compute_s > 0
         assert found.exposed_s
+
+
+def _layers(num_layers: int, num_bytes: float) -> DeviceProgram:
+    """Weights gathered, used, and the sums of their gradients scattered; small sums that XLA does not merge besides."""
+    program = Written()
+    last, gradients = program.argument(), list[int]()
+    for n in range(num_layers):
+        weight = program.collective("all-gather", program.argument(), num_bytes, combinable=True)
+        last = program.kernel(last, weight, times=0.2)
+        last = program.collective("all-reduce", last, 2048.0, combinable=n % 2 == 0, dtype="float32")
+        own = program.kernel(last, weight, times=0.1)
+        gradients.append(program.collective("reduce-scatter", own, num_bytes, combinable=True, dtype="float32"))
+    program.output(last, *(program.kernel(gradient, times=0.01) for gradient in gradients))
+    return program.program
+
+
+@pytest.mark.parametrize("num_bytes", [1e5, 3e6, 4e7])
+@pytest.mark.parametrize("by_rates", [False, True])
+def test_no_limit_of_merging_takes_less_than_the_bound(num_bytes: float, by_rates: bool) -> None:
+    simulation = Simulation(_layers(12, num_bytes), MESH, H100)
+    least = simulation.least_s(by_rates=by_rates)
+    taken = [simulation.timeline(by_rates=by_rates, merge_bytes=limit).step_time_s for limit in (0.0, MIB, 1e8, 1e12)]
+    assert 0 < least <= min(taken)
+    assert least > 0.3 * min(taken)  # and it is of some use
+    profile = replace(H100, combine_threshold_bytes=MIB)
+    alone = simulate(simulation.program, MESH, replace(profile, xla_estimator=None) if by_rates else profile)
+    assert simulation.timeline(by_rates=by_rates, merge_bytes=MIB) == alone  # whatever it was asked before
+
+
+def test_what_cannot_win_is_not_timed_twice() -> None:
+    simulation = Simulation(_layers(12, 3e6), MESH, H100)
+    by_rates, estimated = simulation.opinions()
+    assert estimated is not None
+    compared = (by_rates.step_time_s * estimated.step_time_s) ** 0.5
+    assert simulation.opinions(None, 1.001 * compared) == (by_rates, estimated)
+    below = (simulation.least_s(by_rates=True) * estimated.step_time_s) ** 0.5
+    assert simulation.opinions(None, 0.999 * below) is None
