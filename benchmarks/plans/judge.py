@@ -75,6 +75,10 @@ def figures(compiled: CompiledStep, mesh: MeshShape) -> Figures:
     }
 
 
-def new_compiler() -> CachingCompiler:
-    """One that keeps whole programs in the user's cache."""
-    return CachingCompiler(default_folder())
+def new_compiler(again: bool = False) -> CachingCompiler:
+    """One that keeps whole programs in the user's cache.
+
+    Args:
+        again: it compiles even what is there.
+    """
+    return CachingCompiler(default_folder(), again)
