@@ -58,6 +58,8 @@ Progress = Callable[[str, float], None]
 #: How close to the optimum a plan under a budget is proven: of its many problems, the last tenth of a percent would take
 #: most of the time.
 _LIMITED_GAP = 5e-3
+#: Of the solver's time for a mesh, what one of these problems gets at the most.
+_LIMITED_SHARE = 0.1
 
 #: How much slower a plan may be predicted for holding to metadata that are a hint.
 _HINT_TOLERANCE = 0.05
@@ -206,11 +208,11 @@ def plan_and_parts(
     meshes = meshes_with_pinned_axes(meshes_of_program(asked_meshes(mesh, num_devices), program.graph), layouts)
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
-    limited = solver or Ilp(time_limit_s=time_limit_s, relative_gap=_LIMITED_GAP)
+    limited = solver or Ilp(time_limit_s=_LIMITED_SHARE * time_limit_s, relative_gap=_LIMITED_GAP)
     distinct, twins = distinct_meshes(meshes, profile, symmetric=not layouts and not _names_axes(program.graph))
     one = resolve_pins(layouts, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms[-1 if dims_as_written else 0 :]]
-    search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits}
+    search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits, "time_limit_s": time_limit_s}
     keep_to = budget * (1 - BUDGET_MARGIN)
     starts: list[_Start] = []
     for i, shape in enumerate(distinct):
@@ -272,7 +274,7 @@ class _Task:
     pins: dict[int, TensorSharding]
     solver: Solver
     limited: Solver
-    search: Mapping[str, bool]
+    search: Mapping[str, Any]
     held: Mapping[int, TensorSharding]
 
 
@@ -334,7 +336,7 @@ class _Start:
                 self.task, solver=self.task.limited
             )  # for prices that are a guess, near the optimum will do
             f, solution = _solved(self.mesh, self.program, self.grouped, hiding, HIDDEN)
-            if solution.choices != made.solution.choices:
+            if solution.choices and solution.choices != made.solution.choices:
                 other = best_merged(planning.made(self.program, f, solution), budget, min(to_beat, made.compared_s))
                 made = min(made, other, key=lambda one: one.compared_s)
         memory_bound = made.peak_bytes > budget

@@ -9,6 +9,7 @@ splits as the budget left by it allows.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -148,13 +149,20 @@ class Planning:
 
 
 def within_budget(
-    budget: float, free: Made, planning: Planning, *, rematerialize: bool, any_that_fits: bool = False
+    budget: float,
+    free: Made,
+    planning: Planning,
+    *,
+    rematerialize: bool,
+    any_that_fits: bool = False,
+    time_limit_s: float = math.inf,
 ) -> Made:
     """The fastest plan found that keeps to a budget.
 
     Args:
         free: the plan without one, which does not. rematerialize: whether values may be computed again.
         any_that_fits: the first plan found will do: one that splits otherwise, or computes most again.
+        time_limit_s: once it has passed, the fastest plan found that fits will do.
 
     Raises:
         NothingFitsError: none does.
@@ -163,6 +171,7 @@ def within_budget(
     found: list[Made] = []
     late: TimeLimitError | None = None
     least, estimate = free, None
+    deadline = time.monotonic() + time_limit_s
     try:
         found.append(_split_otherwise(budget, free, planning))
     except _TooLargeError as short:
@@ -171,7 +180,9 @@ def within_budget(
         late = error
     if rematerialize and not (any_that_fits and found):
         try:
-            again, least = _computed_again(budget, free, planning, least, any_that_fits=any_that_fits)
+            again, least = _computed_again(
+                budget, free, planning, least, any_that_fits=any_that_fits, deadline=deadline
+            )
             found += [] if again is None else [again]
         except TimeLimitError as error:
             late = error
@@ -274,7 +285,13 @@ def _with_copies(free: Formulation, limited: Formulation, choices: Sequence[int]
 
 
 def _computed_again(
-    budget: float, free: Made, planning: Planning, least: Made, *, any_that_fits: bool = False
+    budget: float,
+    free: Made,
+    planning: Planning,
+    least: Made,
+    *,
+    any_that_fits: bool = False,
+    deadline: float = math.inf,
 ) -> tuple[Made | None, Made]:
     """The fastest plan found that computes values again and fits; and of those made, the one that needs least.
 
@@ -297,6 +314,8 @@ def _computed_again(
     best = climb.fastest(first)
     assert best is not None
     for rung in (first + further for further in _AROUND):
+        if time.monotonic() > deadline:
+            break
         if rung < 0:
             continue
         if rung >= len(rungs) or free.step_time_s + sum(one.time_s for one in rungs[rung]) >= best.step_time_s:
