@@ -5,7 +5,6 @@ In: `Formulation` and the solver's choices. Out: the parts of a `Plan`.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,18 +107,16 @@ def hiding(
     f: Formulation,
     parts: Assembled,
     merge_bytes: int | None,
-    simulation: Simulation | None = None,
-    awaited: tuple[Awaited, ...] = (),
-    to_beat: float = math.inf,
+    simulation: Simulation,
+    awaited: tuple[Awaited, ...],
+    to_beat: float,
 ) -> Assembled | None:
     """The same with another limit to which XLA merges collectives, and with reductions awaited early: predicted anew.
 
     Args:
-        merge_bytes: None for the profile's. simulation: of the program in which operations wait; by default, that of
-            `parts`.
+        merge_bytes: None for the profile's. simulation: of the program in which operations wait.
         to_beat: None is returned where the geometric mean of both opinions cannot be less.
     """
-    simulation = simulation or parts.simulation
     opinions = simulation.opinions(merge_bytes, to_beat)
     if opinions is None:
         return None

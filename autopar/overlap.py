@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autopar.assemble import hiding
-from autopar.device_program import DeviceProgram
 from autopar.early import REDUCTIONS, Early
 from autopar.plan import Awaited
 from autopar.timeline import Simulation
@@ -57,7 +56,7 @@ def best_merged(made: Made, budget: float, to_beat: float = math.inf) -> Made:
     if not is_worth_hiding(made, to_beat) or not made.parts.device.ops:
         return made
     limits = [round(share * made.formulation.profile.combine_threshold_bytes) for share in _LIMITS]
-    return _best(made, budget, [(limit, None, ()) for limit in limits])
+    return _best(made, budget, [(limit, made.parts.simulation, ()) for limit in limits])
 
 
 def awaited_early(made: Made, budget: float, to_beat: float = math.inf) -> Made:
@@ -71,22 +70,23 @@ def awaited_early(made: Made, budget: float, to_beat: float = math.inf) -> Made:
     tried: list[_Tried] = []
     for share in _EARLY:
         for slack in _SLACK:
-            waiting, awaited = early.tied(share * own, slack)
-            tried += [(None if share == 1 else round(share * own), waiting, awaited)] if awaited else []
+            program, awaited = early.tied(share * own, slack)
+            if awaited:
+                limit = None if share == 1 else round(share * own)
+                tried.append((limit, Simulation(program, f.mesh, f.profile), awaited))
     return _best(made, budget, tried)
 
 
-#: A limit of merging, a program with what waits in it, if any does, and what does.
-_Tried = tuple[int | None, DeviceProgram | None, tuple[Awaited, ...]]
+#: A limit of merging (None: the profile's), the program, and what waits in it.
+_Tried = tuple[int | None, Simulation, tuple[Awaited, ...]]
 
 
 def _best(made: Made, budget: float, tried: Iterable[_Tried]) -> Made:
     """The plan with the parts that are best, if these are better by enough."""
-    f, most = made.formulation, max(budget, made.peak_bytes)
+    most = max(budget, made.peak_bytes)
     best, to_beat = made, (1 - _LEAST_GAIN) * made.compared_s
-    for merge_bytes, waiting, awaited in tried:
-        simulation = None if waiting is None else Simulation(waiting, f.mesh, f.profile)
-        parts = hiding(f, made.parts, merge_bytes, simulation, awaited, to_beat)
+    for merge_bytes, simulation, awaited in tried:
+        parts = hiding(made.formulation, made.parts, merge_bytes, simulation, awaited, to_beat)
         if parts is None:
             continue
         one = replace(made, parts=parts)

@@ -220,17 +220,17 @@ def plan_and_parts(
         pins = resolve_pins(layouts, program.graph, shape)
         starts.append(_Start.of(shape, forms, _Task(profile, keep_to, pins, solve_with, limited, search, held or {})))
     found: dict[MeshShape, tuple[Plan, Made]] = {}
-    failures: list[tuple[MeshShape, NothingFitsError]] = []
+    failures: dict[MeshShape, NothingFitsError] = {}
     starts.sort(key=lambda one: one.made.compared_s)  # the first spare others the trouble
     for i, start in enumerate(starts):
         report(f"improve {start.mesh}", 0.7 + 0.3 * i / len(starts))
         try:
             found[start.mesh] = start.finished(min((made.compared_s for _, made in found.values()), default=math.inf))
         except NothingFitsError as short:
-            failures.append((start.mesh, short))
+            failures[start.mesh] = short
     report("done", 1.0)
     if not found:
-        raise next(short for shape in distinct for mesh, short in failures if mesh == shape)
+        raise failures[distinct[0]]
     in_order = [found[shape] for shape in distinct if shape in found]
     best, made = min(in_order, key=lambda one: one[1].compared_s)
     plan = replace(
@@ -265,7 +265,8 @@ class _Task:
     """What is asked of the plan on one mesh.
 
     Args:
-        budget: bytes, without the margin. limited: the solver of problems with a limit of memory.
+        budget: bytes, without the margin. limited: the solver of problems with a limit of memory, or with prices that
+            are a guess.
         search: how `within_budget` is to search.
     """
 
@@ -307,7 +308,8 @@ class _Start:
         """
         (program, grouped), *others = forms
         started = time.perf_counter()
-        made = _planning(task).made(program, *_solved(mesh, program, grouped, task, 1.0))
+        f = _formulated(mesh, program, grouped, task, 1.0)
+        made = _planning(task).made(program, f, task.solver.solve(f.problem))
         if others and not sees_two(program.trace, split_dims(made.parts.constraints)):
             return cls.of(mesh, others, task)
         return cls(mesh, program, grouped, others, task, made, time.perf_counter() - started)
@@ -332,10 +334,8 @@ class _Start:
         started, budget, planning = time.perf_counter(), self.task.budget, _planning(self.task)
         made = best_merged(self.made, budget, to_beat)
         if is_worth_hiding(made, to_beat):
-            hiding = replace(
-                self.task, solver=self.task.limited
-            )  # for prices that are a guess, near the optimum will do
-            f, solution = _solved(self.mesh, self.program, self.grouped, hiding, HIDDEN)
+            f = _formulated(self.mesh, self.program, self.grouped, self.task, HIDDEN)
+            solution = self.task.limited.solve(f.problem)  # for prices that are a guess, near the optimum will do
             if solution.choices and solution.choices != made.solution.choices:
                 other = best_merged(planning.made(self.program, f, solution), budget, min(to_beat, made.compared_s))
                 made = min(made, other, key=lambda one: one.compared_s)
@@ -350,15 +350,13 @@ class _Start:
         return plan, made
 
 
-def _solved(
-    mesh: MeshShape, program: Program, grouped: _Grouped, task: _Task, exposed: float
-) -> tuple[Formulation, Solution]:
-    """The assignment whose kernels and collectives add up to least.
+def _formulated(mesh: MeshShape, program: Program, grouped: _Grouped, task: _Task, exposed: float) -> Formulation:
+    """The problem without a limit of memory.
 
     Args:
         exposed: what counts of a collective for which nothing need wait.
     """
-    f = formulate(
+    return formulate(
         program.graph,
         grouped.groups,
         mesh,
@@ -368,7 +366,6 @@ def _solved(
         resharding=ReshardingTimes(mesh, task.profile, exposed),
         held=task.held,
     )
-    return f, task.solver.solve(f.problem)
 
 
 def _planning(task: _Task) -> Planning:
@@ -559,7 +556,7 @@ def distinct_meshes(
 def _rejected(
     best: Plan,
     plans: Sequence[Plan],
-    failures: Sequence[tuple[MeshShape, NothingFitsError]],
+    failures: Mapping[MeshShape, NothingFitsError],
     twins: Mapping[MeshShape, MeshShape],
 ) -> tuple[RejectedMesh, ...]:
     out = [
@@ -577,7 +574,7 @@ def _rejected(
             out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=words))
     out += [
         RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=str(short))
-        for mesh, short in failures
+        for mesh, short in failures.items()
     ]
     return tuple(out)
 

@@ -184,11 +184,11 @@ def _planning(cases: Sequence[Sequence[Row]]) -> list[list[str]]:
     for tight, ratios in found.items():
         if ratios:
             worst, where = max(ratios)
-            few = sum(ratio <= 1 for ratio, _ in ratios)
+            enough = sum(ratio <= 1 for ratio, _ in ratios)
             told = "planning over XLA's compile of the same step, worst" + (
                 ", of those with little memory" if tight else ""
             )
-            lines.append([told, f"{worst:.2f} ({where}); {few} of {len(ratios)} at most 1", "1.0", _met(worst <= 1)])
+            lines.append([told, f"{worst:.2f} ({where}); {enough} of {len(ratios)} at most 1", "1.0", _met(worst <= 1)])
     return lines
 
 
