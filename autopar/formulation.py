@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -124,6 +124,13 @@ class Formulation:
     def time(self, kind: str, axes: tuple[str, ...], num_bytes: float, *, combinable: bool) -> float:
         """Predicted seconds of one collective."""
         return collective_time(kind, num_bytes, axes, self.mesh, self.profile, combinable=combinable)
+
+    def with_memory_priced(self, seconds_per_byte: float) -> Problem:
+        """The problem, where it costs something to hold arguments."""
+        costs = [c.copy() for c in self.problem.node_costs]
+        for one in _held_arguments(self.graph, self.value_made, self.mesh):
+            costs[one.node] += seconds_per_byte * one.amounts()
+        return replace(self.problem, node_costs=tuple(costs))
 
 
 def formulate(
@@ -459,7 +466,7 @@ class _Builder:
         for held in self._held():
             key = (held.info.shape, held.info.itemsize, id(held.shardings), held.shared)
             if key not in amounts:
-                amounts[key] = np.array([held.num_bytes(s) for s in range(len(held.shardings))])
+                amounts[key] = held.amounts()
             usages.append(Usage(held.node, held.start, held.end, amounts[key]))
         return tuple(usages)
 
@@ -467,12 +474,7 @@ class _Builder:
         """Arguments are held throughout; what is stored, in its time; a shared copy from its first reader to its
         last."""
         end = len(self.graph.nodes) + 1
-        arguments = set(self.graph.inputs)
-        held: list[HeldTensor] = []
-        for value, (node, shardings) in self.made.items():
-            if value in arguments:
-                held.append(HeldTensor(node, 0, end, self.graph.values[value], shardings, self.mesh))
-        held += self._held_stored()
+        held = _held_arguments(self.graph, self.made, self.mesh) + self._held_stored()
         first_use: dict[int, int] = {}
         for flow in self.flows:
             for n, _ in flow.uses:
@@ -587,11 +589,24 @@ class HeldTensor:
     mesh: MeshShape
     shared: tuple[bool, ...] = ()
 
+    def amounts(self) -> np.ndarray:
+        """`num_bytes` under each strategy."""
+        return np.array([self.num_bytes(s) for s in range(len(self.shardings))])
+
     def num_bytes(self, strategy: int) -> float:
         """Bytes on one device under a strategy of its decision."""
         if self.shared and self.shared[strategy]:
             return 0.0
         return self.info.itemsize * self.shardings[strategy].local_size(self.info.shape, self.mesh)
+
+
+def _held_arguments(graph: Graph, made: Mapping[int, tuple[int, Shardings]], mesh: MeshShape) -> list[HeldTensor]:
+    end, arguments = len(graph.nodes) + 1, set(graph.inputs)
+    return [
+        HeldTensor(node, 0, end, graph.values[value], shardings, mesh)
+        for value, (node, shardings) in made.items()
+        if value in arguments
+    ]
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:

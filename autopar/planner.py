@@ -47,10 +47,11 @@ from autopar.rules.registry import NodeView, of_each_node
 from autopar.rules.table import rule_for, unknown_rule
 from autopar.seldom_collect import seldom_collect
 from autopar.sharding import TensorSharding
+from autopar.side_by_side import Lane, Least, each_its_own, lanes, spread
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solution, Solver
 from autopar.version import __version__
-from autopar.within_budget import BUDGET_MARGIN, Made, NothingFitsError, Planning, within_budget
+from autopar.within_budget import BUDGET_MARGIN, Made, NothingFitsError, OutdoneError, Planning, within_budget
 from autopar.words import strategy_words
 
 Progress = Callable[[str, float], None]
@@ -60,6 +61,12 @@ Progress = Callable[[str, float], None]
 _LIMITED_GAP = 5e-3
 #: Of the solver's time for a mesh, what one of these problems gets at the most.
 _LIMITED_SHARE = 0.1
+#: Plans whose times differ by no more are close.
+_CLOSE = 0.03
+
+#: Nodes of a program, by meshes besides the first: from there on, planning takes long enough for copies of this process to
+#: take some of the meshes. How long a copy may do nothing, besides waiting for a solver, before it counts as hung.
+_WORTH_COPIES, _PATIENCE_S = 4000, 30.0
 
 #: How much slower a plan may be predicted for holding to metadata that are a hint.
 _HINT_TOLERANCE = 0.05
@@ -173,13 +180,26 @@ def plan_in_microbatches(program: Program, count: int, *, own_statistics: bool =
     Raises:
         NothingFitsError: nothing does; the ways out are not priced yet, which takes planning of its own.
     """
-    return plan_and_parts(program.as_traced.in_microbatches(count, own_statistics=own_statistics), **options)[0]
+    split = program.as_traced.in_microbatches(count, own_statistics=own_statistics)
+    return _plan_and_parts(split, may_copy=True, **options)[0]
+
+
+def plan_and_parts(program: Program, **options: Any) -> tuple[Plan, Made]:
+    """`plan_in_microbatches` of a program as it is, and what the plan was made of.
+
+    Raises:
+        NothingFitsError: as there.
+    """
+    plan, made = _plan_and_parts(program, may_copy=False, **options)
+    assert made is not None, "all was planned in this process"
+    return plan, made
 
 
 @seldom_collect()
-def plan_and_parts(
+def _plan_and_parts(
     program: Program,
     *,
+    may_copy: bool,
     mesh: str | MeshShape | jax.sharding.Mesh | None = None,
     num_devices: int | None = None,
     hardware: str | HardwareProfile | None = None,
@@ -193,14 +213,12 @@ def plan_and_parts(
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
-) -> tuple[Plan, Made]:
-    """`plan_in_microbatches` of a program as it is, and what the plan was made of.
+) -> tuple[Plan, Made | None]:
+    """The plan, and what it was made of, unless that was in a copy of this process.
 
     Args:
+        may_copy: copies of this process may plan too.
         held: of a program of one form, of which nothing is to be computed again: values, and how they must be made.
-
-    Raises:
-        NothingFitsError: as there.
     """
     layouts = {**(told or {}), **(pin or {})}
     report = progress or (lambda stage, fraction: None)
@@ -214,33 +232,32 @@ def plan_and_parts(
     forms = [(form, _group(form.graph, one)) for form in program.forms[-1 if dims_as_written else 0 :]]
     search = {"rematerialize": rematerialize, "any_that_fits": any_that_fits, "time_limit_s": time_limit_s}
     keep_to = budget * (1 - BUDGET_MARGIN)
-    starts: list[_Start] = []
-    for i, shape in enumerate(distinct):
-        report(f"plan {shape}", 0.1 + 0.6 * i / len(distinct))
+
+    def task(shape: MeshShape) -> _Task:
         pins = resolve_pins(layouts, program.graph, shape)
-        starts.append(_Start.of(shape, forms, _Task(profile, keep_to, pins, solve_with, limited, search, held or {})))
-    found: dict[MeshShape, tuple[Plan, Made]] = {}
-    failures: dict[MeshShape, NothingFitsError] = {}
-    starts.sort(key=lambda one: one.made.compared_s)  # the first spare others the trouble
-    for i, start in enumerate(starts):
-        report(f"improve {start.mesh}", 0.7 + 0.3 * i / len(starts))
-        try:
-            found[start.mesh] = start.finished(min((made.compared_s for _, made in found.values()), default=math.inf))
-        except NothingFitsError as short:
-            failures[start.mesh] = short
+        return _Task(profile, keep_to, pins, solve_with, limited, search, held or {})
+
+    tasks = [(shape, task(shape)) for shape in distinct]
+    is_long = len(program.graph.nodes) * (len(distinct) - 1) >= _WORTH_COPIES
+    most = len(distinct) if may_copy and is_long else 1
+    on_meshes = _OnMeshes(tasks, forms, report)
+    with lanes(on_meshes.answer, most, patience_s=time_limit_s + _PATIENCE_S) as team:
+        ends = on_meshes.planned(team)
+        if not any(end.plan for end in ends):
+            raise on_meshes.failure(0)
     report("done", 1.0)
-    if not found:
-        raise failures[distinct[0]]
-    in_order = [found[shape] for shape in distinct if shape in found]
-    best, made = min(in_order, key=lambda one: one[1].compared_s)
+    best = min((end for end in ends if end.plan is not None), key=lambda end: end.compared_s)
+    assert best.plan is not None
     plan = replace(
-        best,
+        best.plan,
         memory_budget_bytes=memory_budget_bytes,
-        rejected=_rejected(best, [plan for plan, _ in in_order], failures, twins),
+        rejected=_rejected(best.plan, dict(zip(distinct, ends, strict=True)), twins),
         pins={path: str(spec) for path, spec in (pin or {}).items()},
         dims_as_written=dims_as_written,
+        in_tree=program.trace.in_tree,
+        out_tree=program.trace.out_tree,
     )
-    return plan, made
+    return plan, best.made
 
 
 # -- one mesh --------------------------------------------------------------------------------
@@ -295,6 +312,12 @@ class _Start:
     made: Made
     seconds: float
 
+    @property
+    def promise(self) -> float:
+        """Its time; of two that are close, the one with fewer axes is planned sooner."""
+        axes = sum(size > 1 for size in self.mesh.axis_sizes)
+        return self.made.compared_s * (1 + _CLOSE * axes)
+
     @classmethod
     def of(cls, mesh: MeshShape, forms: Sequence[tuple[Program, _Grouped]], task: _Task) -> _Start:
         """Of the step that sees dims as two where that is split between these; else of the step as it was written, which
@@ -314,40 +337,115 @@ class _Start:
             return cls.of(mesh, others, task)
         return cls(mesh, program, grouped, others, task, made, time.perf_counter() - started)
 
-    def finished(self, to_beat: float) -> tuple[Plan, Made]:
+    def finished(self, fastest: Least) -> tuple[Plan, Made]:
         """The plan with as little exposed as can be, that keeps to the budget; and what it was made of.
 
         Args:
-            to_beat: seconds of another's; a plan that cannot be faster is left as it is.
+            fastest: seconds of the fastest so far; a plan that cannot be faster is left as it is.
 
         Raises:
-            NothingFitsError: nothing fits.
+            NothingFitsError: nothing fits. OutdoneError: nothing that fits can be faster.
         """
         try:
-            return self._finished(to_beat)
+            return self._finished(fastest)
         except NothingFitsError:
             if not self.forms:
                 raise
-        return _Start.of(self.mesh, self.forms, self.task).finished(to_beat)
+        return _Start.of(self.mesh, self.forms, self.task).finished(fastest)
 
-    def _finished(self, to_beat: float) -> tuple[Plan, Made]:
+    def _finished(self, fastest: Least) -> tuple[Plan, Made]:
         started, budget, planning = time.perf_counter(), self.task.budget, _planning(self.task)
-        made = best_merged(self.made, budget, to_beat)
-        if is_worth_hiding(made, to_beat):
+        made = best_merged(self.made, budget, fastest.value)
+        if is_worth_hiding(made, fastest.value):
             f = _formulated(self.mesh, self.program, self.grouped, self.task, HIDDEN)
             solution = self.task.limited.solve(f.problem)  # for prices that are a guess, near the optimum will do
             if solution.choices and solution.choices != made.solution.choices:
-                other = best_merged(planning.made(self.program, f, solution), budget, min(to_beat, made.compared_s))
+                to_beat = min(fastest.value, made.compared_s)
+                other = best_merged(planning.made(self.program, f, solution), budget, to_beat)
                 made = min(made, other, key=lambda one: one.compared_s)
         memory_bound = made.peak_bytes > budget
-        if memory_bound and least_s(made) < to_beat:  # only now is memory worth its constraints
-            made = best_merged(within_budget(budget, made, planning, **self.task.search), budget)
-        made = awaited_early(made, budget, to_beat)
+        if memory_bound and least_s(made) < fastest.value:  # only now is memory worth its constraints
+            made = best_merged(within_budget(budget, made, planning, **self.task.search, fastest=fastest), budget)
+        made = awaited_early(made, budget, fastest.value)
         seconds = self.seconds + time.perf_counter() - started
         plan = plan_as_made(
             made, self.program, self.grouped.unknown, budget=budget, seconds=seconds, memory_bound=memory_bound
         )
         return plan, made
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What planning on a mesh ended with.
+
+    Args:
+        compared_s: by what plans are compared. made: what the plan was made of.
+        failure: why there is no plan.
+    """
+
+    plan: Plan | None = None
+    compared_s: float = math.inf
+    made: Made | None = None
+    failure: NothingFitsError | OutdoneError | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another process, without what only this one can hold."""
+        plan = None if self.plan is None else replace(self.plan, in_tree=None, out_tree=None)
+        failure = None if self.failure is None else OutdoneError(str(self.failure))
+        return _End, (plan, self.compared_s, None, failure)
+
+
+class _OnMeshes:
+    """The plans on several meshes, as far as this process makes them; meshes go by their positions."""
+
+    def __init__(
+        self,
+        tasks: Sequence[tuple[MeshShape, _Task]],
+        forms: Sequence[tuple[Program, _Grouped]],
+        report: Progress,
+    ) -> None:
+        self._tasks, self._forms, self._report = tasks, forms, report
+        self._process = os.getpid()
+        self._starts: dict[int, _Start] = {}
+        self._fastest = Least()
+
+    def planned(self, team: Sequence[Lane[tuple[int, bool], Any]]) -> list[_End]:
+        """How each ended. All are begun before any is improved: the most promising then spare others the trouble."""
+        begun = spread(team, [(i, False) for i in range(len(self._tasks))])
+        by_lane: dict[int, list[tuple[int, bool]]] = {}
+        for (i, _), (lane, _) in sorted(begun.items(), key=lambda one: one[1][1]):
+            by_lane.setdefault(lane, []).append((i, True))
+        ends = {i: end for (i, _), (_, end) in each_its_own(team, by_lane).items()}
+        return [ends[i] for i in range(len(self._tasks))]
+
+    def answer(self, request: tuple[int, bool]) -> float | _End:
+        """What a mesh promises, in seconds; or, to the end, what came of it."""
+        i, to_the_end = request
+        mesh, task = self._tasks[i]
+        if i not in self._starts:
+            self._tell(f"plan {mesh}", 0.1 + 0.6 * i / len(self._tasks))
+            self._starts[i] = _Start.of(mesh, self._forms, task)
+        start = self._starts[i]
+        if not to_the_end:
+            return start.promise
+        self._tell(f"improve {mesh}", 0.7 + 0.3 * i / len(self._tasks))
+        try:
+            plan, made = start.finished(self._fastest)
+        except (NothingFitsError, OutdoneError) as short:
+            return _End(failure=short)
+        if made.peak_bytes <= task.budget:
+            self._fastest.lower(made.compared_s)
+        return _End(plan, made.compared_s, made)
+
+    def failure(self, i: int) -> NothingFitsError | OutdoneError:
+        """Why there is no plan on a mesh, with the ways out if nothing fits."""
+        end = self.answer((i, True))
+        assert isinstance(end, _End) and end.failure is not None
+        return end.failure
+
+    def _tell(self, stage: str, fraction: float) -> None:
+        if os.getpid() == self._process:  # whom the user asked
+            self._report(stage, fraction)
 
 
 def _formulated(mesh: MeshShape, program: Program, grouped: _Grouped, task: _Task, exposed: float) -> Formulation:
@@ -554,11 +652,9 @@ def distinct_meshes(
 
 
 def _rejected(
-    best: Plan,
-    plans: Sequence[Plan],
-    failures: Mapping[MeshShape, NothingFitsError],
-    twins: Mapping[MeshShape, MeshShape],
+    best: Plan, ends: Mapping[MeshShape, _End], twins: Mapping[MeshShape, MeshShape]
 ) -> tuple[RejectedMesh, ...]:
+    plans = [end.plan for end in ends.values() if end.plan is not None]
     out = [
         RejectedMesh(
             mesh=p.mesh, step_time_s=p.prediction.step_time_s, peak_bytes=p.prediction.peak_bytes, words=p.words
@@ -573,8 +669,9 @@ def _rejected(
             words = f"the same as {twin} with the axes' names exchanged"
             out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=words))
     out += [
-        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=str(short))
-        for mesh, short in failures.items()
+        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=str(end.failure))
+        for mesh, end in ends.items()
+        if end.failure is not None
     ]
     return tuple(out)
 

@@ -2,8 +2,8 @@
 
 In: a program, its plan without a budget, the budget. Out: the fastest plan found that fits, perhaps of the program with
 some of its values computed again; where none does, what is missing and the ways out, priced. The two are weighed in the
-plan's own prediction: the rungs of a ladder compute more and more again (`rematerialise.ladder`), and on each the solver
-splits as the budget left by it allows.
+plan's own prediction: the rungs of a ladder compute more and more again (`rematerialise.ladder`), each at a price of memory,
+and on each the solver splits at the same price.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from autopar.graph.ir import Graph
 from autopar.mesh import MeshShape
 from autopar.plan import Prediction, Recomputation
 from autopar.program import Program, recomputing
-from autopar.rematerialise.ladder import ladder
+from autopar.rematerialise.ladder import Rung, ladder
 from autopar.rules.groups import Group
 from autopar.sharding import TensorSharding
+from autopar.side_by_side import Least
 from autopar.solve.ilp import minimum_memory
 from autopar.solve.problem import Solution, Solver, Status
 from autopar.units import human_bytes
@@ -34,8 +35,12 @@ BUDGET_MARGIN = 0.05
 
 #: How often the solver's measure of memory is set right by a whole plan's.
 _MOST_TIGHTENINGS = 4
-#: Rungs that are tried besides the first that fits, from there: below it those that hold less may fit.
-_AROUND = (-1, 1, 2, 4, 6, 9, 14, 22)
+#: How much faster a plan has to be to be looked for on the rungs between two.
+_WORTH_LOOKING = 0.01
+#: What of a plan's time is hidden at the most by how its collectives are merged and awaited, which comes after.
+_MOST_HIDDEN = 0.03
+#: How often the next rung to look at is guessed by memory, before those left are halved.
+_MOST_GUESSES = 3
 #: Of a collective that is run again, the part that nothing hides is so much at the least.
 _LEAST_EXPOSED = 0.1
 #: More microbatches are no way out once the last that were added saved less than this part of the peak.
@@ -88,6 +93,10 @@ class _TooLargeError(Exception):
         self.least, self.estimate = least, estimate
 
 
+class OutdoneError(Exception):
+    """No plan on a mesh that fits can be faster than another's."""
+
+
 class NothingFitsError(Exception):
     """No plan on a mesh fits. As text: what is missing, and what is in memory at the peak.
 
@@ -124,8 +133,13 @@ class Planning:
     groups_of: Callable[[Graph], tuple[Group, ...]]
     held: Mapping[int, TensorSharding] = field(default_factory=dict)
 
-    def free(self, program: Program, like: Formulation, recomputed: tuple[Recomputation, ...]) -> Made:
+    def free(
+        self, program: Program, like: Formulation, recomputed: tuple[Recomputation, ...], seconds_per_byte: float = 0.0
+    ) -> Made:
         """The plan of a program without a budget.
+
+        Args:
+            seconds_per_byte: what it costs to hold arguments.
 
         Raises:
             TimeLimitError: the solver found none.
@@ -133,7 +147,11 @@ class Planning:
         graph = program.graph
         groups = like.groups if graph is like.graph else self.groups_of(graph)
         f = formulate(graph, groups, like.mesh, like.profile, pins=self.pins, memory_budget_bytes=None, held=self.held)
-        return self.made(program, f, self.solver.solve(f.problem), recomputed)
+        solution = self.solver.solve(f.with_memory_priced(seconds_per_byte))
+        if solution.choices:
+            paid_s = solution.cost - f.problem.evaluate(solution.choices)
+            solution = replace(solution, cost=solution.cost - paid_s, lower_bound=solution.lower_bound - paid_s)
+        return self.made(program, f, solution, recomputed)
 
     def made(
         self, program: Program, f: Formulation, solution: Solution, recomputed: tuple[Recomputation, ...] = ()
@@ -156,6 +174,7 @@ def within_budget(
     rematerialize: bool,
     any_that_fits: bool = False,
     time_limit_s: float = math.inf,
+    fastest: Least | None = None,
 ) -> Made:
     """The fastest plan found that keeps to a budget.
 
@@ -163,29 +182,36 @@ def within_budget(
         free: the plan without one, which does not. rematerialize: whether values may be computed again.
         any_that_fits: the first plan found will do: one that splits otherwise, or computes most again.
         time_limit_s: once it has passed, the fastest plan found that fits will do.
+        fastest: seconds of the fastest plan on any mesh so far.
 
     Raises:
         NothingFitsError: none does.
+        OutdoneError: what fits cannot become faster than the other plan.
         TimeLimitError: the solver found none in its time.
     """
     found: list[Made] = []
     late: TimeLimitError | None = None
     least, estimate = free, None
     deadline = time.monotonic() + time_limit_s
+    rungs = _rungs(free) if rematerialize else []
     try:
-        found.append(_split_otherwise(budget, free, planning))
+        found.append(_split_otherwise(budget, free, planning, at_least=not rungs))
     except _TooLargeError as short:
         least, estimate = short.least, short.estimate
     except TimeLimitError as error:
         late = error
-    if rematerialize and not (any_that_fits and found):
+    if rungs and not (any_that_fits and found):
+        own_s = min((made.compared_s for made in found), default=math.inf)
+        rungs = rungs[-1:] if any_that_fits else rungs
+        climb = _Climb(budget, free, planning, rungs, least, own_s, fastest, deadline)
         try:
-            again, least = _computed_again(
-                budget, free, planning, least, any_that_fits=any_that_fits, deadline=deadline
-            )
+            again = climb.fastest()
             found += [] if again is None else [again]
         except TimeLimitError as error:
             late = error
+        least = climb.least
+        if climb.outdone and not found:
+            raise OutdoneError(f"what fits the memory budget on mesh {free.formulation.mesh} is slower")
     if found:
         return min(found, key=lambda made: made.compared_s)
     if late is not None or estimate is None:
@@ -284,45 +310,10 @@ def _with_copies(free: Formulation, limited: Formulation, choices: Sequence[int]
 # -- computing again ---------------------------------------------------------------------------
 
 
-def _computed_again(
-    budget: float,
-    free: Made,
-    planning: Planning,
-    least: Made,
-    *,
-    any_that_fits: bool = False,
-    deadline: float = math.inf,
-) -> tuple[Made | None, Made]:
-    """The fastest plan found that computes values again and fits; and of those made, the one that needs least.
-
-    Up the ladder a plan needs less and takes longer. The first rung on which any plan fits is searched from where the
-    ladder's own figures have it. There memory is short and split for dearly, so some above it are tried too.
-    """
-    rungs = ladder(
-        free.program.trace, free.formulation, free.solution.choices, free.parts.device, _exposed(free.parts.prediction)
-    )
-    if any_that_fits:
-        rungs = rungs[-1:]
-    climb = _Climb(budget, free, planning, rungs, least)
-    first = climb.first_that_fits()
-    if first == len(rungs):
-        if climb.late is not None:
-            raise climb.late
-        return None, climb.least
-    if any_that_fits:
-        return climb.on(0) or climb.on(0, prompt=True), climb.least
-    best = climb.fastest(first)
-    assert best is not None
-    for rung in (first + further for further in _AROUND):
-        if time.monotonic() > deadline:
-            break
-        if rung < 0:
-            continue
-        if rung >= len(rungs) or free.step_time_s + sum(one.time_s for one in rungs[rung]) >= best.step_time_s:
-            break
-        made = climb.fastest(rung)
-        best = made if made is not None and made.compared_s < best.compared_s else best
-    return best, climb.least
+def _rungs(free: Made) -> list[Rung]:
+    """The ladder from a plan; empty where the program has no backward pass."""
+    exposed = _exposed(free.parts.prediction)
+    return ladder(free.program.trace, free.formulation, free.solution.choices, free.parts.device, exposed)
 
 
 def _exposed(told: Prediction) -> dict[str, float]:
@@ -340,6 +331,7 @@ class _Climb:
 
     Attributes:
         least: of all plans made, the one that needs least.
+        outdone: whether what other plans take ended the search.
         late: of a plan for which the solver had too little time.
     """
 
@@ -348,61 +340,106 @@ class _Climb:
         budget: float,
         free: Made,
         planning: Planning,
-        rungs: Sequence[tuple[Recomputation, ...]],
+        rungs: Sequence[Rung],
         least: Made,
+        own_s: float = math.inf,
+        fastest: Least | None = None,
+        deadline: float = math.inf,
     ) -> None:
         self.budget, self.free, self.planning, self.rungs, self.least = budget, free, planning, rungs, least
+        self.outdone, self._own_s, self._fastest, self._deadline = False, own_s, fastest, deadline
         self.late: TimeLimitError | None = None
-        self._made: dict[tuple[int, bool], Made | None] = {}
+        self._needed = free.peak_bytes - budget  # by the ladder's figures
+        self._without_limit: dict[tuple[int, bool], Made | None] = {}
 
-    def on(self, rung: int, *, prompt: bool = False) -> Made | None:
-        """A plan that fits, if there is one; without a limit of memory where that fits.
+    @property
+    def to_beat(self) -> float:
+        """Seconds of the fastest plan so far; of those on other meshes, before what is hidden later."""
+        others = math.inf if self._fastest is None else self._fastest.value / (1 - _MOST_HIDDEN)
+        return min(self._own_s, others)
+
+    def fastest(self) -> Made | None:
+        """The fastest plan found that fits; None where none does, or none is faster than another.
+
+        Up the ladder a plan needs less and takes longer, whether arguments are split further or values computed again: the
+        two have one price. So the fastest that fits is on the lowest rung where one does.
+
+        Raises:
+            TimeLimitError: none was found, and for one that might fit the solver had too little time.
+        """
+        rung, best = self._lowest(len(self.rungs), prompt=False)
+        _, prompt = self._lowest(rung, prompt=True)
+        best = prompt or best
+        if best is None and not self.outdone:  # that or nothing
+            best = self._by_splitting(len(self.rungs) - 1)
+            if best is None and self.late is not None:
+                raise self.late
+        return best
+
+    def _lowest(self, end: int, *, prompt: bool) -> tuple[int, Made | None]:
+        """The lowest rung before `end` where a plan fits and is faster than another, and the plan; where none is, the rung
+        from which on they are slower, or `end`.
+
+        Where to look follows from what the ladder has each rung save, and from how far that was out for the last plan.
+        """
+        saved = [rung.saved_bytes for rung in self.rungs]
+        low, high, best, tries = 0, end, None, 0
+        while low < high:  # those below `low` do not fit; from `high` on they take longer, or there are none
+            if self.to_beat < math.inf and time.monotonic() > self._deadline:
+                self.outdone = True
+                break
+            rung = next((i for i in range(low, high) if saved[i] >= self._needed), high - 1)
+            rung, tries = (rung if tries < _MOST_GUESSES else (low + high) // 2), tries + 1
+            made = self._on(rung, prompt=prompt)
+            if made is None:
+                low = rung + 1
+                continue
+            self._needed = made.peak_bytes + saved[rung] - self.budget
+            if made.peak_bytes <= self.budget:
+                high = rung
+                if made.compared_s < self.to_beat:
+                    best, self._own_s = made, made.compared_s
+                else:
+                    self.outdone = True
+            elif made.compared_s > (1 - _WORTH_LOOKING) * self.to_beat:  # those above that fit are hardly faster
+                self.outdone = True
+                return rung, best
+            else:
+                low = rung + 1
+        return high, best
+
+    def _on(self, rung: int, *, prompt: bool = False) -> Made | None:
+        """The plan that a rung's price of memory leads to; None where the solver had too little time.
 
         Args:
             prompt: gradients are summed at once: that holds less, but nothing hides the sums.
         """
         key = rung, prompt
-        if key not in self._made:
-            again = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in self.rungs[rung])
+        if key not in self._without_limit:
+            again = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in self.rungs[rung].again)
             program = recomputing(self.free.program, [one.again for one in again])
-            self._made[key] = None
+            self._without_limit[key] = None
             try:
-                made = self.planning.free(program, self.free.formulation, again)
-                if made.peak_bytes > self.budget:
-                    last = rung == len(self.rungs) - 1
-                    made = _split_otherwise(self.budget, made, self.planning, at_least=last)
-                self._made[key] = made
+                made = self.planning.free(program, self.free.formulation, again, self.rungs[rung].price)
+                self._without_limit[key] = made
+                self.least = min(self.least, made, key=lambda one: one.peak_bytes)
+            except TimeLimitError as error:
+                self.late = error
+        return self._without_limit[key]
+
+    def _by_splitting(self, rung: int) -> Made | None:
+        """A plan that fits by splitting otherwise, if one is found; or else the one that needs least."""
+        for prompt in (False, True):
+            made = self._on(rung, prompt=prompt)
+            if made is None:
+                continue
+            try:
+                return _split_otherwise(self.budget, made, self.planning)
             except _TooLargeError as short:
                 self.least = min(self.least, short.least, key=lambda one: one.peak_bytes)
             except TimeLimitError as error:
                 self.late = error
-        return self._made[key]
-
-    def fastest(self, rung: int) -> Made | None:
-        """Of the plans on a rung that fit, if any does."""
-        made = [self.on(rung, prompt=prompt) for prompt in (False, True)]
-        return min((one for one in made if one is not None), key=lambda one: one.compared_s, default=None)
-
-    def first_that_fits(self) -> int:
-        """The lowest rung on which a plan fits that has time to sum gradients; the number of rungs where none does."""
-        low, high, stride = 0, len(self.rungs), 1
-        saved = [sum(one.saved_bytes for one in rung) for rung in self.rungs]
-        probe = next((i for i, size in enumerate(saved) if self.free.peak_bytes - size <= self.budget), high - 1)
-        while low < high:  # those below `low` do not fit, `high` does
-            if self._fits(probe):
-                high = probe
-            else:
-                low = probe + 1
-            bracketed = low > 0 and high < len(self.rungs)
-            below, above = max(low, high - stride), min(high, low + stride) - 1
-            probe = (low + high) // 2 if bracketed else below if low == 0 else above
-            stride *= 2
-        return low
-
-    def _fits(self, rung: int) -> bool:
-        """Whether a plan fits; on the last rung, where it is that or nothing, one that sums gradients at once too."""
-        last = rung == len(self.rungs) - 1
-        return self.on(rung) is not None or (last and self.on(rung, prompt=True) is not None)
+        return None
 
 
 # -- nothing fits --------------------------------------------------------------------------------
@@ -422,7 +459,8 @@ def _ways_out(
     line here."""
     mesh, ways = free.formulation.mesh, []
     if not rematerialize:
-        made, _ = _computed_again(budget, free, planning, least)
+        rungs = _rungs(free)
+        made = _Climb(budget, free, planning, rungs, least).fastest() if rungs else None
         if made is not None:
             ways.append(f"let forward values be computed again (`rematerialize=True`; {_slower(made, free)})")
     if split_over_time and (made := _split_over_time(budget, free, planning)) is not None:

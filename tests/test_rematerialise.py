@@ -110,7 +110,7 @@ def solved(program: Program) -> tuple[Formulation, tuple[int, ...]]:
 
 def rungs_of(program: Program) -> list[tuple[Any, ...]]:
     f, choices = solved(program)
-    return ladder(program.trace, f, choices, device_program(f, choices, f.profile))
+    return [rung.again for rung in ladder(program.trace, f, choices, device_program(f, choices, f.profile))]
 
 
 def run_of(program: Program, plan: Plan, rung: tuple[Any, ...]) -> Any:

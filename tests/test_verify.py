@@ -400,6 +400,7 @@ def test_a_plan_that_takes_more_than_the_budget_is_made_anew() -> None:
         mesh="8",
         hardware="h100-sxm",
         memory_budget_bytes=budget,
+        rematerialize=False,  # what is computed again leaves so little that nothing needs less
         compiler=standin,
     )
     first, second = told.attempts

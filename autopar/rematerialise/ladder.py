@@ -9,6 +9,7 @@ over one after the other, the first of the forward pass first: what they hold is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.device_program import DeviceProgram
 from autopar.formulation import Formulation
@@ -28,13 +29,33 @@ _PRICES = tuple(0.1 * 2**n for n in range(14))
 _PARTS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """What is computed again where memory has a price.
+
+    Args:
+        price: seconds per byte.
+    """
+
+    again: tuple[Recomputation, ...]
+    price: float
+
+    @property
+    def saved_bytes(self) -> float:
+        return sum(one.saved_bytes for one in self.again)
+
+    @property
+    def time_s(self) -> float:
+        return sum(one.time_s for one in self.again)
+
+
 def ladder(
     trace: Trace,
     f: Formulation,
     choices: Sequence[int],
     device: DeviceProgram,
     exposed: Mapping[str, float] | None = None,
-) -> list[tuple[Recomputation, ...]]:
+) -> list[Rung]:
     """The rungs, by the memory they save, from the first that computes anything again; empty where there is no backward
     pass. How much of what is sent again is hidden shows only when the step is scheduled: so they are those that follow
     if as much of it is as told, and those if nothing is.
@@ -46,11 +67,11 @@ def ladder(
     if not sites:
         return []
     told, full = (numbers_of(f, choices, device, sites[0].start, part) for part in (exposed or {}, {}))
-    found = {*_climbed(f, sites, told, told), *_climbed(f, sites, full, told)}
-    return sorted(found, key=lambda rung: (sum(one.saved_bytes for one in rung), sum(one.time_s for one in rung)))
+    found = {rung.again: rung for weighed in (full, told) for rung in _climbed(f, sites, weighed, told)}
+    return sorted(found.values(), key=lambda rung: (rung.saved_bytes, rung.time_s))
 
 
-def _climbed(f: Formulation, sites: Sequence[Site], weighed: Numbers, told: Numbers) -> list[tuple[Recomputation, ...]]:
+def _climbed(f: Formulation, sites: Sequence[Site], weighed: Numbers, told: Numbers) -> list[Rung]:
     """The rungs that follow from one price of what is sent again.
 
     Args:
@@ -62,8 +83,8 @@ def _climbed(f: Formulation, sites: Sequence[Site], weighed: Numbers, told: Numb
             levels = _levels(f, site, segment, weighed, told)
             if any(levels):
                 bodies.append(levels)
-    rungs: list[tuple[Recomputation, ...]] = [()]
-    for level in range(len(_PRICES)):
+    rungs = [Rung((), 0.0)]
+    for level, price in enumerate(_prices(f)):
         changing = [i for i, levels in enumerate(bodies) if levels[level] != (levels[level - 1] if level else None)]
         for part in range(1, _PARTS + 1):
             over = set(changing[: -(-len(changing) * part // _PARTS)])
@@ -71,9 +92,9 @@ def _climbed(f: Formulation, sites: Sequence[Site], weighed: Numbers, told: Numb
                 levels[level] if i in over or i not in changing else (levels[level - 1] if level else None)
                 for i, levels in enumerate(bodies)
             ]
-            rung = tuple(one for one in at if one is not None)
-            if rung != rungs[-1]:
-                rungs.append(rung)
+            again = tuple(one for one in at if one is not None)
+            if again != rungs[-1].again:
+                rungs.append(Rung(again, price))
     return rungs[1:]
 
 
@@ -90,12 +111,16 @@ def _levels(
     as_told, _ = _steps(graph, site, segment, told)
     if not needed:
         return [None] * len(_PRICES)
-    per_byte = 2 / f.profile.hbm_bytes_per_s
     found: list[Recomputation | None] = []
-    for price in _PRICES:
-        states = cheapest(steps, needed, price * per_byte)
+    for price in _prices(f):
+        states = cheapest(steps, needed, price)
         found.append(_recomputation(graph, site, as_told, states, numbers))
     return found
+
+
+def _prices(f: Formulation) -> list[float]:
+    """Seconds per byte."""
+    return [price * 2 / f.profile.hbm_bytes_per_s for price in _PRICES]
 
 
 def _steps(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> tuple[dict[int, Step], list[int]]:

@@ -24,7 +24,7 @@ from autopar.solve.elimination import Elimination, plan_elimination, plan_exact
 from autopar.solve.highs import End
 from autopar.solve.instants import instants_of
 from autopar.solve.memory import minimum_memory
-from autopar.solve.problem import Edge, Problem, Usage
+from autopar.solve.problem import ROUNDING, Edge, Problem, Usage
 from autopar.solve.reduction import Reduced, reduce
 from autopar.solve.thinning import thin
 
@@ -333,7 +333,7 @@ class Search:
 
 def _whole(problem: Problem) -> Part | None:
     """The whole problem, reduced; None if it plainly has no assignment."""
-    if problem.memory_limit is not None and problem.memory_limit < 0.0:
+    if problem.memory_limit is not None and _least_load(problem) > problem.memory_limit * (1 + ROUNDING):
         return None
     reduced = reduce(problem)
     if reduced is None:
@@ -345,6 +345,12 @@ def _whole(problem: Problem) -> Part | None:
             return smaller
         part = smaller
     return part
+
+
+def _least_load(problem: Problem) -> float:
+    """What is held at some instant even if each node holds least, in bytes."""
+    instants = instants_of(problem)
+    return float(instants.loads_of([float(np.min(u.amounts)) for u in instants.usages]).max(initial=0.0))
 
 
 def _restricted(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:

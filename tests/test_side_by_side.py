@@ -1,0 +1,144 @@
+"""Work shared with copies of this process: all of it is done, whatever becomes of the copies, and none stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar import planner, side_by_side
+from autopar.errors import BudgetError
+from autopar.side_by_side import Least, each_its_own, lanes, spread
+from tests import programs
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="copies are made on Linux alone")
+
+PARENT = os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def three_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(side_by_side.PROCESSES, "3")
+    yield
+    with pytest.raises(ChildProcessError):  # none stayed behind
+        os.waitpid(-1, os.WNOHANG)
+
+
+def in_a_copy() -> bool:
+    return os.getpid() != PARENT
+
+
+def test_all_is_answered_and_by_several() -> None:
+    def answer(request: int) -> tuple[int, int]:
+        time.sleep(0.05)
+        return os.getpid(), request**2
+
+    with lanes(answer, 8, patience_s=60) as team:
+        assert len(team) == 3
+        answers = spread(team, range(30))
+        own = each_its_own(team, {2: [5], 0: [1, 2]})
+    assert {request: found for request, (_, (_, found)) in answers.items()} == {n: n * n for n in range(30)}
+    assert len({pid for _, (pid, _) in answers.values()}) == 3
+    assert {request: lane for request, (lane, _) in own.items()} == {5: 2, 1: 0, 2: 0}
+
+
+def test_there_are_no_more_lanes_than_work_or_than_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lanes(abs, 2, patience_s=60) as team:
+        assert len(team) == 2
+    monkeypatch.setenv(side_by_side.PROCESSES, "1")
+    with lanes(abs, 8, patience_s=60) as team:
+        assert len(team) == 1
+
+
+def dies(_: int) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises(_: int) -> Any:
+    raise ValueError
+
+
+def answers_what_cannot_be_sent(_: int) -> Any:
+    return lambda: None
+
+
+def hangs(_: int) -> Any:
+    time.sleep(3600)
+
+
+@pytest.mark.parametrize("misfortune", [dies, raises, answers_what_cannot_be_sent, hangs])
+def test_what_a_copy_does_not_answer_is_done_here(misfortune: Any) -> None:
+    def answer(request: int) -> int:
+        time.sleep(0.01)
+        return misfortune(request) if in_a_copy() else request + 1
+
+    with lanes(answer, 3, patience_s=2) as team:
+        answers = spread(team, range(6))
+        again = each_its_own(team, {1: [7]})
+    assert {request: found for request, (_, found) in answers.items()} == {n: n + 1 for n in range(6)}
+    assert again == {7: (0, 8)}
+
+
+def test_what_fails_here_is_raised() -> None:
+    with pytest.raises(ValueError), lanes(raises, 3, patience_s=60) as team:
+        spread(team, range(6))
+
+
+def test_copies_end_with_an_interrupt() -> None:
+    def answer(_: int) -> int:
+        if in_a_copy():
+            time.sleep(3600)
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), lanes(answer, 3, patience_s=3600) as team:
+        spread(team, range(6))
+    assert time.monotonic() - started < 60
+
+
+def test_all_see_the_least() -> None:
+    least = Least()
+
+    def answer(request: int) -> float:
+        if in_a_copy():
+            least.lower(request)
+        return least.value
+
+    with lanes(answer, 2, patience_s=60) as team:
+        each_its_own(team, {1: [5]})
+        each_its_own(team, {1: [7]})
+        assert least.value == 5
+
+
+PROGRAM = programs.mlp(batch=32, width=256, num_layers=4, optimizer="adam")
+
+
+def planned(**options: Any) -> autopar.Plan:
+    return autopar.plan(PROGRAM.step, *PROGRAM.abstract_args(), num_devices=32, hardware="h100-sxm", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget_bytes": 1.6e6}])
+def test_plans_are_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    alone = planned(**options)
+    monkeypatch.setattr(planner, "_WORTH_COPIES", 0)
+    together = planned(progress=lambda stage, _: told.append(stage), **options)
+    assert replace(together, rejected=()) == replace(alone, rejected=())  # what the others are spared differs
+    assert together.in_tree == alone.in_tree
+    assert told[-1] == "done"
+
+
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same error, with the same ways out, whoever found that out."""
+    with pytest.raises(BudgetError) as alone:
+        planned(memory_budget_bytes=1e4)
+    monkeypatch.setattr(planner, "_WORTH_COPIES", 0)
+    with pytest.raises(BudgetError) as together:
+        planned(memory_budget_bytes=1e4)
+    assert str(together.value) == str(alone.value)
