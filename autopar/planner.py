@@ -244,7 +244,8 @@ def _plan_and_parts(
     with lanes(on_meshes.answer, most, patience_s=time_limit_s + _PATIENCE_S) as team:
         ends = on_meshes.planned(team)
         if not any(end.plan for end in ends):
-            raise on_meshes.failure(0)
+            failure = ends[0].failure
+            raise failure if isinstance(failure, NothingFitsError) else on_meshes.failure(0)
     report("done", 1.0)
     best = min((end for end in ends if end.plan is not None), key=lambda end: end.compared_s)
     assert best.plan is not None

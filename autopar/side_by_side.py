@@ -209,6 +209,7 @@ def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> NoReturn:
     """Answer until nobody asks any more, and end without what this process would do at its end."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asks
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so is what users do at the end of a job
         while True:
             request = pipe.recv()
             try:
