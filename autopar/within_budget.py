@@ -368,6 +368,8 @@ class _Climb:
             TimeLimitError: none was found, and for one that might fit the solver had too little time.
         """
         rung, best = self._lowest(len(self.rungs), prompt=False)
+        if best is None:  # it is sums that wait that take memory, of which those plans say nothing
+            self._needed = self.free.peak_bytes - self.budget
         _, prompt = self._lowest(rung, prompt=True)
         best = prompt or best
         if best is None and not self.outdone:  # that or nothing
