@@ -51,7 +51,7 @@ from autopar.side_by_side import Lane, Least, each_its_own, lanes, spread
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solution, Solver
 from autopar.version import __version__
-from autopar.within_budget import BUDGET_MARGIN, Made, NothingFitsError, OutdoneError, Planning, within_budget
+from autopar.within_budget import BUDGET_MARGIN, Made, NothingFitsError, Planning, within_budget
 from autopar.words import strategy_words
 
 Progress = Callable[[str, float], None]
@@ -244,10 +244,9 @@ def _plan_and_parts(
     with lanes(on_meshes.answer, most, patience_s=time_limit_s + _PATIENCE_S) as team:
         ends = on_meshes.planned(team)
         if not any(end.plan for end in ends):
-            failure = ends[0].failure
-            raise failure if isinstance(failure, NothingFitsError) else on_meshes.failure(0)
+            raise on_meshes.failure
     report("done", 1.0)
-    best = min((end for end in ends if end.plan is not None), key=lambda end: end.compared_s)
+    best = min((end for end in ends if end.plan is not None), key=lambda end: (not end.fits, end.compared_s))
     assert best.plan is not None
     plan = replace(
         best.plan,
@@ -345,7 +344,7 @@ class _Start:
             fastest: seconds of the fastest so far; a plan that cannot be faster is left as it is.
 
         Raises:
-            NothingFitsError: nothing fits. OutdoneError: nothing that fits can be faster.
+            NothingFitsError: nothing fits.
         """
         try:
             return self._finished(fastest)
@@ -380,20 +379,21 @@ class _End:
     """What planning on a mesh ended with.
 
     Args:
-        compared_s: by what plans are compared. made: what the plan was made of.
+        fits: whether the plan keeps to the budget. compared_s: by what plans are compared.
+        made: what the plan was made of.
         failure: why there is no plan.
     """
 
     plan: Plan | None = None
+    fits: bool = False
     compared_s: float = math.inf
     made: Made | None = None
-    failure: NothingFitsError | OutdoneError | None = None
+    failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sent to another process, without what only this one can hold."""
         plan = None if self.plan is None else replace(self.plan, in_tree=None, out_tree=None)
-        failure = None if self.failure is None else OutdoneError(str(self.failure))
-        return _End, (plan, self.compared_s, None, failure)
+        return _End, (plan, self.fits, self.compared_s, None, self.failure)
 
 
 class _OnMeshes:
@@ -408,6 +408,7 @@ class _OnMeshes:
         self._tasks, self._forms, self._report = tasks, forms, report
         self._process = os.getpid()
         self._starts: dict[int, _Start] = {}
+        self._failures: dict[int, NothingFitsError] = {}
         self._fastest = Least()
 
     def planned(self, team: Sequence[Lane[tuple[int, bool], Any]]) -> list[_End]:
@@ -432,17 +433,20 @@ class _OnMeshes:
         self._tell(f"improve {mesh}", 0.7 + 0.3 * i / len(self._tasks))
         try:
             plan, made = start.finished(self._fastest)
-        except (NothingFitsError, OutdoneError) as short:
-            return _End(failure=short)
-        if made.peak_bytes <= task.budget:
+        except NothingFitsError as short:
+            self._failures[i] = short
+            return _End(failure=str(short))
+        fits = made.peak_bytes <= task.budget
+        if fits:
             self._fastest.lower(made.compared_s)
-        return _End(plan, made.compared_s, made)
+        return _End(plan, fits, made.compared_s, made)
 
-    def failure(self, i: int) -> NothingFitsError | OutdoneError:
-        """Why there is no plan on a mesh, with the ways out if nothing fits."""
-        end = self.answer((i, True))
-        assert isinstance(end, _End) and end.failure is not None
-        return end.failure
+    @property
+    def failure(self) -> NothingFitsError:
+        """Why nothing fits on the first mesh, with the ways out."""
+        if 0 not in self._failures:  # a copy found it out
+            self.answer((0, True))
+        return self._failures[0]
 
     def _tell(self, stage: str, fraction: float) -> None:
         if os.getpid() == self._process:  # whom the user asked
@@ -670,9 +674,9 @@ def _rejected(
             words = f"the same as {twin} with the axes' names exchanged"
             out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=words))
     out += [
-        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=str(end.failure))
+        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=end.failure)
         for mesh, end in ends.items()
-        if end.failure is not None
+        if end.failure
     ]
     return tuple(out)
 

@@ -93,10 +93,6 @@ class _TooLargeError(Exception):
         self.least, self.estimate = least, estimate
 
 
-class OutdoneError(Exception):
-    """No plan on a mesh that fits can be faster than another's."""
-
-
 class NothingFitsError(Exception):
     """No plan on a mesh fits. As text: what is missing, and what is in memory at the peak.
 
@@ -182,11 +178,11 @@ def within_budget(
         free: the plan without one, which does not. rematerialize: whether values may be computed again.
         any_that_fits: the first plan found will do: one that splits otherwise, or computes most again.
         time_limit_s: once it has passed, the fastest plan found that fits will do.
-        fastest: seconds of the fastest plan on any mesh so far.
+        fastest: seconds of the fastest plan on any mesh so far. Where what fits could not be faster, a plan that is slower
+            will do, whether it fits or not.
 
     Raises:
         NothingFitsError: none does.
-        OutdoneError: what fits cannot become faster than the other plan.
         TimeLimitError: the solver found none in its time.
     """
     found: list[Made] = []
@@ -210,8 +206,8 @@ def within_budget(
         except TimeLimitError as error:
             late = error
         least = climb.least
-        if climb.outdone and not found:
-            raise OutdoneError(f"what fits the memory budget on mesh {free.formulation.mesh} is slower")
+        if climb.outdone is not None:
+            found = found or [climb.outdone]
     if found:
         return min(found, key=lambda made: made.compared_s)
     if late is not None or estimate is None:
@@ -331,7 +327,7 @@ class _Climb:
 
     Attributes:
         least: of all plans made, the one that needs least.
-        outdone: whether what other plans take ended the search.
+        outdone: where other plans ended the search, one that is slower than they are.
         late: of a plan for which the solver had too little time.
     """
 
@@ -347,7 +343,8 @@ class _Climb:
         deadline: float = math.inf,
     ) -> None:
         self.budget, self.free, self.planning, self.rungs, self.least = budget, free, planning, rungs, least
-        self.outdone, self._own_s, self._fastest, self._deadline = False, own_s, fastest, deadline
+        self.outdone: Made | None = None
+        self._own_s, self._fastest, self._deadline = own_s, fastest, deadline
         self.late: TimeLimitError | None = None
         self._needed = free.peak_bytes - budget  # by the ladder's figures
         self._without_limit: dict[tuple[int, bool], Made | None] = {}
@@ -372,7 +369,7 @@ class _Climb:
             self._needed = self.free.peak_bytes - self.budget
         _, prompt = self._lowest(rung, prompt=True)
         best = prompt or best
-        if best is None and not self.outdone:  # that or nothing
+        if best is None and self.outdone is None:  # that or nothing
             best = self._by_splitting(len(self.rungs) - 1)
             if best is None and self.late is not None:
                 raise self.late
@@ -388,7 +385,7 @@ class _Climb:
         low, high, best, tries = 0, end, None, 0
         while low < high:  # those below `low` do not fit; from `high` on they take longer, or there are none
             if self.to_beat < math.inf and time.monotonic() > self._deadline:
-                self.outdone = True
+                self.outdone = self.outdone or self.free
                 break
             rung = next((i for i in range(low, high) if saved[i] >= self._needed), high - 1)
             rung, tries = (rung if tries < _MOST_GUESSES else (low + high) // 2), tries + 1
@@ -402,9 +399,9 @@ class _Climb:
                 if made.compared_s < self.to_beat:
                     best, self._own_s = made, made.compared_s
                 else:
-                    self.outdone = True
+                    self.outdone = made
             elif made.compared_s > (1 - _WORTH_LOOKING) * self.to_beat:  # those above that fit are hardly faster
-                self.outdone = True
+                self.outdone = made
                 return rung, best
             else:
                 low = rung + 1
