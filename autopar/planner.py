@@ -111,7 +111,7 @@ def plan_program(
 
 def _asked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that are not what they are by default, but for those that are read for what they mean."""
-    given = [p for f in (plan_and_parts, _plan_in_parts) for p in inspect.signature(f).parameters.values()]
+    given = [p for f in (_plan_and_parts, _plan_in_parts) for p in inspect.signature(f).parameters.values()]
     usual = {parameter.name: parameter.default for parameter in given}  # said or not, the same is asked for
     known = ("mesh", "num_devices", "hardware", "progress")
     return {name: value for name, value in options.items() if name not in known and value != usual.get(name, options)}
