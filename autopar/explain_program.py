@@ -249,7 +249,8 @@ def _awaited(plan: Plan) -> list[str]:
         return []
     of = sum(len(one.values) for one in plan.awaited)
     return [
-        f"{of} gradients are summed early: {len(plan.awaited)} later operations wait for them, so that more is hidden"
+        f"{of} gradients are summed early: {len({one.node for one in plan.awaited})} later operations wait for them, so that"
+        " more is hidden"
     ]
 
 

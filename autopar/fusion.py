@@ -180,6 +180,7 @@ class _Fusion:
         self._fuse_diamonds()
         self.price = _Price(program.instructions, profile)
         self.times: dict[int, float] = {}
+        self.blocks: dict[int, float] = {}  # where they do not depend on what is read
         #: Of each producer, what computing it inside a reader saves, and the readers that it may not be fused into; as
         #: long as neither kernel changes. A value with many readers is priced anew with each of them.
         self.savings: dict[int, dict[int, float]] = defaultdict(dict)
@@ -356,7 +357,12 @@ class _Fusion:
 
     def _time(self, i: int, flops: float, operands: dict[int, float], written: float) -> float:
         """Seconds of a kernel whose result is instruction i."""
-        return self.price.seconds(num_blocks(self.instructions, (i,), operands), flops, operands, written)
+        blocks = self.blocks.get(i)
+        if blocks is None:
+            blocks = num_blocks(self.instructions, (i,), operands)
+            if not self.instructions[i].columns:
+                self.blocks[i] = blocks
+        return self.price.seconds(blocks, flops, operands, written)
 
     def _own_time(self, i: int) -> float:
         if i not in self.times:

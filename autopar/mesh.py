@@ -45,7 +45,10 @@ class MeshShape:
 
     def sizes(self, axes: tuple[str, ...]) -> int:
         """Devices along several axes together."""
-        return math.prod(self.size(axis) for axis in axes)
+        found = 1
+        for axis in axes:  # asked for millions of times
+            found *= self.axis_sizes[self.axis_names.index(axis)]
+        return found
 
     def stride(self, axis: str) -> int:
         """Distance between neighbours of an axis in the row-major device order."""

@@ -62,7 +62,9 @@ class Replay:
                 self.at_definition[constraint.value] = constraint.shardings
             else:
                 self.at_operand[constraint.node, constraint.operand] = constraint.shardings
-        self.awaited = {one.node: one for one in plan.awaited}
+        self.awaited = defaultdict[int, list[Awaited]](list)
+        for one in plan.awaited:
+            self.awaited[one.node].append(one)
         self.scattered = _scattered_as_read(plan)
         self.manual = {region.node: region for region in plan.regions}
         self.region_at = {region.enter[0]: region for region in trace.regions}
@@ -117,9 +119,8 @@ class Replay:
                 operands = self._behind_barrier(scope, self.separate[n], n)
             else:
                 operands = [take(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
-            if n in self.awaited:
-                i = self.awaited[n].operand
-                operands[i] = self._after(scope, operands[i], self.awaited[n].values)
+            for one in self.awaited.get(n, ()):
+                operands[one.operand] = self._after(scope, operands[one.operand], one.values)
             if whole is not None:
                 self._define(scope, self.trace.equations[whole.stop - 1], run_whole(whole, operands))
                 return

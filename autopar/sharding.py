@@ -43,7 +43,8 @@ class TensorSharding:
 
     def local_shape(self, global_shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
         """Shape on one device; a dim that does not divide is padded up, as XLA does."""
-        return tuple(-(-size // mesh.sizes(axes)) for size, axes in zip(global_shape, self.dims, strict=True))
+        dims = zip(global_shape, self.dims, strict=True)
+        return tuple([-(-size // mesh.sizes(axes)) if axes else size for size, axes in dims])
 
     def local_size(self, global_shape: tuple[int, ...], mesh: MeshShape) -> int:
         """Elements on one device."""

@@ -114,6 +114,7 @@ class Simulation:
             ops = [*before, _as_one(body, loop.start), *ops[last + 1 :]]
         self._whole = Merging(replace(program, ops=tuple(ops)) if self._bodies else program, mesh)
         self._tasks: dict[tuple[int, float], tuple[Task, ...]] = {}
+        self._nodes: dict[tuple[tuple[int, float], frozenset[int]], _Nodes] = {}
 
     def timeline(self, *, by_rates: bool = False, merge_bytes: float | None = None) -> Timeline:
         """When everything runs.
@@ -172,8 +173,14 @@ class Simulation:
             tasks = self._tasks[key] = merging.tasks(merge_bytes, packs=is_gpu)
         if not is_gpu:
             return _with_bodies(_one_after_another([task.op for task in tasks], seconds), done)
-        nodes = _Nodes.of(tasks, self._mesh, profile, seconds)
-        return _with_bodies(_timed(nodes, _Scheduler(nodes).run(), tasks), done)
+        times = [seconds(task.op) for task in tasks]
+        instant = frozenset([i for i, task in enumerate(tasks) if task.op.kind == "collective" and not times[i] > 0])
+        nodes = self._nodes.get((key, instant))
+        if nodes is None:
+            nodes = self._nodes[key, instant] = _Nodes.of(tasks, instant)
+        prices = _Prices.of(nodes, tasks, times, self._mesh, profile)
+        order = _Scheduler(nodes, prices).run()
+        return _with_bodies(_timed(nodes, prices, order, tasks), done)
 
     def _seconds_of(self, by_rates: bool) -> tuple[Callable[[Op], float], HardwareProfile]:
         """What tells the seconds of the program's operations, and of those that merging made, all of which are kept."""
@@ -270,65 +277,94 @@ def _as_one(body: Sequence[Op], node: int) -> Op:
 
 @dataclass(slots=True)
 class _Nodes:
-    """What is scheduled: kernels, and for each collective its start and, one after it, its end.
+    """What is scheduled: kernels, and for each collective its start and, one after it, its end; the same for all opinions.
 
-    `latency[i]` is the collective's own time where node `i` ends it, else 0; `tasks[i]` the operation it stands for.
+    Args:
+        tasks: by node, the position of the task that it is of. kinds: of a collective, which; else empty.
+        waits_for: the nodes before each.
     """
 
     tasks: list[int]
     kinds: list[str]
-    costs: list[float]
-    latency: list[float]
-    resource: list[str]
     waits_for: list[list[int]]
     is_start: list[bool]
     is_end: list[bool]
     is_view: list[bool]
-    has_views: bool = False
+    readers: list[list[int]] = field(default_factory=list)
+    unlocks: list[int] = field(default_factory=list)
+    ends_before: list[bool] = field(default_factory=list)
+    direct: list[bool] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, tasks: Sequence[Task], mesh: MeshShape, profile: HardwareProfile, seconds_of: Callable[[Op], float]
-    ) -> _Nodes:
-        issue_s = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
-        nodes = cls([], [], [], [], [], [], [], [], [])
+    def of(cls, tasks: Sequence[Task], instant: frozenset[int]) -> _Nodes:
+        """Args: instant: positions of collectives that take no time."""
+        nodes = cls([], [], [], [], [], [])
         ends: list[int] = []  # by task, its last node
-        nodes.has_views = any(task.op.kind == "view" for task in tasks)
         for position, task in enumerate(tasks):
             op = task.op
-            seconds = seconds_of(op)
-            waits_for = sorted(ends[before] for before in task.waits_for)
+            waits_for = sorted([ends[before] for before in task.waits_for])
             if op.kind != "collective":
-                nodes._add("", seconds, 0.0, "", waits_for, view=op.kind == "view")
-            elif seconds > 0:
-                resource = _resource(op, mesh, profile)
-                nodes._add(op.collective, issue_s, 0.0, resource, waits_for, start=True)
-                nodes._add(op.collective, issue_s, seconds, resource, [len(nodes.kinds) - 1], end=True)
+                nodes._add(position, "", waits_for, view=op.kind == "view")
+            elif position in instant:
+                nodes._add(position, "", waits_for, view=True)
             else:
-                nodes._add("", 0.0, 0.0, "", waits_for, view=True)
-            nodes.tasks += [position] * (len(nodes.kinds) - len(nodes.tasks))
+                nodes._add(position, op.collective, waits_for, start=True)
+                nodes._add(position, op.collective, [len(nodes.kinds) - 1], end=True)
             ends.append(len(nodes.kinds) - 1)
+        readers = nodes.readers = [[] for _ in nodes.kinds]
+        for i, waits_for in enumerate(nodes.waits_for):
+            for j in waits_for:
+                readers[j].append(i)
+        is_end, has_views = nodes.is_end, any(task.op.kind == "view" for task in tasks)
+        nodes.unlocks = [sum([len(readers[j]) == 1 for j in waits_for]) for waits_for in nodes.waits_for]
+        ended = [[is_end[j] for j in waits_for] for waits_for in nodes.waits_for]
+        nodes.ends_before = [any(those) for those in ended]
+        # Views take a turn each. Where the program has none, one is taken to stand between any two kernels, but not after
+        # those that turn arguments into operands.
+        nodes.direct = [has_views or (not kind and all(those)) for kind, those in zip(nodes.kinds, ended, strict=True)]
         return nodes
 
     def _add(
         self,
+        task: int,
         kind: str,
-        cost: float,
-        latency: float,
-        resource: str,
         waits_for: list[int],
         start: bool = False,
         end: bool = False,
         view: bool = False,
     ) -> None:
+        self.tasks.append(task)
         self.kinds.append(kind)
-        self.costs.append(cost)
-        self.latency.append(latency)
-        self.resource.append(resource)
         self.waits_for.append(waits_for)
         self.is_start.append(start)
         self.is_end.append(end)
         self.is_view.append(view)
+
+
+@dataclass(slots=True)
+class _Prices:
+    """What nodes take in one opinion.
+
+    Args:
+        costs: seconds of each on the stream. latency: the collective's own time where a node ends one, else 0.
+        resource: of a collective's nodes, what it takes one of those in flight of.
+    """
+
+    costs: list[float]
+    latency: list[float]
+    resource: list[str]
+
+    @classmethod
+    def of(
+        cls, nodes: _Nodes, tasks: Sequence[Task], seconds: Sequence[float], mesh: MeshShape, profile: HardwareProfile
+    ) -> _Prices:
+        issue_s = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
+        taken = [_resource(task.op, mesh, profile) if task.op.kind == "collective" else "" for task in tasks]
+        return cls(
+            [issue_s if kind else seconds[task] for kind, task in zip(nodes.kinds, nodes.tasks, strict=True)],
+            [seconds[task] if end else 0.0 for end, task in zip(nodes.is_end, nodes.tasks, strict=True)],
+            [taken[task] if kind else "" for kind, task in zip(nodes.kinds, nodes.tasks, strict=True)],
+        )
 
 
 def _resource(op: Op, mesh: MeshShape, profile: HardwareProfile) -> str:
@@ -341,21 +377,9 @@ class _Scheduler:
     """The order of the nodes. They are placed from the last to the first; `clock` runs backwards from the end of the step,
     and a start may be placed without waiting once its collective's time has passed since its end."""
 
-    def __init__(self, nodes: _Nodes) -> None:
-        self.nodes, count = nodes, len(nodes.kinds)
-        self.readers: list[list[int]] = [[] for _ in range(count)]
-        for i, waits_for in enumerate(nodes.waits_for):
-            for j in waits_for:
-                self.readers[j].append(i)
-        self.depth = _async_depth(nodes)
-        self.unlocks = [sum(len(self.readers[j]) == 1 for j in waits_for) for waits_for in nodes.waits_for]
-        self.ends_before = [any(nodes.is_end[j] for j in waits_for) for waits_for in nodes.waits_for]
-        # Views take a turn each. Where the program has none, one is taken to stand between any two kernels, but not after
-        # those that turn arguments into operands.
-        self.direct = [
-            nodes.has_views or (not nodes.kinds[i] and all(nodes.is_end[j] for j in waits_for))
-            for i, waits_for in enumerate(nodes.waits_for)
-        ]
+    def __init__(self, nodes: _Nodes, prices: _Prices) -> None:
+        self.nodes, self.prices, count = nodes, prices, len(nodes.kinds)
+        self.depth = _async_depth(nodes, prices)
         self.ready_at, self.clock = [0.0] * count, 0.0
         self.free, self.queued = dict(_IN_FLIGHT), dict.fromkeys(_IN_FLIGHT, 0)
         self.ends: list[int] = []  # what is ready
@@ -364,7 +388,9 @@ class _Scheduler:
 
     def run(self) -> list[int]:
         """First to last."""
-        nodes, readers, free, ready_at = self.nodes, self.readers, self.free, self.ready_at
+        nodes, prices, free, ready_at = self.nodes, self.prices, self.free, self.ready_at
+        readers, direct, costs, resource = nodes.readers, nodes.direct, prices.costs, prices.resource
+        lag = [latency or _BETWEEN_S for latency in prices.latency]
         left, placed_at, order = [len(r) for r in readers], [0.0] * len(readers), list[int]()
         for i, later in enumerate(left):
             if not later:
@@ -373,18 +399,18 @@ class _Scheduler:
             best = self._taken()
             order.append(best)
             placed_at[best] = max(self.clock, ready_at[best])
-            clock = self.clock = placed_at[best] + nodes.costs[best]
+            clock = self.clock = placed_at[best] + costs[best]
             if nodes.is_end[best]:
-                free[nodes.resource[best]] -= 1
-                self.queued[nodes.resource[best]] -= 1
+                free[resource[best]] -= 1
+                self.queued[resource[best]] -= 1
             elif nodes.is_start[best]:
-                free[nodes.resource[best]] += 1
+                free[resource[best]] += 1
             for j in nodes.waits_for[best]:
                 left[j] -= 1
                 if left[j]:
                     continue
-                lags = [placed_at[k] + (nodes.latency[k] or _BETWEEN_S) for k in readers[j]]
-                ready_at[j] = max(clock, *lags) + (0.0 if self.direct[j] else _BETWEEN_S)
+                lags = [placed_at[k] + lag[k] for k in readers[j]]
+                ready_at[j] = max(clock, *lags) + (0.0 if direct[j] else _BETWEEN_S)
                 self._add(j)
         return order[::-1]
 
@@ -392,81 +418,78 @@ class _Scheduler:
         nodes = self.nodes
         (self.ends if nodes.is_end[i] else self.views if nodes.is_view[i] else self.others).append(i)
         if nodes.is_end[i]:
-            self.queued[nodes.resource[i]] += 1
+            self.queued[self.prices.resource[i]] += 1
 
     def _taken(self) -> int:
         """The next, which is ready no more: a view; else an end, where one may be in flight; of these, or of all else,
         what is ready soonest, in its turn as a start, and has most collectives above it."""
         if self.views:
             return self.views.pop()
-        nodes, ready_at, depth, clock = self.nodes, self.ready_at, self.depth, self.clock
-        among = [i for i in self.ends if self.free[nodes.resource[i]]] or self.others
+        free, resource, ready_at, depth, clock = self.free, self.prices.resource, self.ready_at, self.depth, self.clock
+        among = [i for i in self.ends if free[resource[i]]] or self.others
         if len(among) > 1:
             first = min([ready_at[i] for i in among])
-            among = [i for i in among if ready_at[i] <= clock or ready_at[i] == first > clock]
-        if len(among) > 1 and any(nodes.is_start[i] for i in among):
-            among = self._starts_in_turn(among)
+            among = [i for i in among if ready_at[i] <= max(first, clock)]
+        if len(among) > 1:
+            is_start = self.nodes.is_start
+            starts = [i for i in among if is_start[i]]
+            among = self._starts_in_turn(among, starts) if starts else among
         if len(among) > 1:
             deepest = max([depth[i] for i in among])
             among = [i for i in among if depth[i] == deepest]
         best = among[0] if len(among) == 1 else self._best(among)
-        (self.ends if nodes.is_end[best] else self.others).remove(best)
+        (self.ends if self.nodes.is_end[best] else self.others).remove(best)
         return best
 
-    def _starts_in_turn(self, among: list[int]) -> list[int]:
+    def _starts_in_turn(self, among: list[int], starts: list[int]) -> list[int]:
         """Starts that others of their kind wait for; else what is no start or has collectives above it; else the rest."""
-        resource = self.nodes.resource
-        backed_up = {
-            i: not self.free[resource[i]] and self.queued[resource[i]] > 0 for i in among if self.nodes.is_start[i]
-        }
-        return (
-            [i for i in among if backed_up.get(i)]
-            or [i for i in among if i not in backed_up or self.depth[i] != 0]
-            or among
-        )
+        resource = self.prices.resource
+        backed_up = [i for i in starts if not self.free[resource[i]] and self.queued[resource[i]] > 0]
+        is_start, depth = self.nodes.is_start, self.depth
+        return backed_up or [i for i in among if not is_start[i] or depth[i] != 0] or among
 
     def _best(self, among: list[int]) -> int:
         """What wastes least of the time until the next is ready, and lets most others run."""
-        nodes, clock = self.nodes, self.clock
-        soonest = min((at for i in (*self.ends, *self.others) if (at := self.ready_at[i]) > clock), default=None)
+        nodes, costs, ready_at, clock = self.nodes, self.prices.costs, self.ready_at, self.clock
+        later = [at for ready in (self.ends, self.others) for i in ready if (at := ready_at[i]) > clock]
+        if later:
+            until, is_start = min(later) - clock, nodes.is_start
+            waste = [0.0 if is_start[i] else abs(until - costs[i]) for i in among]
+            least = min(waste)
+            among = [i for i, one in zip(among, waste, strict=True) if one == least]
+        return max(among, key=lambda i: (nodes.ends_before[i], nodes.unlocks[i], i))
 
-        def wanted(i: int) -> tuple[float, ...]:
-            waste = 0.0 if soonest is None or nodes.is_start[i] else -abs(soonest - clock - nodes.costs[i])
-            return (waste, self.ends_before[i], self.unlocks[i], i)
 
-        return max(among, key=wanted)
-
-
-def _async_depth(nodes: _Nodes) -> list[float]:
+def _async_depth(nodes: _Nodes, prices: _Prices) -> list[float]:
     """Seconds of collectives that one has to wait for, at the most, before a node can run."""
-    depth = [0.0] * len(nodes.kinds)
-    for i, waits_for in enumerate(nodes.waits_for):
-        depth[i] = max((depth[j] + nodes.latency[i] for j in waits_for), default=0.0)
+    depth = list[float]()
+    for waits_for, latency in zip(nodes.waits_for, prices.latency, strict=True):
+        depth.append(max([depth[j] for j in waits_for]) + latency if waits_for else 0.0)
     return depth
 
 
-def _timed(nodes: _Nodes, order: Sequence[int], tasks: Sequence[Task]) -> Timeline:
+def _timed(nodes: _Nodes, prices: _Prices, order: Sequence[int], tasks: Sequence[Task]) -> Timeline:
     """Walk the order from first to last: an end waits until its collective's time has passed since its start."""
-    clock = compute = 0.0
+    clock, compute, costs, latency = 0.0, 0.0, prices.costs, prices.latency
     started: dict[int, float] = {}
     exposed: dict[str, float] = defaultdict(float)
     numbers: dict[str, int] = defaultdict(int)
     ran: list[Ran] = []
     for i in order:
-        clock += nodes.costs[i]
-        compute += nodes.costs[i]
+        clock += costs[i]
+        compute += costs[i]
         op = tasks[nodes.tasks[i]].op
         if nodes.is_start[i]:
             started[i] = clock
             numbers[nodes.kinds[i]] += 1
         elif nodes.is_end[i]:
             start = started[nodes.waits_for[i][0]]
-            waited = max(0.0, nodes.latency[i] - (clock - start))
+            waited = max(0.0, latency[i] - (clock - start))
             exposed[nodes.kinds[i]] += waited
             clock += waited
-            ran.append(Ran(op, start, start + nodes.latency[i], waited))
+            ran.append(Ran(op, start, start + latency[i], waited))
         elif op.kind != "collective":
-            ran.append(Ran(op, clock - nodes.costs[i], clock))
+            ran.append(Ran(op, clock - costs[i], clock))
     return Timeline(
         clock,
         compute,

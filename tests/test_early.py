@@ -153,6 +153,22 @@ def test_the_numbers_are_the_steps(tmp_path: Path) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, got)
 
 
+def test_one_product_waits_for_all_that_it_is_told_to() -> None:
+    """Where several reductions should be over at the same time, each is awaited there by itself."""
+    program, plan, _ = made("2x4")
+    first, second = ties("2x4", 9e6)[1][:2]
+    first = replace(first, node=second.node, operand=second.operand)
+    args = jax.eval_shape(lambda: arguments(2048, 65536))
+
+    def barriers(*awaited: Awaited) -> int:
+        one = replace(plan, awaited=awaited)
+        jitted = jit_plan(one, program.of(one).trace, abstract_mesh(one.mesh))
+        return lower_for("cuda", jitted, args).as_text().count("optimization_barrier")
+
+    assert barriers(first) == barriers(second) == barriers() + 1
+    assert barriers(first, second) == barriers() + 2
+
+
 def test_the_report_says_so() -> None:
     plan = replace(made("2x4")[1], awaited=(Awaited(node=9, operand=0, values=(3, 4)),))
     text = re.sub(r"\s+", " ", str(autopar.explain(plan)))
