@@ -14,6 +14,7 @@ from typing import Literal
 
 from autopar.cost import halo
 from autopar.cost.halo import Extension, Strip
+from autopar.cost.resharding import Move
 from autopar.device_program import Gemm
 from autopar.formulation import Formulation
 from autopar.graph.ir import Graph, Loop, Node, Value
@@ -265,6 +266,8 @@ class _Lowering:
         for move in self.f.moves(value, made, wanted):
             key = (value, move.result, wanted.unreduced)
             if key not in self.moved:
+                if move.is_inner and move.kind == "reduce-scatter":
+                    start = self._reordered(start, move)
                 elements = move.result.local_size(info.shape, self.f.mesh)
                 source = self.program.instructions[start]
                 is_cut = move.kind == "cut"
@@ -285,8 +288,15 @@ class _Lowering:
                         dtype=info.dtype,
                     )
                 )
+                if move.is_inner and move.kind == "all-gather":
+                    self.moved[key] = self._reordered(self.moved[key], move)
             start = self.moved[key]
         return start
+
+    def _reordered(self, at: int, move: Move) -> int:
+        """A copy in the order that devices' parts lie in, or from that."""
+        one = self.program.instructions[at]
+        return self._copied(one.node, one.value, "transpose", {at: 1.0}, one.elements, move.num_bytes / one.elements)
 
     # -- nodes -------------------------------------------------------------------------------
 

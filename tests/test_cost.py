@@ -103,6 +103,21 @@ def test_resharding_takes_the_expected_collectives(
     assert [(m.kind, m.axes, m.num_bytes) for m in moves] == expected
 
 
+@pytest.mark.parametrize(
+    ("dim", "shape", "inner"),
+    [(1, (8, 32, 64), True), (0, (8, 32, 64), False), (2, (8, 32, 64), False), (1, (2, 32, 64), False), (1, (32, 64), False)],
+)
+def test_what_is_gathered_inside_others_is_copied(dim: int, shape: tuple[int, ...], inner: bool) -> None:
+    """Parts of devices lie one after another: of (batch, sequence, features) the sequence's are not in the batch's order, but
+    of one sequence they are, and of features a product reads them so."""
+    whole = [D if d == 0 and shape[0] == 2 else () for d in range(len(shape))]  # one on each
+    split = [M if d == dim else axes for d, axes in enumerate(whole)]
+    moves = resharding_moves(sharding(*split), sharding(*whole), shape, 4, MESH)
+    assert [(m.kind, m.is_inner) for m in moves] == [("all-gather", inner)]
+    moves = resharding_moves(sharding(*whole, unreduced=M), sharding(*split), shape, 4, MESH)
+    assert [(m.kind, m.is_inner) for m in moves] == [("reduce-scatter", inner)]
+
+
 def all_shardings() -> list[TensorSharding]:
     """Every way to lay two axes on two dims, either order."""
     dims = [(), D, M, (*D, *M), (*M, *D)]
@@ -147,6 +162,7 @@ def test_the_matrix_of_times_is_that_of_the_paths_collectives(mesh: str, shapes:
                     sum(
                         EACH_S
                         + collective_time(m.kind, m.num_bytes, m.axes, parse_mesh(mesh), PROFILE, combinable=combinable)
+                        + m.is_inner * 2 * m.num_bytes / PROFILE.hbm_bytes_per_s
                         for m in collectives_of(resharding_moves(source, target, shape, 2, parse_mesh(mesh)))
                     )
                     for target in wanted

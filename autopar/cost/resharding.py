@@ -9,6 +9,7 @@ XLA's partitioner takes exactly these; told only the end, it may gather the whol
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,12 +22,24 @@ MoveKind = Literal["cut", "reduce-scatter", "all-reduce", "all-to-all", "collect
 @dataclass(frozen=True, slots=True)
 class Move:
     """One step: its kind, the axes it runs over, where it leads, and its payload in bytes on one
-    device (see `cost.collectives`); a cut moves nothing."""
+    device (see `cost.collectives`); a cut moves nothing.
+
+    Args:
+        is_inner: it gathers or scatters a dim that others are around (`is_inner`).
+    """
 
     kind: MoveKind
     axes: tuple[str, ...]
     result: TensorSharding
     num_bytes: float
+    is_inner: bool = False
+
+
+def is_inner(dim: int, local_shape: Sequence[int]) -> bool:
+    """Whether to gather or scatter a dim takes a copy of the tensor in another order: devices' parts lie one after another,
+    which is the order of the tensor only where the dim is its outermost. The innermost may be that as well: a product reads
+    and writes a matrix either way."""
+    return 0 < dim < len(local_shape) - 1 and math.prod(local_shape[:dim]) > 1
 
 
 def resharding_moves(
@@ -38,22 +51,24 @@ def resharding_moves(
     axes, an all-reduce along the rest. Then cuts (free, and they make the rest smaller), exchanges between
     dims, reordering within dims, and gathers.
     """
-    return tuple(
-        Move(
-            step.kind, step.axes, step.result, itemsize * step.payload.local_size(shape, mesh) if step.payload else 0.0
-        )
-        for step in resharding_steps(source, target, shape, mesh)
-    )
+    moves: list[Move] = []
+    for step in resharding_steps(source, target, shape, mesh):
+        local = step.payload.local_shape(shape, mesh) if step.payload else (0,)
+        inner = step.dim is not None and is_inner(step.dim, local)
+        moves.append(Move(step.kind, step.axes, step.result, itemsize * math.prod(local), inner))
+    return tuple(moves)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A move of a tensor of any size: its payload is the local part of the tensor so split (None: nothing)."""
+    """A move of a tensor of any size: its payload is the local part of the tensor so split (None: nothing); `dim` is what
+    it gathers or scatters."""
 
     kind: MoveKind
     axes: tuple[str, ...]
     result: TensorSharding
     payload: TensorSharding | None
+    dim: int | None = None
 
 
 def resharding_steps(
@@ -100,11 +115,13 @@ class _Path:
     def now(self) -> TensorSharding:
         return TensorSharding(tuple(map(tuple, self.dims)), (*self.target.unreduced, *self.pending))
 
-    def add(self, kind: MoveKind, axes: list[str], before: TensorSharding | None = None) -> None:
+    def add(
+        self, kind: MoveKind, axes: list[str], before: TensorSharding | None = None, dim: int | None = None
+    ) -> None:
         """Note a step that led here; its payload is as much as there is now, unless `before` says otherwise."""
         if axes:
             now = self.now()
-            self.steps.append(Step(kind, tuple(axes), now, None if kind == "cut" else before or now))
+            self.steps.append(Step(kind, tuple(axes), now, None if kind == "cut" else before or now, dim))
 
     def reduce(self) -> None:
         scattered: dict[int, list[str]] = {}
@@ -115,7 +132,7 @@ class _Path:
             before = self.now()
             self.dims[dim] += axes
             self.pending = [axis for axis in self.pending if axis not in axes]
-            self.add("reduce-scatter", axes, before)
+            self.add("reduce-scatter", axes, before, dim)
         reduced, self.pending = self.pending, []
         self.add("all-reduce", reduced)
 
@@ -173,7 +190,7 @@ class _Path:
         for d in reversed(range(len(self.dims))):  # XLA gathers one dim at a time
             leaving = [axis for axis in self.dims[d] if axis not in self.target_dim]
             self.dims[d] = [axis for axis in self.dims[d] if axis in self.target_dim]
-            self.add("all-gather", leaving)
+            self.add("all-gather", leaving, dim=d)
 
     def cut_late(self, late: list[str]) -> None:
         for axis in late:

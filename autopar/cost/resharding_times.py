@@ -43,12 +43,16 @@ class _Structure:
 
 class _Patterns:
     """The steps of each pattern met: the collectives' numbers, int[patterns, steps], -1 where there is none, and the
-    parts of each dim that is split on either side, in order, int[patterns, steps, dims]."""
+    parts of each dim that is split on either side, in order, int[patterns, steps, dims].
+
+    Attributes:
+        named: kind and axes of a collective, and which of those dims it gathers or scatters; -1 for none.
+    """
 
     def __init__(self, mesh: MeshShape) -> None:
         self.collectives = np.empty((0, 0), np.int64)
         self.parts = np.empty((0, 0, 0), np.int64)
-        self.named: dict[tuple[str, tuple[str, ...]], int] = {}  # kind and axes of a collective
+        self.named: dict[tuple[str, tuple[str, ...], int], int] = {}
         self._mesh = mesh
         self._sizes: dict[tuple[str, ...], int] = {}
         self._numbers: dict[bytes, int] = {}
@@ -72,14 +76,17 @@ class _Patterns:
     def _steps(
         self, made: TensorSharding, wanted: TensorSharding, divisors: tuple[int, ...], dims: Sequence[int]
     ) -> list[tuple[int, list[int]]]:
-        return [
-            (
-                self.named.setdefault((step.kind, step.axes), len(self.named)),
-                [self._size(step.payload.dims[d]) for d in dims],
-            )
-            for step in resharding_steps(made, wanted, divisors, self._mesh)
-            if step.payload is not None
-        ]
+        found: list[tuple[int, list[int]]] = []
+        for step in resharding_steps(made, wanted, divisors, self._mesh):
+            if step.payload is not None:
+                at = -1 if step.dim is None else dims.index(step.dim)
+                number = self.named.setdefault((step.kind, step.axes, at), len(self.named))
+                found.append((number, [self._size(step.payload.dims[d]) for d in dims]))
+        return found
+
+    def moved(self) -> np.ndarray:
+        """By a collective's number, which of the dims it gathers or scatters."""
+        return np.array([at for _, _, at in self.named], int)
 
     def _size(self, axes: tuple[str, ...]) -> int:
         if axes not in self._sizes:
@@ -134,8 +141,11 @@ class ReshardingTimes:
         total = np.zeros(len(structure.dims))
         sizes = np.array(shape, np.int64)[structure.dims]
         for pairs, collectives, parts in structure.steps:  # in the order in which a path adds them up
-            local = np.prod(-(-sizes[pairs] // parts), axis=1)
+            parts_of_dims = -(-sizes[pairs] // parts)
+            local = np.prod(parts_of_dims, axis=1)
             total[pairs] += self._seconds(collectives, local, itemsize, combinable)
+            inner = _is_inner(self._patterns.moved()[collectives], structure.dims[pairs], parts_of_dims)
+            total[pairs] += inner * local * (2 * itemsize / self._profile.hbm_bytes_per_s)
         if hideable:
             total *= self._exposed
         return total.reshape(len(made), len(wanted))
@@ -149,7 +159,7 @@ class ReshardingTimes:
         for i, (collective, elements) in enumerate(zip(*np.divmod(distinct, _LARGEST), strict=True)):
             key = (int(collective), itemsize * int(elements), combinable)
             if key not in self._times:
-                kind, axes = named[key[0]]
+                kind, axes, _ = named[key[0]]
                 self._times[key] = EACH_S + collective_time(
                     kind, key[1], axes, self._mesh, self._profile, combinable=combinable
                 )
@@ -189,6 +199,19 @@ class ReshardingTimes:
                 width = min(rank, known.parts.shape[2])
                 parts[:, :width] = known.parts[patterns[pairs], i, :width]
                 yield pairs, known.collectives[patterns[pairs], i], parts
+
+
+def _is_inner(at: np.ndarray, dims: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """`resharding.is_inner` of many steps.
+
+    Args:
+        at: the place in `dims` of what each gathers or scatters, int[steps]; -1 for nothing. dims: the order of a tensor's dims,
+            int[steps, dims]. sizes: of each on one device.
+    """
+    rank = dims.shape[1]
+    moved = np.take_along_axis(dims, np.maximum(at, 0)[:, None], axis=1) if rank else np.zeros((len(at), 1), int)
+    outside = np.where(dims < moved, sizes, 1).prod(axis=1)
+    return (at >= 0) & (moved[:, 0] > 0) & (moved[:, 0] < rank - 1) & (outside > 1)
 
 
 def _distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[bytes]]:
