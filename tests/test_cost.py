@@ -105,7 +105,13 @@ def test_resharding_takes_the_expected_collectives(
 
 @pytest.mark.parametrize(
     ("dim", "shape", "inner"),
-    [(1, (8, 32, 64), True), (0, (8, 32, 64), False), (2, (8, 32, 64), False), (1, (2, 32, 64), False), (1, (32, 64), False)],
+    [
+        (1, (8, 32, 64), True),
+        (0, (8, 32, 64), False),
+        (2, (8, 32, 64), False),
+        (1, (2, 32, 64), False),
+        (1, (32, 64), False),
+    ],
 )
 def test_what_is_gathered_inside_others_is_copied(dim: int, shape: tuple[int, ...], inner: bool) -> None:
     """Parts of devices lie one after another: of (batch, sequence, features) the sequence's are not in the batch's order, but
