@@ -19,6 +19,7 @@ from autopar.device_program import Gemm
 from autopar.formulation import Formulation
 from autopar.graph.ir import Graph, Loop, Node, Value
 from autopar.ragged_product import dense_product
+from autopar.rules.groups import SMALL_SIZE
 from autopar.rules.regions import Gather, gather_of
 from autopar.rules.structure import BORDERS
 from autopar.sharding import TensorSharding, replicated
@@ -363,7 +364,7 @@ class _Lowering:
         for value in node.results:
             self.at[value] = at
             axes = self._sharding(value).unreduced
-            if axes and value not in self.f.value_made:  # a sum of a few elements: taken where it is made
+            if axes and self.graph.values[value].size <= SMALL_SIZE:  # taken where it is made
                 self._small_sum(value, axes)
 
     def _extended(self, one: Extension, at: int) -> int:

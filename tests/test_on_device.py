@@ -285,6 +285,35 @@ def test_a_batch_that_is_not_outermost_is_copied_to_be() -> None:
     assert [op.kind for op in program.ops] == ["fusion", "fusion", "gemm"]
 
 
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_every_sum_over_devices_is_sent(width: int) -> None:
+    """A few elements too, as a norm of few channels has: what comes after waits for it."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            y = x @ w
+            x = jnp.tanh(y - y.mean(axis=0))
+        return x
+
+    program = built(step, array(width, width), array(1 << 18, width), mesh="8")
+    sent = [(op.collective, op.payload_bytes) for op in program.ops if op.kind == "collective"]
+    assert sent == [("all-reduce", 4 * width)] * 3
+
+
+def test_what_is_gathered_inside_others_is_put_in_order() -> None:
+    """Of several sequences; of one, devices' parts lie in its order."""
+
+    def kernels(batch: int) -> list[tuple[str, float]]:
+        x = array(batch, 512, 5)
+        program = built(lambda x: jnp.sort(x, axis=1), x, mesh="8", pin={"x": PartitionSpec(None, "data")})
+        return [(op.kind, op.written_bytes) for op in program.ops]
+
+    gathered, *rest = kernels(3)
+    assert gathered == ("collective", 3 * 512 * 5 * 4)
+    assert rest[0] == ("fusion", 3 * 512 * 5 * 4)
+    assert len(kernels(1)) == len(rest)
+
+
 def test_a_product_that_sums_nothing_is_no_product() -> None:
     program = built(lambda x, h: jnp.einsum("hqk,h->hqk", x, h), array(12, 512, 512), array(12))
     assert not gemms(program)
