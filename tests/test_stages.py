@@ -359,9 +359,10 @@ def test_what_is_not_donated_stays() -> None:
 
 def test_a_given_mesh_is_kept_where_one_program_is_faster() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "columns"))
+    program = programs.mlp(batch=2048, width=64, num_layers=4, optimizer="adam")
     step = autopar.parallelize(stages="auto", num_microbatches=1, mesh=mesh, hardware="cpu-host", cache=False)(
-        mlp().step
+        program.step
     )
-    state, batch = mlp().args()
+    state, batch = program.args()
     assert np.isfinite(float(step(state, batch)[1]))
     assert isinstance(step.latest_plan, autopar.Plan) and step.latest_plan.mesh.axis_names == ("rows", "columns")
