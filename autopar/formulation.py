@@ -26,7 +26,7 @@ from autopar.cost.compute import Load, compute_time, load_of
 from autopar.cost.halo import Extension, Strip, extension_time, extensions_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.resharding import Move, collectives_of, resharding_moves
-from autopar.cost.resharding_times import ReshardingTimes
+from autopar.cost.resharding_times import Hideable, ReshardingTimes
 from autopar.device_program import Stored
 from autopar.graph.ir import Graph, Phase, Value
 from autopar.mesh import MeshShape
@@ -83,7 +83,7 @@ class Flow:
     combinable: bool
     uses: tuple[tuple[int, int], ...] = ()  # (node, operand)s of a reading group
     exact: bool = False  # it passes only as it is
-    hideable: bool = False  # kernels that do not need it can run meanwhile
+    hideable: Hideable | None = None  # kernels that do not need it can run meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,8 @@ class _Builder:
             )
         )
         combinable = all(self._combinable(source, reader) for reader, _, _ in readers)
-        hideable = all(self._hideable(source, reader) for reader, _, _ in readers)
+        kinds: set[Hideable | None] = {self._hideable(source, reader) for reader, _, _ in readers}
+        hideable = kinds.pop() if len(kinds) == 1 else None
         self.flows.append(Flow(value, source, node, made, options, combinable, hideable=hideable))
         return node, options
 
@@ -324,10 +325,12 @@ class _Builder:
         one another, so XLA merges them."""
         return self._is_given(source) or self.decisions[target].kind in ("input", "output") or self._is_update(target)
 
-    def _hideable(self, source: int, target: int) -> bool:
+    def _hideable(self, source: int, target: int) -> Hideable | None:
         """What the step is given can be gathered while others compute, and a gradient be summed while the next is made.
         For the results of the update nothing is left to do meanwhile."""
-        return self._is_given(source) or self._is_update(target)
+        if self._is_given(source):
+            return "gather"
+        return "sum" if self._is_update(target) else None
 
     def _is_given(self, node: int) -> bool:
         """Whether a decision is an input, or made of the state as soon as there is any."""

@@ -10,17 +10,28 @@ start. The timeline of a whole plan tells which is best.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.assemble import hiding
+from autopar.cost.resharding_times import Hideable
 from autopar.early import REDUCTIONS, Early
 from autopar.plan import Awaited
 from autopar.timeline import Simulation
 from autopar.within_budget import Made
 
-#: What counts, for the solver, of a collective for which nothing need wait, where it is to count on overlap.
-HIDDEN = 0.2
+Prices = Mapping[Hideable, float]
+
+#: What counts, for the solver, of collectives for which nothing need wait, where it is to count on overlap.
+HIDDEN: Prices = {"gather": 0.2, "sum": 0.2}
+#: And where more of one is exposed than of the other, in turn until a plan is better: gathers have the forward pass to hide
+#: behind, sums the backward pass, which has twice the kernels.
+_DEARER: Mapping[Hideable, tuple[Prices, ...]] = {
+    "gather": ({"gather": 0.6, "sum": 0.4}, {"gather": 0.6, "sum": 0.2}),
+    "sum": ({"gather": 0.4, "sum": 0.6},),
+}
+#: The part of the step that other prices spare at the most.
+_MOST_GAINED = 0.2
 #: The part of the step that has to be exposed for it to be worth another plan.
 _WORTH = 0.01
 #: Limits that are tried, over the profile's own. Of smaller ones the timeline knows less well what XLA makes.
@@ -42,6 +53,18 @@ def is_worth_hiding(made: Made, to_beat: float = math.inf) -> bool:
     return max(own, estimated) > _WORTH and least_s(made) < to_beat
 
 
+def dearer(made: Made, to_beat: float) -> tuple[Prices, ...]:
+    """Prices for the solver that make dearer what a plan leaves exposed most, where other prices might make it faster than
+    another's `compared_s`."""
+    if (1 - _MOST_GAINED) * made.compared_s >= to_beat or not is_worth_hiding(made, to_beat):
+        return ()
+    told = made.parts.prediction
+    both = ((told.exposed_s, told.step_time_s), (told.xla_exposed_s or {}, told.xla_step_time_s or math.inf))
+    gathers = sum(exposed.get("all-gather", 0.0) / step for exposed, step in both)
+    sums = sum(exposed.get(kind, 0.0) / step for exposed, step in both for kind in REDUCTIONS)
+    return _DEARER["gather" if gathers > sums else "sum"]
+
+
 def least_s(made: Made) -> float:
     """What a plan's `compared_s` cannot be below, however its collectives are merged and whatever waits for them."""
     simulation, program = made.parts.simulation, made.program
@@ -51,7 +74,13 @@ def least_s(made: Made) -> float:
     return math.sqrt(by_rates * simulation.least_s())
 
 
-def best_merged(made: Made, budget: float, to_beat: float = math.inf) -> Made:
+def best_hidden(made: Made, budget: float, to_beat: float = math.inf) -> Made:
+    """The same plan with what is best for it of how its collectives are merged and awaited, within a memory budget if it
+    is so now."""
+    return _awaited_early(_best_merged(made, budget, to_beat), budget, to_beat)
+
+
+def _best_merged(made: Made, budget: float, to_beat: float) -> Made:
     """The same plan with the limit of merging that is best for it, within a memory budget if it is so now."""
     if not is_worth_hiding(made, to_beat) or not made.parts.device.ops:
         return made
@@ -59,7 +88,7 @@ def best_merged(made: Made, budget: float, to_beat: float = math.inf) -> Made:
     return _best(made, budget, [(limit, made.parts.simulation, ()) for limit in limits])
 
 
-def awaited_early(made: Made, budget: float, to_beat: float = math.inf) -> Made:
+def _awaited_early(made: Made, budget: float, to_beat: float) -> Made:
     """The same plan with reductions awaited early, and the limit of merging that goes with it, where that is better."""
     told, f = made.parts.prediction, made.formulation
     exposed = told.exposed_s.keys() | (told.xla_exposed_s or {}).keys()

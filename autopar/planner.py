@@ -36,7 +36,7 @@ from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.over_time import memory_over_step, step_trace
-from autopar.overlap import HIDDEN, awaited_early, best_merged, is_worth_hiding, least_s
+from autopar.overlap import HIDDEN, Prices, best_hidden, dearer, is_worth_hiding, least_s
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program
@@ -331,7 +331,7 @@ class _Start:
         """
         (program, grouped), *others = forms
         started = time.perf_counter()
-        f = _formulated(mesh, program, grouped, task, 1.0)
+        f = _formulated(mesh, program, grouped, task)
         made = _planning(task).made(program, f, task.solver.solve(f.problem))
         if others and not sees_two(program.trace, split_dims(made.parts.constraints)):
             return cls.of(mesh, others, task)
@@ -355,23 +355,47 @@ class _Start:
 
     def _finished(self, fastest: Least) -> tuple[Plan, Made]:
         started, budget, planning = time.perf_counter(), self.task.budget, _planning(self.task)
-        made = best_merged(self.made, budget, fastest.value)
-        if is_worth_hiding(made, fastest.value):
-            f = _formulated(self.mesh, self.program, self.grouped, self.task, HIDDEN)
-            solution = self.task.limited.solve(f.problem)  # for prices that are a guess, near the optimum will do
-            if solution.choices and solution.choices != made.solution.choices:
-                to_beat = min(fastest.value, made.compared_s)
-                other = best_merged(planning.made(self.program, f, solution), budget, to_beat)
-                made = min(made, other, key=lambda one: one.compared_s)
-        memory_bound = made.peak_bytes > budget
-        if memory_bound and least_s(made) < fastest.value:  # only now is memory worth its constraints
-            made = best_merged(within_budget(budget, made, planning, **self.task.search, fastest=fastest), budget)
-        made = awaited_early(made, budget, fastest.value)
+        tried = self._hidden(fastest)
+        free = min(tried, key=_compared_s)
+        begun_fits, memory_bound = self.made.peak_bytes <= budget, free.peak_bytes > budget
+        if memory_bound and not begun_fits and least_s(free) < fastest.value:
+            try:  # only now is memory worth its constraints
+                limited = within_budget(budget, free, planning, **self.task.search, fastest=fastest)
+                tried.append(best_hidden(limited, budget, fastest.value))
+            except NothingFitsError:
+                if all(one.peak_bytes > budget for one in tried):
+                    raise
+        made = min(tried, key=lambda one: (one.peak_bytes > budget, one.compared_s))
         seconds = self.seconds + time.perf_counter() - started
         plan = plan_as_made(
             made, self.program, self.grouped.unknown, budget=budget, seconds=seconds, memory_bound=memory_bound
         )
         return plan, made
+
+    def _hidden(self, fastest: Least) -> list[Made]:
+        """The plan as it was begun, and others by prices that count on overlap, each with as little exposed as can be."""
+        task, seen = self.task, {self.made.solution.choices}
+
+        def other(exposed: Prices, to_beat: float) -> list[Made]:
+            f = _formulated(self.mesh, self.program, self.grouped, task, exposed)
+            solution = task.limited.solve(f.problem)  # for prices that are a guess, near the optimum will do
+            if not solution.choices or solution.choices in seen:
+                return []
+            seen.add(solution.choices)
+            made = _planning(task).made(self.program, f, solution)
+            return [best_hidden(made, task.budget, min(fastest.value, to_beat))]
+
+        tried = [best_hidden(self.made, task.budget, fastest.value)]
+        if is_worth_hiding(tried[0], fastest.value):
+            tried += other(HIDDEN, tried[0].compared_s)
+        if self.made.peak_bytes > task.budget:  # memory will be what costs, not what is exposed
+            return tried
+        best = min((one for one in tried if one.peak_bytes <= task.budget), key=_compared_s)
+        for exposed in dearer(best, fastest.value):
+            tried += other(exposed, best.compared_s)
+            if any(one.compared_s < best.compared_s and one.peak_bytes <= task.budget for one in tried):
+                break
+        return tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,11 +477,13 @@ class _OnMeshes:
             self._report(stage, fraction)
 
 
-def _formulated(mesh: MeshShape, program: Program, grouped: _Grouped, task: _Task, exposed: float) -> Formulation:
+def _formulated(
+    mesh: MeshShape, program: Program, grouped: _Grouped, task: _Task, exposed: Prices | None = None
+) -> Formulation:
     """The problem without a limit of memory.
 
     Args:
-        exposed: what counts of a collective for which nothing need wait.
+        exposed: what counts of collectives for which nothing need wait.
     """
     return formulate(
         program.graph,
@@ -469,6 +495,10 @@ def _formulated(mesh: MeshShape, program: Program, grouped: _Grouped, task: _Tas
         resharding=ReshardingTimes(mesh, task.profile, exposed),
         held=task.held,
     )
+
+
+def _compared_s(made: Made) -> float:
+    return made.compared_s
 
 
 def _planning(task: _Task) -> Planning:

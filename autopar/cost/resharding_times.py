@@ -10,8 +10,9 @@ matrix is arithmetic on whole arrays: what each step moves, by pair, and the sec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from autopar.mesh import MeshShape
 from autopar.sharding import TensorSharding
 
 _Shardings = tuple[TensorSharding, ...]
+#: What kernels can hide: the gather of what a step is given, and the sum of what only its update reads.
+Hideable = Literal["gather", "sum"]
 #: On top of the price of each collective: where two ways are priced alike (a reduce-scatter and an all-gather behind a
 #: reshape, or one all-reduce), the one with fewer is taken.
 EACH_S = 1e-9
@@ -112,11 +115,13 @@ class ReshardingTimes:
     """What resharding takes on one mesh. It remembers patterns and times, nothing else changes in it.
 
     Args:
-        exposed: the part that counts of a collective that need not be waited for.
+        exposed: by what need not be waited for, the part of its collectives that counts.
     """
 
-    def __init__(self, mesh: MeshShape, profile: HardwareProfile, exposed: float = 1.0) -> None:
-        self._mesh, self._profile, self._exposed = mesh, profile, exposed
+    def __init__(
+        self, mesh: MeshShape, profile: HardwareProfile, exposed: Mapping[Hideable, float] | None = None
+    ) -> None:
+        self._mesh, self._profile, self._exposed = mesh, profile, exposed or {}
         self._axes: dict[tuple[str, ...], int] = {(): 0}  # numbers of lists of axes
         self._patterns = _Patterns(mesh)
         self._structures: dict[tuple[object, ...], _Structure] = {}
@@ -130,7 +135,7 @@ class ReshardingTimes:
         itemsize: float,
         *,
         combinable: bool,
-        hideable: bool = False,
+        hideable: Hideable | None = None,
     ) -> np.ndarray:
         """Seconds from each of `made` to each of `wanted`, `EACH_S` for each collective included, float[made, wanted]."""
         divisors = divisibility(shape, self._mesh)
@@ -146,8 +151,8 @@ class ReshardingTimes:
             total[pairs] += self._seconds(collectives, local, itemsize, combinable)
             inner = _is_inner(self._patterns.moved()[collectives], structure.dims[pairs], parts_of_dims)
             total[pairs] += inner * local * (2 * itemsize / self._profile.hbm_bytes_per_s)
-        if hideable:
-            total *= self._exposed
+        if hideable is not None:
+            total *= self._exposed.get(hideable, 1.0)
         return total.reshape(len(made), len(wanted))
 
     def _seconds(self, collectives: np.ndarray, local: np.ndarray, itemsize: float, combinable: bool) -> np.ndarray:
