@@ -10,7 +10,7 @@ start. The timeline of a whole plan tells which is best.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from autopar.assemble import hiding
@@ -23,17 +23,17 @@ from autopar.within_budget import Made
 Prices = Mapping[Hideable, float]
 
 #: What counts, for the solver, of collectives for which nothing need wait, where it is to count on overlap.
-HIDDEN: Prices = {"gather": 0.2, "sum": 0.2}
-#: And where more of one is exposed than of the other, in turn until a plan is better: gathers have the forward pass to hide
-#: behind, sums the backward pass, which has twice the kernels.
+_LEVEL: Prices = {"gather": 0.2, "sum": 0.2}
+#: And where more of one is exposed than of the other, in turn: gathers have the forward pass to hide behind, sums the backward
+#: pass, which has twice the kernels.
 _DEARER: Mapping[Hideable, tuple[Prices, ...]] = {
     "gather": ({"gather": 0.6, "sum": 0.4}, {"gather": 0.6, "sum": 0.2}),
     "sum": ({"gather": 0.4, "sum": 0.6},),
 }
-#: The part of the step that other prices spare at the most.
-_MOST_GAINED = 0.2
-#: The part of the step that has to be exposed for it to be worth another plan.
-_WORTH = 0.01
+#: The part of the step that a plan by other prices spares at the most.
+_MOST_GAINED = 0.15
+#: The part of the step that has to be exposed for it to be worth another plan, and that this one spares at the most.
+_WORTH, _MOST_SPARED = 0.01, 0.25
 #: Limits that are tried, over the profile's own. Of smaller ones the timeline knows less well what XLA makes.
 _LIMITS = (1 / 4, 1 / 2, 2, 4)
 #: Limits with which reductions are awaited early, and by how much more than their own time after they can start.
@@ -48,21 +48,52 @@ def is_worth_hiding(made: Made, to_beat: float = math.inf) -> bool:
     told = made.parts.prediction
     if not _overlaps(made) or not told.step_time_s or not told.xla_step_time_s:
         return False
+    if (1 - _MOST_SPARED) * made.compared_s >= to_beat:
+        return False
     own = sum(told.exposed_s.values()) / told.step_time_s
     estimated = sum((told.xla_exposed_s or {}).values()) / told.xla_step_time_s
     return max(own, estimated) > _WORTH and least_s(made) < to_beat
 
 
-def dearer(made: Made, to_beat: float) -> tuple[Prices, ...]:
-    """Prices for the solver that make dearer what a plan leaves exposed most, where other prices might make it faster than
-    another's `compared_s`."""
-    if (1 - _MOST_GAINED) * made.compared_s >= to_beat or not is_worth_hiding(made, to_beat):
-        return ()
+def counting_on_overlap(
+    begun: Made, other: Callable[[Prices, float], Made | None], to_beat: float, *, at_once: bool
+) -> list[Made]:
+    """Plans by prices that count on overlap, until one is better by those that make dearer what is exposed.
+
+    Args:
+        begun: the plan to be better than. other: makes one by prices that is to beat a `compared_s`; None where it is one
+            that was made before.
+        to_beat: another plan's `compared_s`. at_once: one plan will do.
+    """
+    tried, best = list[Made](), begun
+
+    def is_better(prices: Prices) -> bool:
+        nonlocal best
+        before = best
+        made = other(prices, min(best.compared_s, to_beat))
+        tried.extend([] if made is None else [made])
+        best = min([best, *tried], key=lambda one: one.compared_s)
+        return best is not before
+
+    def could_be() -> bool:
+        return (1 - _MOST_GAINED) * best.compared_s < to_beat and is_worth_hiding(best, to_beat)
+
+    if could_be():
+        is_better(_LEVEL)
+    dear = _most_exposed(best)
+    for prices in () if at_once else _DEARER[dear]:
+        if not could_be() or is_better(prices) or _most_exposed(tried[-1] if tried else best) != dear:
+            break
+    return tried
+
+
+def _most_exposed(made: Made) -> Hideable:
+    """What a plan leaves exposed most."""
     told = made.parts.prediction
     both = ((told.exposed_s, told.step_time_s), (told.xla_exposed_s or {}, told.xla_step_time_s or math.inf))
     gathers = sum(exposed.get("all-gather", 0.0) / step for exposed, step in both)
     sums = sum(exposed.get(kind, 0.0) / step for exposed, step in both for kind in REDUCTIONS)
-    return _DEARER["gather" if gathers > sums else "sum"]
+    return "gather" if gathers > sums else "sum"
 
 
 def least_s(made: Made) -> float:

@@ -36,7 +36,7 @@ from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.over_time import memory_over_step, step_trace
-from autopar.overlap import HIDDEN, Prices, best_hidden, dearer, is_worth_hiding, least_s
+from autopar.overlap import Prices, best_hidden, counting_on_overlap, least_s
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
 from autopar.program import Program
@@ -376,26 +376,17 @@ class _Start:
         """The plan as it was begun, and others by prices that count on overlap, each with as little exposed as can be."""
         task, seen = self.task, {self.made.solution.choices}
 
-        def other(exposed: Prices, to_beat: float) -> list[Made]:
+        def other(exposed: Prices, to_beat: float) -> Made | None:
             f = _formulated(self.mesh, self.program, self.grouped, task, exposed)
             solution = task.limited.solve(f.problem)  # for prices that are a guess, near the optimum will do
             if not solution.choices or solution.choices in seen:
-                return []
+                return None
             seen.add(solution.choices)
-            made = _planning(task).made(self.program, f, solution)
-            return [best_hidden(made, task.budget, min(fastest.value, to_beat))]
+            return best_hidden(_planning(task).made(self.program, f, solution), task.budget, to_beat)
 
-        tried = [best_hidden(self.made, task.budget, fastest.value)]
-        if is_worth_hiding(tried[0], fastest.value):
-            tried += other(HIDDEN, tried[0].compared_s)
-        if self.made.peak_bytes > task.budget:  # memory will be what costs, not what is exposed
-            return tried
-        best = min((one for one in tried if one.peak_bytes <= task.budget), key=_compared_s)
-        for exposed in dearer(best, fastest.value):
-            tried += other(exposed, best.compared_s)
-            if any(one.compared_s < best.compared_s and one.peak_bytes <= task.budget for one in tried):
-                break
-        return tried
+        begun = best_hidden(self.made, task.budget, fastest.value)
+        short = begun.peak_bytes > task.budget  # memory will be what costs, not what is exposed
+        return [begun, *counting_on_overlap(begun, other, fastest.value, at_once=short)]
 
 
 @dataclass(frozen=True, slots=True)

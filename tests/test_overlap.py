@@ -47,12 +47,25 @@ def level() -> tuple[Plan, Made]:
 
 
 def test_what_is_exposed_is_made_dearer() -> None:
-    made = level()[1]
-    told = made.parts.prediction.xla_exposed_s or {}
+    begun = level()[1]
+    told = begun.parts.prediction.xla_exposed_s or {}
     assert told["all-gather"] > told["reduce-scatter"] + told["all-reduce"]
-    first, *_ = overlap.dearer(made, made.compared_s)
-    assert first["gather"] > first["sum"]
-    assert overlap.dearer(made, 0.5 * made.compared_s) == ()
+    asked = []
+
+    def other(prices: overlap.Prices, to_beat: float) -> Made | None:
+        assert to_beat <= begun.compared_s
+        asked.append((prices["gather"], prices["sum"]))
+        return None
+
+    overlap.counting_on_overlap(begun, other, begun.compared_s, at_once=False)
+    level_price, *dearer = [gather / total for gather, total in asked]
+    assert level_price == 1
+    assert 1 < dearer[0] < dearer[1]
+    overlap.counting_on_overlap(begun, other, begun.compared_s, at_once=True)
+    assert len(asked) == 4
+    overlap.counting_on_overlap(begun, other, 0.8 * begun.compared_s, at_once=False)
+    assert len(asked) == 4, "no prices would make it so much faster"
+    assert not overlap.is_worth_hiding(begun, 0.7 * begun.compared_s)
 
 
 def test_it_is_faster_by_xla_too(absent_gpus: Compiler) -> None:
