@@ -30,8 +30,6 @@ _DEARER: Mapping[Hideable, tuple[Prices, ...]] = {
     "gather": ({"gather": 0.6, "sum": 0.4}, {"gather": 0.6, "sum": 0.2}),
     "sum": ({"gather": 0.4, "sum": 0.6},),
 }
-#: The part of the step that a plan by other prices spares at the most.
-_MOST_GAINED = 0.15
 #: The part of the step that has to be exposed for it to be worth another plan, and that this one spares at the most.
 _WORTH, _MOST_SPARED = 0.01, 0.25
 #: Limits that are tried, over the profile's own. Of smaller ones the timeline knows less well what XLA makes.
@@ -75,14 +73,13 @@ def counting_on_overlap(
         best = min([best, *tried], key=lambda one: one.compared_s)
         return best is not before
 
-    def could_be() -> bool:
-        return (1 - _MOST_GAINED) * best.compared_s < to_beat and is_worth_hiding(best, to_beat)
-
-    if could_be():
+    if is_worth_hiding(best, to_beat):
         is_better(_LEVEL)
     dear = _most_exposed(best)
     for prices in () if at_once else _DEARER[dear]:
-        if not could_be() or is_better(prices) or _most_exposed(tried[-1] if tried else best) != dear:
+        if not is_worth_hiding(best, to_beat) or is_better(prices):
+            break
+        if tried and _most_exposed(tried[-1]) != dear:
             break
     return tried
 

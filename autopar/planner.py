@@ -63,6 +63,8 @@ _LIMITED_GAP = 5e-3
 _LIMITED_SHARE = 0.1
 #: Plans whose times differ by no more are close.
 _CLOSE = 0.03
+#: A mesh that promises a plan slower by more has never been the fastest by other prices.
+_FAR = 0.1
 
 #: Nodes of a program, by meshes besides the first: from there on, planning takes long enough for copies of this process to
 #: take some of the meshes. How long a copy may do nothing, besides waiting for a solver, before it counts as hung.
@@ -337,25 +339,26 @@ class _Start:
             return cls.of(mesh, others, task)
         return cls(mesh, program, grouped, others, task, made, time.perf_counter() - started)
 
-    def finished(self, fastest: Least) -> tuple[Plan, Made]:
+    def finished(self, fastest: Least, least_promise: float) -> tuple[Plan, Made]:
         """The plan with as little exposed as can be, that keeps to the budget; and what it was made of.
 
         Args:
             fastest: seconds of the fastest so far; a plan that cannot be faster is left as it is.
+            least_promise: of all meshes.
 
         Raises:
             NothingFitsError: nothing fits.
         """
         try:
-            return self._finished(fastest)
+            return self._finished(fastest, least_promise)
         except NothingFitsError:
             if not self.forms:
                 raise
-        return _Start.of(self.mesh, self.forms, self.task).finished(fastest)
+        return _Start.of(self.mesh, self.forms, self.task).finished(fastest, least_promise)
 
-    def _finished(self, fastest: Least) -> tuple[Plan, Made]:
+    def _finished(self, fastest: Least, least_promise: float) -> tuple[Plan, Made]:
         started, budget, planning = time.perf_counter(), self.task.budget, _planning(self.task)
-        tried = self._hidden(fastest)
+        tried = self._hidden(fastest, least_promise)
         free = min(tried, key=_compared_s)
         begun_fits, memory_bound = self.made.peak_bytes <= budget, free.peak_bytes > budget
         if memory_bound and not begun_fits and least_s(free) < fastest.value:
@@ -372,7 +375,7 @@ class _Start:
         )
         return plan, made
 
-    def _hidden(self, fastest: Least) -> list[Made]:
+    def _hidden(self, fastest: Least, least_promise: float) -> list[Made]:
         """The plan as it was begun, and others by prices that count on overlap, each with as little exposed as can be."""
         task, seen = self.task, {self.made.solution.choices}
 
@@ -385,6 +388,8 @@ class _Start:
             return best_hidden(_planning(task).made(self.program, f, solution), task.budget, to_beat)
 
         begun = best_hidden(self.made, task.budget, fastest.value)
+        if self.promise > (1 + _FAR) * least_promise:
+            return [begun]
         short = begun.peak_bytes > task.budget  # memory will be what costs, not what is exposed
         return [begun, *counting_on_overlap(begun, other, fastest.value, at_once=short)]
 
@@ -411,6 +416,10 @@ class _End:
         return _End, (plan, self.fits, self.compared_s, None, self.failure)
 
 
+#: A mesh's position; None to begin its plan, or, to end it, the least that any mesh promises.
+_Request = tuple[int, float | None]
+
+
 class _OnMeshes:
     """The plans on several meshes, as far as this process makes them; meshes go by their positions."""
 
@@ -426,28 +435,31 @@ class _OnMeshes:
         self._failures: dict[int, NothingFitsError] = {}
         self._fastest = Least()
 
-    def planned(self, team: Sequence[Lane[tuple[int, bool], Any]]) -> list[_End]:
+    def planned(self, team: Sequence[Lane[_Request, Any]]) -> list[_End]:
         """How each ended. All are begun before any is improved: the most promising then spare others the trouble."""
-        begun = spread(team, [(i, False) for i in range(len(self._tasks))])
-        by_lane: dict[int, list[tuple[int, bool]]] = {}
+        begun = spread(team, [(i, None) for i in range(len(self._tasks))])
+        least = min(promise for _, promise in begun.values())
+        by_lane: dict[int, list[_Request]] = {}
         for (i, _), (lane, _) in sorted(begun.items(), key=lambda one: one[1][1]):
-            by_lane.setdefault(lane, []).append((i, True))
+            by_lane.setdefault(lane, []).append((i, least))
         ends = {i: end for (i, _), (_, end) in each_its_own(team, by_lane).items()}
         return [ends[i] for i in range(len(self._tasks))]
 
-    def answer(self, request: tuple[int, bool]) -> float | _End:
+    def answer(self, request: _Request) -> float | _End:
         """What a mesh promises, in seconds; or, to the end, what came of it."""
-        i, to_the_end = request
+        i, least_promise = request
         mesh, task = self._tasks[i]
         if i not in self._starts:
             self._tell(f"plan {mesh}", 0.1 + 0.6 * i / len(self._tasks))
-            self._starts[i] = _Start.of(mesh, self._forms, task)
+            self._starts[i] = begun = _Start.of(mesh, self._forms, task)
+            if begun.made.peak_bytes <= task.budget:
+                self._fastest.lower(begun.made.compared_s)
         start = self._starts[i]
-        if not to_the_end:
+        if least_promise is None:
             return start.promise
         self._tell(f"improve {mesh}", 0.7 + 0.3 * i / len(self._tasks))
         try:
-            plan, made = start.finished(self._fastest)
+            plan, made = start.finished(self._fastest, least_promise)
         except NothingFitsError as short:
             self._failures[i] = short
             return _End(failure=str(short))
@@ -460,7 +472,7 @@ class _OnMeshes:
     def failure(self) -> NothingFitsError:
         """Why nothing fits on the first mesh, with the ways out."""
         if 0 not in self._failures:  # a copy found it out
-            self.answer((0, True))
+            self.answer((0, math.inf))
         return self._failures[0]
 
     def _tell(self, stage: str, fraction: float) -> None:
