@@ -442,7 +442,9 @@ class _OnMeshes:
         by_lane: dict[int, list[_Request]] = {}
         for (i, _), (lane, _) in sorted(begun.items(), key=lambda one: one[1][1]):
             by_lane.setdefault(lane, []).append((i, least))
-        ends = {i: end for (i, _), (_, end) in each_its_own(team, by_lane).items()}
+        near = {i for (i, _), (_, promise) in begun.items() if promise <= (1 + _FAR) * least}
+        finished = each_its_own(team, by_lane, lambda request: request[0] in near)  # worth beginning once more
+        ends = {i: end for (i, _), (_, end) in finished.items()}
         return [ends[i] for i in range(len(self._tasks))]
 
     def answer(self, request: _Request) -> float | _End:

@@ -113,10 +113,28 @@ def spread(lanes: Sequence[Lane[Request, Answer]], requests: Sequence[Request]) 
 
 
 def each_its_own(
-    lanes: Sequence[Lane[Request, Answer]], requests: Mapping[int, Sequence[Request]]
+    lanes: Sequence[Lane[Request, Answer]],
+    requests: Mapping[int, Sequence[Request]],
+    may_take: Callable[[Request], bool],
 ) -> dict[Request, tuple[int, Answer]]:
-    """The same, of requests by lane."""
-    return _asked(lanes, lambda lane: iter(requests.get(lane, ())))
+    """The same, of requests by lane: a lane that has nothing to do takes from the end of another's what it may."""
+    left, lock = {lane: list(requests.get(lane, ())) for lane in range(len(lanes))}, threading.Lock()
+
+    def following(lane: int) -> Iterator[Request]:
+        while True:
+            with lock:
+                longest = max(left.values(), key=len)
+                others = [request for request in longest if may_take(request)]
+                if left[lane]:
+                    one = left[lane].pop(0)
+                elif others:
+                    one = others[-1]
+                    longest.remove(one)
+                else:
+                    return
+            yield one
+
+    return _asked(lanes, following)
 
 
 def _asked(

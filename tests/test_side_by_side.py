@@ -51,10 +51,20 @@ def test_all_is_answered_and_by_several() -> None:
     with lanes(answer, 8, patience_s=60) as team:
         assert len(team) == 3
         answers = spread(team, range(30))
-        own = each_its_own(team, {2: [5], 0: [1, 2]})
+        own = each_its_own(team, {2: [5], 0: [1, 2]}, lambda _: False)
     assert {request: found for request, (_, (_, found)) in answers.items()} == {n: n * n for n in range(30)}
     assert len({pid for _, (pid, _) in answers.values()}) == 3
     assert {request: lane for request, (lane, _) in own.items()} == {5: 2, 1: 0, 2: 0}
+
+
+def test_who_has_nothing_to_do_takes_what_may_be_taken() -> None:
+    def answer(request: int) -> int:
+        time.sleep(0.3)
+        return request
+
+    with lanes(answer, 2, patience_s=60) as team:
+        found = each_its_own(team, {0: [1, 2, 3, 4]}, lambda request: request in (2, 3))
+    assert {request: lane for request, (lane, _) in found.items()} == {1: 0, 2: 0, 3: 1, 4: 0}
 
 
 def test_there_are_no_more_lanes_than_work_or_than_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +99,7 @@ def test_what_a_copy_does_not_answer_is_done_here(misfortune: Any) -> None:
 
     with lanes(answer, 3, patience_s=2) as team:
         answers = spread(team, range(6))
-        again = each_its_own(team, {1: [7]})
+        again = each_its_own(team, {1: [7]}, lambda _: False)
     assert {request: found for request, (_, found) in answers.items()} == {n: n + 1 for n in range(6)}
     assert again == {7: (0, 8)}
 
@@ -120,8 +130,8 @@ def test_all_see_the_least() -> None:
         return least.value
 
     with lanes(answer, 2, patience_s=60) as team:
-        each_its_own(team, {1: [5]})
-        each_its_own(team, {1: [7]})
+        each_its_own(team, {1: [5]}, lambda _: False)
+        each_its_own(team, {1: [7]}, lambda _: False)
         assert least.value == 5
 
 
