@@ -55,6 +55,11 @@ def meshes_of_program(meshes: Sequence[MeshShape], graph: Graph) -> list[MeshSha
 
 
 def _axes_named(spec: Any) -> set[str]:
+    if isinstance(spec, str):
+        raise PinError(
+            f"a pin is a `jax.sharding.PartitionSpec`, not the string {spec!r}: give one entry for each dim, the name of a"
+            ' mesh axis, a tuple of them, or None, e.g. `PartitionSpec(("data", "model"), None)`'
+        )
     dims = spec.dims if isinstance(spec, TensorSharding) else tuple(spec)
     return {axis for entry in dims if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
 

@@ -246,9 +246,10 @@ def test_a_pin_that_names_no_input(mlp: programs.Program) -> None:
         (PartitionSpec("modle"), "names the mesh axis modle, but the mesh has data"),
         (PartitionSpec("data", "data"), "twice"),
         (PartitionSpec(None, None, "data"), "2 dims"),
+        ("data", "not the string 'data': give one entry for each dim"),
     ],
 )
-def test_a_pin_that_cannot_be(mlp: programs.Program, spec: PartitionSpec, words: str) -> None:
+def test_a_pin_that_cannot_be(mlp: programs.Program, spec: Any, words: str) -> None:
     with pytest.raises(errors.PinError, match=words):
         plan_of(mlp, mesh="8", pin={"state/params/Dense_0/kernel": spec})
 

@@ -634,6 +634,7 @@ def test_two_hosts_are_compiled_for_and_their_devices_numbered_as_the_mesh_does(
         mesh="host=2,gpu=8",
         hosts=2,
         hardware="h100-sxm",
+        pin={"batch/*": P(("host", "gpu"))},
     )
     assert told.topology == "1x2x8"
     assert told.compiled.hosts == (0,) * 8 + (1,) * 8
