@@ -106,12 +106,14 @@ class Trips:
 @dataclass(frozen=True, slots=True)
 class DeviceProgram:
     """Operations in the order they run, and the buffers they read and write; of the loops, inner ones first. Of each
-    kernel that is kept from being joined with another, the nodes that are computed for it alone."""
+    kernel that is kept from being joined with another, the nodes that are computed for it alone. Of sums over devices that
+    are taken as one, since they are added up, the values."""
 
     ops: tuple[Op, ...]
     buffers: tuple[Buffer, ...]
     loops: tuple[Trips, ...] = ()
     separate: tuple[tuple[int, ...], ...] = ()
+    joined: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

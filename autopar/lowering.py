@@ -146,27 +146,38 @@ class Instruction:
 
 @dataclass(slots=True)
 class LocalProgram:
-    """Instructions in program order; `outputs` holds the position of each output's instruction (None: a literal)."""
+    """Instructions in program order; `outputs` holds the position of each output's instruction (None: a literal). Of sums over
+    devices that XLA takes as one, since they are added up, `joined` holds the values."""
 
     instructions: list[Instruction] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
     arguments: dict[int, int] = field(default_factory=dict)  # input position -> instruction
     at: dict[int, int] = field(default_factory=dict)  # value -> the instruction that it is read from
     nodes: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # instruction -> all that compute it
+    joined: tuple[tuple[int, ...], ...] = ()
 
 
-def local_program(f: Formulation, choices: Sequence[int]) -> LocalProgram:
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A sum over devices that one operation alone reads: its instruction, and how its dims are turned until there."""
+
+    at: int
+    order: tuple[int, ...]
+
+
+def local_program(f: Formulation, choices: Sequence[int], *, joins: bool = True) -> LocalProgram:
     """Lay the chosen shardings over the graph.
 
     Args:
         choices: of each decision, its strategy.
+        joins: whether sums over devices that are added up are taken as one, as XLA does where nothing else reads them.
     """
-    return _Lowering(f, choices).run()
+    return _Lowering(f, choices, joins=joins).run()
 
 
 class _Lowering:
-    def __init__(self, f: Formulation, choices: Sequence[int]) -> None:
-        self.f, self.choices = f, choices
+    def __init__(self, f: Formulation, choices: Sequence[int], *, joins: bool) -> None:
+        self.f, self.choices, self.joins = f, choices, joins
         self.graph: Graph = f.graph
         self.program = LocalProgram()
         self.at = self.program.at
@@ -186,6 +197,9 @@ class _Lowering:
             for i, value in enumerate(node.operands):
                 if value is not None:
                     self.users[value].append((n, i))
+        self.maker = {value: node for node in self.graph.nodes for value in node.results}
+        self.leaving = frozenset(self.graph.outputs)
+        self.added: dict[int, tuple[int, ...]] = {}  # sum of sums -> the values that they are of
         self.strips: dict[Strip, int] = {}
         self.extensions: dict[int, list[Extension]] = defaultdict(list)
         for index, (decision, chosen) in enumerate(zip(f.decisions, choices, strict=True)):
@@ -220,6 +234,7 @@ class _Lowering:
             else:
                 self._node(n, node)
         self._outputs()
+        self.program.joined = tuple(self.added.values())
         return self.program
 
     # -- values ------------------------------------------------------------------------------
@@ -338,9 +353,9 @@ class _Lowering:
         if node.primitive == "paged_attention":  # of a pool, at most what the tables hold
             (_, (num_pages, *_)), (_, tables) = operands[1], operands[3]
             used |= dict.fromkeys((at for at, _ in operands[1:3]), min(1.0, math.prod(tables) / num_pages))
-        scatter = self._scattered_sum(node, operands)
-        if scatter is not None:
-            self.at[node.results[0]] = scatter
+        added = self._added(n, node, operands)
+        if added is not None:
+            self.at[node.results[0]] = added
             return
         used |= dict.fromkeys(self._told(n, node, [at for at, _ in operands]), 0.0)
         instruction = Instruction(
@@ -453,10 +468,15 @@ class _Lowering:
             self.known[key] = self._add(instruction)
         return self.known[key]
 
-    def _scattered_sum(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
-        """`x + scatter(zeros, …)` scatters into x: XLA's simplifier says so where nothing else reads the scatter."""
+    def _added(self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
+        """What XLA makes of an addition, where that is not an operation of its own."""
         if node.primitive not in ("add", "add_any") or len(operands) != 2:
             return None
+        scattered = self._scattered_sum(node, operands)
+        return self._sum_of_sums(n, node) if scattered is None and self.joins else scattered
+
+    def _scattered_sum(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
+        """`x + scatter(zeros, …)` scatters into x: XLA's simplifier says so where nothing else reads the scatter."""
         for (at, _), (other, _), value in (
             (*operands, node.operands[0]),
             (*reversed(operands), node.operands[1]),
@@ -471,6 +491,71 @@ class _Lowering:
             one.operands = {other: 1.0, **one.operands}
             return at
         return None
+
+    def _sum_of_sums(self, n: int, node: Node) -> int | None:
+        """`sum(x) + sum(y)` over the same devices is `sum(x + y)`, in the dtype of the result: so XLA has it where nothing else
+        reads either of them (openxla/xla, all_reduce_reassociate.cc)."""
+        left, right = (self._sum_read_by(n, index, value) for index, value in enumerate(node.operands))
+        if left is None or right is None or left.at == right.at or left.order != right.order:
+            return None
+        sums = [self.program.instructions[one.at] for one in (left, right)]
+        if sums[0].axes != sums[1].axes or sums[0].elements != sums[1].elements:
+            return None
+        info = self.graph.values[node.results[0]]
+        parts: dict[int, float] = {}
+        for one in sums:
+            source = next(iter(one.operands))
+            if one.dtype != info.dtype:
+                own = Instruction("loop", n, one.value, "convert_element_type", {source: 1.0}, one.elements, 0.0)
+                own.num_bytes, own.flops, own.dtype = one.elements * info.itemsize, CHEAP * one.elements, info.dtype
+                source = self._add(own)
+            parts[source] = 1.0
+        whole = replace(sums[0], node=n, value=node.results[0], dtype=info.dtype)
+        whole.num_bytes = whole.elements * info.itemsize
+        whole.payload_bytes = sums[0].payload_bytes / sums[0].num_bytes * whole.num_bytes
+        flops = FLOPS[node.primitive] * whole.elements
+        whole.operands = {
+            self._add(
+                replace(whole, kind="loop", primitive=node.primitive, operands=parts, flops=flops, collective="")
+            ): 1.0
+        }
+        at = self._add(whole)
+        self.added[at] = tuple(v for one in (left, right) for v in self._summed(one.at))
+        for one in (left, right):
+            self.added.pop(one.at, None)
+        return at
+
+    def _summed(self, at: int) -> tuple[int, ...]:
+        return self.added.get(at, (self.program.instructions[at].value,))
+
+    def _sum_read_by(self, n: int, index: int, value: int | None) -> _Sum | None:
+        """The sum over devices that a node reads, perhaps cast or turned in between, if nothing else reads it."""
+        if value is None:
+            return None
+        order = tuple(range(len(self.graph.values[value].shape)))
+        while len(self.users[value]) == 1 and value not in self.leaving:
+            at, _ = self._operand(n, index, value)
+            collective, above = self.program.instructions[at].collective, self._unary(value)
+            if collective:
+                return _Sum(at, self._turned(order, value)) if collective == "all-reduce" else None
+            if above is None or at != self.at[value]:
+                return None
+            order = _composed(order, self.maker[value])
+            (n, index), *_ = self.users[above]
+            value = above
+        return None
+
+    def _turned(self, order: tuple[int, ...], value: int) -> tuple[int, ...]:
+        """An order of dims, in that of what a value is computed as."""
+        above = self._unary(value)
+        return order if above is None else self._turned(_composed(order, self.maker[value]), above)
+
+    def _unary(self, value: int) -> int | None:
+        """What a value is, cast or turned."""
+        node = self.maker.get(value)
+        return (
+            node.operands[0] if node is not None and node.primitive in ("convert_element_type", "transpose") else None
+        )
 
     def _small_sum(self, value: int, axes: tuple[str, ...]) -> None:
         info = self.graph.values[value]
@@ -765,6 +850,11 @@ class _Lowering:
 def _sums_nothing(node: Node) -> bool:
     """A product without contracted dims is a multiplication to XLA, of no kernel of its own (DotDecomposer)."""
     return node.primitive == "dot_general" and not node.params["dimension_numbers"][0][0]
+
+
+def _composed(order: tuple[int, ...], node: Node) -> tuple[int, ...]:
+    """An order of a result's dims in that of the operand's."""
+    return tuple(node.params["permutation"][d] for d in order) if node.primitive == "transpose" else order
 
 
 def _swaps_halves(permutation: Sequence[int]) -> bool:

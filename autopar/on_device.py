@@ -41,18 +41,21 @@ _MOVES = frozenset(
 )
 
 
-def device_program(f: Formulation, choices: Sequence[int], profile: HardwareProfile) -> DeviceProgram:
+def device_program(
+    f: Formulation, choices: Sequence[int], profile: HardwareProfile, *, joins: bool = True
+) -> DeviceProgram:
     """The program of one device under an assignment.
 
     Args:
         choices: of each decision, its strategy.
+        joins: whether sums over devices that are added up are taken as one.
     """
-    local = local_program(f, choices)
+    local = local_program(f, choices, joins=joins)
     loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
     kernels = fuse(local, profile, f.graph)
     made = _Builder(local, kernels, profile, loops, f.graph.carried).build()
     separate = tuple(kernel.separate for kernel in kernels if kernel.separate)
-    return replace(made, ops=_together(made.ops, f.graph), separate=separate)
+    return replace(made, ops=_together(made.ops, f.graph), separate=separate, joined=local.joined)
 
 
 def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:

@@ -10,12 +10,13 @@ start. The timeline of a whole plan tells which is best.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.assemble import hiding
 from autopar.cost.resharding_times import Hideable
 from autopar.early import REDUCTIONS, Early
+from autopar.on_device import device_program
 from autopar.plan import Awaited
 from autopar.timeline import Simulation
 from autopar.within_budget import Made
@@ -123,15 +124,25 @@ def _awaited_early(made: Made, budget: float, to_beat: float) -> Made:
     if not is_worth_hiding(made, to_beat) or not exposed & set(REDUCTIONS):
         return made
     own = f.profile.combine_threshold_bytes
-    early = Early(made.parts.device, f.graph, f.mesh, f.profile)
+    programs = [made.parts.device]
+    if made.parts.device.joined:
+        programs.append(device_program(f, made.solution.choices, f.profile, joins=False))
     tried: list[_Tried] = []
-    for share in _EARLY:
-        for slack in _SLACK:
-            program, awaited = early.tied(share * own, slack)
-            if awaited:
-                limit = None if share == 1 else round(share * own)
-                tried.append((limit, Simulation(program, f.mesh, f.profile), awaited))
+    for one in programs:
+        early = Early(one, f.graph, f.mesh, f.profile)
+        for share in _EARLY:
+            for slack in _SLACK:
+                program, awaited = early.tied(share * own, slack)
+                if awaited and (one.joined or _stay_apart(made.parts.device.joined, awaited)):
+                    limit = None if share == 1 else round(share * own)
+                    tried.append((limit, Simulation(program, f.mesh, f.profile), awaited))
     return _best(made, budget, tried)
+
+
+def _stay_apart(joined: Sequence[Sequence[int]], awaited: Sequence[Awaited]) -> bool:
+    """Whether XLA leaves sums that are added up as they are, since something else waits for all but one of them."""
+    values = {value for one in awaited for value in one.values}
+    return all(len(values.intersection(sums)) >= len(sums) - 1 for sums in joined)
 
 
 #: A limit of merging (None: the profile's), the program, and what waits in it.

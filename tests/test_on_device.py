@@ -13,6 +13,7 @@ import numpy as np
 import programs
 import pytest
 from jax.sharding import PartitionSpec
+from on_absent_gpus import all_reduced, compiled
 
 import autopar
 from autopar.compiler import Compiler
@@ -27,7 +28,7 @@ from autopar.lowering import Instruction, InstructionKind, LocalProgram
 from autopar.mesh import parse_mesh
 from autopar.on_device import _together, device_program
 from autopar.pins import resolve_pins
-from autopar.planner import _group
+from autopar.planner import _group, plan_and_parts
 from autopar.program import program_of
 from autopar.solve.ilp import Ilp
 from autopar.timeline import simulate
@@ -312,6 +313,50 @@ def test_what_is_gathered_inside_others_is_put_in_order() -> None:
     assert gathered == ("collective", 3 * 512 * 5 * 4)
     assert rest[0] == ("fusion", 3 * 512 * 5 * 4)
     assert len(kernels(1)) == len(rest)
+
+
+def _summed(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Over the batch, which is split; cast after that."""
+    return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ()))).astype(jnp.float32)
+
+
+def _added(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+    return w - (_summed(x, x) + _summed(y, y) + _summed(x, jnp.sin(y)))
+
+
+def _both_turned(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+    return w - (_summed(x, x).T + _summed(y, jnp.sin(x)).T)
+
+
+def _one_read_twice(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+    once = _summed(x, x)
+    return w - (once + _summed(y, y)), jnp.tanh(once)
+
+
+def _turned_against_each_other(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+    return w - (_summed(x, jnp.sin(x)) + _summed(y, jnp.sin(y)).T)
+
+
+@pytest.mark.parametrize(
+    ("step", "sent"),
+    [
+        (_added, ["f32"]),
+        (_both_turned, ["f32"]),
+        (_one_read_twice, ["bf16", "bf16"]),
+        (_turned_against_each_other, ["bf16", "bf16"]),
+    ],
+)
+def test_sums_that_are_added_up_are_one_as_xla_has_it(step: Any, sent: list[str], absent_gpus: Compiler) -> None:
+    """In the dtype that they are added in, where nothing else reads them."""
+    batch = array(1 << 18, 67, dtype=jnp.bfloat16)
+    args = array(67, 67), batch, batch
+    program = program_of(step, args, carry=None, donate=None)
+    pins = {"w": PartitionSpec(), "x": PartitionSpec("data"), "y": PartitionSpec("data")}
+    plan, made = plan_and_parts(program.as_traced.in_microbatches(1), mesh="8", hardware=H100, pin=pins)
+    sums = [op for op in made.parts.device.ops if op.collective == "all-reduce"]
+    assert [op.payload_bytes / 67**2 for op in sums] == [{"f32": 4, "bf16": 2}[dtype] for dtype in sent]
+    by_xla = all_reduced(compiled(absent_gpus, plan, program, *args).hlo_text)
+    assert by_xla == {dtype: 67**2 * sent.count(dtype) for dtype in sent}
 
 
 def test_a_product_that_sums_nothing_is_no_product() -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import programs
 import pytest
+from jax.sharding import PartitionSpec
+from on_absent_gpus import all_reduced, compiled
 
 from autopar import overlap, planner
 from autopar.compiler import Compiler
-from autopar.compiler_options import compiler_options
 from autopar.cost.hardware import load
-from autopar.execute import abstract_mesh, jit_plan, lower_for
-from autopar.jax_compat import module_bytes
-from autopar.plan import Plan
+from autopar.plan import Awaited, Plan
 from autopar.program import Program, program_of
 from autopar.within_budget import Made
 
 H100 = load("h100-sxm")
+NUM_LAYERS = 12
 MLP = programs.mlp(batch=65536, width=4096, num_layers=6, optimizer="adam")
 
 
@@ -69,14 +72,50 @@ def test_what_is_exposed_is_made_dearer() -> None:
 
 def test_it_is_faster_by_xla_too(absent_gpus: Compiler) -> None:
     def seconds(plan: Plan) -> float:
-        jitted = jit_plan(plan, program().of(plan).trace, abstract_mesh(plan.mesh))
-        module = module_bytes(lower_for("cuda", jitted, MLP.abstract_args()))
-        compiled = absent_gpus.compile(module, H100, 16, 2, options=compiler_options(plan))
-        assert compiled.step_time_s
-        return compiled.step_time_s
+        by_xla = compiled(absent_gpus, plan, program(), *MLP.abstract_args())
+        assert by_xla.step_time_s
+        return by_xla.step_time_s
 
     assert dear()[1].compared_s < 0.98 * level()[1].compared_s
     assert seconds(dear()[0]) < 0.98 * seconds(level()[0])
+
+
+def test_sums_that_xla_would_join_are_kept_apart_where_that_is_faster(absent_gpus: Compiler) -> None:
+    """A table that both ends of a network read: the sum of what the last layer makes of it has the whole backward pass to hide
+    behind, but not where it is taken together with the first's."""
+
+    def loss(state: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        h = state["table"].astype(jnp.bfloat16)[tokens]
+        for n in range(NUM_LAYERS):
+            h = jnp.tanh(h @ state[f"w{n}"].astype(jnp.bfloat16))
+        scores = h @ state["table"].astype(jnp.bfloat16).T
+        return jnp.square(scores.astype(jnp.float32)).mean()
+
+    def step(state: dict[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state, tokens))
+
+    width, vocab = 1021, 32749
+    weights = {f"w{n}": jax.ShapeDtypeStruct((width, width), jnp.float32) for n in range(NUM_LAYERS)}
+    state = weights | {"table": jax.ShapeDtypeStruct((vocab, width), jnp.float32)}
+    args = state, jax.ShapeDtypeStruct((65536,), jnp.int32)
+    pins = {f"state/{name}": PartitionSpec() for name in state} | {"tokens": PartitionSpec("data")}
+    traced = program_of(step, args, carry=None, donate=None)
+    plan, made = planner.plan_and_parts(traced.as_traced.in_microbatches(1), mesh="16", hardware=H100, pin=pins)
+    assert plan.awaited
+    assert not made.parts.device.joined
+    apart = compiled(absent_gpus, plan, traced, *args)
+    together = compiled(absent_gpus, replace(plan, awaited=()), traced, *args)
+    layers, table = NUM_LAYERS * width**2, vocab * width
+    assert all_reduced(apart.hlo_text) == {"bf16": layers + 2 * table}
+    assert all_reduced(together.hlo_text) == {"bf16": layers, "f32": table}
+    assert apart.step_time_s < together.step_time_s
+
+
+def test_only_what_something_else_waits_for_stays_apart() -> None:
+    awaited = [Awaited(node=9, operand=0, values=(3, 5))]
+    assert overlap._stay_apart([(3, 4)], awaited)
+    assert overlap._stay_apart([(3, 4), (5, 3, 4)], awaited)
+    assert not overlap._stay_apart([(3, 4), (3, 4, 6)], awaited)
 
 
 def test_where_it_does_not_fit_another_is_taken() -> None:

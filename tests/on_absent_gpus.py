@@ -1,0 +1,37 @@
+"""A plan's step as XLA compiles it for H100s that are not there, and what it sums over them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+from autopar.compiler import Compiler
+from autopar.compiler_options import compiler_options
+from autopar.cost.hardware import load
+from autopar.execute import abstract_mesh, jit_plan, lower_for
+from autopar.jax_compat import module_bytes
+from autopar.plan import Plan
+from autopar.program import Program
+
+_ALL_REDUCE = re.compile(r" = (.*) all-reduce(?:-start)?\(")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+def compiled(compiler: Compiler, plan: Plan, program: Program, *args: Any) -> Any:
+    """The step, on hosts of eight."""
+    jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
+    module = module_bytes(lower_for("cuda", jitted, args))
+    num_hosts = -(-plan.num_devices // 8)
+    return compiler.compile(module, load("h100-sxm"), plan.num_devices, num_hosts, options=compiler_options(plan))
+
+
+def all_reduced(hlo_text: str) -> dict[str, int]:
+    """Of each dtype, how many elements; however many at once."""
+    found: Counter[str] = Counter()
+    for line in hlo_text.splitlines():
+        made = _ALL_REDUCE.search(line)
+        for dtype, dims in _ARRAY.findall(made[1]) if made else ():
+            found[dtype] += math.prod(int(d) for d in dims.split(",") if d)
+    return dict(found)
