@@ -62,7 +62,8 @@ class Op:
             under a quarter of a MiB.
         spared_bytes: of what it writes into in place, all that it neither reads nor writes; XLA's estimator takes it
             to do both.
-        flops: arithmetic outside matrix units, weighted by XLA's cycles (for a convolution: inside them).
+        flops: arithmetic outside matrix units, weighted by what an element of each operation counts as.
+        matrix_flops: arithmetic inside matrix units, by the dtype that is multiplied; of a matrix product, see `gemm`.
         num_nodes: how many of the graph's nodes are fused in it.
         gemm: for a matrix product.
         collective: kind as in `cost.collectives.KINDS`, for a collective.
@@ -92,6 +93,7 @@ class Op:
     broadcast_bytes: float = 0.0
     num_blocks: float = 0.0
     spared_bytes: float = 0.0
+    matrix_flops: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.cost.kernels import op_seconds
+from autopar.cost.kernels import is_unestimated, op_seconds
 from autopar.device_program import DeviceProgram, Op
 from autopar.graph.ir import Graph
 from autopar.merging import predecessors
@@ -85,7 +85,8 @@ class _Clock:
                 self.first_read[j] = min(self.first_read[j], i)
 
     def seconds(self, op: Op) -> float:
-        return sum(op_seconds(op, self.mesh, profile) for profile in self.opinions) / len(self.opinions)
+        opinions = self.opinions[1:] if is_unestimated(op) else self.opinions
+        return sum(op_seconds(op, self.mesh, profile) for profile in opinions) / len(opinions)
 
     def together(self, chains: Sequence[Sequence[int]]) -> float:
         """Seconds of reductions that are merged, those of a kind into one."""

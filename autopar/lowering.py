@@ -19,9 +19,11 @@ from autopar.device_program import Gemm
 from autopar.formulation import Formulation
 from autopar.graph.ir import Graph, Loop, Node, Value
 from autopar.ragged_product import dense_product
-from autopar.rules.groups import SMALL_SIZE
+from autopar.rules.groups import SMALL_SIZE, Work
 from autopar.rules.regions import Gather, gather_of
+from autopar.rules.registry import NodeView
 from autopar.rules.structure import BORDERS
+from autopar.rules.table import RULES, rule_for, unknown_rule
 from autopar.sharding import TensorSharding, replicated
 
 #: `alias`: the same memory under another shape. `loop`: one output element at a time. `reduce`: many elements
@@ -122,7 +124,7 @@ class Instruction:
         elements, num_bytes: of the result.
         rows: for a reduction, whether it is along the innermost dims alone.
         columns: for any other, how many elements it keeps innermost; 0 for none.
-        flops: of the whole result, outside matrix units (inside them for a convolution).
+        flops: of the whole result, outside matrix units. matrix_flops: inside, by dtype; not of a product (`gemm`).
     """
 
     kind: InstructionKind
@@ -137,6 +139,7 @@ class Instruction:
     rows: bool = False
     columns: float = 0.0
     gemm: Gemm | None = None
+    matrix_flops: tuple[tuple[str, float], ...] = ()
     collective: str = ""
     axes: tuple[str, ...] = ()
     payload_bytes: float = 0.0
@@ -182,6 +185,7 @@ class _Lowering:
         self.program = LocalProgram()
         self.at = self.program.at
         self.local: dict[int, TensorSharding] = {}  # value -> how it is made
+        self.works: dict[int, tuple[Work, float]] = {}  # node -> its work, and how many points of it a device has
         self.moved: dict[tuple[int, TensorSharding, tuple[str, ...]], int] = {}
         self.laid_out: dict[int, int] = {}
         self.kept: dict[int, int] = {}  # node of a loop's piece -> what is in memory as long as the loop runs
@@ -211,6 +215,9 @@ class _Lowering:
             sent = gather_of(group, strategy, self.graph, f.mesh)
             if sent is not None:
                 self.sent[sent.node] = sent
+            for n, work in zip(group.nodes, group.works, strict=True):
+                parts = ((group.factors[i].size, f.mesh.sizes(strategy.axes[i])) for i in work.factors)
+                self.works[n] = work, float(math.prod(-(-size // count) for size, count in parts))
             for define in group.defines:
                 self.local[define.value] = strategy.sharding(define.dims, define.pending)
         for value, (node, shardings) in f.value_made.items():
@@ -358,6 +365,8 @@ class _Lowering:
             self.at[node.results[0]] = added
             return
         used |= dict.fromkeys(self._told(n, node, [at for at, _ in operands]), 0.0)
+        gemm = self._gemm(node, operands, shapes)
+        flops, matrix_flops = self._arithmetic(n, node, kind, gemm, changed)
         instruction = Instruction(
             kind,
             n,
@@ -366,11 +375,12 @@ class _Lowering:
             used,
             elements,
             num_bytes,
-            flops=changed * self._flops_per_element(node, operands, shapes),
+            flops=flops,
+            matrix_flops=matrix_flops,
             reduces=points / max(elements, 1.0),
             rows=kind == "reduce" and _kept_columns(node.params.get("axes"), operands) == 0.0,
             columns=_kept_columns(node.params.get("axes"), operands) if kind == "reduce" else 0.0,
-            gemm=self._gemm(node, operands, shapes),
+            gemm=gemm,
             dtype=infos[0].dtype if infos else "float32",
         )
         at = self._once(node, tuple(at for at, _ in operands), instruction)
@@ -601,7 +611,7 @@ class _Lowering:
         name = node.primitive
         if _sums_nothing(node):
             return "loop"
-        if name in _HEROES or node.effect or not node.results:
+        if name in _HEROES or node.effect or not node.results or self._is_opaque(node):
             return "hero"
         if not operands:
             return "loop"
@@ -621,6 +631,12 @@ class _Lowering:
         if name.startswith("scatter") or name in _IN_PLACE or name == "select_and_scatter_add":
             return "inplace"
         return "loop"
+
+    def _is_opaque(self, node: Node) -> bool:
+        """Whether nobody knows what a node is made of but what could be counted of it: it is taken for one kernel."""
+        if "work" in node.params:
+            return True
+        return node.primitive not in RULES and rule_for(NodeView.of(node, self.graph)) is None
 
     def _is_layout(self, node: Node) -> bool:
         """Whether a transpose copies nothing: a matrix product takes an operand and gives its result in either
@@ -731,22 +747,28 @@ class _Lowering:
             return 1.0
         return elements / operand * EXPANDED.get(node.primitive, 1.0)
 
-    def _flops_per_element(
-        self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
-    ) -> float:
+    def _arithmetic(
+        self, n: int, node: Node, kind: InstructionKind, gemm: Gemm | None, elements: float
+    ) -> tuple[float, tuple[tuple[str, float], ...]]:
+        """Operations outside matrix units, and inside by dtype. Those of a kernel that nothing is fused with are counted by its
+        rule, so that the solver and this program agree; a product's follow from its shape."""
+        if kind != "hero" or gemm is not None:
+            return elements * self._flops_per_element(node), ()
+        if n in self.works:
+            work, points = self.works[n]
+            outside, inside = work.by_unit
+        else:  # it touches small values alone, so nothing is split
+            view = NodeView.of(node, self.graph)
+            rule = rule_for(view) or unknown_rule(view)
+            points = float(math.prod(factor.size for factor in rule.factors))
+            outside, inside = rule.flops_per_point, rule.matrix_flops_per_point
+        return points * outside, tuple((dtype, points * flops) for dtype, flops in inside)
+
+    def _flops_per_element(self, node: Node) -> float:
         if node.primitive in ("dot_general", "ragged_dot_general") or not node.results:
             return CHEAP if _sums_nothing(node) else 0.0
-        if node.primitive == "conv_general_dilated" and len(operands) == 2:
-            kernel = operands[1][1]
-            numbers = node.params.get("dimension_numbers")
-            out = numbers[1][0] if isinstance(numbers, tuple) else 0
-            return 2.0 * math.prod(kernel) / max(kernel[out] if isinstance(out, int) else 1, 1)
         if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
             return 0.0
-        if node.primitive == "paged_attention":  # a score and a sum, for each token that may be read
-            return 4.0 * operands[3][1][1] * operands[1][1][1]
-        if "flops" in node.params:  # of a whole program
-            return node.params["flops"] / max(float(sum(map(math.prod, shapes))), 1.0)
         dtype = self.graph.values[node.results[0]].dtype
         if dtype == "bfloat16" and node.primitive in ("exp", "log"):
             return CHEAP

@@ -7,13 +7,14 @@ sends inside a `shard_map`); and the same program run over another mesh of the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
+from autopar.counted_work import WORK, every_equation, work_of
 from autopar.partition_spec import tensor_sharding
 
 #: A collective of a `shard_map`'s program: the kind it is compiled to, and whose buffer is the full one.
@@ -50,7 +51,7 @@ def constraint_params(equation: Any) -> dict[str, Any]:
 
 
 def shard_map_params(equation: Any) -> dict[str, Any]:
-    """Of a `shard_map`: `in_dims` and `out_dims`, `axis_sizes`, `flops` of one device, and `collectives` as
+    """Of a `shard_map`: `in_dims` and `out_dims`, `axis_sizes`, `flops` and `work` of one device, and `collectives` as
     (kind, axes, bytes of the full local buffer, times)."""
     params = equation.params
     in_dims, out_dims = (
@@ -62,8 +63,10 @@ def shard_map_params(equation: Any) -> dict[str, Any]:
         "in_dims": in_dims,
         "out_dims": out_dims,
         "axis_sizes": _axis_sizes(params["mesh"], [tuple(params["newly_manual_axes"])]),
-        "flops": sum(_flops(one) * times for one, times in _walk(jaxpr, 1.0)),
-        "collectives": tuple(_collective(one, times) for one, times in _walk(jaxpr, 1.0) if _is_collective(one)),
+        # Nothing reads them but the fingerprint of plans that were saved before work was told apart by its unit.
+        "flops": sum(_flops(one) * times for one, times in every_equation(jaxpr)),
+        WORK: work_of(jaxpr),
+        "collectives": tuple(_collective(one, times) for one, times in every_equation(jaxpr) if _is_collective(one)),
     }
 
 
@@ -92,15 +95,6 @@ def _axis_sizes(mesh: Any, named: Any) -> tuple[tuple[str, int], ...]:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     axes = {axis for axes in named for axis in axes}
     return tuple((axis, sizes[axis]) for axis in mesh.axis_names if axis in axes)
-
-
-def _walk(jaxpr: Any, times: float) -> Iterator[tuple[Any, float]]:
-    """Every equation, with how often it runs; a loop of unknown length counts as one trip."""
-    for equation in jaxpr.eqns:
-        yield equation, times
-        more = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
-        for inner in jax_compat.programs_in(equation):
-            yield from _walk(inner, more)
 
 
 def _flops(equation: Any) -> float:

@@ -210,6 +210,7 @@ class _Builder:
             written_bytes=written,
             spared_bytes=spared,
             flops=flops,
+            matrix_flops=one.matrix_flops,
             num_nodes=len(kernel.members),
             gemm=one.gemm,
             dtype=one.dtype,
@@ -261,8 +262,8 @@ class _Builder:
 
     def _flops(self, one: Instruction) -> float:
         assert self.estimator is not None
-        if not one.flops:
-            return 0.0
+        if not one.flops or one.kind == "hero":
+            return one.flops
         return one.elements * one.reduces * cycles(one.primitive, one.dtype, self.estimator)
 
 

@@ -50,7 +50,7 @@ def is_worth_hiding(made: Made, to_beat: float = math.inf) -> bool:
     if (1 - _MOST_SPARED) * made.compared_s >= to_beat:
         return False
     own = sum(told.exposed_s.values()) / told.step_time_s
-    estimated = sum((told.xla_exposed_s or {}).values()) / told.xla_step_time_s
+    estimated = sum((told.xla_exposed_s or {}).values()) / (told.xla_step_time_s + made.parts.simulation.unestimated_s)
     return max(own, estimated) > _WORTH and least_s(made) < to_beat
 
 
@@ -88,7 +88,10 @@ def counting_on_overlap(
 def _most_exposed(made: Made) -> Hideable:
     """What a plan leaves exposed most."""
     told = made.parts.prediction
-    both = ((told.exposed_s, told.step_time_s), (told.xla_exposed_s or {}, told.xla_step_time_s or math.inf))
+    estimated_s = (
+        math.inf if told.xla_step_time_s is None else told.xla_step_time_s + made.parts.simulation.unestimated_s
+    )
+    both = ((told.exposed_s, told.step_time_s), (told.xla_exposed_s or {}, estimated_s or math.inf))
     gathers = sum(exposed.get("all-gather", 0.0) / step for exposed, step in both)
     sums = sum(exposed.get(kind, 0.0) / step for exposed, step in both for kind in REDUCTIONS)
     return "gather" if gathers > sums else "sum"
@@ -100,7 +103,7 @@ def least_s(made: Made) -> float:
     by_rates = simulation.least_s(by_rates=True)
     if made.parts.prediction.xla_step_time_s is None or program.graph.loops:
         return by_rates
-    return math.sqrt(by_rates * simulation.least_s())
+    return math.sqrt(by_rates * (simulation.least_s() + simulation.unestimated_s))
 
 
 def best_hidden(made: Made, budget: float, to_beat: float = math.inf) -> Made:

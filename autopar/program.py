@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from autopar.carried import carried_arguments, carried_leaves, donated_leaves
+from autopar.counted_work import WORK
 from autopar.factoring.rewrite import factor_dims
 from autopar.front_ends.annotations import Annotation
 from autopar.front_ends.call import Call, opened
@@ -184,7 +185,8 @@ def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
     digest = hashlib.sha256()
     for node in graph.nodes:
         shapes = [graph.values[v].shape for v in node.results]
-        what = (node.primitive, node.operands, node.results, shapes, sorted(node.params.items()), node.repeat)
+        params = sorted((name, value) for name, value in node.params.items() if name != WORK)
+        what = (node.primitive, node.operands, node.results, shapes, params, node.repeat)
         digest.update(repr(what).encode())
     return ProgramSignature(
         name=traced.name,

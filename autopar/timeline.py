@@ -13,10 +13,11 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, overload
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.cost.kernels import is_small, op_seconds
+from autopar.cost.kernels import is_small, is_unestimated, op_seconds
 from autopar.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.merging import Merging, Task
 from autopar.mesh import MeshShape
@@ -145,7 +146,8 @@ class Simulation:
         if self._estimated.xla_estimator is None:
             return Opinions(self.timeline(merge_bytes=merge_bytes), None)
         estimated = self.timeline(merge_bytes=merge_bytes)
-        if to_beat < math.inf and math.sqrt(self.least_s(by_rates=True) * estimated.step_time_s) >= to_beat:
+        estimated_s = estimated.step_time_s + self.unestimated_s
+        if to_beat < math.inf and math.sqrt(self.least_s(by_rates=True) * estimated_s) >= to_beat:
             return None
         return Opinions(self.timeline(by_rates=True, merge_bytes=merge_bytes), estimated)
 
@@ -159,6 +161,15 @@ class Simulation:
             for op in merging.at_most_merged():
                 collectives += op_seconds(op, self._mesh, profile) / _IN_FLIGHT[_resource(op, self._mesh, profile)]
         return max(kernels, collectives)
+
+    @cached_property
+    def unestimated_s(self) -> float:
+        """Seconds by the device's own rates of kernels that XLA's estimator has one price for whatever their size, beyond
+        that price: of convolutions, and of what runs inside a library or as a kernel of the user's. Of a program with loops,
+        one trip of each counts."""
+        (own, _), (estimated, _) = self._seconds_of(True), self._seconds_of(False)
+        unknown = [op for op in self.program.ops if is_unestimated(op)]
+        return sum(max(0.0, own(op) - estimated(op)) for op in unknown) if self._estimated.xla_estimator else 0.0
 
     def _scheduled(
         self, merging: Merging, merge_bytes: float, done: Mapping[int, _Body], *, by_rates: bool

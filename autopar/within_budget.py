@@ -70,11 +70,13 @@ class Made:
     @property
     def compared_s(self) -> float:
         """By what plans are compared: the geometric mean of both opinions of the step time, where there are two. Each
-        knows something that the other does not of what hides what. XLA's estimator takes a loop for one short operation."""
+        knows something that the other does not of what hides what. XLA's estimator takes a loop for one short operation; and it
+        has one price for a convolution and for attention in a library whatever their size, so what these take beyond that by
+        the device's own rates is added."""
         told = self.parts.prediction
         if told.xla_step_time_s is None or self.program.graph.loops:
             return told.step_time_s
-        return math.sqrt(told.step_time_s * told.xla_step_time_s)
+        return math.sqrt(told.step_time_s * (told.xla_step_time_s + self.parts.simulation.unestimated_s))
 
     @property
     def peak_bytes(self) -> float:

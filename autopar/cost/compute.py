@@ -68,8 +68,10 @@ def compute_time(load: Load, strategies: Sequence[Strategy], mesh: MeshShape, pr
 
     arithmetic, traffic = np.zeros(len(strategies)), np.zeros(len(strategies))
     for work in load.works:
-        rate = profile.matrix_rate(work.dtype) if work.contraction else profile.vector_flops_per_s
-        arithmetic += points(work.factors) * work.flops_per_point * work.repeat / rate
+        outside, inside = work.by_unit
+        seconds = outside / profile.vector_flops_per_s
+        seconds = max(seconds, sum(flops / profile.matrix_rate(dtype) for dtype, flops in inside))
+        arithmetic += points(work.factors) * work.repeat * seconds
         for factors in work.stored:  # written and read again
             traffic += 2.0 * work.repeat * work.itemsize * points(factors)
     for num_bytes, shape, dims in load.tensors:

@@ -79,6 +79,11 @@ def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
     return fusion_seconds(op, estimator)
 
 
+def is_unestimated(op: Op) -> bool:
+    """Whether XLA's estimator has one price for a kernel however much it computes."""
+    return op.kind in ("convolution", "other")
+
+
 def cycles(primitive: str, dtype: str, estimator: EstimatorProfile) -> float:
     """Operations that XLA counts for one element of a primitive.
 
@@ -289,11 +294,11 @@ def _nearest_power(num_bytes: float) -> int:
 
 
 def _roofline(op: Op, profile: HardwareProfile) -> float:
-    arithmetic = op.flops / profile.vector_flops_per_s
-    if op.kind == "gemm":
-        assert op.gemm is not None
-        gemm = op.gemm
-        arithmetic = 2.0 * gemm.batch * gemm.m * gemm.n * gemm.k / profile.matrix_rate(gemm.dtype)
-    elif op.kind == "convolution":
-        arithmetic = op.flops / profile.matrix_rate(op.dtype)
-    return max(arithmetic, (op.read_bytes + op.written_bytes) / profile.hbm_bytes_per_s) + profile.kernel_launch_s
+    """The units and the memory work side by side: the longest of them, and a launch."""
+    inside = op.matrix_flops
+    if op.gemm is not None:
+        inside = ((op.gemm.dtype, 2.0 * op.gemm.batch * op.gemm.m * op.gemm.n * op.gemm.k),)
+    matrix = sum(flops / profile.matrix_rate(dtype) for dtype, flops in inside)
+    vector = 0.0 if op.gemm is not None else op.flops / profile.vector_flops_per_s
+    memory = (op.read_bytes + op.written_bytes) / profile.hbm_bytes_per_s
+    return max(matrix, vector, memory) + profile.kernel_launch_s

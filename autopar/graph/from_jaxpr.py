@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar import jax_compat
+from autopar.counted_work import WORK, counted_work
 from autopar.equations import Equation, Region
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Loop, Node, Value
 from autopar.graph.params import plain_params
@@ -80,7 +81,9 @@ def _params(equation: Equation) -> dict[str, Any]:
         return constraint_params(equation.source)
     if equation.primitive == "shard_map":
         return shard_map_params(equation.source)
-    return plain_params(equation.primitive, equation.source.params)
+    params = plain_params(equation.primitive, equation.source.params)
+    work = counted_work(equation.source)
+    return params if work is None else {**params, WORK: work}
 
 
 class _Traceback:

@@ -157,7 +157,8 @@ class Places:
         rule = self.rules[node]
         if rule is None:
             return 0.0
-        return math.prod(f.size for f in rule.factors) * rule.flops_per_point * self.graph.nodes[node].repeat
+        each = rule.flops_per_point + sum(flops for _, flops in rule.matrix_flops_per_point)
+        return math.prod(f.size for f in rule.factors) * each * self.graph.nodes[node].repeat
 
     def factor(self, node: int, batch: Batch) -> Factor | None:
         """The loop of a node that is the batch, where all its tensors agree and examples do not meet in it."""

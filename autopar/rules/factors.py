@@ -70,6 +70,8 @@ class Rule:
         pointwise: each result element depends on no more than one element of each operand along
             every factor, so the node may join its neighbours in one group.
         flops_per_point: floating-point operations per point of the whole factor space.
+        matrix_flops_per_point: those inside matrix units, beside the others, by the dtype that is multiplied; of a
+            primitive that is one product (`groups.CONTRACTIONS`), `flops_per_point` are these.
         pinned: factors that the program itself splits, with the mesh axes (none: it stays whole).
         manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device
             runs its own part of the node (`manual.table`), and all dims that are split must divide.
@@ -84,6 +86,7 @@ class Rule:
     results: tuple[DimFactors, ...]
     pointwise: bool = False
     flops_per_point: float = 1.0
+    matrix_flops_per_point: tuple[tuple[str, float], ...] = ()
     pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
     manual: frozenset[int] = frozenset()
     halos: tuple[Halo, ...] = ()
@@ -118,6 +121,7 @@ def build_rule(
     even: Collection[Name] = (),
     pointwise: bool = False,
     flops_per_point: float = 1.0,
+    matrix_flops_per_point: tuple[tuple[str, float], ...] = (),
     manual: Collection[Name] = (),
     windows: Mapping[tuple[int, int], Window] | None = None,
     sent: Sequence[Sent] = (),
@@ -157,6 +161,7 @@ def build_rule(
         results=tuple(named[len(operands) :]),
         pointwise=pointwise,
         flops_per_point=flops_per_point,
+        matrix_flops_per_point=matrix_flops_per_point,
         manual=frozenset(index[name] for name in manual if name in index),
         halos=tuple(Halo(o, d, named[o][d][0], window) for (o, d), window in windows.items() if named[o][d]),
         exchanges=tuple(

@@ -56,7 +56,12 @@ class Define:
 @dataclass(frozen=True, slots=True)
 class Work:
     """Arithmetic of one node: operations per point of the space of these factors, so many times a step; and what it writes
-    and reads on the way, by the factors it spans, with its bytes per element."""
+    and reads on the way, by the factors it spans, with its bytes per element.
+
+    Args:
+        flops_per_point: inside matrix units for a `contraction` of this `dtype`, else outside.
+        matrix_flops_per_point: inside matrix units besides, by dtype.
+    """
 
     factors: tuple[int, ...]
     flops_per_point: float
@@ -65,6 +70,14 @@ class Work:
     repeat: float = 1.0
     stored: tuple[tuple[int, ...], ...] = ()
     itemsize: float = 0.0
+    matrix_flops_per_point: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def by_unit(self) -> tuple[float, tuple[tuple[str, float], ...]]:
+        """Operations per point outside matrix units, and inside by dtype."""
+        if self.contraction:
+            return 0.0, ((self.dtype, self.flops_per_point), *self.matrix_flops_per_point)
+        return self.flops_per_point, self.matrix_flops_per_point
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +355,7 @@ def _build(
                 node.repeat,
                 stored,
                 first.itemsize,
+                rule.matrix_flops_per_point,
             )
         )
     settled = {(d.value, d.dims) for d in defines if not d.pending}

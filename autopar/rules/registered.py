@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from autopar.errors import RuleError
 from autopar.rules.factors import DimNames, Name, Reduction, Rule, build_rule
-from autopar.rules.registry import NodeView
+from autopar.rules.registry import NodeView, counted
 
 _TOKEN = re.compile(r"\s*(->|[A-Za-z_]\w*|[.,()]|\S)")
 _GRAMMAR = (
@@ -33,7 +33,7 @@ class _Registered:
     operands: tuple[DimNames, ...]
     results: tuple[DimNames, ...]
     reduction: Reduction
-    flops_per_point: float
+    flops_per_point: float | None
     local: Callable[..., Any] | None
 
 
@@ -46,7 +46,7 @@ def register_rule(
     *,
     local: Callable[..., Any] | None = None,
     reduction: Reduction = "sum",
-    flops_per_point: float = 1.0,
+    flops_per_point: float | None = None,
 ) -> None:
     """Tell how a primitive that autopar does not know may be split.
 
@@ -58,7 +58,8 @@ def register_rule(
             split only with it, for it is traced for one set of shapes, and XLA runs it whole. For any other
             primitive, XLA's partitioner is relied on without it.
         reduction: what combines the parts of a loop that is reduced: sum, max, min, prod, and, or.
-        flops_per_point: operations for each point of the space of all loops, `2.0` for a matrix product.
+        flops_per_point: operations for each point of the space of all loops, `2.0` for a matrix product. By default what
+            is counted of a Pallas kernel or of cuDNN's attention, of anything else 1.
 
     A name told again is replaced; a primitive that autopar has a rule for keeps that one. A rule is held against
     shapes when a step is planned.
@@ -71,7 +72,8 @@ def register_rule(
     if reduction not in get_args(Reduction):
         raise RuleError(f"the reduction {reduction!r} of `{name}` is none of {', '.join(get_args(Reduction))}")
     operands, results = _read(name, rule)
-    _registered[name] = _Registered(rule, operands, results, reduction, float(flops_per_point), local)
+    flops = None if flops_per_point is None else float(flops_per_point)
+    _registered[name] = _Registered(rule, operands, results, reduction, flops, local)
 
 
 def called(view: NodeView) -> str:
@@ -111,6 +113,12 @@ def registered_rule(view: NodeView) -> Rule | None:
         [()] * len(term) if whole else term
         for term in (*told.operands[: len(view.operand_shapes)], *told.results)  # of none, the text has one: empty
     ]
+    points = math.prod(sizes.values())
+    flops, inside = (told.flops_per_point or 1.0, ())
+    if told.flops_per_point is None and "work" in view.params:
+        whole_flops, whole_inside = counted(view)
+        flops, inside = whole_flops / points, tuple((dtype, each / points) for dtype, each in whole_inside)
+    scale = points if whole else 1
     return build_rule(
         names[: len(view.operand_shapes)],
         names[len(view.operand_shapes) :],
@@ -118,7 +126,8 @@ def registered_rule(view: NodeView) -> Rule | None:
         view.result_shapes,
         sizes={} if whole else sizes,
         reduction=told.reduction,
-        flops_per_point=told.flops_per_point * (math.prod(sizes.values()) if whole else 1),
+        flops_per_point=flops * scale,
+        matrix_flops_per_point=tuple((dtype, each * scale) for dtype, each in inside),
         manual=sizes if told.local is not None else (),
     )
 

@@ -6,6 +6,7 @@ import it, and `table` merges what they hold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -48,6 +49,13 @@ def of_each_node(graph: Graph, of: Callable[[NodeView], _T]) -> list[_T]:
             known[key] = of(view)
         found.append(known[key])
     return found
+
+
+def counted(view: NodeView) -> tuple[float, tuple[tuple[str, float], ...]]:
+    """Operations of a whole node outside matrix units, and inside by dtype: as they were counted, else one for each element
+    of its largest tensor."""
+    shapes = (*view.operand_shapes, *view.result_shapes)
+    return view.params.get("work") or (float(max(map(math.prod, shapes), default=1)), ())
 
 
 RuleFunction = Callable[[NodeView], Rule]

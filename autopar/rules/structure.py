@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from autopar.rules.factors import Factor, Name, Rule, build_rule
-from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.registry import NodeView, RuleFunction, counted
 
 
 def _dims(shape: tuple[int, ...]) -> list[tuple[Name, ...]]:
@@ -78,8 +78,15 @@ def _manual(view: NodeView) -> Rule:
 
     operands = tuple(map(dims, view.operand_shapes, view.params["in_dims"]))
     results = tuple(map(dims, view.result_shapes, view.params["out_dims"]))
-    flops = float(view.params["flops"]) / points
-    return Rule(tuple(factors), operands, results, flops_per_point=flops, pinned=tuple(pinned))
+    flops, inside = counted(view)
+    return Rule(
+        tuple(factors),
+        operands,
+        results,
+        flops_per_point=flops / points,
+        matrix_flops_per_point=tuple((dtype, flops / points) for dtype, flops in inside),
+        pinned=tuple(pinned),
+    )
 
 
 PINNED: dict[str, RuleFunction] = {"sharding_constraint": _constrained, "shard_map": _manual}

@@ -7,7 +7,6 @@ without an entry gets `None` from `rule_for`: the planner then runs it replicate
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -20,7 +19,7 @@ from autopar.rules.linear_algebra import LINEAR_ALGEBRA
 from autopar.rules.pooling import POOLING
 from autopar.rules.reduction import REDUCTION
 from autopar.rules.registered import registered_rule
-from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.registry import NodeView, RuleFunction, counted
 from autopar.rules.shape import SHAPE
 from autopar.rules.structure import BORDERS, PINNED
 
@@ -37,12 +36,13 @@ def rule_for(view: NodeView) -> Rule | None:
 
 
 def unknown_rule(view: NodeView) -> Rule:
-    """A rule by which nothing may be split. It is priced at one operation per element of its largest
-    tensor, on every device: nothing costs zero because it is unknown."""
-    shapes = (*view.operand_shapes, *view.result_shapes)
+    """A rule by which nothing may be split. It is priced, on every device, at what could be counted of it, else at one
+    operation per element of its largest tensor: nothing costs zero because it is unknown."""
+    flops, inside = counted(view)
     return Rule(
         factors=(),
         operands=tuple(((),) * len(shape) for shape in view.operand_shapes),
         results=tuple(((),) * len(shape) for shape in view.result_shapes),
-        flops_per_point=float(max(map(math.prod, shapes), default=1)),
+        flops_per_point=flops,
+        matrix_flops_per_point=inside,
     )
