@@ -18,6 +18,7 @@ from autopar.cost.collectives import KINDS
 from autopar.cost.hardware import MATRIX_DTYPES, HardwareProfile
 from autopar.errors import HardwareError
 from autopar.fit import Fit, Sample, fit
+from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 
 #: Collectives that the profile prices by one link; an all-to-all has its own share of the link's rate.
 _ON_THE_LINK = tuple(kind for kind in KINDS if kind != "all-to-all")
@@ -96,6 +97,7 @@ def profile_table(calibration: Calibration, name: str) -> dict[str, Any]:
         "platform": base.platform,
         "device_kinds": [machine.device_kind],
         "compute": _compute(calibration),
+        "operations": _operations(calibration),
         "memory": _memory(calibration),
         "links": {"host": _host_link(calibration), "network": _network_link(calibration)},
         "storage": _storage(calibration),
@@ -122,11 +124,26 @@ def _compute(calibration: Calibration) -> dict[str, Any]:
     return block.done(groups)
 
 
+def _operations(calibration: Calibration) -> dict[str, Any]:
+    """The base's, scaled so that a tanh counts as much as it did when the vector rate was fitted."""
+    base, block = calibration.base, _Block(calibration, "operations")
+    is_fitted = calibration.rate("memory", "flops") is not None
+    scale = FLOPS_PER_ELEMENT["tanh"] / base.operations["tanh"] if is_fitted else 1.0
+    for name, count in base.operations.items():
+        block.add(name, None, float(f"{count * scale:.4g}"))
+    table = block.done([])
+    if scale != 1.0:
+        table["source"] += f"; all times {scale:.4g}, so that a tanh counts {FLOPS_PER_ELEMENT['tanh']:g} as in the fit"
+    return table
+
+
 def _memory(calibration: Calibration) -> dict[str, Any]:
     base, block = calibration.base, _Block(calibration, "memory")
     block.add("hbm_bytes", None, base.hbm_bytes)
     block.add("usable_fraction", None, base.usable_fraction)
     block.add("hbm_bytes_per_s", calibration.rate("memory", "bytes"), base.hbm_bytes_per_s)
+    block.add("cache_bytes", None, base.cache_bytes)
+    block.add("near_cache_bytes", None, base.near_cache_bytes)
     return block.done(["memory"])
 
 

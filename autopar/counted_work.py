@@ -122,7 +122,7 @@ _SCALARS: Mapping[str, Callable[..., int]] = {
     "div": _quotient,
     "rem": lambda a, b: a - b * _quotient(a, b),
     "sign": lambda a: (a > 0) - (a < 0),
-    "neg": operator.neg,
+    "neg": lambda a: -a,
     "lt": operator.lt,
     "lt_to": operator.lt,
     "le": operator.le,

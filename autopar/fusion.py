@@ -25,7 +25,7 @@ from autopar.lowering import Instruction, LocalProgram
 
 _LAUNCH_S = 1e-6  # what XLA charges a kernel when it weighs a fusion
 _PARALLEL = 0.95  # how much of the shorter of arithmetic and traffic the longer one hides
-_CACHES = ((264e3, 20.0), (50e6, 2.5))  # what fits so many bytes is read again so much faster
+_NEAR_CACHE_SPEEDUP, _CACHE_SPEEDUP = 20.0, 2.5  # what fits them is read again so much faster, as XLA takes it
 _MOST_OPERANDS = 96
 _MOST_SUMS = 8  # of one kernel
 _SHARED_BYTES, _COLUMN_CACHE_BYTES, _ROW_CACHE_BYTES = 49152, 32 * 129 * 4, 32 * 4  # of a thread block; of a sum
@@ -136,8 +136,9 @@ class _Price:
         self.num_cores = estimator.num_cores if estimator else 1
         self.sizes: list[float] = []
         self.again: list[float] = []  # bytes per second at which a value is read again
+        caches = ((profile.near_cache_bytes, _NEAR_CACHE_SPEEDUP), (profile.cache_bytes, _CACHE_SPEEDUP))
         for one in instructions:
-            speedup = next((faster for fits, faster in _CACHES if one.num_bytes < fits), 1.0)
+            speedup = next((faster for fits, faster in caches if one.num_bytes < fits), 1.0)
             self.sizes.append(one.num_bytes)
             self.again.append(self.bandwidth * speedup)
 

@@ -31,36 +31,6 @@ from autopar.sharding import TensorSharding, replicated
 #: same memory on the other side of a loop's or a branch's border; nothing is fused across it.
 InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "hero", "border", "collective"]
 
-#: What XLA's cost analysis charges per element of a float32 operation, measured on Hopper (its HLO operation
-#: profiles, sm_90); anything else is charged `CHEAP`. Operations that XLA expands are sums of their parts.
-FLOPS: Mapping[str, float] = {
-    "add": 7,
-    "sub": 7,
-    "add_any": 7,
-    "cos": 978,
-    "sin": 958,
-    "tan": 1955,
-    "div": 19,
-    "exp": 79,
-    "exp2": 82,
-    "expm1": 190,
-    "log": 166,
-    "log1p": 229,
-    "logistic": 115,
-    "pow": 510,
-    "rsqrt": 75,
-    "sqrt": 75,
-    "cbrt": 178,
-    "tanh": 467,
-    "atan2": 431,
-    "erf": 1100,
-    "erfc": 1100,
-    "erf_inv": 1100,
-    "threefry2x32": 360,
-    "random_bits": 360,
-    "integer_pow": 9,
-}
-CHEAP = 3.0
 #: How often XLA's cost analysis has an operand read for one element while kernels are formed, where it expands the
 #: operation to polynomials: whatever would be fused into that is counted as often, so the operand is stored if
 #: anything else reads it. In the kernel that comes out it is read once.
@@ -184,6 +154,7 @@ class _Lowering:
         self.graph: Graph = f.graph
         self.program = LocalProgram()
         self.at = self.program.at
+        self._cheap = f.profile.flops_per_element("default", "")
         self.local: dict[int, TensorSharding] = {}  # value -> how it is made
         self.works: dict[int, tuple[Work, float]] = {}  # node -> its work, and how many points of it a device has
         self.moved: dict[tuple[int, TensorSharding, tuple[str, ...]], int] = {}
@@ -466,7 +437,7 @@ class _Lowering:
         )
         if own.primitive in CUMULATIVE:
             return self._add(replace(own, kind="loop", primitive="add", operands={at: 1.0, gathered: 1.0}, reduces=1.0))
-        return self._add(replace(own, operands={gathered: 1.0}, reduces=1.0, flops=own.elements * CHEAP))
+        return self._add(replace(own, operands={gathered: 1.0}, reduces=1.0, flops=own.elements * self._cheap))
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
         """The instruction, or the same one made before; one that reads a literal is not compared."""
@@ -517,13 +488,14 @@ class _Lowering:
             source = next(iter(one.operands))
             if one.dtype != info.dtype:
                 own = Instruction("loop", n, one.value, "convert_element_type", {source: 1.0}, one.elements, 0.0)
-                own.num_bytes, own.flops, own.dtype = one.elements * info.itemsize, CHEAP * one.elements, info.dtype
+                own.num_bytes, own.dtype = one.elements * info.itemsize, info.dtype
+                own.flops = one.elements * self.f.profile.flops_per_element(own.primitive, one.dtype)
                 source = self._add(own)
             parts[source] = 1.0
         whole = replace(sums[0], node=n, value=node.results[0], dtype=info.dtype)
         whole.num_bytes = whole.elements * info.itemsize
         whole.payload_bytes = sums[0].payload_bytes / sums[0].num_bytes * whole.num_bytes
-        flops = FLOPS[node.primitive] * whole.elements
+        flops = whole.elements * self.f.profile.flops_per_element(node.primitive, info.dtype)
         whole.operands = {
             self._add(
                 replace(whole, kind="loop", primitive=node.primitive, operands=parts, flops=flops, collective="")
@@ -731,7 +703,7 @@ class _Lowering:
                 if key not in self.known:
                     one = replace(source, kind="loop", node=n, primitive="select_n", operands={at: float(copies)})
                     one.elements, one.num_bytes = copies * source.elements, copies * source.num_bytes
-                    one.flops, one.gemm, one.collective = one.elements * CHEAP, None, ""
+                    one.flops, one.gemm, one.collective = one.elements * self._cheap, None, ""
                     self.known[key] = self._add(one)
                 at = self.known[key]
                 if dense.beside:
@@ -766,13 +738,11 @@ class _Lowering:
 
     def _flops_per_element(self, node: Node) -> float:
         if node.primitive in ("dot_general", "ragged_dot_general") or not node.results:
-            return CHEAP if _sums_nothing(node) else 0.0
+            return self.f.profile.flops_per_element("mul", "") if _sums_nothing(node) else 0.0
         if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
             return 0.0
         dtype = self.graph.values[node.results[0]].dtype
-        if dtype == "bfloat16" and node.primitive in ("exp", "log"):
-            return CHEAP
-        return FLOPS.get(node.primitive, CHEAP)
+        return self.f.profile.flops_per_element(node.primitive, dtype)
 
     def _gemm(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]

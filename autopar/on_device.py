@@ -19,8 +19,6 @@ from autopar.fusion import Fused, fuse, num_blocks
 from autopar.graph.ir import Graph
 from autopar.lowering import EXPANDED, Instruction, LocalProgram, local_program
 
-#: What fits the cache nearest to the cores, and what fits the device's, as XLA's estimator takes them.
-_SMALL_BYTES, _CACHED_BYTES = 132 * 2048, 50 * 2**20
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
 #: XLA's estimator knows of these that they write into their operand; a scatter in place it charges for the whole.
 _UPDATES = frozenset(["dynamic_update_slice"])
@@ -109,7 +107,7 @@ class _Builder:
         carried: Sequence[tuple[int, int]],
     ) -> None:
         self.instructions, self.kernels, self.loops = local.instructions, kernels, loops
-        self.estimator = profile.xla_estimator
+        self.profile, self.estimator = profile, profile.xla_estimator
         self.order_of_outputs = [at for at in local.outputs if at is not None]
         self.outputs = set(self.order_of_outputs)
         self.home = {root: n for n, kernel in enumerate(kernels) for root in kernel.roots}
@@ -183,9 +181,9 @@ class _Builder:
             size, times = self.instructions[operand].num_bytes, reads.get(operand, 0.0)
             first += size * min(times, 1.0)
             rest = size * max(times - 1.0, 0.0)
-            if size < _SMALL_BYTES:
+            if size < self.profile.near_cache_bytes:
                 small += rest
-            elif size < _CACHED_BYTES:
+            elif size < self.profile.cache_bytes:
                 again += rest
             else:
                 first += rest

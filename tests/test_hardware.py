@@ -66,7 +66,7 @@ def test_units_are_sane(name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_block_has_a_source_and_a_date(name: str):
     sources = hardware.load(name).sources
-    assert set(sources) == {"compute", "memory", "links.host", "links.network", "storage", "collectives"}
+    assert set(sources) == {"compute", "operations", "memory", "links.host", "links.network", "storage", "collectives"}
     assert all(re.search(r"\w{4}.* \(\d{4}-\d\d-\d\d\)$", source) for source in sources.values())
 
 

@@ -24,6 +24,37 @@ MATRIX_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "float8")
 #: Dtypes multiplied on the units of another.
 _RUNS_AS = {"uint8": "int8", "int4": "int8", "uint4": "int8", "complex64": "float32", "complex128": "float64"}
 
+#: What a profile must state an element to count as, in operations at its vector rate; `default` stands for every other.
+OPERATIONS = [
+    "default",
+    "add",
+    "mul",
+    "div",
+    "exp",
+    "exp_bfloat16",
+    "exp2",
+    "expm1",
+    "log",
+    "log_bfloat16",
+    "log1p",
+    "logistic",
+    "pow",
+    "integer_pow",
+    "rsqrt",
+    "sqrt",
+    "cbrt",
+    "tanh",
+    "atan2",
+    "sin",
+    "cos",
+    "tan",
+    "erf",
+    "erfc",
+    "erf_inv",
+    "random_bits",
+]
+_COUNTS_AS = {"sub": "add", "add_any": "add", "threefry2x32": "random_bits"}
+
 #: What joins the devices of a host: a switch between all, links between some, the bus of the machine,
 #: or its memory, where the devices are virtual.
 LINK_KINDS = ("nvswitch", "nvlink", "pcie", "memory")
@@ -59,9 +90,11 @@ class HardwareProfile:
         vector_flops_per_s: rate outside the matrix units, float32.
         compute_efficiency: part of `peak_flops_per_s` that a large matrix product reaches.
         kernel_launch_s: fixed seconds per kernel.
+        operations: what an element counts as, by name of `OPERATIONS`; read it through `flops_per_element`.
         hbm_bytes: device memory.
         usable_fraction: part of it that a program may fill.
         hbm_bytes_per_s: device memory bandwidth, read and written bytes together.
+        cache_bytes, near_cache_bytes: what is read again out of the device's cache, and out of those of its cores.
         host_link: between devices of one host.
         network_link: between devices of different hosts.
         host_link_kind: one of `LINK_KINDS`.
@@ -88,9 +121,12 @@ class HardwareProfile:
     vector_flops_per_s: float
     compute_efficiency: float
     kernel_launch_s: float
+    operations: Mapping[str, float] = field(hash=False)
     hbm_bytes: int
     usable_fraction: float
     hbm_bytes_per_s: float
+    cache_bytes: int
+    near_cache_bytes: int
     host_link: LinkProfile
     network_link: LinkProfile
     host_link_kind: str
@@ -126,6 +162,17 @@ class HardwareProfile:
         if family not in self.peak_flops_per_s:
             return self.vector_flops_per_s
         return self.peak_flops_per_s[family] * self.compute_efficiency
+
+    def flops_per_element(self, primitive: str, dtype: str) -> float:
+        """Operations at the vector rate that one element of a primitive's result counts as.
+
+        >>> h100 = load("h100-sxm")
+        >>> h100.flops_per_element("sub", "float32"), h100.flops_per_element("exp", "bfloat16")
+        (7.0, 3.0)
+        """
+        name = _COUNTS_AS.get(primitive, primitive)
+        known = self.operations
+        return known.get(f"{name}_{dtype}", known.get(name, known["default"]))
 
     def peak_rate(self, dtype: str) -> float:
         """FLOP/s of the matrix units at their best, of the vector units where they do not take this dtype: what
@@ -220,7 +267,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _profile(read: _Reader) -> HardwareProfile:
-    blocks = ("compute", "memory", "links.host", "links.network", "storage", "collectives")
+    blocks = ("compute", "operations", "memory", "links.host", "links.network", "storage", "collectives")
     return HardwareProfile(
         name=read.text("name"),
         description=read.text("description"),
@@ -230,9 +277,12 @@ def _profile(read: _Reader) -> HardwareProfile:
         vector_flops_per_s=read.positive("compute.vector_flops_per_s"),
         compute_efficiency=read.fraction("compute.compute_efficiency"),
         kernel_launch_s=read.not_negative("compute.kernel_launch_s"),
+        operations={name: read.positive(f"operations.{name}") for name in OPERATIONS},
         hbm_bytes=read.count("memory.hbm_bytes"),
         usable_fraction=read.fraction("memory.usable_fraction"),
         hbm_bytes_per_s=read.positive("memory.hbm_bytes_per_s"),
+        cache_bytes=read.count("memory.cache_bytes"),
+        near_cache_bytes=read.count("memory.near_cache_bytes"),
         host_link=read.link("links.host"),
         network_link=read.link("links.network"),
         host_link_kind=read.one_of("links.host.kind", LINK_KINDS),
