@@ -94,10 +94,12 @@ def _pallas(equation: Any) -> CountedWork:
 
 
 def _spread(size: int) -> Sequence[int]:
-    """The middle of each of at most so many equal parts."""
+    """So many positions at the most, evenly, and as far from the start as from the end: what grows with them is right in the
+    mean."""
     if size <= _SAMPLES:
         return range(size)
-    return [int((part + 0.5) * size / _SAMPLES) for part in range(_SAMPLES)]
+    first = [int((part + 0.5) * size / _SAMPLES) for part in range(_SAMPLES // 2)]
+    return [*first, *(size - 1 - position for position in reversed(first))]
 
 
 def _as_work(count: Mapping[str, float], times: float) -> CountedWork:

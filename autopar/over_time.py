@@ -222,6 +222,15 @@ def _ends(
     return ends
 
 
+def seconds_by_node(device: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> dict[int, float]:
+    """Seconds in a step of the kernels that are named by each node, in all trips of its loops."""
+    seconds: dict[int, float] = defaultdict(float)
+    for op in device.ops:
+        if op.kind != "collective":
+            seconds[op.node] += op_seconds(op, mesh, profile) * _trips(op.node, device.loops)
+    return dict(seconds)
+
+
 def _trips(node: int, loops: Sequence[Trips]) -> float:
     times = 1.0
     for loop in loops:

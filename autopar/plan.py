@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 #: What a plan file says it is.
 FORMAT = "autopar-plan"
 #: From each version of its fields to the next: 2 has `trace` and `memory`, which are None where they are not; 3 has no
-#: times of this run, so that two runs write the same file; 4 has numbers in columns, which before stood in the records.
+#: times of this run, so that two runs write the same file; 4 has numbers in columns, which before stood in the records; 6
+#: has `replicated`.
 #: Whoever changes a field of what a file holds adds one, and a file of the version before to `tests/plan_files/`.
-MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is)
+MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is, as_it_is)
 VERSION = len(MIGRATIONS) + 1
 
 #: What an input or output is to the step. A parameter is carried state that the forward pass
@@ -371,6 +372,23 @@ class Recomputation:
     time_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicated:
+    """An operation that every device runs whole, because nothing says how to split it.
+
+    Args:
+        name: what a rule would be registered by: a primitive, a Pallas kernel, or a custom call's target.
+        count: how many of the program's nodes it is.
+        time_s: seconds that all of them take in a step, by the device's own rates.
+        source: of the first, in the user's code.
+    """
+
+    name: str
+    count: int
+    time_s: float
+    source: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files.
@@ -382,6 +400,7 @@ class Plan:
             bytes; None where its own limit does.
         awaited: what waits for reductions, so that they start early.
         separate: sums that get kernels of their own.
+        replicated: what every device runs whole because it has no sharding rule, the longest first; nothing on one device.
     """
 
     program: ProgramSignature
@@ -405,6 +424,7 @@ class Plan:
     merge_bytes: int | None = None
     awaited: tuple[Awaited, ...] = ()
     separate: tuple[Separate, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
     trace: StepTrace | None = None
     memory: MemoryOverStep | None = None
     notes: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ from autopar.cost import hardware as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware import HardwareProfile
 from autopar.cost.resharding_times import ReshardingTimes
+from autopar.device_program import DeviceProgram
 from autopar.errors import BudgetError, MeshError, MicrobatchError, PinError
 from autopar.factoring.whole import sees_two
 from autopar.formulation import Formulation, formulate
@@ -35,10 +36,10 @@ from autopar.layouts import Metadata, Told, check_mesh_like, options_like, told_
 from autopar.mesh import MeshShape, factorisations, parse_mesh
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
-from autopar.over_time import memory_over_step, step_trace
+from autopar.over_time import memory_over_step, seconds_by_node, step_trace
 from autopar.overlap import Prices, best_hidden, counting_on_overlap, least_s
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
-from autopar.plan import Outcome, Plan, RejectedMesh, split_dims
+from autopar.plan import Outcome, Plan, RejectedMesh, Replicated, split_dims
 from autopar.program import Program
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
@@ -547,6 +548,7 @@ def plan_as_made(
         merge_bytes=parts.merge_bytes,
         awaited=named(graph, parts.awaited),
         separate=separate_sums(graph, parts.device),
+        replicated=_replicated(graph, parts.device, unknown, mesh, own_rates),
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),
         memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),
@@ -571,6 +573,29 @@ def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
         if lacking:
             unknown[lacking] += not node.effect
     return tuple(rule for rule, _ in known), unknown
+
+
+def _replicated(
+    graph: Graph, device: DeviceProgram, unknown: Counter[str], mesh: MeshShape, own_rates: HardwareProfile
+) -> tuple[Replicated, ...]:
+    """What has no rule, and what it takes; nothing where there is one device."""
+    if mesh.num_devices == 1 or not unknown:
+        return ()
+    seconds = seconds_by_node(device, mesh, own_rates)
+    nodes: dict[str, list[int]] = {}
+    for n, node in enumerate(graph.nodes):
+        if not node.effect and (name := called(NodeView.of(node, graph))) in unknown:
+            nodes.setdefault(name, []).append(n)
+    found = [
+        Replicated(
+            name=name,
+            count=len(those),
+            time_s=sum(seconds.get(n, 0.0) for n in those),
+            source=graph.nodes[those[0]].source,
+        )
+        for name, those in nodes.items()
+    ]
+    return tuple(sorted(found, key=lambda one: (-one.time_s, one.name)))
 
 
 def _outcome(solution: Solution, formulation: Formulation, seconds: float, memory_bound: bool) -> Outcome:

@@ -204,7 +204,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("name", [f"{kind}version_{n}" for kind in ("", "stages_") for n in (1, 2, 3)])
+@pytest.mark.parametrize("name", [f"{kind}version_{n}" for kind in ("", "stages_") for n in (1, 2, 3, 4, 5)])
 def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     """Each as the autopar of its time wrote it; written anew, it is of today's version, and the same plan."""
     old = Path(__file__).parent / "plan_files" / f"{name}.json"
@@ -212,7 +212,7 @@ def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     plan.save(tmp_path / "new.json")
     assert load_plan(tmp_path / "new.json") == plan
     before, after = (json.loads(path.read_text()) for path in (old, tmp_path / "new.json"))
-    assert (before["version"], after["version"]) == (int(name[-1]), 5)
+    assert (before["version"], after["version"]) == (int(name[-1]), 6)
     assert before["prediction"] == after["prediction"]
     assert "time_s" not in str(after["outcome"])
 
@@ -249,7 +249,7 @@ def test_numbers_of_numpy_are_saved() -> None:
 def test_file_is_made_for_version_control(tmp_path: Path) -> None:
     make_plan().save(tmp_path / "p.json")
     lines = (tmp_path / "p.json").read_text().splitlines()
-    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 5,']
+    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 6,']
     assert '    {"at": "forward GPT/h_0 dot_general #1, operand 0", "shardings": [[null, ["data", "model"]]]}' in lines
     unreduced = '{"spec": ["data", null], "unreduced": ["model"]}'
     assert f'    {{"at": "forward GPT/h_0 add #1", "shardings": [{unreduced}, ["data", null]]}},' in lines
@@ -309,7 +309,7 @@ def change(data: dict[str, Any], place: str, value: Any) -> None:
     ("place", "value", "words"),
     [
         ("format", "other", 'it is not a plan: a plan is a JSON object with "format": "autopar-plan"'),
-        ("version", 6, "it is of version 6, which a later autopar wrote; this one"),
+        ("version", 7, "it is of version 7, which a later autopar wrote; this one"),
         ("version", "2", "it is of version '2': versions are whole numbers from 1 on"),
         ("hardware", ..., "its field `hardware` is missing"),
         ("extra", 1, "its field `extra` is unknown"),

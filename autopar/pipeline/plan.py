@@ -43,7 +43,7 @@ def _second_to_third(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is)
+MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is, as_it_is)
 VERSION = len(MIGRATIONS) + 1
 
 
