@@ -147,12 +147,12 @@ def _needed(step: Callable[..., Any], args: Sequence[Any]) -> float:
     """Multiplications and additions of elements, by the equation's own numbers and by counting places one by one."""
     with jax.enable_x64(True):
         (equation,) = jax.make_jaxpr(step)(*args).eqns
-    params, (left, right) = equation.params, [atom.aval.shape for atom in equation.invars]
+    params, (left, right) = equation.params, [a.shape for a in args]
     if equation.primitive.name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
-        return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[d] for d in contracting)
+        return 2.0 * math.prod(jax.eval_shape(step, *args).shape) * math.prod(left[d] for d in contracting)
     lhs, rhs, out = params["dimension_numbers"]
-    result = equation.outvars[0].aval.shape
+    result = jax.eval_shape(step, *args).shape
     flops = 2.0 * result[out[0]] * result[out[1]] * right[rhs[1]]
     for i, (d, k, o) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
         flops *= _pairs_one_by_one(
@@ -328,7 +328,7 @@ def _cudnn(name: str, layout: int, mask: Any, *operands: Any, window: int | None
     """One of cuDNN's attentions as JAX binds it; it traces without cuDNN."""
     module = pytest.importorskip(_CUDNN)
     primitive = getattr(module, f"_dot_product_attention_{name}_p_wrapper")
-    more = {"is_training": True} if name == "fwd" else {}
+    more: dict[str, Any] = {"is_training": True} if name == "fwd" else {}
     if "score_mod" in module._dot_product_attention_fwd_abstract.__code__.co_varnames or hasattr(
         module, "_register_fused_attention_primitive"
     ):

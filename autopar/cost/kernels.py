@@ -18,8 +18,8 @@ matmul_interpolator.cc, gpu_performance_model.cc, sol_gpu_cost_model.cc), with J
   result differ in dtype, or for dtypes that the table lacks, XLA counts dims in bytes of the result,
   and so multiplies bfloat16's time by the cube of the result's itemsize: by 64 for a float32 result of
   bfloat16 operands, by 8 for float16.
-- Library calls (cuDNN convolutions and attention): 10 us each. Triton's kernels (an attention's softmax,
-  forward and backward), copies, sorts, and whole loops: 0.01 us.
+- Library calls (cuDNN convolutions and attention): 10 us each, whatever they compute. Triton's kernels (an attention's
+  softmax, forward and backward), copies, sorts, and whole loops: 0.01 us. The device's own rates price what they compute.
 - Collectives of one host: bytes over the rate of the nearest power of two of bytes in another table. A
   fit stands for that too. An all-reduce of one buffer of at most 32 MiB / n is one kernel: its reads
   and writes, a launch, and up to 2 MiB / n `(n-1) B/w + barrier`, beyond `2 ((n-1)/n B/w + barrier)`.
