@@ -146,13 +146,12 @@ def test_no_kernel_runs_above_the_peak_nor_far_below(case: Callable[[str], tuple
 def _needed(step: Callable[..., Any], args: Sequence[Any]) -> float:
     """Multiplications and additions of elements, by the equation's own numbers and by counting places one by one."""
     with jax.enable_x64(True):
-        (equation,) = jax.make_jaxpr(step)(*args).eqns
+        (equation,), result = jax.make_jaxpr(step)(*args).eqns, jax.eval_shape(step, *args).shape
     params, (left, right) = equation.params, [a.shape for a in args]
     if equation.primitive.name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
-        return 2.0 * math.prod(jax.eval_shape(step, *args).shape) * math.prod(left[d] for d in contracting)
+        return 2.0 * math.prod(result) * math.prod(left[d] for d in contracting)
     lhs, rhs, out = params["dimension_numbers"]
-    result = jax.eval_shape(step, *args).shape
     flops = 2.0 * result[out[0]] * result[out[1]] * right[rhs[1]]
     for i, (d, k, o) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
         flops *= _pairs_one_by_one(
