@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from autopar import jax_compat
 
 #: Operations outside matrix units; and inside, by the operands' dtype.
@@ -29,9 +31,12 @@ _SAMPLES = 8
 
 
 def counted_work(equation: Any) -> CountedWork | None:
-    """What an equation computes; None where it cannot be counted."""
+    """What an equation computes; None where it cannot be counted: JAX may change parameters that are not public."""
     counter = _COUNTERS.get(equation.primitive.name)
-    return None if counter is None else counter(equation)
+    try:
+        return None if counter is None else counter(equation)
+    except (AttributeError, IndexError, KeyError, ValueError):
+        return None
 
 
 def work_of(jaxpr: Any) -> CountedWork:
@@ -90,7 +95,7 @@ def _pallas(equation: Any) -> CountedWork:
     count: Counter[str] = Counter()
     for point in points:
         _Counted(grid, point, count).run(jaxpr, [None] * len(jaxpr.invars))
-    return _as_work(count, math.prod(grid) / len(points))
+    return _as_work(count, math.prod(grid) / max(len(points), 1))
 
 
 def _spread(size: int) -> Sequence[int]:
@@ -123,6 +128,9 @@ _SCALARS: Mapping[str, Callable[..., int]] = {
     "min": min,
     "div": _quotient,
     "rem": lambda a, b: a - b * _quotient(a, b),
+    "clamp": lambda low, a, high: max(low, min(a, high)),
+    "shift_left": operator.lshift,
+    "shift_right_arithmetic": operator.rshift,
     "sign": lambda a: (a > 0) - (a < 0),
     "neg": lambda a: -a,
     "lt": operator.lt,
@@ -188,8 +196,13 @@ class _Counted:
                 results = self.run(program, values if whole else [None] * len(program.invars), each)
             alike = name != "scan" and len(programs) == 1 and len(results) == len(equation.outvars)
             return results if alike else ()
-        if name in _SCALARS and values and None not in values and equation.outvars[0].aval.shape == ():
-            return [int(_SCALARS[name](*values))]
+        result = equation.outvars[0].aval if equation.outvars else None
+        is_whole = getattr(result, "shape", None) == () and getattr(result, "dtype", np.dtype(float)).kind in "iub"
+        if name in _SCALARS and values and None not in values and is_whole:
+            try:
+                return [int(_SCALARS[name](*values))]
+            except (ArithmeticError, ValueError, IndexError):
+                return ()
         dtype, flops = _flops(equation)
         self.count[dtype] += times * flops  # type: ignore[assignment]
         return ()

@@ -295,6 +295,30 @@ def test_a_branch_that_is_not_taken_costs_nothing() -> None:
     assert work is not None and dict(work[1]) == {"float32": 2 * 2.0 * 64**3}
 
 
+def test_kernels_of_any_kind_can_be_counted() -> None:
+    """An empty grid, a loop of a length that data says, a division by nothing, and numbers that are not whole."""
+    x = array(8, 64, 64, dtype=jnp.float32)
+
+    def looped(x: Any, length: Any, out: Any) -> None:
+        half = lax.convert_element_type(pl.program_id(0), jnp.float32) / 2.0
+        nothing = lax.div(pl.program_id(0), jnp.int32(0))
+        out[...] = lax.fori_loop(0, length[0], lambda _, y: jnp.dot(y, y) * half, x[...])
+        out[...] += lax.fori_loop(0, nothing, lambda _, y: jnp.dot(y, y), x[...])
+
+    def step(x: Any, length: Any, grid: int) -> Any:
+        spec = pl.BlockSpec((None, 64, 64), lambda i: (i, 0, 0))
+        whole = pl.BlockSpec((1,), lambda i: (0,))
+        return pl.pallas_call(looped, grid=(grid,), in_specs=[spec, whole], out_specs=spec, out_shape=x)(x, length)
+
+    for grid in (0, 8):
+        (equation,) = jax.make_jaxpr(lambda x, length, grid=grid: step(x, length, grid))(
+            x, array(1, dtype=jnp.int32)
+        ).eqns
+        work = counted_work(equation)
+        assert work is not None
+        assert sum(flops for _, flops in work[1]) == grid * 2 * 2.0 * 64**3  # a trip each: it cannot be known
+
+
 def test_what_has_no_rule_is_priced_by_its_arithmetic_and_named_with_its_seconds() -> None:
     def step(x: Any, y: Any, w: Any) -> Any:
         return _attention(x, y, causal=False) @ w
