@@ -139,6 +139,8 @@ def test_the_profile_says_what_the_samples_do_and_marks_what_they_do_not(tmp_pat
     assert found.matrix_rate("float64") == pytest.approx(base.matrix_rate("float64"))
     assert found.network_link == base.network_link
     assert found.hbm_bytes == base.hbm_bytes
+    assert (found.cache_bytes, found.near_cache_bytes) == (base.cache_bytes, base.near_cache_bytes)
+    assert found.operations == base.operations
     assert found.xla_target == base.xla_target
     assert "NOT measured: bytes_per_s, latency_s, taken from `h100-sxm`" in found.sources["links.network"]
     assert "peak_flops_per_s.float64" in found.sources["compute"].partition("NOT measured")[2]
@@ -151,6 +153,20 @@ def test_the_profile_says_what_the_samples_do_and_marks_what_they_do_not(tmp_pat
     assert {each["group"] for each in data["fits"]} == {*KINDS, "link", "matmul bfloat16", "matmul float32"}
     assert {file.name for file in path.parent.iterdir()} == {"mine.toml", "mine.json"}
     assert "all-to-all" in describe(calibration)
+
+
+def test_what_an_element_counts_as_is_scaled_to_the_fitted_rate() -> None:
+    """It is fitted with a tanh for 10 operations."""
+    base, samples = hardware.load("h100-sxm"), []
+    for size in (2.0**20, 2.0**22, 2.0**24, 2.0**26):
+        for flops in (2.0, 12.0, 96.0):
+            counts = {"launch": 1.0, "flops": flops * size, "bytes": 12 * size}
+            samples.append(Sample("memory", f"{size:g}", counts, counts["flops"] / 4e12 + counts["bytes"] / 3e12))
+    table = profile_table(Calibration(MACHINE, base, tuple(samples), fit_all(samples)), "mine")
+    assert table["compute"]["vector_flops_per_s"] == pytest.approx(4e12, rel=0.01)
+    assert table["operations"]["tanh"] == pytest.approx(10)
+    assert table["operations"]["exp"] == pytest.approx(10 * 79 / 467, rel=1e-3)
+    assert "so that a tanh counts 10" in table["operations"]["source"]
 
 
 def test_toml_keeps_texts_and_nested_tables() -> None:

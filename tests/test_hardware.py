@@ -51,6 +51,12 @@ def test_units_are_sane(name: str):
     assert 4e9 <= p.hbm_bytes <= 1e12
     assert p.usable_bytes == p.hbm_bytes * p.usable_fraction
     assert 1e9 <= p.hbm_bytes_per_s <= 1e14
+    assert 1e5 <= p.near_cache_bytes < p.cache_bytes < p.hbm_bytes / 100
+    assert set(p.operations) == set(hardware.OPERATIONS)
+    assert all(1 <= count <= 3000 for count in p.operations.values())
+    assert p.flops_per_element("sub", "float32") == p.flops_per_element("add", "float32") == p.operations["add"]
+    assert p.flops_per_element("never_heard_of", "float32") == p.operations["default"]
+    assert p.flops_per_element("exp", "bfloat16") == p.operations["exp_bfloat16"]
     for link in (p.host_link, p.network_link):
         assert 1e8 <= link.bytes_per_s <= p.hbm_bytes_per_s
         assert 1e-7 <= link.latency_s <= 1e-3
