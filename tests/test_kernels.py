@@ -146,11 +146,14 @@ def test_an_axis_of_one_device_costs_nothing() -> None:
     assert collective_seconds("all-reduce", 1e9, ("x",), parse_mesh("x=1,y=8"), estimator()) == 0.0
 
 
-def test_fixed_prices() -> None:
-    library = Op("convolution", 0, (0,), (1,), 1e9, 1e9, flops=1e15)
+def test_fixed_prices_are_the_estimators_and_no_others() -> None:
+    """It has 10 us for a convolution of any size. By the device's own rates one takes its arithmetic."""
+    library = Op("convolution", 0, (0,), (1,), 1e9, 1e9, matrix_flops=(("bfloat16", 1e15),))
     free = Op("fusion", 0, (0,), (1,), 1e9, 1e9, unpriced=True)
     view = Op("view", 0, (0,), (1,), 0.0, 0.0)
     assert [op_seconds(op, HOST, H100) for op in (library, free, view)] == [10e-6, 1e-8, 0.0]
+    own = op_seconds(library, HOST, replace(H100, xla_estimator=None))
+    assert own == pytest.approx(1e15 / H100.matrix_rate("bfloat16") + H100.kernel_launch_s)
 
 
 def test_cycles_know_short_floats() -> None:
