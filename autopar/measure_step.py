@@ -135,11 +135,14 @@ def report_on(
 
 
 def model_flops(graph: Graph) -> Mapping[str, float]:
-    """Operations of a step's matrix products and convolutions, by the dtype that they are in."""
+    """Operations of a step's matrix products and convolutions, by the dtype that they are in; those inside kernels too, where
+    they could be counted."""
     found: dict[str, float] = defaultdict(float)
     for node, rule in zip(graph.nodes, rules_of(graph)[0], strict=True):
+        points = math.prod(factor.size for factor in rule.factors)
+        for dtype, flops in rule.matrix_flops_per_point:
+            found[dtype] += node.repeat * flops * points
         if node.primitive in CONTRACTIONS:
-            points = math.prod(factor.size for factor in rule.factors)
             operand = next((value for value in node.operands if value is not None), node.results[0])
             found[graph.values[operand].dtype] += node.repeat * rule.flops_per_point * points
     return found

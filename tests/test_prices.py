@@ -22,6 +22,7 @@ from autopar.cost.kernels import op_seconds
 from autopar.counted_work import counted_work
 from autopar.device_program import Op
 from autopar.jax_compat import primitive_of
+from autopar.measure_step import model_flops
 from autopar.mesh import parse_mesh
 from autopar.planner import plan_and_parts
 from autopar.program import program_of
@@ -329,6 +330,9 @@ def test_what_has_no_rule_is_priced_by_its_arithmetic_and_named_with_its_seconds
     (one,) = plan.replicated
     assert (one.name, one.count) == ("blockwise", 1) and "test_prices.py" in one.source
     assert flops / H100.peak_rate("bfloat16") < one.time_s < plan.prediction.step_time_s
+    assert model_flops(program_of(step, (x, x, w), carry=None, donate=None).graph) == {
+        "bfloat16": flops + 2.0 * 64 * 2048 * 64 * 64
+    }
     assert one.time_s > 0.8 * plan.prediction.step_time_s
     assert autopar.Plan.from_json(plan.to_json()).replicated == plan.replicated
     assert autopar.plan(step, x, x, w, mesh="1", hardware="h100-sxm").replicated == ()
