@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler import CompiledStep
+from autopar.explain_parts import PREDICTED, SIMULATED
 from autopar.graph.ir import UNKNOWN_TRIPS
 from autopar.hlo import Collective, collectives, has_loops
 from autopar.hlo_places import mesh_axes
@@ -174,14 +175,16 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
 
 
 def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Figure:
-    """The step time; held only where XLA's estimator knows the device's matrix units. A loop it takes for one short
-    operation, so of a program with loops it says nothing."""
+    """What the plan expects XLA's estimator to say, or where it does not know, its own step time; beside what it says. Held
+    only where XLA's estimator knows the device's matrix units. A loop it takes for one short operation, so of a program
+    with loops it says nothing."""
     estimate = None if has_loops(compiled.hlo_text) else compiled.step_time_s
     tolerance = STEP_TIME_TOLERANCE if believable else None
     ran = compiled.measured.step_time_s if compiled.measured else None
     told = plan.prediction
-    predicted = told.step_time_s if told.xla_step_time_s is None else told.xla_step_time_s
-    return Figure("step time", "s", predicted, estimate, tolerance, measured=ran)
+    if told.xla_step_time_s is None:
+        return Figure(PREDICTED, "s", told.step_time_s, estimate, tolerance, measured=ran)
+    return Figure(SIMULATED, "s", told.xla_step_time_s, estimate, tolerance, measured=ran)
 
 
 def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> Collectives:

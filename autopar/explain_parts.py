@@ -1,6 +1,6 @@
 """Where the time of a step and the memory of a device go: parts that sum up to what a plan predicts.
 
-In: a plan. Out: `StepTime` and `MemoryUse`, which every report of a plan reads.
+In: a plan. Out: `StepTime` and `MemoryUse`, and in words what a headline must not leave out; every report of a plan reads them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.graph.ir import Phase
-from autopar.plan import Plan
+from autopar.plan import Plan, num_split
 from autopar.step_trace import Held, Instant
+from autopar.units import human_seconds
+
+#: Operations named of those that run replicated; the notes name all.
+MAX_NAMED = 4
+#: What the two step times of a plan are called, wherever one is told, and what each is.
+PREDICTED, SIMULATED = "predicted step time", "XLA's estimate, simulated"
+PREDICTED_IS = "by the planner's own model of the device: what a clock is expected to show"
+SIMULATED_IS = "what XLA's latency estimator should say; `verify` compares it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +122,41 @@ def memory_use(plan: Plan) -> MemoryUse:
         peak=kept.peak,
         at_peak=kept.at_peak,
     )
+
+
+# -- in words --------------------------------------------------------------------------------
+
+
+def replicated_words(plan: Plan) -> str:
+    """What runs replicated for lack of a sharding rule, and its share of the step; "" where nothing does."""
+    count = sum(one.count for one in plan.replicated)
+    if not count or plan.mesh.num_devices == 1:
+        return ""
+    named = [f"`{one.name}`" + (f" x{one.count}" if one.count > 1 else "") for one in plan.replicated]
+    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    seconds, step_s = sum(one.time_s for one in plan.replicated), plan.prediction.step_time_s
+    part = 100 * seconds / step_s if step_s > 0 else 0.0
+    have = "operation has no sharding rule and runs" if count == 1 else "operations have no sharding rule and run"
+    return (
+        f"{count} {have} replicated on all {plan.mesh.num_devices} devices: {', '.join(named[:MAX_NAMED])}{more};"
+        f" {f'{part:.0f} %' if part >= 1 else 'under 1 %'} of the step"
+    )
+
+
+def tie_words(plan: Plan) -> str:
+    """By how much the fastest plan found is faster than this simpler one; "" where none is."""
+    tie = plan.tie
+    if tie is None:
+        return ""
+    where = "" if tie.mesh == plan.mesh else f", on mesh {tie.mesh}"
+    faster = f"{100 * tie.faster:.2f} %" if tie.faster >= 5e-5 else "under 0.01 %"
+    return (
+        f"of the plans within 0.5 % of the fastest this is the simplest, with {num_split(plan.inputs)} arguments split."
+        f" {faster} faster, with {tie.num_split} split: {tie.words}{where}"
+    )
+
+
+def simulated_words(plan: Plan) -> str:
+    """What XLA's latency estimator is expected to say, where the plan has that: the other of two step times."""
+    told = plan.prediction
+    return "" if told.xla_step_time_s is None else f"{SIMULATED}: {human_seconds(told.xla_step_time_s)}"

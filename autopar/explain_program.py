@@ -20,7 +20,16 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from autopar.explain_modules import ModuleTree, module_tree
-from autopar.explain_parts import MemoryUse, StepTime, memory_use, step_time
+from autopar.explain_parts import (
+    SIMULATED_IS,
+    MemoryUse,
+    StepTime,
+    memory_use,
+    replicated_words,
+    simulated_words,
+    step_time,
+    tie_words,
+)
 from autopar.explain_rows import (
     CollectiveRow,
     Span,
@@ -143,6 +152,8 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "merge_bytes": plan.merge_bytes,
         "awaited": sum(len(one.values) for one in plan.awaited),
         "separate": len(plan.separate),
+        "replicated": [asdict(one) for one in plan.replicated],
+        "tie": {**asdict(plan.tie), "mesh": plan.tie.mesh.describe()} if plan.tie else None,
         **{name: [_row_json(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
@@ -175,9 +186,13 @@ def _print(told: Explanation, console: Console) -> None:
 
 def _head(plan: Plan) -> list[RenderableType]:
     outcome = plan.outcome
+    replicated, tie = replicated_words(plan), tie_words(plan)
     if outcome.gap <= 1e-6:
         alike = " that computes the same again" if plan.recomputed else ""
-        sure = f"proven optimal: in the solver's model none{alike} is faster"
+        among = " among the strategies that the rules know, with the above replicated" if replicated else ""
+        sure = f"proven optimal{among}: in the solver's model none{alike} is faster"
+    elif plan.tie is not None:
+        sure = f"within {100 * outcome.gap:.2g} % of the best there can be, by the solver's model"
     elif math.isfinite(outcome.gap):
         sure = f"within {100 * outcome.gap:.2g} % of the best there can be; {outcome.status}"
     else:
@@ -186,7 +201,9 @@ def _head(plan: Plan) -> list[RenderableType]:
     took = "" if outcome.solve_time_s is None else f", solved in {human_seconds(outcome.solve_time_s)}"
     facts = [
         ("Strategy", plan.words),
+        *([("Replicated", replicated)] if replicated else []),
         ("Certainty", f"{sure} ({size}{took})"),
+        *([("Tie", tie)] if tie else []),
         *_microbatches(plan),
         *(("Recomputed", text) for text in _recomputed(plan)),
         *(("Merged", text) for text in _merged(plan)),
@@ -269,9 +286,11 @@ def _totals(plan: Plan) -> list[RenderableType]:
     )
     # A loss and a few metrics are no matter.
     parts = [(name, size) for name, size in memory.parts if name != "outputs" or size > 0.005 * peak]
+    simulated = simulated_words(plan)
     return [
         Text(f"Predicted step time: {human_seconds(time.step_time_s)}", "bold"),
         inset(bars(time.parts, time.step_time_s, human_seconds)),
+        *([Text(f"{simulated} ({SIMULATED_IS})")] if simulated else []),
         Text(),
         Text(f"Predicted peak memory per device: {human_bytes(peak)} {of}", "bold"),
         inset(bars(parts, peak, human_bytes)),

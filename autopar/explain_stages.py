@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from autopar.explain_parts import replicated_words
 from autopar.explain_program import Explanation, explain_program
 from autopar.explain_submeshes import SubmeshUse, submesh_uses
 from autopar.explain_tables import (
@@ -144,6 +145,7 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     took = "" if outcome.search_time_s is None else f", {human_seconds(outcome.search_time_s)}"
     facts = [
         ("Strategy", plan.words),
+        *(("Replicated", text) for text in stages_replicated(plan)),
         ("Certainty", f"{sure}, by the prices of planned layers ({looked}{took})"),
         ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
     ]
@@ -155,6 +157,15 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     count = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "one stage"
     where = f"{plan.cluster.num_devices} devices ({plan.cluster})"
     return [Text(f"Plan of `{plan.program.name}` in {count} for {where}", "bold"), Text(), facts_table(facts), Text()]
+
+
+def stages_replicated(plan: PipelinePlan) -> list[str]:
+    """What runs replicated within stages for lack of a sharding rule; alike stages are told together."""
+    told: dict[str, list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        if words := replicated_words(stage.plan):
+            told.setdefault(words.replace("of the step", "of its program"), []).append(number)
+    return [f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}: {words}" for words, own in told.items()]
 
 
 def _totals(plan: PipelinePlan) -> list[RenderableType]:

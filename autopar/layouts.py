@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from autopar.cost import hardware as hardware_profiles
 from autopar.errors import PinError, PlanMismatchError
-from autopar.front_ends.annotations import Rules, specs_of
+from autopar.front_ends.annotations import Annotation, Rules, specs_of
 from autopar.front_ends.libraries import active_axis_rules
 from autopar.mesh import MeshShape
 from autopar.plan import Plan, TensorPlan
@@ -30,14 +30,18 @@ class Told:
     notes: tuple[str, ...] = ()
 
 
-def told_by_metadata(program: Program, metadata: str, rules: Rules | None, meshes: Sequence[MeshShape]) -> Told:
+def told_by_metadata(
+    program: Program, metadata: str, rules: Rules | None, meshes: Sequence[MeshShape], *, mesh_given: bool = True
+) -> Told:
     """Layouts that stand on the arguments themselves, as Flax writes them.
 
     Args:
         rules: from logical names to mesh axes; by default those of the `nn.logical_axis_rules` that is active.
+        mesh_given: the user gave the mesh, so that a rule for an axis which it lacks is meant for other meshes. Where autopar
+            chooses the mesh, nobody else can have dropped the axis.
 
     Raises:
-        PinError: an unknown way to use metadata.
+        PinError: an unknown way to use metadata; rules name an axis that no mesh to choose from has.
     """
     if metadata not in ("pin", "hint", "ignore"):
         raise PinError(f'`metadata` is {metadata!r}: give "pin", "hint" or "ignore"')
@@ -45,7 +49,10 @@ def told_by_metadata(program: Program, metadata: str, rules: Rules | None, meshe
     if metadata == "ignore" or not annotations:
         return Told()
     axes = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
-    specs, lost = specs_of(annotations, active_axis_rules() if rules is None else rules, axes)
+    rules = active_axis_rules() if rules is None else rules
+    specs, lost = specs_of(annotations, rules, axes)
+    if metadata == "pin" and not mesh_given and meshes[0].num_devices > 1:
+        _check_rules_lead_to_axes(annotations, rules, lost, meshes)
     notes = [
         f"the metadata of {_some(paths)} name {name!r}, which leads to no axis of the mesh ({', '.join(axes)}): it says"
         f' nothing here. To give it one: `logical_axis_rules=[("{name}", "{axes[-1]}")]`'
@@ -54,6 +61,45 @@ def told_by_metadata(program: Program, metadata: str, rules: Rules | None, meshe
     if specs and metadata == "pin":
         notes.append(f'{_some(specs)} {_are(specs)} split as their metadata say; `metadata="ignore"` plans them freely')
     return Told(specs, tuple(notes))
+
+
+def _check_rules_lead_to_axes(
+    annotations: Mapping[str, Annotation],
+    rules: Rules,
+    lost: Mapping[str, Sequence[str]],
+    meshes: Sequence[MeshShape],
+) -> None:
+    """Refuse rules that name a mesh axis which no mesh to choose from has: those rules would be dropped.
+
+    Args:
+        lost: names on arrays that lead to no axis, and the paths of these arrays.
+
+    Raises:
+        PinError: naming the rule, and a mesh that has its axes.
+    """
+    known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
+    for name, paths in lost.items():
+        ruled = {axes: None for path in paths for n, axes in (*rules, *annotations[path].rules) if n == name and axes}
+        for axes in ruled:
+            wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+            if set(wanted) <= set(known):
+                continue
+            asked = dict.fromkeys(
+                axis for _, entry in rules for axis in ((entry,) if isinstance(entry, str) else entry or ())
+            )
+            first, *others = dict.fromkeys([*asked, *wanted])
+            example = ",".join([f"{first}={meshes[0].num_devices}", *(f"{axis}=1" for axis in others)])
+            raise PinError(
+                f"the logical axis rule ({name!r}, {axes!r}) applies to {_some(paths)}, but no mesh that autopar would choose"
+                f" for {meshes[0].num_devices} devices has {_axes(wanted, known)}: the axes there are"
+                f" {', '.join(known)}. Give the mesh with the axes of the rules, in sizes of your own, e.g."
+                f' `mesh="{example}"`; or rules that lead to these axes; or `metadata="ignore"`'
+            )
+
+
+def _axes(wanted: Sequence[str], known: Sequence[str]) -> str:
+    missing = [f"`{axis}`" for axis in wanted if axis not in known]
+    return f"the {'axis' if len(missing) == 1 else 'axes'} {', '.join(missing)}"
 
 
 def told_by_plan(plan: Plan, program: Program) -> Told:

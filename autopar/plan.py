@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FORMAT = "autopar-plan"
 #: From each version of its fields to the next: 2 has `trace` and `memory`, which are None where they are not; 3 has no
 #: times of this run, so that two runs write the same file; 4 has numbers in columns, which before stood in the records; 6
-#: has `replicated`.
+#: has `replicated` and `tie`.
 #: Whoever changes a field of what a file holds adds one, and a file of the version before to `tests/plan_files/`.
 MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is, as_it_is)
 VERSION = len(MIGRATIONS) + 1
@@ -171,6 +171,22 @@ class RejectedMesh:
     step_time_s: float
     peak_bytes: float
     words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """The fastest plan found, where a simpler one was taken since it is hardly slower.
+
+    Args:
+        mesh, words: of the fastest.
+        num_split: how many arguments of the step the fastest splits.
+        faster: by what part of the taken plan's time it is faster, by what plans are compared.
+    """
+
+    mesh: MeshShape
+    words: str
+    num_split: int
+    faster: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,6 +417,7 @@ class Plan:
         awaited: what waits for reductions, so that they start early.
         separate: sums that get kernels of their own.
         replicated: what every device runs whole because it has no sharding rule, the longest first; nothing on one device.
+        tie: a plan that is faster by next to nothing.
     """
 
     program: ProgramSignature
@@ -425,6 +442,7 @@ class Plan:
     awaited: tuple[Awaited, ...] = ()
     separate: tuple[Separate, ...] = ()
     replicated: tuple[Replicated, ...] = ()
+    tie: Tie | None = None
     trace: StepTrace | None = None
     memory: MemoryOverStep | None = None
     notes: tuple[str, ...] = ()
@@ -522,6 +540,11 @@ class Plan:
             PlanFileError: where it cannot be written.
         """
         write_document(self.to_json(), path)
+
+
+def num_split(tensors: Sequence[TensorPlan]) -> int:
+    """How many of these are split at all."""
+    return sum(any(tensor.sharding.dims) for tensor in tensors)
 
 
 def split_dims(constraints: Sequence[Constraint]) -> frozenset[tuple[int, int]]:

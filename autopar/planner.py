@@ -19,6 +19,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from autopar import plan_cache
 from autopar.assemble import named, separate_sums
@@ -39,7 +40,7 @@ from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microb
 from autopar.over_time import memory_over_step, seconds_by_node, step_trace
 from autopar.overlap import Prices, best_hidden, counting_on_overlap, least_s
 from autopar.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
-from autopar.plan import Outcome, Plan, RejectedMesh, Replicated, split_dims
+from autopar.plan import Outcome, Plan, RejectedMesh, Replicated, Tie, num_split, split_dims
 from autopar.program import Program
 from autopar.rules.factors import Rule
 from autopar.rules.groups import Group, form_groups
@@ -64,6 +65,11 @@ _LIMITED_GAP = 5e-3
 _LIMITED_SHARE = 0.1
 #: Plans whose times differ by no more are close.
 _CLOSE = 0.03
+#: Plans whose times differ by no more are as good as one another: the simplest of them is taken. It is less than a prediction
+#: is off by, and who runs the simpler plan has fewer collectives to understand.
+_TIE = 5e-3
+#: How close to its optimum such a plan is looked for.
+_TIE_GAP = 5e-4
 #: A mesh that promises a plan slower by more has never been the fastest by other prices.
 _FAR = 0.1
 
@@ -96,7 +102,7 @@ def plan_program(
     if like is not None:
         check_mesh_like(like, meshes[0])
         shared = told_by_plan(like, program)
-    own = told_by_metadata(program, metadata, logical_axis_rules, meshes)
+    own = told_by_metadata(program, metadata, logical_axis_rules, meshes, mesh_given=options.get("mesh") is not None)
     is_hint = metadata == "hint" and bool(own.pins)
     folder = plan_cache.folder_of(cache)
     if folder is None:
@@ -230,6 +236,7 @@ def _plan_and_parts(
     budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
     solve_with = solver or Ilp(time_limit_s=time_limit_s)
     limited = solver or Ilp(time_limit_s=_LIMITED_SHARE * time_limit_s, relative_gap=_LIMITED_GAP)
+    near = solver or Ilp(time_limit_s=_LIMITED_SHARE * time_limit_s, relative_gap=_TIE_GAP)
     distinct, twins = distinct_meshes(meshes, profile, symmetric=not layouts and not _names_axes(program.graph))
     one = resolve_pins(layouts, program.graph, distinct[0])
     forms = [(form, _group(form.graph, one)) for form in program.forms[-1 if dims_as_written else 0 :]]
@@ -238,7 +245,7 @@ def _plan_and_parts(
 
     def task(shape: MeshShape) -> _Task:
         pins = resolve_pins(layouts, program.graph, shape)
-        return _Task(profile, keep_to, pins, solve_with, limited, search, held or {})
+        return _Task(profile, keep_to, pins, solve_with, limited, near, search, held or {})
 
     tasks = [(shape, task(shape)) for shape in distinct]
     is_long = len(program.graph.nodes) * (len(distinct) - 1) >= _WORTH_COPIES
@@ -249,7 +256,7 @@ def _plan_and_parts(
         if not any(end.plan for end in ends):
             raise on_meshes.failure
     report("done", 1.0)
-    best = min((end for end in ends if end.plan is not None), key=lambda end: (not end.fits, end.compared_s))
+    best = _simplest_end([end for end in ends if end.plan is not None])
     assert best.plan is not None
     plan = replace(
         best.plan,
@@ -286,7 +293,7 @@ class _Task:
 
     Args:
         budget: bytes, without the margin. limited: the solver of problems with a limit of memory, or with prices that
-            are a guess.
+            are a guess. near: of those for a plan that is simpler than another, and hardly slower.
         search: how `within_budget` is to search.
     """
 
@@ -295,6 +302,7 @@ class _Task:
     pins: dict[int, TensorSharding]
     solver: Solver
     limited: Solver
+    near: Solver
     search: Mapping[str, Any]
     held: Mapping[int, TensorSharding]
 
@@ -340,8 +348,9 @@ class _Start:
             return cls.of(mesh, others, task)
         return cls(mesh, program, grouped, others, task, made, time.perf_counter() - started)
 
-    def finished(self, fastest: Least, least_promise: float) -> tuple[Plan, Made]:
-        """The plan with as little exposed as can be, that keeps to the budget; and what it was made of.
+    def finished(self, fastest: Least, least_promise: float) -> tuple[Plan, Made, _Fastest]:
+        """The plan with as little exposed as can be, that keeps to the budget; what it was made of; and of the plans here the
+        fastest, which is another where a simpler one is as good.
 
         Args:
             fastest: seconds of the fastest so far; a plan that cannot be faster is left as it is.
@@ -357,7 +366,7 @@ class _Start:
                 raise
         return _Start.of(self.mesh, self.forms, self.task).finished(fastest, least_promise)
 
-    def _finished(self, fastest: Least, least_promise: float) -> tuple[Plan, Made]:
+    def _finished(self, fastest: Least, least_promise: float) -> tuple[Plan, Made, _Fastest]:
         started, budget, planning = time.perf_counter(), self.task.budget, _planning(self.task)
         tried = self._hidden(fastest, least_promise)
         free = min(tried, key=_compared_s)
@@ -369,12 +378,53 @@ class _Start:
             except NothingFitsError:
                 if all(one.peak_bytes > budget for one in tried):
                     raise
-        made = min(tried, key=lambda one: (one.peak_bytes > budget, one.compared_s))
+        best = min(tried, key=lambda one: (one.peak_bytes > budget, one.compared_s))
+        made = self._simplest(best, tried, fastest.value)
         seconds = self.seconds + time.perf_counter() - started
         plan = plan_as_made(
             made, self.program, self.grouped.unknown, budget=budget, seconds=seconds, memory_bound=memory_bound
         )
-        return plan, made
+        return plan, made, _Fastest.of(best)
+
+    def _simplest(self, best: Made, tried: Sequence[Made], to_beat: float) -> Made:
+        """Of the plans that fit and are as good as the fastest, the one that splits the fewest arguments; where that may
+        be, one that keeps all of the state whole.
+
+        Args:
+            best: the fastest that fits. to_beat: seconds of the fastest on any mesh so far.
+        """
+        budget, limit_s = self.task.budget, (1 + _TIE) * min(best.compared_s, to_beat)
+        if self.task.search["any_that_fits"] or best.compared_s > limit_s:
+            return best
+        near = [one for one in tried if one.peak_bytes <= budget and one.compared_s <= limit_s]
+        near += [one for one in self._with_whole_state(best, limit_s) if one.compared_s <= limit_s]
+        return min(near, key=lambda one: (num_split(one.parts.inputs), one.compared_s), default=best)
+
+    def _with_whole_state(self, best: Made, limit_s: float) -> list[Made]:
+        """The fastest plan of the same program that splits no parameter and no optimizer state but those that are pinned,
+        if it fits and may take no longer than `limit_s`."""
+        f, task, made_in = best.formulation, self.task, best.formulation.value_made
+        state = [n for n, tensor in enumerate(best.parts.inputs) if tensor.role != "data" and n not in task.pins]
+        if not any(any(best.parts.inputs[n].sharding.dims) for n in state):
+            return []
+        if sum(f.graph.values[f.graph.inputs[n]].num_bytes for n in state) > task.budget:
+            return []
+        costs = [one.copy() for one in f.problem.node_costs]
+        for value in (f.graph.inputs[n] for n in state if n in f.input_decision):
+            decision, shardings = made_in[value]
+            costs[decision][[any(sharding.dims) for sharding in shardings]] = np.inf
+            if not np.isfinite(costs[decision]).any():
+                return []
+        solution = task.near.solve(replace(f.problem, node_costs=tuple(costs), usages=(), memory_limit=None))
+        if len(solution.choices) != len(f.decisions):
+            return []
+        # What is known of the best there can be was found with nothing kept whole.
+        told = replace(solution, lower_bound=min(best.solution.lower_bound, solution.cost), status=best.solution.status)
+        made = _planning(task).made(best.program, f, told, best.recomputed)
+        if least_s(made) > limit_s:
+            return []
+        hidden = best_hidden(made, task.budget, limit_s)
+        return [hidden] if hidden.peak_bytes <= task.budget else []
 
     def _hidden(self, fastest: Least, least_promise: float) -> list[Made]:
         """The plan as it was begun, and others by prices that count on overlap, each with as little exposed as can be."""
@@ -396,11 +446,27 @@ class _Start:
 
 
 @dataclass(frozen=True, slots=True)
+class _Fastest:
+    """What a tie tells of the fastest plan: seconds by what plans are compared, and what it is."""
+
+    compared_s: float
+    mesh: MeshShape
+    words: str
+    num_split: int
+
+    @classmethod
+    def of(cls, made: Made) -> _Fastest:
+        inputs, f = made.parts.inputs, made.formulation
+        return cls(made.compared_s, f.mesh, strategy_words(f, made.solution.choices, inputs), num_split(inputs))
+
+
+@dataclass(frozen=True, slots=True)
 class _End:
     """What planning on a mesh ended with.
 
     Args:
         fits: whether the plan keeps to the budget. compared_s: by what plans are compared.
+        fastest: of the plans on this mesh; another than the plan where that is as good and simpler.
         made: what the plan was made of.
         failure: why there is no plan.
     """
@@ -410,11 +476,33 @@ class _End:
     compared_s: float = math.inf
     made: Made | None = None
     failure: str = ""
+    fastest: _Fastest | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sent to another process, without what only this one can hold."""
         plan = None if self.plan is None else replace(self.plan, in_tree=None, out_tree=None)
-        return _End, (plan, self.fits, self.compared_s, None, self.failure)
+        return _End, (plan, self.fits, self.compared_s, None, self.failure, self.fastest)
+
+
+def _simplest_end(ends: Sequence[_End]) -> _End:
+    """Of the ends on all meshes whose plans fit and are as good as the fastest, the one whose plan splits the fewest arguments,
+    over the fewest axes. Its plan tells of the fastest, where that is another."""
+    ends = [end for end in ends if end.fits] or ends
+    known = [end.fastest for end in ends if end.fastest is not None]
+    fastest = min(known, key=lambda one: one.compared_s)
+
+    def simplicity(end: _End) -> tuple[bool, int, int, float]:
+        assert end.plan is not None
+        axes = sum(size > 1 for size in end.plan.mesh.axis_sizes)
+        return end.compared_s > (1 + _TIE) * fastest.compared_s, num_split(end.plan.inputs), axes, end.compared_s
+
+    best = min(ends, key=simplicity) if any(end.fits for end in ends) else min(ends, key=lambda end: end.compared_s)
+    assert best.plan is not None
+    if best.compared_s <= fastest.compared_s:
+        return best
+    faster = 1 - fastest.compared_s / best.compared_s
+    tie = Tie(mesh=fastest.mesh, words=fastest.words, num_split=fastest.num_split, faster=faster)
+    return replace(best, plan=replace(best.plan, tie=tie))
 
 
 #: A mesh's position; None to begin its plan, or, to end it, the least that any mesh promises.
@@ -462,14 +550,14 @@ class _OnMeshes:
             return start.promise
         self._tell(f"improve {mesh}", 0.7 + 0.3 * i / len(self._tasks))
         try:
-            plan, made = start.finished(self._fastest, least_promise)
+            plan, made, fastest = start.finished(self._fastest, least_promise)
         except NothingFitsError as short:
             self._failures[i] = short
             return _End(failure=str(short))
         fits = made.peak_bytes <= task.budget
         if fits:
-            self._fastest.lower(made.compared_s)
-        return _End(plan, fits, made.compared_s, made)
+            self._fastest.lower(fastest.compared_s)
+        return _End(plan, fits, made.compared_s, made, fastest=fastest)
 
     @property
     def failure(self) -> NothingFitsError:
@@ -575,6 +663,10 @@ def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
     return tuple(rule for rule, _ in known), unknown
 
 
+def _lacks_rule(view: NodeView) -> bool:
+    return rule_for(view) is None or needs_local(view)
+
+
 def _replicated(
     graph: Graph, device: DeviceProgram, unknown: Counter[str], mesh: MeshShape, own_rates: HardwareProfile
 ) -> tuple[Replicated, ...]:
@@ -584,7 +676,8 @@ def _replicated(
     seconds = seconds_by_node(device, mesh, own_rates)
     nodes: dict[str, list[int]] = {}
     for n, node in enumerate(graph.nodes):
-        if not node.effect and (name := called(NodeView.of(node, graph))) in unknown:
+        view = NodeView.of(node, graph)
+        if not node.effect and (name := called(view)) in unknown and _lacks_rule(view):
             nodes.setdefault(name, []).append(n)
     found = [
         Replicated(

@@ -23,6 +23,7 @@ from autopar.compare import (
     names_off,
 )
 from autopar.compiler import CompiledStep
+from autopar.explain_parts import PREDICTED, PREDICTED_IS, SIMULATED, SIMULATED_IS
 from autopar.explain_tables import plain_text, short_source
 from autopar.plan import Plan
 from autopar.units import human_bytes, human_seconds
@@ -63,7 +64,8 @@ class Verification:
         memory: arguments, temporaries, outputs, what these share, and the peak; bytes per device.
         matched: all collectives: by kind and mesh axes, and one by one with the decisions that
             predicted them.
-        step_time: the plan's beside the estimate of XLA's scheduler.
+        step_time: what the plan expects of the estimate of XLA's scheduler, beside that estimate; where the profile has no
+            figures of the estimator, the plan's own predicted step time.
         compiled: what XLA made, its text included.
         budget_bytes: the memory budget that the compiled peak must keep to.
         attempts: the plans that were made and compiled to keep to it, the verified one among them.
@@ -139,6 +141,7 @@ class Verification:
                 "attempts": [asdict(attempt) for attempt in self.attempts],
             },
             "step_time": as_json(self.step_time),
+            "predicted_step_time_s": self.plan.prediction.step_time_s,
             "measured": asdict(compiled.measured) if compiled.measured else None,
             "predicted_exposed_s": self.plan.prediction.xla_exposed_s,
             "exposed_s": compiled.exposed_s,
@@ -182,14 +185,26 @@ def render_verification(told: Verification, console: Console) -> None:
         console.print(Text("Compiled, and predicted by no decision", "bold"), _strangers(told.unpredicted))
     if told.matched.missing:
         console.print(Text("Predicted, and not compiled", "bold"), _missing(told))
-    console.print(Text("Step time, and XLA's estimate of it", "bold"), _figures([told.step_time]))
+    console.print(Text("Step time, and XLA's estimate of it", "bold"), _figures(_step_times(told)))
+    what = [f"{PREDICTED}: {PREDICTED_IS}"]
+    if told.step_time.name == SIMULATED:
+        what.append(f"{SIMULATED}: {SIMULATED_IS}")
     foreseen = plan.prediction.xla_exposed_s
-    for whose, times in (("predicted", foreseen), ("says XLA", compiled.exposed_s)):
+    for whose, times in (("simulated", foreseen), ("says XLA", compiled.exposed_s)):
         if times is not None:
             each = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in times.items())
-            console.print(Padding(Text(f"hidden by no kernel, {whose}: {each or 'none'}"), (0, 0, 0, 2)))
+            what.append(f"hidden by no kernel, {whose}: {each or 'none'}")
+    console.print(*(Padding(Text(line), (0, 0, 0, 2)) for line in what))
     console.print()
     console.print(Text("XLA_FLAGS", "bold"), *(Padding(Text(flag), (0, 0, 0, 2)) for flag in compiled.flags))
+
+
+def _step_times(told: Verification) -> list[Figure]:
+    """Both step times of the plan: its own, of which XLA says nothing, and what it expects of XLA's estimator."""
+    if told.step_time.name != SIMULATED:
+        return [told.step_time]
+    own = told.plan.prediction.step_time_s
+    return [Figure(PREDICTED, "s", own, None, None, measured=told.step_time.measured), told.step_time]
 
 
 def _figures(figures: Sequence[Figure]) -> RenderableType:
@@ -213,7 +228,7 @@ def _budget(told: Verification) -> RenderableType:
     kept = f"the compiled peak keeps to the memory budget of {human_bytes(told.budget_bytes)}"
     if told.fits and len(told.attempts) == 1:
         return Padding(Text(kept), (0, 0, 1, 2))
-    table = _table("attempt", "planned for", "predicted", "compiled", "step time", "plan")
+    table = _table("attempt", "planned for", "predicted", "compiled", "predicted step", "plan")
     for number, one in enumerate(told.attempts, 1):
         sizes = [one.planned_for_bytes, one.predicted_bytes, one.compiled_bytes]
         shown = ["-" if size is None else human_bytes(size) for size in sizes]
@@ -313,7 +328,7 @@ def _table(*columns: str) -> Table:
             "measured",
             "off",
             "tolerance",
-            "step time",
+            "predicted step",
             "sends",
             "decisions",
         )

@@ -14,8 +14,9 @@ from test_plan import make_plan
 from autopar.explain import explain, explain_json, render, render_summary
 from autopar.explain_program import MAX_ROWS
 from autopar.explain_tables import TEXT_WIDTH, short_source
+from autopar.mesh import MeshShape
 from autopar.patterns import collapse
-from autopar.plan import Plan
+from autopar.plan import Plan, Replicated, Tie
 from autopar.units import human_bytes, human_seconds
 
 #: All of `explain` for the hand-made plan. After a wanted change, paste what the test prints.
@@ -30,6 +31,7 @@ Plan of `train_step` for 8 h100-sxm devices, mesh 2x4 (data=2, model=4)
 Predicted step time: 2.60 ms
   compute              1.97 ms   76 %  ##############################
   all-reduce            630 us   24 %  ##########
+XLA's estimate, simulated: 2.50 ms (what XLA's latency estimator should say; `verify` compares it)
 
 Predicted peak memory per device: 12.0 GB of 40.0 GB (30 %)
   parameters           1.50 GB   12 %  #####
@@ -196,6 +198,52 @@ def test_gap_is_stated() -> None:
     assert "within 3.4 % of the best there can be; feasible, stopped by the time limit" in str(explain(stopped))
     unbounded = replace(plan, outcome=replace(plan.outcome, gap=math.inf, status="feasible"))
     assert "not bounded; feasible" in str(explain(unbounded))
+
+
+def test_what_runs_replicated_is_told_beside_the_strategy() -> None:
+    """With its share of the step; and the certainty does not read as if that were no matter."""
+    plan = make_plan()
+    replicated = (
+        Replicated(name="mha_forward", count=2, time_s=0.7e-3, source=""),
+        Replicated(name="fft", count=1, time_s=0.1e-3, source=""),
+    )
+    text = " ".join(str(explain(replace(plan, replicated=replicated))).split())
+    assert (
+        "Replicated 3 operations have no sharding rule and run replicated on all 8 devices: `mha_forward` x2, `fft`; 31 % of"
+        " the step Certainty proven optimal among the strategies that the rules know, with the above replicated: in the"
+        " solver's model none is faster" in text
+    )
+    one = replace(plan, replicated=(replace(replicated[1], time_s=1e-6),))
+    told = "1 operation has no sharding rule and runs replicated on all 8 devices: `fft`; under 1 % of the step"
+    assert told in " ".join(str(explain(one)).split())
+    assert explain_json(one)["replicated"] == [{"name": "fft", "count": 1, "time_s": 1e-6, "source": ""}]
+    many = replace(plan, replicated=tuple(Replicated(name=f"op{n}", count=1, time_s=0.0, source="") for n in range(6)))
+    assert "`op0`, `op1`, `op2`, `op3` and 2 more; under" in " ".join(str(explain(many)).split())
+    alone = replace(plan, replicated=replicated, mesh=MeshShape(("data", "model"), (1, 1)))
+    assert "Replicated" not in str(explain(alone))
+    for told in (plan, alone):
+        assert "among the strategies" not in str(explain(told))
+
+
+def test_a_tie_is_told() -> None:
+    plan = make_plan()
+    tie = Tie(mesh=MeshShape(("data",), (8,)), words="data parallel, parameters sharded", num_split=19, faster=0.0012)
+    tied = replace(plan, tie=tie, outcome=replace(plan.outcome, gap=0.0015))
+    text = " ".join(str(explain(tied)).split())
+    assert "Certainty within 0.15 % of the best there can be, by the solver's model" in text
+    assert (
+        "Tie of the plans within 0.5 % of the fastest this is the simplest, with 13 arguments split. 0.12 % faster, with 19"
+        " split: data parallel, parameters sharded, on mesh 8" in text
+    )
+    assert explain_json(tied)["tie"]["faster"] == 0.0012
+    assert Plan.from_json(tied.to_json()) == tied
+
+
+def test_both_step_times_have_names_of_their_own() -> None:
+    text = str(explain(make_plan()))
+    assert "Predicted step time: 2.60 ms" in text and "XLA's estimate, simulated: 2.50 ms (" in text
+    unknown = replace(make_plan().prediction, xla_step_time_s=None, xla_exposed_s=None)
+    assert "simulated" not in str(explain(replace(make_plan(), prediction=unknown)))
 
 
 def test_a_bare_plan_is_explained() -> None:

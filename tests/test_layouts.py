@@ -97,6 +97,40 @@ def test_logical_names_go_through_rules() -> None:
     assert not any(t.pinned for t in autopar.plan(logical_step, *args, mesh="2x4", **HARDWARE).inputs)
 
 
+def test_rules_without_a_mesh_hold_or_are_refused() -> None:
+    """Where autopar chooses the mesh, it chooses one that has the axes of the rules; one that it would not choose it asks for."""
+    args = (logical_state(), make_batch(0))
+
+    def planned(**options: Any) -> autopar.Plan:
+        return autopar.plan(logical_step, *args, **HARDWARE, **options)
+
+    plan = planned(num_devices=8, logical_axis_rules=[("mlp", "model")])
+    assert "model" in plan.mesh.axis_names and shardings(plan)["state/params/Dense_1/kernel"] == "P('model')"
+    for devices, axis in ((8, "tensor"), (2, "model")):
+        rules = [("vocab", None), ("mlp", axis)]
+        with pytest.raises(errors.PinError) as error:
+            planned(num_devices=devices, logical_axis_rules=rules)
+        for words in (
+            f"the logical axis rule ('mlp', '{axis}') applies to `state/params/Dense_0/kernel`",
+            f"no mesh that autopar would choose for {devices} devices has the axis `{axis}`",
+            f'`mesh="{axis}={devices}"`',
+        ):
+            assert words in str(error.value)
+        plan = planned(mesh=f"{axis}={devices}", logical_axis_rules=rules)  # the way out
+        assert shardings(plan)["state/params/Dense_1/kernel"] == f"P('{axis}')"
+    with (
+        nn.logical_axis_rules([("mlp", ("data", "tensor"))]),
+        pytest.raises(errors.PinError, match="has the axis `tensor`"),
+    ):
+        planned(num_devices=8)
+    for free in ({"metadata": "ignore"}, {"metadata": "hint"}):
+        assert not any(t.pinned for t in planned(num_devices=8, logical_axis_rules=[("mlp", "tensor")], **free).inputs)
+    assert planned(num_devices=1, logical_axis_rules=[("mlp", "tensor")]).num_devices == 1
+    assert not any(
+        t.pinned for t in planned(mesh="8", logical_axis_rules=[("mlp", "model")]).inputs
+    )  # for other meshes
+
+
 def test_a_step_with_logical_names_trains_as_without() -> None:
     rules = [("embed", "data"), ("mlp", "model")]
     step = autopar.parallelize(mesh="2x4", logical_axis_rules=rules, **HARDWARE)(logical_step)

@@ -33,6 +33,7 @@ from autopar.hlo import Collective, collectives
 from autopar.mesh import MeshShape
 from autopar.pairing import Pairing, describe_origin, module_paths, pair
 from autopar.plan import CollectiveUse, Plan
+from autopar.verification import Verification
 
 # -- XLA's log -----------------------------------------------------------------------------
 
@@ -268,6 +269,40 @@ def test_the_step_time_is_held_where_the_estimate_can_be_believed() -> None:
     plan = replace(plan, prediction=replace(plan.prediction, step_time_s=1.3e-3))
     assert not step_time_figure(plan, compiled_step(), believable=True).holds
     assert step_time_figure(plan, compiled_step(), believable=False).holds
+
+
+def test_plan_and_verify_call_the_two_step_times_alike() -> None:
+    """The planner's own, and what it expects XLA's estimator to say; both commands tell both."""
+    plan = make_plan()
+    figure = step_time_figure(plan, compiled_step(), believable=True)
+    assert (figure.name, figure.predicted) == ("XLA's estimate, simulated", 2.5e-3)
+    told = Verification(
+        plan=plan,
+        topology="1x1x8",
+        memory=(),
+        matched=Collectives((), (), ()),
+        step_time=figure,
+        compiled=compiled_step(),
+        budget_bytes=1e12,
+        attempts=(),
+        overhead_s=0.0,
+    )
+    rows = [line.split("  ") for line in str(told).splitlines()]
+    shown = {row[1].strip(): [cell.strip() for cell in row[2:] if cell.strip()] for row in rows if len(row) > 2}
+    assert shown["predicted step time"][:2] == ["2.60 ms", "-"]
+    assert shown["XLA's estimate, simulated"][:2] == ["2.50 ms", "1.00 ms"]
+    for line in (
+        "predicted step time: by the planner's own model",
+        "XLA's estimate, simulated: what XLA's latency estimator",
+    ):
+        assert line in str(told)
+    assert told.to_json()["predicted_step_time_s"] == 2.6e-3
+    for text in (str(told), str(autopar.explain(plan))):
+        assert "2.60 ms" in text and "2.50 ms" in text
+    unknown = replace(plan, prediction=replace(plan.prediction, xla_step_time_s=None, xla_exposed_s=None))
+    figure = step_time_figure(unknown, compiled_step(), believable=False)
+    assert (figure.name, figure.predicted) == ("predicted step time", 2.6e-3)
+    assert "simulated" not in str(replace(told, plan=unknown, step_time=figure))
 
 
 # -- what users are told ----------------------------------------------------------------------

@@ -16,8 +16,9 @@ from typing import Any
 from autopar.errors import PlotError
 from autopar.explain import explain
 from autopar.explain_compiled import Compiled, compiled_of, read_compiled
+from autopar.explain_parts import replicated_words, simulated_words, tie_words
 from autopar.explain_program import Explanation
-from autopar.explain_stages import StagesExplanation
+from autopar.explain_stages import StagesExplanation, stages_replicated
 from autopar.explain_tables import share_text
 from autopar.page.figures import at_peak, memory_curve, time_bar
 from autopar.page.lanes import HATCH, pipeline_lanes, step_lanes
@@ -141,8 +142,9 @@ def _headline(told: Explanation | StagesExplanation) -> Element:
         shape = f"mesh {told.plan.mesh.describe()}"
         exposed = sum(one.exposed_s for one in told.time.collectives)
         third = ("communication", share_text(exposed, told.time.step_time_s) or "0 %", "of the step is exposed")
+    simulated = "" if isinstance(told, StagesExplanation) else simulated_words(told.plan)
     figures = (
-        ("step time", human_seconds(plan.prediction.step_time_s), "predicted"),
+        ("step time", human_seconds(plan.prediction.step_time_s), "; ".join(filter(None, ("predicted", simulated)))),
         ("peak memory", human_bytes(peak), f"per device, {share}"),
         third,
         ("certainty", *_certainty(told)),
@@ -155,14 +157,29 @@ def _headline(told: Explanation | StagesExplanation) -> Element:
         "header",
         el("h1", "Plan of ", el("code", plan.program.name), f" for {plan.num_devices} x {plan.hardware}"),
         el("p", *in_code(plan.words), class_="words"),
+        *(el("p", *in_code(text), class_="replicated") for text in _replicated(told)),
+        *(el("p", *in_code(f"A tie: {text}."), class_="about") for text in _tie(told)),
         el("p", shape, class_="about"),
         el("div", *cards, class_="cards"),
     )
 
 
+def _replicated(told: Explanation | StagesExplanation) -> list[str]:
+    """What runs replicated for lack of a sharding rule."""
+    if isinstance(told, Explanation):
+        return list(filter(None, [replicated_words(told.plan)]))
+    return stages_replicated(told.plan)
+
+
+def _tie(told: Explanation | StagesExplanation) -> list[str]:
+    return list(filter(None, [tie_words(told.plan)])) if isinstance(told, Explanation) else []
+
+
 def _certainty(told: Explanation | StagesExplanation) -> tuple[str, str]:
     outcome = told.plan.outcome
     what = "stages, by the prices of layers" if isinstance(told, StagesExplanation) else "in the solver's model"
+    if _replicated(told):
+        what += ", among the strategies that the rules know"
     if outcome.gap <= 1e-6:
         return "optimal", f"proven, {what}"
     if math.isfinite(outcome.gap):

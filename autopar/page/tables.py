@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.explain_compiled import Compiled, CompiledCollectives, CompiledFigure
+from autopar.explain_parts import SIMULATED
 from autopar.explain_program import Explanation
 from autopar.explain_rows import CollectiveRow, Span, TensorRow
 from autopar.explain_tables import short_source
@@ -209,7 +210,7 @@ def _figures(one: Compiled) -> Element:
 def _figure(one: CompiledFigure) -> Element:
     show = human_bytes if one.unit == "bytes" else human_seconds
     ran = el("small", f"measured {show(one.measured)}") if one.measured is not None else None
-    name = "step time, as XLA's estimator has it" if one.name == "step time" else one.name
+    name = SIMULATED if one.name == "step time" else one.name  # as files of older versions have it
     return _compared(name, show(one.predicted), "-" if one.compiled is None else show(one.compiled), ran, one)
 
 
