@@ -32,7 +32,7 @@ from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plan import Constraint, Plan
 from autopar.program import Program, program_of_call
 from autopar.sharding import TensorSharding
-from autopar.units import human_bytes, human_seconds
+from autopar.units import human_bytes, human_seconds, printable
 from autopar.version import __version__
 
 #: Operations whose results an expert would lay out: the partitioner has a choice there.
@@ -206,9 +206,9 @@ def _written(plan: Plan, names: Sequence[str], paths: _Paths, inside: Mapping[st
 
 
 def _head(plan: Plan) -> str:
-    told, name = plan.prediction, plan.program.name.rpartition(".")[2]
+    told, name = plan.prediction, printable(plan.program.name.rpartition(".")[2])
     of = ", ".join(f"{axis}={size}" for axis, size in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    given = ", ".join(dict.fromkeys(path.split("/", 1)[0] for path, _, _ in plan.program.inputs))
+    given = printable(", ".join(dict.fromkeys(path.split("/", 1)[0] for path, _, _ in plan.program.inputs)))
     about = f"Written by autopar {__version__}, which is not needed to run it, from a plan of {human_seconds(told.step_time_s)} a"
     about += f" step and {human_bytes(told.peak_bytes)} at the peak of a device, as predicted. It holds shardings and nothing"
     about += " else: no values computed again but those of the model's own `jax.checkpoint`, no batch split over time."
@@ -218,9 +218,10 @@ def _head(plan: Plan) -> str:
         about += (
             " Nor does it give sums kernels of their own, as the plan does, where XLA would slow others down with them."
         )
-    return f'''"""`{name}` on {plan.num_devices} devices ({plan.hardware}), mesh {of}.
+    words = printable(plan.words)
+    return _docstring(f"""`{name}` on {plan.num_devices} devices ({printable(plan.hardware)}), mesh {of}.
 
-{textwrap.fill(plan.words[:1].upper() + plan.words[1:] + ".", _WIDTH)}
+{textwrap.fill(words[:1].upper() + words[1:] + ".", _WIDTH)}
 
     mesh = make_mesh()
     sharded_step = shard({name}, mesh, {given})  # arrays, or their shapes and dtypes
@@ -228,7 +229,12 @@ def _head(plan: Plan) -> str:
     results = sharded_step({given})
 
 {textwrap.fill(about, _WIDTH)}
-"""'''
+""")
+
+
+def _docstring(text: str) -> str:
+    """A text that nothing in it ends early."""
+    return '"""' + text.replace("\\", "\\\\").replace('"""', r"\"\"\"") + '"""'
 
 
 def _runtime() -> tuple[str, str]:
@@ -246,7 +252,7 @@ def _mesh(plan: Plan) -> str:
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of the plan, of {plan.num_devices} devices: the last axis varies fastest, so that it stays inside a host."""
     types = (jax.sharding.AxisType.Auto,) * {len(names)}
-    return jax.make_mesh({_tuple(sizes)}, {_tuple(names)}, axis_types=types, devices=devices)'''
+    return jax.make_mesh({_literal(sizes)}, {_literal(names)}, axis_types=types, devices=devices)'''
 
 
 def _arguments(plan: Plan, names: Sequence[str], paths: _Paths) -> Iterator[str]:
@@ -262,13 +268,13 @@ def _arguments(plan: Plan, names: Sequence[str], paths: _Paths) -> Iterator[str]
     outputs = as_patterns(others, [path for path in paths.outputs if path not in others])
     of_argument = {name: {i for i, path in enumerate(paths.inputs) if path.split("/", 1)[0] == name} for name in names}
     donated = [name for name, positions in of_argument.items() if positions and positions <= set(plan.donated)]
-    yield f"ARGUMENTS = {_tuple(names)}\n#: Arguments whose buffers are given to the results.\nDONATED = {_tuple(donated)}"
+    yield f"ARGUMENTS = {_literal(names)}\n#: Arguments whose buffers are given to the results.\nDONATED = {_literal(donated)}"
     about = "Arrays of the arguments that are split; all others are whole on every device. `*` is a number, `**/` any folders:"
     about += "\nwhat the optimizer keeps of a parameter has its name at the end of its own."
     yield _table("SHARDINGS", "Mapping[str, P]", about, [(p, _spec(one), "") for p, one in inputs.items()])
     about = "Results that are the new value of an argument, and lie as that does."
     yield _table(
-        "CARRIED", "Mapping[str, str]", about, [(after, f'"{before}"', "") for after, before in carried.items()]
+        "CARRIED", "Mapping[str, str]", about, [(after, _literal(before), "") for after, before in carried.items()]
     )
     about = "Results that lie otherwise than these, or are split."
     yield _table("OUTPUTS", "Mapping[str, P]", about, [(p, _spec(one), "") for p, one in outputs])
@@ -284,8 +290,9 @@ def _table(name: str, kind: str, about: str, rows: Sequence[tuple[str, str, str]
         return "\n".join([*lines, f"{name}: {kind} = {{}}"])
     lines.append(f"{name}: {kind} = {{")
     for source, alike in groupby(rows, key=lambda row: row[2]):
-        lines += [f"    # {source or 'no line of the model'}"] if any(source for *_, source in rows) else []
-        lines += [f'    "{pattern}": {value},' for pattern, value, _ in alike]
+        of_line = printable(source) or "no line of the model"
+        lines += [f"    # {of_line}"] if any(source for *_, source in rows) else []
+        lines += [f"    {_literal(pattern)}: {value}," for pattern, value, _ in alike]
     return "\n".join([*lines, "}"])
 
 
@@ -295,11 +302,21 @@ def _specs(shardings: Sequence[TensorSharding]) -> str:
 
 def _spec(sharding: TensorSharding) -> str:
     """`P(None, "model")`."""
-    return str(sharding.resolved()).replace("'", '"')
+    dims = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in sharding.dims]
+    while dims and dims[-1] is None:
+        dims.pop()
+    return f"P({', '.join(map(_literal, dims))})"
 
 
-def _tuple(items: Sequence[Any]) -> str:
-    return repr(tuple(items)).replace("'", '"')
+def _literal(value: str | int | Sequence[Any] | None) -> str:
+    """A value as code: whatever is in a name, it stays a text. In double quotes, where it has none."""
+    if isinstance(value, str):
+        text = repr(value)
+        return text if '"' in text else f'"{text[1:-1]}"'
+    if value is None or isinstance(value, int):
+        return repr(value)
+    items = [_literal(item) for item in value]
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
 _SHARD = '''def shard(step: Callable[..., Any], mesh: Mesh, *example_args: Any, exactly: bool = True) -> ShardedStep:

@@ -20,7 +20,7 @@ class MeshShape:
     """Axis names and sizes, outermost (slowest links) first, as in `jax.sharding.Mesh`.
 
     Args:
-        axis_names: distinct names.
+        axis_names: distinct identifiers: they are written into code, text and commands.
         axis_sizes: devices along each axis, each at least 1.
     """
 
@@ -32,6 +32,11 @@ class MeshShape:
             raise MeshError(f"a mesh needs one size per axis; got {self.axis_names} and {self.axis_sizes}")
         if len(set(self.axis_names)) != len(self.axis_names):
             raise MeshError(f"mesh axis names must differ; got {self.axis_names}")
+        for name in self.axis_names:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise MeshError(
+                    f"a mesh axis is called {name!r}: give it a Python identifier, such as 'data', as its name"
+                )
         if any(size < 1 for size in self.axis_sizes):
             raise MeshError(f"mesh axis sizes must be at least 1; got {self.axis_sizes}")
 

@@ -1,4 +1,4 @@
-"""Numbers for people: three digits and a unit. In: bytes or seconds. Out: text."""
+"""Numbers and foreign texts for people. In: bytes, seconds; a text. Out: three digits and a unit; text safe to print."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def _human(value: float, unit: float, names: Sequence[str]) -> str:
         value, index = value / 1000, index + 1
     digits = 0 if names[index] == "B" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:,.{digits}f} {names[index]}"
+
+
+def printable(text: str) -> str:
+    r"""A text on one line, with what a terminal would obey, or would not show, written as an escape.
+
+    >>> print(printable("gpt \x1b[2J\nx"))
+    gpt \x1b[2J\nx
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

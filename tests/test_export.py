@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import execute, hlo
 from autopar.cli import main
-from autopar.errors import ExportError, PlanMismatchError
+from autopar.errors import ExportError, MeshError, PlanFileError, PlanMismatchError
+from autopar.export import _table
 from autopar.export_names import as_patterns, inputs_as_patterns
 from autopar.front_ends.step import Step
+from autopar.mesh import MeshShape
 from autopar.plan import Plan, TensorPlan
 from autopar.program import program_of
+from autopar.saved_plans import load_plan
 from autopar.sharding import TensorSharding
 
 HERE = Path(__file__).parent
@@ -140,6 +144,67 @@ def test_the_command_writes_the_same_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "sharded.py").read_text() == autopar.export(plan, step, *args)
     assert main(["export", "p.json", "train.py:make"]) == 0
     assert capsys.readouterr().out == (tmp_path / "sharded.py").read_text()
+
+
+# Hostile names: whatever is in them stays text.
+
+#: Each would run code, or end the text that it stands in, if it were pasted.
+HOSTILE = (
+    'w": P(), **(ran.append(()) or {}), "z',
+    "w') or ran.append(()) or P('",
+    '"""\nran.append(())\n"""',
+    "w\nran.append(())\n",
+    "w\rran.append(())\r",
+    "\\",
+    'w\\"""; ran.append(())',
+    "\x1b[J\u2028\u202e\ud800",
+)
+
+
+def run_exported(text: str) -> dict[str, Any]:
+    """What an exported file defines; it must not call what hostile names name."""
+    names: dict[str, Any] = {"__name__": "exported", "ran": []}
+    sys.modules["exported"] = type(sys)("exported")
+    exec(compile(text.encode(), "exported.py", "exec"), names)
+    assert not names["ran"], "a name was run"
+    return names
+
+
+def test_names_of_parameters_are_text_in_the_file() -> None:
+    def step(params: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        return {name: p * jnp.sum(x) for name, p in params.items()}, jnp.sum(x)
+
+    args = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for name in HOSTILE}, jax.ShapeDtypeStruct((8, 8), "f4")
+    specs = [P(), P("data"), P(None, "data")]
+    pins = {f"params/{re.sub(r'[*?[]', '?', name)}": specs[n % 3] for n, name in enumerate(HOSTILE)}
+    plan = autopar.plan(step, *args, mesh="data=2", hardware="h100-sxm", pin=pins)
+    made = run_exported(autopar.export(plan, step, *args))
+    assert made["SHARDINGS"] == {f"params/{name}": specs[n % 3] for n, name in enumerate(HOSTILE) if n % 3}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_words_of_a_plan_are_text_in_the_file(hostile: str) -> None:
+    plan, step, args = pinned()
+    evil = replace(plan, hardware=hostile, words=hostile, program=replace(plan.program, name=hostile))
+    made = run_exported(autopar.export(evil, step, *args))
+    assert made["ARGUMENTS"] == ("params", "x")
+    assert made["__doc__"].isascii() and "\x1b" not in made["__doc__"]
+
+
+def test_lines_of_code_are_comments_in_the_file() -> None:
+    text = _table("T", "Mapping[str, str]", "", [("a", '"b"', "x.py\nran.append(())"), ("c", '"d"', "")])
+    assert run_exported("from collections.abc import Mapping\n" + text)["T"] == {"a": "b", "c": "d"}
+
+
+@pytest.mark.parametrize("name", ["d') or ran.append(()) or P('", "a b", "2", "", "a\n"])
+def test_an_axis_of_a_mesh_is_an_identifier(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MeshError, match=re.escape(f"a mesh axis is called {name!r}: give it a Python identifier")):
+        MeshShape(("data", name), (2, 4))
+    plan, _, _ = pinned()
+    written = json.dumps(plan.to_json()).replace('"data"', json.dumps(name))
+    (tmp_path / "p.json").write_text(written)
+    with pytest.raises(PlanFileError, match=r"cannot use the plan file .* its field `mesh` is no mesh: a mesh axis is"):
+        load_plan(tmp_path / "p.json")
 
 
 # Names.
