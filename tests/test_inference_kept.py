@@ -240,20 +240,24 @@ def test_a_program_that_fails_when_it_runs_is_said_and_all_are_made_anew(
     assert said_by(start(folder, cache)) == first[2], "it is whole again"
 
 
-@pytest.mark.parametrize("whose", ["anybody's", "another's"])
+@pytest.mark.parametrize("whose", ["anybody's", "a group's", "in a group's folder", "another's"])
 def test_what_others_may_have_written_is_not_run(
     whose: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (entry,) = entries(cache)
     if whose == "anybody's":
         entry.chmod(0o666)
+    elif whose == "a group's":
+        entry.chmod(0o664)
+    elif whose == "in a group's folder":
+        entry.parent.chmod(0o775)
     elif os.geteuid() == 0:
         os.chown(entry, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setattr(pickle, "load", lambda file: pytest.fail("it is read"))
     assert KeptPrograms(entry, None).read() is None
-    assert "other users may write it" in caplog.text or "belongs to another user" in caplog.text
+    assert "other users may write" in caplog.text or "belongs to another user" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_to_is_said(

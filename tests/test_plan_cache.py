@@ -6,6 +6,8 @@ import itertools
 import json
 import logging
 import os
+import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import plan_cache
+from autopar import kept_file, plan_cache
 from autopar.cost import hardware
 from autopar.plan_key import key_of
 from autopar.program import program_of
@@ -398,6 +400,98 @@ def test_a_damaged_compiled_step_is_said_and_compiled_anew(
     assert "is damaged" in caplog.text
     run_once(mlp, tmp_path)
     assert CACHE_HITS in compiled_events, "it is whole again"
+
+
+# -- what others may have written ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kept_step(mlp: programs.Program, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """The cache of a first start, and what it returned, of a process in whose files a group may write."""
+    cache = tmp_path_factory.mktemp("first") / "cache"
+    before, mask = jax.config.jax_persistent_cache_min_compile_time_secs, os.umask(0o002)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        return cache, run_once(mlp, cache)
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+        os.umask(mask)
+
+
+@pytest.mark.parametrize(
+    ("what", "mode"),
+    [("compiled/*/*-cache", 0o664), ("compiled/*", 0o775), (".", 0o777), ("compiled/*", "another's"), (".", 0o1777)],
+)
+def test_a_compiled_step_that_others_may_have_written_is_not_run(
+    mlp: programs.Program,
+    kept_step: tuple[Path, np.ndarray],
+    what: str,
+    mode: int | str,
+    tmp_path: Path,
+    compiled_events: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(kept_step[0], cache)
+    for path in cache.glob(what) if what != "." else [cache]:
+        if isinstance(mode, int):
+            path.chmod(mode)
+        elif os.geteuid() == 0:
+            os.chown(path, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert run_once(mlp, cache) == kept_step[1]
+    if mode == 0o1777:  # nobody may replace what is another's, as in /tmp
+        assert CACHE_HITS in compiled_events and not caplog.records
+        return
+    assert CACHE_HITS not in compiled_events
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said and all("what is in it is not run" in one for one in said)
+    assert all("`chmod go-w`" in one or "another user" in one for one in said)
+
+
+def test_who_may_have_written_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rule, whatever is kept: the file, its folder and those above, all bits of a group and of the others."""
+    kept_file.make_private(tmp_path / "cache" / "inner")
+    file = tmp_path / "cache" / "inner" / "file"
+    file.write_bytes(b"")
+    (tmp_path / "linked").symlink_to(tmp_path / "cache")
+    for path in (file, file.parent, tmp_path / "cache"):
+        private = stat.S_IMODE(path.stat().st_mode) & ~0o022
+        for more in range(0o100):
+            path.chmod(private | more)
+            for way in (file, tmp_path / "linked" / "inner" / "file"):
+                if more & 0o022:
+                    with pytest.raises(ValueError, match=rf"other users may write .* \(mode {private | more:o}\)"):
+                        kept_file.refuse_of_others(way)
+                else:
+                    kept_file.refuse_of_others(way)
+        path.chmod(private | 0o1022)
+        if path == file:
+            with pytest.raises(ValueError, match="other users may write it"):
+                kept_file.refuse_of_others(file)
+        else:
+            kept_file.refuse_of_others(file)
+        path.chmod(private)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    if file.stat().st_uid == 0:  # root's are trusted, as the system's own programs are
+        kept_file.refuse_of_others(file)
+        os.chown(tmp_path / "cache", 12345, -1)
+    with pytest.raises(ValueError, match=r"belongs to another user, \d+, and what is in it is not run"):
+        kept_file.refuse_of_others(file)
+
+
+def test_the_folders_of_a_cache_are_of_its_user_alone(tmp_path: Path) -> None:
+    mask = os.umask(0o002)
+    try:
+        kept_file.make_private(tmp_path / "a" / "b")
+        kept_file.write_kept(tmp_path / "c" / "d" / "file", "format", b"body", {}, 10)
+    finally:
+        os.umask(mask)
+    made = [tmp_path / "a", tmp_path / "a" / "b", tmp_path / "c", tmp_path / "c" / "d"]
+    assert [stat.S_IMODE(one.stat().st_mode) for one in made] == [0o700] * 4
+    assert kept_file.read_kept(tmp_path / "c" / "d" / "file", "format", runs=True) is not None
 
 
 # -- the command line ------------------------------------------------------------------------
