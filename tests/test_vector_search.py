@@ -17,7 +17,10 @@ import autopar
 from autopar import hlo, vector_search
 from autopar.errors import BudgetError, IndexFileError, SearchError
 from autopar.vector_search import metrics
-from autopar.vector_search.exact import exact_search
+from autopar.vector_search.among import Among
+from autopar.vector_search.build import _place
+from autopar.vector_search.centre import centred, whole
+from autopar.vector_search.exact import Corpus, exact_arguments, exact_search
 from autopar.vector_search.exact_index import ExactIndex
 from autopar.vector_search.tiling import Blocks, Tiling
 
@@ -88,10 +91,11 @@ def test_the_program_is_exact(
     corpus = vectors(int(np.prod(tiling)), dim, dtype)
     queries = vectors(blocks * block, dim, dtype)
     allowed = RNG.random(len(corpus)) < share
-    tiled = jnp.asarray(corpus.reshape(*tiling, dim))
+    less, centre = centred(corpus, metric)
+    held = Corpus.of(jnp.asarray(less.reshape(*tiling, dim)), centre, allowed.reshape(tiling), metric)
     k = min(k, len(corpus))
-    distances, positions = jax.jit(exact_search(metric, k, at_once=at_once))(
-        queries.reshape(blocks, block, dim), tiled, metrics.terms(tiled, metric), allowed.reshape(tiling)
+    distances, positions, _ = jax.jit(exact_search(metric, k, at_once=at_once))(
+        queries.reshape(blocks, block, dim), held
     )
     assert distances.dtype == metrics.score_dtype(jnp.dtype(corpus.dtype), metric)
     ids = np.asarray(positions, np.int64).reshape(-1, k)
@@ -119,6 +123,131 @@ def test_integers_are_exact(num_queries: int) -> None:
     assert found.distances.dtype == np.int32
     np.testing.assert_array_equal(found.distances, np.sort(wide, axis=1)[:, :10])
     np.testing.assert_array_equal(np.take_along_axis(wide, found.ids, 1), found.distances)
+
+
+# -- distances that are small beside the vectors --------------------------------------------------
+
+NUM_HARD, NUM_NEAR = 1500, 20
+
+
+def _normal(n: int, dim: int = 24) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(n + dim).standard_normal((n, dim))
+
+
+def _with_years(n: int) -> np.ndarray[Any, Any]:
+    found = _normal(n)
+    found[:, 0] = np.random.default_rng(n).uniform(1900, 2024, n)
+    return found
+
+
+def _in_two_clusters(n: int) -> np.ndarray[Any, Any]:
+    return _normal(n) + np.where(np.arange(n) % 2, 3e4, -3e4)[:, None]
+
+
+def _with_one_near_zero(n: int) -> np.ndarray[Any, Any]:
+    found = _normal(n) + 3000
+    found[n // 2] *= 1e-6
+    return found
+
+
+def _with_one_giant(n: int) -> np.ndarray[Any, Any]:
+    found = _normal(n) + 100
+    found[n // 2] *= 1e8
+    return found
+
+
+def _each_thirty_times(n: int) -> np.ndarray[Any, Any]:
+    return (_normal(n // 30 + 1) + 300)[np.arange(n) % (n // 30 + 1)]
+
+
+#: Corpora, and queries, by how many there are: beside the distances of neighbours, the vectors are long.
+HARD: dict[str, tuple[Any, Any]] = {
+    "offset of 100": (lambda n: _normal(n) + 100, lambda n: _normal(n) + 100),
+    "offset of 1000": (lambda n: _normal(n) + 1000, lambda n: _normal(n) + 1000),
+    "a column of years": (_with_years, _with_years),
+    "two clusters far apart": (_in_two_clusters, _in_two_clusters),
+    "one near zero, which is why nothing is centred": (_with_one_near_zero, lambda n: _normal(n) + 3000),
+    "one giant": (_with_one_giant, lambda n: _normal(n) + 100),
+    "each thirty times": (_each_thirty_times, lambda n: _normal(n) + 300),
+    "each thirty times, and queries among them": (_each_thirty_times, _each_thirty_times),
+    "all equal": (lambda n: np.full((n, 24), 7.0), lambda n: _normal(n)),
+    "queries far from all": (_normal, lambda n: _normal(n) + 1e4),
+    "fewer than neighbours": (lambda n: _normal(5) + 1000, lambda n: _normal(n) + 1000),
+}
+
+
+def check_nearest(found: vector_search.Found, queries: Any, corpus: Any) -> None:
+    """The k nearest by 64 bits, as far as distances of 32 bits tell, each once."""
+    truth = expected(queries, corpus, "l2")
+    there = min(found.ids.shape[1], len(corpus))
+    best = np.sort(truth, axis=1)[:, :there]
+    own = np.take_along_axis(truth, found.ids[:, :there], axis=1)
+    np.testing.assert_allclose(own, best, rtol=2e-6)
+    np.testing.assert_allclose(found.distances[:, :there], own, rtol=2e-6)
+    assert all(len(set(row)) == there for row in found.ids[:, :there])
+    assert (found.ids[:, there:] == -1).all()
+
+
+@pytest.mark.parametrize("case", HARD)
+def test_distances_that_are_small_beside_the_vectors_are_exact(case: str) -> None:
+    """No neighbour is lost to rounding; and where an index is saved, it is what was given, to the last bit."""
+    corpus, queries = (make(n).astype(np.float32) for make, n in zip(HARD[case], (NUM_HARD, NUM_NEAR), strict=True))
+    index = build(corpus, mesh=MESH_OF_ONE, batch=NUM_NEAR)
+    check_nearest(index.search(queries, 10), queries, corpus)
+    check_nearest(index.search(queries, 10), queries, corpus)  # begins with as many candidates as the first needed
+    assert isinstance(index, ExactIndex)
+    corpus_held = index._corpus(index._programs.held.layouts[0])
+    less = np.asarray(corpus_held.vectors).reshape(-1, 24)[: len(corpus)]
+    np.testing.assert_array_equal(whole(less, np.asarray(corpus_held.centre)), corpus)
+    among = Among(corpus, "l2", _place(MESH_OF_ONE, None, None, NUM_NEAR))  # what other kinds are measured by
+    distances, positions = among.search(queries, 10, np.arange(len(corpus)))
+    check_nearest(vector_search.Found(positions, distances), queries, corpus)
+
+
+@pytest.mark.parametrize("case", ["offset of 1000", "two clusters far apart", "each thirty times"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_they_are_exact_on_eight_devices(case: str, dtype: str) -> None:
+    corpus, queries = (
+        make(n).astype(getattr(jnp, dtype)) for make, n in zip(HARD[case], (NUM_HARD, NUM_NEAR), strict=True)
+    )
+    index = build(corpus, mesh="8", batch=NUM_NEAR, memory_budget_bytes=3e5)
+    found = index.search(queries, 10)
+    truth = expected(queries, corpus, "l2")
+    best = np.sort(truth, axis=1)[:, :10]
+    np.testing.assert_allclose(np.take_along_axis(truth, found.ids, axis=1), best, rtol=2e-6)
+    np.testing.assert_allclose(found.distances, best, rtol=2e-6)
+    few = np.arange(NUM_HARD) % 7 == 0
+    found = index.search(queries[0], 10, filter=few)
+    own = expected(queries[:1], corpus, "l2")[0]
+    np.testing.assert_allclose(own[found.ids], np.sort(own[few])[:10], rtol=2e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    offset=st.sampled_from([0.0, 0.3, 10.0, 1e3, 1e6]),
+    scale=st.sampled_from([1e-3, 1.0, 50.0]),
+    whole_numbers=st.booleans(),
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_centre_loses_nothing(dtype: str, offset: float, scale: float, whole_numbers: bool) -> None:
+    given = _normal(50, 3) * scale + offset
+    given = (np.round(given) if whole_numbers else given).astype(getattr(jnp, dtype))
+    less, centre = centred(given, "l2")
+    assert less.dtype == given.dtype
+    assert centre is not None
+    np.testing.assert_array_equal(whole(less, centre), given)
+    if offset > 100 * scale:
+        assert np.abs(less.astype(np.float64)).max() < offset / 10
+
+
+@pytest.mark.parametrize("offset", [0, 300])
+def test_an_inner_product_is_of_the_vectors_themselves(offset: float) -> None:
+    corpus, queries = ((_normal(n) + offset).astype(np.float32) for n in (NUM_HARD, NUM_NEAR))
+    found = build(corpus, mesh=MESH_OF_ONE, metric="inner_product").search(queries, 10)
+    truth = expected(queries, corpus, "inner_product")
+    best = -np.sort(-truth, axis=1)[:, :10]
+    np.testing.assert_allclose(found.distances, best, rtol=1e-6)
+    np.testing.assert_allclose(np.take_along_axis(truth, found.ids, axis=1), best, rtol=3e-8)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.2, 0.5, 1.0])
@@ -169,17 +298,10 @@ def test_a_vector_of_zeros_has_no_cosine() -> None:
 def split(num_vectors: int, num_queries: int, hardware: str, k: int = 10) -> dict[str, Any]:
     """What the plan of a search splits over 8 devices: the dims of the queries, the vectors and the result."""
     tiling, blocks = Tiling.of(num_vectors, 8), Blocks.of(num_queries, 8)
-    struct = jax.ShapeDtypeStruct
-    plan = autopar.plan(
-        exact_search("l2", k, at_once=blocks.at_once),
-        struct((blocks.blocks, blocks.block, 64), "float32"),
-        struct((*tiling.shape, 64), "float32"),
-        struct(tiling.shape, "float32"),
-        struct(tiling.shape, "bool"),
-        mesh="8",
-        hardware=hardware,
-    )
-    return {t.path: [d for d, axes in enumerate(t.sharding.dims) if axes] for t in plan.inputs}
+    arguments = exact_arguments(tiling, blocks, 64, np.dtype(np.float32), "l2")
+    plan = autopar.plan(exact_search("l2", k, at_once=blocks.at_once), *arguments, mesh="8", hardware=hardware)
+    split_dims = [[d for d, axes in enumerate(t.sharding.dims) if axes] for t in plan.inputs]
+    return {"queries": split_dims[0], "vectors": split_dims[1]}
 
 
 def test_corpus_batch_and_hardware_flip_the_layout() -> None:
@@ -227,7 +349,8 @@ def test_a_split_corpus_sends_candidates_alone(num_queries: int, k: int) -> None
     candidates = places * 8 * k
     gathered = [one.num_bytes for one in found if one.kind == "all-gather"]
     assert max(gathered, default=0) <= candidates * (4 + 4)  # a value and a position
-    assert sum(one.num_bytes for one in found) <= candidates * (4 + 4) + places * k * 4  # and which were chosen
+    # and which were chosen, and of each query the least distance of what is no candidate
+    assert sum(one.num_bytes for one in found) <= candidates * (4 + 4) + places * k * 4 + places * 4
     queries = vectors(num_queries, 64)
     alone = build(corpus, mesh=MESH_OF_ONE).search(queries, k)
     np.testing.assert_array_equal(index.search(queries, k).ids, alone.ids)

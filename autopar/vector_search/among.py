@@ -9,6 +9,7 @@ a filter leaves few.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 
 from autopar.planned import Planned
 from autopar.vector_search import metrics
-from autopar.vector_search.exact import Best, exact_search
+from autopar.vector_search.centre import centred
+from autopar.vector_search.certain import Answers, Certain
+from autopar.vector_search.exact import EXTRA, Corpus, Exact, exact_arguments, exact_search, search_terms
 from autopar.vector_search.metrics import NO_ID, Metric
 from autopar.vector_search.place import Place
 from autopar.vector_search.tiling import Blocks, Tiling
@@ -41,7 +44,8 @@ class Among:
         self._num_devices = place.num_devices
         most_bytes = min(_PIECE_BYTES, _SHARE * place.budget_bytes)
         self._most = max(_LEAST, _power_of_two(int(most_bytes / vectors[:1].nbytes)) // 2)
-        self._programs: dict[tuple[Blocks, Tiling, int], Planned] = {}
+        self._certain = Certain()
+        self._programs: dict[tuple[Blocks, Tiling, int, int | None], Planned] = {}
 
     def search(self, queries: NDArray[Any], k: int, which: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Distances and positions of the best, best first, `[num_queries, k]`; `NO_ID` where there is none.
@@ -62,44 +66,44 @@ class Among:
 
     def _piece(self, queries: NDArray[Any], k: int, which: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         tiling = Tiling.of(min(self._most, max(_LEAST, _power_of_two(len(which)))), self._num_devices)
-        blocks = Blocks.of(max(1, len(queries)), self._num_devices)
         kept, dim = min(k, tiling.places), self._vectors.shape[1]
         some = np.zeros((tiling.places, dim), self._vectors.dtype)
-        some[: len(which)] = self._vectors[which]
-        padded = np.zeros((blocks.places, dim), self._vectors.dtype)
-        padded[: len(queries)] = queries
-        program = self._program(blocks, tiling, kept)
-        made = program.run(
-            padded.reshape(blocks.blocks, blocks.block, dim),
-            some.reshape(*tiling.shape, dim),
-            (np.arange(tiling.places) < len(which)).reshape(tiling.shape),
-        )
-        distances, places = (np.asarray(a).reshape(blocks.places, kept)[: len(queries)] for a in made)
+        less, centre = centred(self._vectors[which], self._metric)
+        some[: len(which)] = less
+        is_there = (np.arange(tiling.places) < len(which)).reshape(tiling.shape)
+        piece = Corpus(some.reshape(*tiling.shape, dim), centre, None, is_there)
+        distances, places = self._certain.search(queries, partial(self._run, piece=piece, tiling=tiling, k=kept))
         positions = np.where(places == NO_ID, NO_ID, which[np.maximum(places, 0)] if len(which) else NO_ID)
         missing = ((0, 0), (0, k - kept))
         worst = metrics.worst_distance(distances.dtype, self._metric)
         return np.pad(distances, missing, constant_values=worst), np.pad(positions, missing, constant_values=NO_ID)
 
-    def _program(self, blocks: Blocks, tiling: Tiling, k: int) -> Planned:
-        key = (blocks, tiling, k)
+    def _run(self, queries: NDArray[Any], extra: int | None, *, piece: Corpus, tiling: Tiling, k: int) -> Answers:
+        blocks, dim = Blocks.of(max(1, len(queries)), self._num_devices), self._vectors.shape[1]
+        padded = np.zeros((blocks.places, dim), self._vectors.dtype)
+        padded[: len(queries)] = queries
+        made = self._program(blocks, tiling, k, extra).run(padded.reshape(blocks.blocks, blocks.block, dim), piece)
+        distances, places = (np.asarray(a).reshape(blocks.places, k)[: len(queries)] for a in made[:2])
+        if made.is_certain is None:
+            return distances, places, None
+        return distances, places, np.asarray(made.is_certain).reshape(-1)[: len(queries)]
+
+    def _program(self, blocks: Blocks, tiling: Tiling, k: int, extra: int | None) -> Planned:
+        key = (blocks, tiling, k, extra)
         if key not in self._programs:
-            struct, dim, dtype = jax.ShapeDtypeStruct, self._vectors.shape[1], self._vectors.dtype
-            arguments = (
-                struct((blocks.blocks, blocks.block, dim), dtype),
-                struct((*tiling.shape, dim), dtype),
-                struct(tiling.shape, np.bool_),
-            )
-            search = search_of_a_piece(self._metric, k, at_once=blocks.at_once)
-            self._programs[key] = Planned.of(search, arguments, self._place.options)
+            dim, dtype = self._vectors.shape[1], self._vectors.dtype
+            queries, corpus = exact_arguments(tiling, blocks, dim, dtype, self._metric)
+            search = search_of_a_piece(self._metric, k, at_once=blocks.at_once, extra=extra)
+            self._programs[key] = Planned.of(search, (queries, corpus._replace(term=None)), self._place.options)
         return self._programs[key]
 
 
-def search_of_a_piece(metric: Metric, k: int, *, at_once: bool) -> Callable[..., Best]:
-    """As `exact_search`, of vectors whose terms are not known."""
-    search = exact_search(metric, k, at_once=at_once)
+def search_of_a_piece(metric: Metric, k: int, *, at_once: bool, extra: int | None = EXTRA) -> Callable[..., Exact]:
+    """As `exact_search`, of vectors whose terms are not known; `extra` as of `certain`."""
+    search = exact_search(metric, k, at_once=at_once, extra=extra or 0, directly=extra is None)
 
-    def of_a_piece(queries: jax.Array, vectors: jax.Array, may_return: jax.Array) -> Best:
-        return search(queries, vectors, metrics.terms(vectors, metric), may_return)
+    def of_a_piece(queries: jax.Array, piece: Corpus) -> Exact:
+        return search(queries, piece._replace(term=search_terms(piece.vectors, metric)))
 
     of_a_piece.__qualname__ = "exact_search_of_a_piece"
     return of_a_piece
