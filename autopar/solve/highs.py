@@ -35,6 +35,8 @@ from ortools.math_opt import (
 )
 from ortools.math_opt.core.python import solver as mathopt
 
+#: By how much HiGHS's bound may be off for each cost that an assignment adds up: the tolerance of its reduced costs.
+TOLERANCE = 1e-7
 Report = Callable[[float, float], None]
 _WORKER = Path(__file__).with_name("highs_worker.py")
 _GRACE_S = 5.0  # by which HiGHS may overrun its limit before it is killed

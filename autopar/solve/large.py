@@ -84,11 +84,12 @@ class LargeSearch:
                 self._meet(np.array(start, np.int64))
             if len(self.choices) and self._open():
                 self._anneal(prices)
-        finally:
+        except BaseException:  # the threads hear of it too
             self._budget.stop()
+            raise
 
     def _price(self) -> Multipliers:
-        multipliers = Multipliers(self.p)
+        multipliers = Multipliers(self.p, lambda: self._budget.overdue)
         share = _PRICING_SHARE * (1 - self._budget.spent()) + self._budget.spent()
         try:
             bound, cost, in_vain = -np.inf, np.inf, 0

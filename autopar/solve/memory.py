@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solve.highs import End, solve_mip
+from autopar.solve.highs import TOLERANCE, End, solve_mip
 from autopar.solve.instants import instants_of
 from autopar.solve.problem import Problem
 from autopar.solve.programme import Columns
-from autopar.solve.reduction import Reduced, reduce
+from autopar.solve.reduction import Overdue, Reduced, reduce
 
 _ROWS_A_ROUND = 4
 
@@ -47,7 +47,10 @@ def minimum_memory(problem: Problem, time_limit_s: float = 60.0, *, relative_gap
         relative_gap: by how much the peak may exceed the least one.
     """
     deadline = time.monotonic() + time_limit_s
-    reduced = reduce(_costless(problem))
+    try:
+        reduced = reduce(_costless(problem), deadline=deadline)
+    except Overdue:
+        return MinimumMemory((), np.inf, 0.0)
     if reduced is None:
         return MinimumMemory((), np.inf, np.inf)
     choices, bound = _least_peak(reduced, deadline, relative_gap)
@@ -99,7 +102,7 @@ def _least_peak(reduced: Reduced, deadline: float, relative_gap: float) -> tuple
             return (), np.inf
         if outcome.end is End.INTERRUPTED:
             raise KeyboardInterrupt
-        bound = max(bound, outcome.bound * most / 1e4)
+        bound = max(bound, (outcome.bound - TOLERANCE * columns.terms) * most / 1e4)
         if outcome.values is None:
             return best, bound
         choices = columns.decode(outcome.values)

@@ -31,9 +31,13 @@ _STEEP = 3.0  # times the relative excess over the limit is the share of a step 
 
 
 class Multipliers:
-    """The prices, the messages under them, and the best bound."""
+    """The prices, the messages under them, and the best bound.
 
-    def __init__(self, p: Pairwise, first_bound_passes: int = 20) -> None:
+    Args:
+        overdue: whether there is no time left; asked before each pass.
+    """
+
+    def __init__(self, p: Pairwise, overdue: Callable[[], bool], first_bound_passes: int = 20) -> None:
         num_instants = len(p.base)
         self.p = p
         self.values = np.zeros(num_instants)  # seconds per byte
@@ -43,10 +47,13 @@ class Multipliers:
         self._steps, self._signs = np.zeros(num_instants), np.zeros(num_instants)
         self._loads = np.zeros(num_instants)
         self.bound = -np.inf
+        self._overdue = overdue
         for i in range(first_bound_passes):
+            if overdue():
+                break
             self.bound = messages.sweep(p, p.costs, self.messages, i % 2 == 0)
         self.best, self.best_messages = self.values.copy(), self.messages.copy()
-        self._first = 1e-3 * (abs(self.bound) or 1.0) / (abs(p.limit) or 1.0)
+        self._first = 1e-3 * (abs(self.bound) if 0.0 < abs(self.bound) < np.inf else 1.0) / (abs(p.limit) or 1.0)
 
     def step(self, meet: Meet) -> float:
         """Pass messages, decode, and move the prices. Returns by how much the limit is exceeded on average, relatively.
@@ -87,6 +94,8 @@ class Multipliers:
             prices = p.costs + share * self.held
             bound = -np.inf
             for i in range(_PASSES_LOWER):
+                if self._overdue():
+                    break
                 bound = messages.sweep(p, prices, self.messages, i % 2 == 0)
             bound -= float(values.sum()) * p.limit
             if bound > self.bound:
@@ -100,6 +109,8 @@ class Multipliers:
         for factor in _FACTORS:
             prices = p.costs + factor * self.held
             for i in range(_PASSES_AROUND):
+                if self._overdue():
+                    break
                 forward = i % 2 == 0
                 messages.sweep(p, prices, self.messages, forward)
                 messages.decode(p, prices, self.messages, not forward, choices)

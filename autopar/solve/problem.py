@@ -9,6 +9,7 @@ A forbidden strategy or pair has cost `inf`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -47,14 +48,17 @@ class Problem:
     memory_limit: float | None = None
 
     def evaluate(self, choices: tuple[int, ...]) -> float:
-        """Cost of an assignment, in seconds (`inf` where it takes a forbidden choice)."""
-        total = sum(float(costs[s]) for costs, s in zip(self.node_costs, choices, strict=True))
-        return total + sum(float(e.costs[choices[e.source], choices[e.target]]) for e in self.edges)
+        """Cost of an assignment, in seconds (`inf` where it takes a forbidden choice): the float64 nearest to it."""
+        return math.fsum(self._terms(choices))
 
     def magnitude(self, choices: tuple[int, ...]) -> float:
         """Sum of the absolute values that `evaluate` adds up: what its rounding is relative to, in seconds."""
-        total = sum(abs(float(costs[s])) for costs, s in zip(self.node_costs, choices, strict=True))
-        return total + sum(abs(float(e.costs[choices[e.source], choices[e.target]])) for e in self.edges)
+        return math.fsum(map(abs, self._terms(choices)))
+
+    def _terms(self, choices: tuple[int, ...]) -> list[float]:
+        """What a cost is the sum of."""
+        terms = [float(costs[s]) for costs, s in zip(self.node_costs, choices, strict=True)]
+        return terms + [float(e.costs[choices[e.source], choices[e.target]]) for e in self.edges]
 
     def peak_memory(self, choices: tuple[int, ...]) -> float:
         """Largest sum of live usages over all instants, in bytes."""

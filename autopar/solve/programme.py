@@ -15,6 +15,7 @@ Forbidden choices have no column. Memory rows are given one by one, for few of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,11 @@ class Columns:
             table, rows, cols = known[id(edge.costs)]
             self.pairs.append(_Pairs(edge.source, edge.target, table, rows, cols, self.count))
             self.count += len(rows)
+
+    @property
+    def terms(self) -> int:
+        """How many columns an assignment sets to 1."""
+        return len(self.sizes) + len(self.pairs)
 
     def encode(self, choices: Sequence[int]) -> np.ndarray:
         """The columns' values of an assignment of finite cost."""
@@ -118,6 +124,12 @@ class Columns:
         """The problem's cost of each column, in seconds."""
         parts = [*self.problem.node_costs, *(p.table.core[p.rows, p.cols] for p in self.pairs)]
         return np.concatenate(parts)
+
+    def floors(self) -> tuple[np.ndarray, float]:
+        """The least cost of each column's node or edge, and the sum of these, in seconds."""
+        starts = [*self.starts[:-1].tolist(), *(p.start for p in self.pairs)]
+        leasts = np.minimum.reduceat(self.costs(), starts)
+        return np.repeat(leasts, np.diff([*starts, self.count])), math.fsum(leasts)
 
     def _structure(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Rows, columns and coefficients of all but the memory rows, and the number of rows."""

@@ -19,6 +19,8 @@ once (`shared.py`).
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +33,15 @@ from autopar.solve.shared import SharedTables
 from autopar.solve.table import Table
 
 _FITS_CACHE = 1 << 14  # entries
+_LISTEN = 16  # nodes between two looks at the clock
 
 
 class Contradiction(Exception):
     """A node has no strategy left: the problem has no assignment of finite cost."""
+
+
+class Overdue(Exception):
+    """Time ran out before the problem was reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,27 +308,35 @@ def _minimise_between(first: Table, second: Table, costs: np.ndarray) -> tuple[n
 RULES: tuple[Rule, ...] = (delete_forbidden, follow, eliminate, dominate)
 
 
-def reduce(problem: Problem, *, rules: Sequence[Rule] = RULES) -> Reduced | None:
+def reduce(problem: Problem, *, rules: Sequence[Rule] = RULES, deadline: float = math.inf) -> Reduced | None:
     """Shrink a problem without changing its optimum.
 
     Args:
         rules: which rules to apply.
+        deadline: on the clock of `time.monotonic`.
 
     Returns:
         The reduced problem; None if no assignment has finite cost.
+
+    Raises:
+        Overdue: if the deadline passes first.
     """
     if not all(len(costs) for costs in problem.node_costs):
         return None
     net = Network(problem)
     try:
-        _fixpoint(net, rules)
+        _fixpoint(net, rules, deadline)
     except Contradiction:
         return None
     return _reduced(net, problem)
 
 
-def _fixpoint(net: Network, rules: Sequence[Rule]) -> None:
+def _fixpoint(net: Network, rules: Sequence[Rule], deadline: float) -> None:
+    looked = 0
     while (node := net.next_dirty()) is not None:
+        looked += 1
+        if looked % _LISTEN == 0 and time.monotonic() >= deadline:
+            raise Overdue
         for rule in rules:
             if rule(net, node):
                 net.counts[rule.__name__] += 1

@@ -1,5 +1,9 @@
 """The search for the optimum of a reduced problem: bounds, incumbents, and what cannot beat them.
 
+Costs are put on a grid first (`grid.py`), on which reductions and elimination have no rounding; where the grid turns
+out too coarse or too fine for the assignment found, there is another search on a better one. In the end the best
+assignment is bettered by small changes (`polish.py`).
+
 Each round works on a part of the problem that holds every assignment cheaper than the incumbent:
 
 1. Elimination bounds the part and finds assignments; where it is affordable in full, and no memory limit is
@@ -11,6 +15,7 @@ Each round works on a part of the problem that holds every assignment cheaper th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,15 +26,21 @@ from autopar.solve.branch import Branched, branch
 from autopar.solve.budget import Budget
 from autopar.solve.dual import Dual, dear_memory, price_memory
 from autopar.solve.elimination import Elimination, plan_elimination, plan_exact
+from autopar.solve.grid import Gridded, on_grid
 from autopar.solve.highs import End
 from autopar.solve.instants import instants_of
 from autopar.solve.memory import minimum_memory
+from autopar.solve.polish import polish
 from autopar.solve.problem import ROUNDING, Edge, Problem, Usage
-from autopar.solve.reduction import Reduced, reduce
+from autopar.solve.reduction import Overdue, Reduced, reduce
+from autopar.solve.start import cheap_start
 from autopar.solve.thinning import thin
 
 Progress = Callable[[float, float], None]
 PROVEN = 1e-6  # relative gap that counts as optimal
+_CANCELLED = 1e-12  # of the absolute values that a cost is the sum of: what may be left where they cancel
+_COARSE = 0.1 * PROVEN  # of the cost, by which a grid's error calls for a finer one
+_START_SHARE, _REDUCE_SHARE = 0.3, 0.85  # of the time left, for a first assignment and for the reduction
 _LARGEST_TABLE = 1 << 22  # entries: 32 MB
 _EXACT_WORK = 5 * 10**8  # entries that elimination may add up: about a second's work
 _LAST_TABLE, _LAST_WORK = 1 << 24, 5 * 10**8  # the same, before HiGHS is asked
@@ -52,6 +63,7 @@ class Part:
     reduced: Reduced
     keep: tuple[np.ndarray, ...]
     whole: Part | None = None
+    deadline: float = math.inf
 
     @property
     def problem(self) -> Problem:
@@ -65,13 +77,14 @@ class Part:
 
     def within(self, keep: Sequence[np.ndarray]) -> Part | None:
         """The part of this with only the strategies at positions `keep`; None if that has no assignment."""
-        reduced = reduce(_restricted(self.problem, keep))
-        return None if reduced is None else Part(reduced, tuple(keep), self)
+        reduced = reduce(_restricted(self.problem, keep), deadline=self.deadline)
+        return None if reduced is None else Part(reduced, tuple(keep), self, self.deadline)
 
     def thinned(self, problem: Problem) -> Part | None:
         """This part with its problem replaced by an equal one, and reduced again."""
-        reduced = reduce(problem)
-        return None if reduced is None else Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs), self)
+        reduced = reduce(problem, deadline=self.deadline)
+        keep = tuple(np.arange(len(c)) for c in self.problem.node_costs)
+        return None if reduced is None else Part(reduced, keep, self, self.deadline)
 
     def size(self) -> int:
         """Entries of all edges."""
@@ -104,7 +117,7 @@ class Search:
         self._mip_gap = 0.1 * PROVEN if self._relative_gap == PROVEN else 0.9 * self._relative_gap
         self._deadline = budget.deadline
         self._outside = np.inf  # what assignments outside the present part cost at least
-        self._rounding = 0.0  # of the cost's sum
+        self._grid = Gridded(problem, 0.0, np.inf, False, -np.inf)
         self.interrupted = False
         self._rounds = 0
 
@@ -119,7 +132,13 @@ class Search:
         return self._within(self._relative_gap)
 
     def _within(self, relative_gap: float) -> bool:
-        return bool(self.choices) and self.cost - self.bound <= relative_gap * abs(self.cost) + self._rounding
+        if not self.choices:
+            return False
+        left = self.cost - self.bound
+        if left <= relative_gap * abs(self.cost):
+            return True
+        # Where large costs cancel, what is left of them has their rounding.
+        return left <= 2.0 * self._grid.error and left <= _CANCELLED * self._problem.magnitude(self.choices)
 
     def run(self) -> None:
         """Search until the optimum is proven, the deadline passes or the user interrupts.
@@ -128,14 +147,51 @@ class Search:
             KeyboardInterrupt: if interrupted before anything was found.
         """
         try:
-            part = self._nonempty(_whole(self._problem))
-            while part is not None and self._open():
-                part = self._round(part)
+            self._search()
         except KeyboardInterrupt:
             self.interrupted = True
         if self.interrupted and not self.choices:
             raise KeyboardInterrupt
         self._tell()
+
+    def _search(self) -> None:
+        grid: Gridded | None = on_grid(self._problem)
+        self._bound_part(math.nextafter(grid.least, -math.inf))
+        if self._problem.memory_limit is not None:
+            self._start(_START_SHARE)
+        try:
+            while grid is not None and self._open():
+                self._search_on(grid)
+                grid = self._better_grid()
+        except Overdue:
+            if not self.choices:
+                self._start(1.0)
+        if self.choices and self.bound < self.cost and not self.interrupted:
+            self._keep(polish(self._problem, self.choices, deadline=self._deadline))
+
+    def _search_on(self, grid: Gridded) -> None:
+        """Search the whole problem with its costs on a grid."""
+        self._grid, self._outside, self._rounds = grid, np.inf, 0
+        now = time.monotonic()
+        part = self._nonempty(_whole(grid.problem, now + _REDUCE_SHARE * (self._deadline - now)))
+        while part is not None and self._open():
+            part = self._round(replace(part, deadline=self._deadline))
+
+    def _better_grid(self) -> Gridded | None:
+        """A grid for the cost that was found, if the last one was too coarse or too fine for it."""
+        if not self.choices or not self._open():
+            return None
+        last, better = self._grid, on_grid(self._problem, self.cost)
+        too_fine = self.cost > last.ceiling and better.ceiling > last.ceiling
+        too_coarse = last.error > _COARSE * abs(self.cost) and better.error < 0.5 * last.error
+        return better if too_fine or too_coarse else None
+
+    def _start(self, share: float) -> None:
+        """Find some assignment that fits, in a share of the time left."""
+        now = time.monotonic()
+        deadline = now + share * (self._deadline - now)
+        if now < deadline and (choices := cheap_start(self._problem, deadline=deadline)):
+            self._keep(choices)
 
     def _open(self) -> bool:
         """Whether there is anything left to do, and time for it."""
@@ -147,18 +203,24 @@ class Search:
             self._progress(self.cost, self.bound)
 
     def _meet(self, part: Part, choices: tuple[int, ...]) -> None:
-        """Keep an assignment if it fits and is the cheapest so far."""
-        full = part.expand(choices)
-        cost = self._problem.evaluate(full)
-        if cost < self.cost and self._problem.fits(full):
-            self.choices, self.cost = full, cost
-            self._rounding = 1e-15 * self._problem.magnitude(full)
+        """Keep an assignment of a part if it fits and is the cheapest so far."""
+        self._keep(part.expand(choices))
+
+    def _keep(self, choices: tuple[int, ...]) -> None:
+        cost = self._problem.evaluate(choices)
+        if cost < self.cost and self._problem.fits(choices):
+            self.choices, self.cost = choices, cost
             self._tell()
 
     def _bound_part(self, bound: float) -> None:
         """Learn that no assignment of the present part that fits is cheaper (`inf`: that there is none)."""
-        if min(bound, self._outside) > self.bound:
-            self.bound = min(bound, self._outside)
+        if bound < np.inf:
+            bound = min(bound, self._grid.ceiling) - self._grid.error
+        bound = min(bound, self._outside)
+        if self._grid.whole and math.isfinite(bound):  # so is every cost
+            bound = float(math.ceil(bound))
+        if bound > self.bound:
+            self.bound = bound
             self._tell()
 
     def _nonempty(self, part: Part | None) -> Part | None:
@@ -188,28 +250,29 @@ class Search:
             elimination = plan_elimination(problem, max_entries=_FIRST_TABLE << 2 * self._rounds, max_work=_MOST_WORK)
         self._rounds += 1
         choices, bound = elimination.solve(problem.node_costs)
-        self._bound_part(bound)
+        self._bound_part(bound if elimination.exact else bound - _rounding(problem, bound))
         if bound == np.inf:
             return None
         self._meet(part, choices)
-        if elimination.exact and problem.fits(choices):
-            self._bound_part(self.cost)
         if not self._open():
             return None
         if problem.memory_limit is None:
             marginals = elimination.marginals(problem.node_costs)
+            rounding = _rounding(problem, bound)
             self._solve_likely(part, marginals, bound)
         else:
             dual = self._price(part, elimination, choices)
             if dual is None or not self._open():
                 return self._settle(part)
             marginals = [m + dual.offset for m in elimination.marginals(dual.priced_costs)]
-        return self._without_dear(part, marginals) if self._open() else None
+            rounding = _rounding(problem, dual.bound, dual.offset)
+        return self._without_dear(part, marginals, rounding) if self._open() else None
 
-    def _without_dear(self, part: Part, marginals: Sequence[np.ndarray]) -> Part | None:
+    def _without_dear(self, part: Part, marginals: Sequence[np.ndarray], rounding: float) -> Part | None:
         """The part without strategies that no assignment cheaper than the incumbent takes."""
         self._outside = min(self._outside, self.cost - 0.5 * self._relative_gap * abs(self.cost))
-        left = self._nonempty(part.within([np.flatnonzero(m < self._outside) for m in marginals]))
+        dear = min(self._outside + self._grid.error, self._grid.ceiling) + rounding
+        left = self._nonempty(part.within([np.flatnonzero(m < dear) for m in marginals]))
         if left is None or _SMALL < left.size() < _SHRUNK * part.size():
             return left
         return self._settle(left)
@@ -293,7 +356,7 @@ class Search:
         if len(seeds) == 1:
             return None
         dual = price_memory(problem, instants, elimination, seeds, deadline=self._deadline)
-        self._bound_part(dual.bound)
+        self._bound_part(dual.bound - _rounding(problem, dual.bound, dual.offset))
         for choices in dual.assignments:
             self._meet(part, choices)
         if self._open():
@@ -331,14 +394,20 @@ class Search:
         return ()
 
 
-def _whole(problem: Problem) -> Part | None:
+def _rounding(problem: Problem, *sums: float) -> float:
+    """What sums over a problem's choices, whose terms are no whole steps of its grid, are rounded by at most."""
+    terms = len(problem.node_costs) + len(problem.edges) + len(problem.usages)
+    return 2.0**-50 * terms * sum(abs(s) for s in sums if math.isfinite(s))
+
+
+def _whole(problem: Problem, deadline: float = math.inf) -> Part | None:
     """The whole problem, reduced; None if it plainly has no assignment."""
     if problem.memory_limit is not None and _least_load(problem) > problem.memory_limit * (1 + ROUNDING):
         return None
-    reduced = reduce(problem)
+    reduced = reduce(problem, deadline=deadline)
     if reduced is None:
         return None
-    part = Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs))
+    part = Part(reduced, tuple(np.arange(len(c)) for c in problem.node_costs), None, deadline)
     while part is not None and (thinned := thin(part.problem)) is not part.problem:
         smaller = part.thinned(thinned)
         if smaller is None or smaller.size() >= part.size():

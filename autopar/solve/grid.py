@@ -1,0 +1,104 @@
+"""Costs on a grid of binary fractions, so that what a search adds, subtracts and compares is exact.
+
+In: a `Problem`. Out: a `Gridded`, whose every cost is a multiple of one power of two. Costs of every node and edge
+are shifted to a least of 0 first, and the sum of those leasts goes to the first node: then whatever a cheap assignment
+adds up is small and has no rounding, however large the costs are that it avoids. Float64 holds 2^53 steps of the grid;
+costs beyond `ceiling` may be rounded, and no bound above it is believed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.solve.problem import Problem
+
+_FINE, _GUESSED = 50, 46  # binary digits below the size of a cost: that is known, or guessed
+_MOST = 52  # binary digits that sums may take
+_FARTHEST = 2.0**200  # steps: in place of what would overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Gridded:
+    """A problem on a grid.
+
+    Args:
+        problem: the problem, with costs on the grid.
+        error: by how much an assignment's cost may differ from that of the original, in seconds.
+        ceiling: bounds above this are not believed, in seconds.
+        whole: whether every cost of the original is a whole number.
+        least: the sum of the least cost of each node and edge: no assignment is cheaper.
+    """
+
+    problem: Problem
+    error: float
+    ceiling: float
+    whole: bool
+    least: float
+
+
+def on_grid(problem: Problem, cost: float | None = None) -> Gridded:
+    """Round a problem's costs to a grid.
+
+    Args:
+        cost: of some assignment, in seconds. Without one the size of the optimum is guessed; too low a guess lowers
+            `ceiling`, too high a one raises `error`.
+    """
+    tables = {id(e.costs): e.costs for e in problem.edges}
+    leasts = {key: _least(table) for key, table in tables.items()}
+    node_leasts = [_least(c) for c in problem.node_costs]
+    base = math.fsum([*node_leasts, *(leasts[id(e.costs)] for e in problem.edges)])
+    whole = all(map(_is_whole, problem.node_costs)) and all(map(_is_whole, tables.values()))
+    nodes = [np.subtract(c, low, dtype=float) for c, low in zip(problem.node_costs, node_leasts, strict=True)]
+    tables = {key: np.subtract(table, leasts[key], dtype=float) for key, table in tables.items()}
+    terms = sum(len(c) > 1 for c in nodes) + sum(tables[id(e.costs)].size > 1 for e in problem.edges)
+    size = abs(base) + (_typical([*nodes, *tables.values()]) * max(1, terms) if cost is None else abs(cost - base))
+    step = _power(size, _GUESSED if cost is None else _FINE)
+    if whole and size < 2.0 ** (_MOST - 1):
+        step = 1.0
+    exact = whole and step <= 1.0
+    nodes = [_rounded(c, step) for c in nodes]
+    tables = {key: _rounded(table, step) for key, table in tables.items()}
+    if nodes:
+        nodes[0] = nodes[0] + np.round(base / step) * step
+    return Gridded(
+        replace(
+            problem,
+            node_costs=tuple(nodes),
+            edges=tuple(replace(e, costs=tables[id(e.costs)]) for e in problem.edges),
+        ),
+        error=0.0 if exact else step * (terms + 1),
+        ceiling=base + step * 2.0**_MOST,
+        whole=whole,
+        least=base,
+    )
+
+
+def _least(costs: np.ndarray) -> float:
+    least = float(np.min(costs, initial=np.inf))
+    return least if math.isfinite(least) else 0.0
+
+
+def _is_whole(costs: np.ndarray) -> bool:
+    return bool((np.floor(costs) == costs).all())
+
+
+def _typical(costs: Sequence[np.ndarray]) -> float:
+    """The median of what is neither nothing nor forbidden."""
+    flat = np.concatenate([np.zeros(0), *(c.ravel() for c in costs)])
+    flat = flat[(flat > 0.0) & (flat < np.inf)]
+    return float(np.median(flat)) if len(flat) else 0.0
+
+
+def _power(size: float, digits: int) -> float:
+    """The power of two that many binary digits below a size."""
+    return max(math.ldexp(1.0, math.frexp(size)[1] - digits), 2.0**-1000) if 0.0 < size < math.inf else 1.0
+
+
+def _rounded(costs: np.ndarray, step: float) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        steps = np.where(np.isinf(costs), np.inf, np.minimum(np.round(costs / step), _FARTHEST))
+    return steps * step
