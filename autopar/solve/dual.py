@@ -50,6 +50,8 @@ def dear_memory(problem: Problem, instants: Instants, elimination: Elimination) 
 
     Each round also charges for the instant at which the last assignment held most.
     """
+    if not len(instants.times):
+        return
     costs = [np.array(c, float) for c in problem.node_costs]
     choices, bound = elimination.solve(costs)
     price = _DEAR * (abs(bound) or 1.0) / (abs(problem.memory_limit or 0.0) or 1.0)

@@ -34,6 +34,7 @@ from ortools.math_opt import (
     sparse_containers_pb2,
 )
 from ortools.math_opt.core.python import solver as mathopt
+from pybind11_abseil.status import StatusNotOk
 
 #: By how much HiGHS's bound may be off for each cost that an assignment adds up: the tolerance of its reduced costs.
 TOLERANCE = 1e-7
@@ -157,7 +158,8 @@ def _call(
     parameters: parameters_pb2.SolveParametersProto,
     hints: model_parameters_pb2.ModelSolveParametersProto,
 ) -> result_pb2.SolveResultProto:
-    """Run HiGHS in this process; nothing can stop it but its time limit.
+    """Run HiGHS in this process; nothing can stop it but its time limit. Where it fails there is neither a solution nor
+    a bound.
 
     In a thread: a Ctrl-C that arrives while MathOpt converts its arguments would be lost.
     """
@@ -177,6 +179,11 @@ def _call(
                 None,
             )
             task.set_result(result)
+        except StatusNotOk:  # as where HiGHS ends with an optimum that breaks its own tolerances
+            failed = result_pb2.SolveResultProto()
+            failed.termination.reason = result_pb2.TERMINATION_REASON_NUMERICAL_ERROR
+            failed.termination.objective_bounds.dual_bound = -math.inf
+            task.set_result(failed)
         except Exception as error:  # raised where the result is asked for
             task.set_exception(error)
 

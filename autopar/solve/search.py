@@ -254,7 +254,7 @@ class Search:
         if bound == np.inf:
             return None
         self._meet(part, choices)
-        if not self._open():
+        if not self._open() or (elimination.exact and problem.fits(choices)):
             return None
         if problem.memory_limit is None:
             marginals = elimination.marginals(problem.node_costs)
