@@ -54,6 +54,7 @@ class Replay:
 
     def __init__(self, plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> None:
         self.trace, self.mesh = trace, mesh
+        self.is_on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
         self.at_definition: dict[int, _Path] = {}
         self.barriers = {constraint.value for constraint in plan.constraints if constraint.barrier}
         self.at_operand: dict[tuple[int, int], _Path] = {}
@@ -138,6 +139,10 @@ class Replay:
             return run_shard_map(equation.source, operands, self.mesh)
         if equation.primitive in ("sharding_constraint", "reshard"):  # the plan says the same, over its own mesh
             return operands
+        if equation.primitive == "dynamic_update_slice" and self.is_on_cpu:
+            # XLA's CPU compiler fuses an update with a slice of a microbatch in place, and then reads what it has
+            # written. Behind a barrier the update is in memory first.
+            operands = [operands[0], jax.lax.optimization_barrier(operands[1]), *operands[2:]]
         return jax_compat.bind(equation.source, operands)
 
     def _after(self, scope: _Scope, operand: Any, values: Sequence[int]) -> Any:

@@ -191,8 +191,9 @@ class _Cutting:
                 self.stages[s].carries.append((enter, leave))
                 self.stage.update(dict.fromkeys((*enter.results, *leave.results), s))
                 continue
-            self.shared_enters.append(enter)
-            self.free.update(enter.results)  # each stage that reads it takes it in
+            self.shared_enters.append(enter)  # each stage that reads it takes it in
+            if all(value in self.free for value in _read(enter)):
+                self.free.update(enter.results)
         self._add(self.loop.sections[0], "body")
         for piece in self.loop.exit:
             if piece.piece == "exit_stack":

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autopar.pipeline.arguments import PipelineArguments
@@ -106,7 +107,8 @@ class Pipeline:
     def end(self, values: Values) -> list[Any]:
         """The results, of what there is after the last instruction."""
         made = _by_leaf({leaf: result.read(values) for leaf, result in self.instructions.results.items()})
-        return [joined(made[i]) if i in made else self.literals[i] for i in range(self.num_outputs)]
+        # A scalar of the program has JAX's dtype, and is an array of its own in each step: a caller may donate it.
+        return [joined(made[i]) if i in made else jnp.array(self.literals[i]) for i in range(self.num_outputs)]
 
 
 _T = TypeVar("_T")
