@@ -8,8 +8,10 @@ what has no elements is not written.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -105,12 +107,7 @@ def wanted(state: Any) -> dict[str, Any]:
 def restored(read: dict[str, Any], state: Any) -> list[Any]:
     """The leaves of a state, from what was read, typed and laid out as in `state`, the one given to `wanted`."""
     structs = jax.tree.leaves(state)
-    values: list[Any] = []
-    for leaf in leaves_of(state):
-        value: Any = read
-        for key in leaf.keys or ("value",):
-            value = value[key] if leaf.is_written else None
-        values.append(value)
+    values = [_found(read, leaf) if leaf.is_written else None for leaf in leaves_of(state)]
 
     odd: dict[Any, list[int]] = {}  # by the devices that they lie on
     for n, (value, struct) in enumerate(zip(values, structs, strict=True)):
@@ -121,6 +118,62 @@ def restored(read: dict[str, Any], state: Any) -> list[Any]:
         for n, value in zip(places, laid, strict=True):
             values[n] = value
     return values
+
+
+def _found(tree: Any, leaf: Leaf) -> Any:
+    """A leaf's array in nested dicts."""
+    for key in leaf.keys or ("value",):
+        tree = tree[key]
+    return tree
+
+
+#: Of each array by its keys, something of its parts.
+ByKeys = Mapping[tuple[str, ...], Mapping[Any, Any]]
+
+
+def parts_started(tree: Mapping[str, Any], leaves: Sequence[Leaf], *, once: bool) -> ByKeys:
+    """Start to take the digests of arrays of `stored`, or of what was read: of their parts in this process.
+
+    Args:
+        once: each part in one process alone.
+    """
+    digests = import_module("autopar.array_digest")  # what it needs takes most of a second to import
+    return {leaf.keys: digests.parts_of(_found(tree, leaf), once=once) for leaf in leaves if leaf.is_written}
+
+
+def sums_to_json(parts: ByKeys) -> list[Any]:
+    """What a process says of the arrays that it saved, once the devices have computed it."""
+    return [[list(keys), sum(map(int, of_one.values()))] for keys, of_one in parts.items() if of_one]
+
+
+def changed(said: Sequence[Any], found: Sequence[Sequence[Any]]) -> list[list[str]]:
+    """Keys of the arrays that were read otherwise than they were written.
+
+    Args:
+        said: `sums_to_json` of all processes that wrote them.
+        found: `parts_to_json` of all that read them. Where several read the same part, it has to be the same.
+
+    Raises:
+        TypeError, ValueError: what was said is damaged.
+    """
+    written: dict[tuple[str, ...], int] = defaultdict(int)
+    for keys, number in said:
+        written[tuple(map(str, keys))] += int(number)
+    read: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
+    differ = set()
+    for keys, box, number in (part for of_process in found for part in of_process):
+        if read[tuple(keys)].setdefault(str(box), number) != number:
+            differ.add(tuple(keys))
+    return [
+        list(keys)
+        for keys, parts in read.items()
+        if keys in differ or keys not in written or (sum(parts.values()) - written[keys]) % 2**32
+    ]
+
+
+def parts_to_json(parts: ByKeys) -> list[Any]:
+    """What a process says of the arrays that it read."""
+    return [[list(keys), box, int(part)] for keys, of_one in parts.items() for box, part in of_one.items()]
 
 
 def _retyped(values: Sequence[Any], structs: Sequence[Any]) -> list[Any]:
@@ -147,11 +200,11 @@ def difference(saved: Sequence[Leaf], here: Sequence[Leaf]) -> str | None:
     ]
     found = []
     if missing:
-        found.append(f"it lacks {_some(missing)}")
+        found.append(f"it lacks {some(missing)}")
     if extra:
-        found.append(f"it holds {_some(extra)}, which the state here has not")
+        found.append(f"it holds {some(extra)}, which the state here has not")
     if other:
-        found.append(_some(other))
+        found.append(some(other))
     return "; ".join(found) or None
 
 
@@ -234,7 +287,8 @@ def _is_odd(value: Any, struct: Any) -> bool:
     return _is_key(struct.dtype) or bool(getattr(struct, "weak_type", False)) != bool(value.weak_type)
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

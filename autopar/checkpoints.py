@@ -7,6 +7,7 @@ its mesh, and says which map it did.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import operator
@@ -26,6 +27,7 @@ from autopar.errors import CheckpointError, PlanFileError
 from autopar.front_ends.state import makes_state, state_apart
 from autopar.pipeline.leaves import as_arrays
 from autopar.pipeline.plan import AnyPlan
+from autopar.processes.exchange import among_processes
 from autopar.saved_plans import plan_from_json
 from autopar.version import __version__
 
@@ -38,6 +40,12 @@ FORMAT, VERSION = "autopar-checkpoint", 1
 _ABOUT, _PLAN, _EXTRA = "about", "plan", "extra"
 
 _log = logging.getLogger(__name__)
+
+
+class _DamagedError(CheckpointError):
+    """A checkpoint that is not what was written. `why` says so without the way out."""
+
+    why = ""
 
 
 class Checkpoints:
@@ -134,18 +142,17 @@ class Checkpoints:
             plan, names = self._plan_of(arrays)
             tree = checkpoint_state.stored(as_arrays(arrays))
             leaves = checkpoint_state.leaves_of(arrays)
-        parts = {
-            _ABOUT: {
-                "format": FORMAT,
-                "version": VERSION,
-                "arguments": list(names),
-                "leaves": checkpoint_state.to_json(leaves),
-                "versions": {"autopar": __version__, "jax": jax.__version__},
-            },
-            _PLAN: self._plan_json(plan),
+        plan_json, plan_digest = self._plan_json(plan)
+        parts = {_PLAN: plan_json} | ({} if extra is None else {_EXTRA: _json(extra)})
+        about = {
+            "format": FORMAT,
+            "version": VERSION,
+            "arguments": list(names),
+            "leaves": checkpoint_state.to_json(leaves),
+            "versions": {"autopar": __version__, "jax": jax.__version__},
+            "digests": {_PLAN: plan_digest} | {name: _digest(part) for name, part in parts.items() if name != _PLAN},
         }
-        if extra is not None:
-            parts[_EXTRA] = _json(extra)
+        parts[_ABOUT] = about | {"digest": _digest(about)}
         self.wait()
         latest = self.latest
         if latest is not None and number <= latest:
@@ -157,7 +164,8 @@ class Checkpoints:
         try:
             writer = self._writer or _store().Writer(self._folder, self._keep)
             self._writer = writer
-            writer.write(number, tree, parts)
+            digests = checkpoint_state.parts_started(tree, leaves, once=True)
+            writer.write(number, tree, parts, lambda: checkpoint_state.sums_to_json(digests))
         except Exception as error:
             raise self._not_written(number, error) from error
         if wait:
@@ -211,10 +219,12 @@ class Checkpoints:
                 message names what differs.
         """
         number = self._existing(at)
-        saved, names_before = self._about(number)
         target = self._step.abstract_state(create_state, *create_args, **step_args)
         with state_apart(target) as (arrays, _):
-            values = self._restored(number, saved, names_before, arrays)
+            try:
+                values = self._restored(number, arrays)
+            except _DamagedError as error:
+                raise self._damaged(number, error.why, last_good=self._last_good(number, arrays)) from error.__cause__
         with state_apart(create_state if not makes_state(create_state) else target) as (arrays, anew):
             template, structure = jax.tree.flatten(arrays)
             return anew(jax.tree.unflatten(structure, map(_as_given, values, template)))
@@ -228,10 +238,10 @@ class Checkpoints:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _restored(
-        self, number: int, saved: Sequence[checkpoint_state.Leaf], names_before: Sequence[str], target: Any
-    ) -> list[Any]:
-        """The arrays of a checkpoint, laid out as those of `target`."""
+    def _restored(self, number: int, target: Any) -> list[Any]:
+        """The arrays of a checkpoint, laid out as those of `target`, after they were held against their digests."""
+        about = self._about(number)
+        saved, names_before = about["leaves"], about["arguments"]
         plan, names = self._plan_of(target)
         what = checkpoint_state.difference(saved, checkpoint_state.leaves_of(target))
         if what is not None:
@@ -242,13 +252,60 @@ class Checkpoints:
             )
         planned = diff(_renamed(self.plan(number), names_before, names), plan)
         try:
-            read = _store().read_state(self._folder, number, checkpoint_state.wanted(target))
-            values = checkpoint_state.restored(dict(read), target)
+            read = dict(_store().read_state(self._folder, number, checkpoint_state.wanted(target)))
+            values = checkpoint_state.restored(read, target)
+            found, cause = checkpoint_state.parts_to_json(checkpoint_state.parts_started(read, saved, once=False)), None
         except Exception as error:
-            raise self._damaged(number, _first_line(error)) from error
+            values, found, cause = [], [], error
+        why = self._why_damaged(number, about, found, cause)
+        if why is not None:
+            raise self._damaged(number, why) from cause
         self._last_map = planned
         _log.info("restored step %d from %s: %s", number, self.directory, planned.words)
         return values
+
+    def _why_damaged(self, number: int, about: dict[str, Any], found: Any, cause: Exception | None) -> str | None:
+        """What is wrong with the arrays that were read, the same in all processes; None where nothing is.
+
+        Args:
+            found: the digests of this process's parts. cause: why it could not read them.
+        """
+        if "digests" not in about:
+            _log.info("checkpoint %d was saved without digests: its arrays are taken as they are", number)
+
+        def judge(of_all: Sequence[Any]) -> str | None:
+            failed = next((one["failed"] for one in of_all if one["failed"]), None)
+            if failed or "digests" not in about:
+                return failed
+            try:
+                said = _store().read_digests(self._folder, number)
+                changed = checkpoint_state.changed(said, [one["found"] for one in of_all])
+            except (OSError, TypeError, ValueError) as error:
+                return f"its digests cannot be read ({error})"
+            return self._changed_words(number, changed) if changed else None
+
+        mine, processes = {"failed": cause and _first_line(cause), "found": found}, among_processes()
+        if processes is None:
+            return judge([mine])
+        return processes.judged("restoring a checkpoint", mine, lambda given: judge([one.value for one in given]))
+
+    def _changed_words(self, number: int, changed: Sequence[Sequence[str]]) -> str:
+        try:
+            files = sorted({file for keys in changed for file in _store().files_of(self._folder, number, keys)})
+        except Exception:  # of tensorstore: where the array lies is damaged, too
+            files = []
+        named, where = checkpoint_state.some([f"`{'/'.join(keys)}`" for keys in changed]), checkpoint_state.some(files)
+        return f"{named} is not what was written (another digest), in {where or 'its part `state`'}"
+
+    def _last_good(self, number: int, target: Any) -> int | None:
+        """The newest other checkpoint that can be restored; all processes look for it together."""
+        for other in sorted(set(self.steps) - {number}, reverse=True):
+            try:
+                self._restored(other, target)
+            except CheckpointError:
+                continue
+            return other
+        return None
 
     def _existing(self, at: int | None) -> int:
         self.wait()  # what was saved just now is there, too
@@ -264,26 +321,35 @@ class Checkpoints:
             + ("" if steps else ", or start afresh with `step.init` (`restore_or_init` does whichever it is)")
         )
 
-    def _about(self, number: int) -> tuple[Sequence[checkpoint_state.Leaf], tuple[str, ...]]:
+    def _about(self, number: int) -> dict[str, Any]:
+        """What a checkpoint says of itself, checked."""
         if not _store().has_part(self._folder, number, _ABOUT):
             raise CheckpointError(
                 f"checkpoint {number} in {self.directory!r} was not saved by `autopar.Checkpoints`, or is damaged."
                 " One of orbax's own is restored into `step.abstract_state(create_state, ...)`, which says the shapes"
                 " and shardings: `manager.restore(number, args=ocp.args.StandardRestore(abstract_state))`"
             )
-        about = self._part(number, _ABOUT)
         try:
+            about = dict(_store().read_part(self._folder, number, _ABOUT))
             if (about["format"], about["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"it is a {about['format']} of version {about['version']}")
-            return tuple(checkpoint_state.from_json(about["leaves"])), tuple(map(str, about["arguments"]))
-        except (KeyError, TypeError, ValueError) as error:
+            if about.pop("digest", None) != (_digest(about) if "digests" in about else None):
+                raise ValueError("it is not what was written")
+            about["leaves"] = tuple(checkpoint_state.from_json(about["leaves"]))
+            about["arguments"] = tuple(map(str, about["arguments"]))
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(number, f"what it says of itself cannot be read ({error})") from error
+        return about
 
     def _part(self, number: int, name: str) -> Any:
         try:
-            return _store().read_part(self._folder, number, name)
+            part = _store().read_part(self._folder, number, name)
         except (OSError, ValueError) as error:
             raise self._damaged(number, f"its part `{name}` cannot be read ({error})") from error
+        digests = self._about(number).get("digests")
+        if digests is not None and digests.get(name) != _digest(part):
+            raise self._damaged(number, f"its part `{name}`, the file {name}/metadata, is not what was written")
+        return part
 
     def _plan_of(self, state: Any) -> tuple[AnyPlan, tuple[str, ...]]:
         """The plan by which the step was called last with such a state."""
@@ -302,9 +368,11 @@ class Checkpoints:
             " step takes and returns, whole. Anything else goes along as `extra`, or into an argument of the step"
         )
 
-    def _plan_json(self, plan: AnyPlan) -> Any:
+    def _plan_json(self, plan: AnyPlan) -> tuple[Any, str]:
+        """A plan as it is written, and its digest: the same at every save."""
         if self._encoded is None or self._encoded[0] is not plan:
-            self._encoded = plan, plan.to_json()
+            encoded = plan.to_json()
+            self._encoded = plan, (encoded, _digest(encoded))
         return self._encoded[1]
 
     def _not_written(self, number: int | None, error: Exception) -> CheckpointError:
@@ -315,10 +383,15 @@ class Checkpoints:
             " be written to and has room"
         )
 
-    def _damaged(self, number: int, why: str) -> CheckpointError:
+    def _damaged(self, number: int, why: str, last_good: int | None = None) -> _DamagedError:
         others = [str(step) for step in self.steps if step != number]
-        way = f"restore another with `at=` ({', '.join(others)})" if others else "there is no other"
-        return CheckpointError(f"checkpoint {number} in {self.directory!r} is damaged: {why}. Remove its folder; {way}")
+        if last_good is not None:
+            way = f"the last good one is {last_good}: restore it with `at={last_good}`"
+        else:
+            way = f"restore another with `at=` ({', '.join(others)})" if others else "there is no other"
+        error = _DamagedError(f"checkpoint {number} in {self.directory!r} is damaged: {why}. Remove its folder; {way}")
+        error.why = why
+        return error
 
 
 def _store() -> Any:
@@ -345,6 +418,11 @@ def _renamed(plan: AnyPlan, before: Sequence[str], after: Sequence[str]) -> AnyP
         return f"{names.get(root, root)}{slash}{rest}"
 
     return replace(plan, inputs=tuple(replace(tensor, path=renamed(tensor.path)) for tensor in plan.inputs))
+
+
+def _digest(part: Any) -> str:
+    """Of JSON types, however they are spaced."""
+    return hashlib.sha256(json.dumps(part).encode()).hexdigest()
 
 
 def _json(extra: Any) -> Any:

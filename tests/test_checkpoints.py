@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -27,9 +28,11 @@ from checkpoint_programs import (
     mlp,
     step_on,
 )
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar import array_digest
 from autopar.cli import main
 from autopar.errors import CheckpointError, StepSignatureError
 
@@ -331,6 +334,114 @@ def test_a_damaged_checkpoint_is_said(saved: Saved, copy: Path, part: str) -> No
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     text = refused(checkpoints, saved.program)
     assert "checkpoint 2" in text and "is damaged" in text and "there is no other" in text
+
+
+def test_an_array_that_has_changed_is_named_with_its_file_and_the_last_good_one(saved: Saved, tmp_path: Path) -> None:
+    with autopar.Checkpoints(tmp_path / "run", saved.step) as checkpoints:
+        for number in (1, 2, 3):
+            checkpoints.save(number, saved.state, wait=True)
+    files = [*(tmp_path / "run" / "3" / "state" / "ocdbt.process_0" / "d").iterdir()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    shutil.rmtree(tmp_path / "run" / "2" / "digests")
+    for part in range(2, 9):  # a flip in the head of a compressed block is found by what reads it
+        flip(largest, largest.stat().st_size // part, 3)
+        if "another digest" in refused(checkpoints, saved.program):
+            break
+        flip(largest, largest.stat().st_size // part, 3)
+    for number in (6, 8):  # of another plan too
+        step = step_on(saved.program, number, "columns")
+        text = refused(autopar.Checkpoints(tmp_path / "run", step), saved.program)
+        assert re.search(
+            r"checkpoint 3 in .* is damaged: `[\w/]*kernel` is not what was written \(another digest\)", text
+        )
+        assert f", in state/ocdbt.process_0/d/{largest.name}. Remove its folder; " in text
+        assert text.endswith("the last good one is 1: restore it with `at=1`")
+    assert bits(restore(checkpoints, saved.program, at=1)) == bits(saved.state)
+
+
+def flip(file: Path, byte: int, bit: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[byte] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def damages(folder: Path, rng: np.random.Generator) -> list[tuple[str, Path, bytes | None]]:
+    """Each file of a folder, and what damage leaves of it; None is nothing."""
+    found: list[tuple[str, Path, bytes | None]] = []
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = file.read_bytes()
+        for _ in range(3 if data else 0):
+            changed = bytearray(data)
+            changed[rng.integers(len(data))] ^= 1 << rng.integers(8)
+            found.append(("flip", file, bytes(changed)))
+        cut = data[: rng.integers(len(data) + 1)]
+        found += [("cut", file, cut), ("empty", file, b""), ("zeros", file, bytes(len(data))), ("gone", file, None)]
+    return found
+
+
+@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_whatever_is_damaged_is_said_or_does_no_harm(saved: Saved, copy: Path, share: float) -> None:
+    seed = int.from_bytes(os.urandom(4))
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    checkpoints = autopar.Checkpoints(copy, saved.step)
+    expected, plan, said = bits(saved.state), saved.step.plans[-1], 0
+    every = damages(copy, rng)
+    for n in rng.choice(len(every), round(share * len(every)), replace=False):
+        what, file, data = every[n]
+        whole = file.read_bytes()
+        file.unlink() if data is None else file.write_bytes(data)
+        try:
+            assert bits(restore(checkpoints, saved.program)) == expected, (what, file)
+            assert checkpoints.extra() == {"next_batch": 2} or (what, file.parts[-2]) == ("gone", "extra"), what
+            assert checkpoints.plan() == plan, (what, file)
+        except CheckpointError:
+            said += 1
+        file.write_bytes(whole)
+    assert said > 0
+    assert bits(restore(checkpoints, saved.program)) == expected
+
+
+def test_a_checkpoint_of_before_digests_is_restored(saved: Saved, copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = copy / "2" / "about" / "metadata"
+    about = json.loads(file.read_text())
+    file.write_text(json.dumps({name: item for name, item in about.items() if not name.startswith("digest")}))
+    shutil.rmtree(copy / "2" / "digests")
+    caplog.set_level(logging.INFO, logger="autopar")
+    checkpoints = autopar.Checkpoints(copy, saved.step)
+    assert bits(restore(checkpoints, saved.program)) == bits(saved.state)
+    assert checkpoints.extra() == {"next_batch": 2} and checkpoints.plan() == saved.step.plans[-1]
+    assert "checkpoint 2 was saved without digests" in caplog.text
+
+
+def test_a_digest_is_of_the_whole_array_however_it_is_split() -> None:
+    rng = np.random.default_rng(0)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    specs = [P(), P("a"), P(None, "b"), P("a", "b"), P(("b", "a")), P(None, "a", "b")]
+    names = ["bool", "int4", "uint4", "int8", "uint16", "int32", "bfloat16", "float8_e4m3fn", "float32", "complex64"]
+    for name, shape in [(name, (8, 8, 4)) for name in names] + [("float32", shape) for shape in [(), (5,), (16, 3)]]:
+        dtype, size = jnp.dtype(name), int(np.prod(shape))
+        if name in ("int4", "uint4", "bool"):
+            whole = rng.integers(0, 2 if name == "bool" else 8, shape).astype(dtype)
+        else:
+            whole = np.frombuffer(rng.bytes(size * dtype.itemsize), dtype).reshape(shape)
+        expected = array_digest._of_host(whole, (0,) * whole.ndim, shape)
+        on_device = jax.device_put(whole, jax.devices()[0])
+        assert int(array_digest._of_device(on_device, np.uint32(0), shape=shape)) == expected, name
+        for spec in specs if whole.ndim == 3 else specs[:1]:
+            split = jax.device_put(whole, NamedSharding(mesh, spec))
+            for once in (True, False):
+                assert array_digest.total(array_digest.parts_of(split, once=once)) == expected, (name, spec)
+            part = split.addressable_shards[-1]
+            starts = [one.indices(size)[0] for one, size in zip(part.index, shape, strict=True)]
+            first = array_digest._first(starts, shape, array_digest._num_words(dtype)) % 2**32
+            found = array_digest._of_device(part.data, np.uint32(first), shape=shape)
+            assert int(found) == array_digest._of_host(np.asarray(part.data), starts, shape), (name, spec)
+        for position in rng.integers(0, size * dtype.itemsize, 5) if name not in ("int4", "uint4", "bool") else ():
+            changed = bytearray(whole.tobytes())
+            changed[position] ^= 1 << rng.integers(8)
+            other = np.frombuffer(bytes(changed), dtype).reshape(shape)
+            assert array_digest._of_host(other, (0,) * whole.ndim, shape) != expected
 
 
 def test_a_checkpoint_without_its_state_is_said(saved: Saved, copy: Path) -> None:
