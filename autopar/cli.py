@@ -25,11 +25,12 @@ from autopar.cli_options import parse_hardware, parse_pin, parser_of
 from autopar.cli_search import check_target, search_asked
 from autopar.errors import AutoparError, BudgetError, PlanFileError, TargetError
 from autopar.explain import explain, explain_json, render, render_summary
-from autopar.explain_tables import plain_text
+from autopar.explain_tables import new_console, plain_text
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plan import Plan
 from autopar.saved_plans import load_plan
 from autopar.target import load_target
+from autopar.units import without_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = options.run(options)
         sys.stdout.flush()
     except AutoparError as error:
-        print("\n".join([f"autopar: {error}", *error.__notes__]), file=sys.stderr)
+        print(without_controls("\n".join([f"autopar: {error}", *error.__notes__])), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("autopar: interrupted", file=sys.stderr)
@@ -521,9 +522,7 @@ def _print_json(plan: AnyPlan) -> None:
 
 def _show(draw: Callable[[Console], None]) -> None:
     """Tables in a terminal, as wide as it is; plain text of a fixed width where it is piped."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = new_console(highlight=False)
     if console.is_terminal:
         draw(console)
     else:

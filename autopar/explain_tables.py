@@ -10,13 +10,17 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.box import Box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from autopar.units import without_controls
 
 #: Columns of an explanation as text.
 TEXT_WIDTH = 100
@@ -26,10 +30,31 @@ _BOX = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 def plain_text(draw: Callable[[Console], None]) -> str:
     """What `draw` prints to a console, as text of `TEXT_WIDTH` columns without styles."""
-    console = Console(file=io.StringIO(), width=TEXT_WIDTH, force_terminal=False, color_system=None)
+    console = new_console(file=io.StringIO(), width=TEXT_WIDTH, force_terminal=False, color_system=None)
     with console.capture() as captured:
         draw(console)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def new_console(**options: Any) -> Console:
+    """A console of rich's, whose terminal obeys nothing that a name of a plan or a program may hold."""
+    console = Console(**options)
+    console.push_render_hook(_WithoutControls())
+    return console
+
+
+class _WithoutControls(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Rendered(one) for one in renderables]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    what: ConsoleRenderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for text, style, control in console.render(self.what, options):
+            yield Segment(text if control else without_controls(text), style, control)
 
 
 def new_table(*headings: str, right: Sequence[str] = ()) -> Table:
@@ -56,7 +81,7 @@ def bars(parts: Sequence[tuple[str, float]], total: float, human: Callable[[floa
     table.add_column(justify="right", min_width=5)
     table.add_column(style="cyan")
     for name, value in parts:
-        bar = "#" * round(40 * max(0.0, value) / total) if total > 0 else ""
+        bar = "#" * round(40 * min(1.0, max(0.0, value) / total)) if total > 0 else ""
         table.add_row(Text(name), Text(human(value)), Text(share_text(value, total)), Text(bar))
     return table
 

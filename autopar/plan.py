@@ -17,7 +17,7 @@ from autopar.graph.ir import Phase
 from autopar.mesh import MeshShape
 from autopar.moves import Lies, Part
 from autopar.plan_columns import in_columns, reader, write_document
-from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without
+from autopar.plan_file import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
 from autopar.sharding import TensorSharding
 from autopar.step_trace import MemoryOverStep, StepTrace, check_trace
 
@@ -168,8 +168,8 @@ class RejectedMesh:
     """Another mesh that was planned; `step_time_s` is `inf` where nothing fitted."""
 
     mesh: MeshShape
-    step_time_s: float
-    peak_bytes: float
+    step_time_s: MaybeInfinite
+    peak_bytes: MaybeInfinite
     words: str
 
 
@@ -323,8 +323,8 @@ class Tried:
     computed values again to fit."""
 
     count: int
-    step_time_s: float
-    peak_bytes: float
+    step_time_s: MaybeInfinite
+    peak_bytes: MaybeInfinite
     recomputes: bool = False
 
 
@@ -529,7 +529,7 @@ class Plan:
         Raises:
             PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
         """
-        return read_document(data, FORMAT, MIGRATIONS, reader(decoder(cls), _check))
+        return read_document(data, FORMAT, MIGRATIONS, reader(decoder(cls), check_plan))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, one record a line, made for version control.
@@ -558,24 +558,40 @@ def split_dims(constraints: Sequence[Constraint]) -> frozenset[tuple[int, int]]:
     )
 
 
-def _check(plan: Plan) -> None:
-    """Refuse what is well typed but points nowhere: axes, positions, ranks."""
-    known = set(plan.mesh.axis_names)
+def check_plan(plan: Plan) -> None:
+    """Refuse what is well typed but points nowhere: axes, positions, ranks.
+
+    Raises:
+        WrongFieldError: naming the field.
+    """
     for place, sharding, shape in _shardings(plan):
-        named = [axis for axes in (*sharding.dims, sharding.unreduced) for axis in axes]
-        for axis in named:
-            if axis not in known:
-                raise WrongFieldError(place, f"names the axis {axis!r}, which mesh {plan.mesh.describe()} has not")
-        if len(set(named)) != len(named):
-            raise WrongFieldError(place, f"uses an axis twice: {sharding}")
+        check_sharding(sharding, plan.mesh, place)
         if shape is not None and len(sharding.dims) != len(shape):
             raise WrongFieldError(place, f"has {len(sharding.dims)} dims for a tensor of {len(shape)}")
+    for name in (one.name for one in fields(plan.prediction)):
+        found = getattr(plan.prediction, name)
+        if any(number < 0 for number in (found.values() if isinstance(found, dict) else (found or 0.0,))):
+            raise WrongFieldError(f"prediction.{name}", "must not be negative")
     check_positions(plan)
     check_trace(plan.trace, plan.memory)
     for number, index in [(n, index) for n, decision in enumerate(plan.decisions) for index in decision.collectives]:
         if not 0 <= index < len(plan.collectives):
             place = f"decisions[{number}].collectives"
             raise WrongFieldError(place, f"points at position {index} of a list of {len(plan.collectives)}")
+
+
+def check_sharding(sharding: TensorSharding, mesh: MeshShape, place: str) -> None:
+    """Refuse a sharding that cannot be on a mesh.
+
+    Raises:
+        WrongFieldError: naming the field, which is at `place`.
+    """
+    named = [axis for axes in (*sharding.dims, sharding.unreduced) for axis in axes]
+    for axis in named:
+        if axis not in mesh.axis_names:
+            raise WrongFieldError(place, f"names the axis {axis!r}, which mesh {mesh.describe()} has not")
+    if len(set(named)) != len(named):
+        raise WrongFieldError(place, f"uses an axis twice: {sharding}")
 
 
 class Placement(Protocol):

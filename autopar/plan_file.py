@@ -15,13 +15,22 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import AutoparError, PlanFileError
 from autopar.mesh import MeshShape
 from autopar.sharding import TensorSharding
 from autopar.version import __version__
 from autopar.whole_file import write_whole
+
+#: A figure of what could not be: the time of a mesh on which nothing fits. All other figures of a plan are finite.
+MaybeInfinite: TypeAlias = Annotated[float, "may be infinite"]
+#: No figure of a plan is above it, in whatever unit, and sums and products of some of them are still finite.
+_MOST = 1e30
+#: No whole number is above it, so that each is exact as a float, too.
+_MOST_WHOLE = 2**53
+#: Plans are laid out device by device.
+_MOST_DEVICES = 10**6
 
 
 class WrongFieldError(Exception):
@@ -139,6 +148,8 @@ def decoder(hint: Any) -> _Decoder:
     if is_dataclass(hint):
         return _record_decoder(hint)
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _decode_maybe_infinite
     if origin is Literal:
         return functools.partial(_decode_word, arguments)
     if origin in (Union, types.UnionType):  # only `X | None` occurs
@@ -154,12 +165,26 @@ def decoder(hint: Any) -> _Decoder:
 
 
 def _decode_scalar(hint: type, data: Any) -> Any:
-    if hint is float and (type(data) is int or data in ("inf", "-inf", "nan")):
-        return float(data)
+    if hint is float:
+        return _decode_float(data)
     if type(data) is not hint:
-        words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+        words = {str: "a text", int: "a whole number", bool: "true or false"}
         raise WrongFieldError("", f"must be {words[hint]}, not {_short(data)}")
+    if hint is int and abs(data) > _MOST_WHOLE:
+        raise WrongFieldError("", f"must be a whole number of at most 2^53, not {_short(data)}")
     return data
+
+
+def _decode_float(data: Any) -> float:
+    if type(data) not in (int, float) and data not in ("inf", "-inf", "nan"):
+        raise WrongFieldError("", f"must be a number, not {_short(data)}")
+    if type(data) is str or not abs(data) <= _MOST:
+        raise WrongFieldError("", f"must be a finite number of at most {_MOST:g}, not {_short(data)}")
+    return float(data)
+
+
+def _decode_maybe_infinite(data: Any) -> float:
+    return math.inf if data == "inf" else _decode_float(data)
 
 
 def _decode_word(known: tuple[str, ...], data: Any) -> str:
@@ -216,13 +241,16 @@ def _sharding(entries: tuple[Any, ...], unreduced: tuple[Any, ...]) -> TensorSha
 def _decode_mesh(data: Any) -> MeshShape:
     pairs = decoder(tuple[tuple[str, int], ...])(data)
     try:
-        return MeshShape(tuple(name for name, _ in pairs), tuple(size for _, size in pairs))
+        mesh = MeshShape(tuple(name for name, _ in pairs), tuple(size for _, size in pairs))
     except AutoparError as error:
         raise WrongFieldError("", f"is no mesh: {error}") from None
+    if mesh.num_devices > _MOST_DEVICES:
+        raise WrongFieldError("", f"is of {mesh.num_devices:,} devices, more than {_MOST_DEVICES:,}")
+    return mesh
 
 
 def _record_decoder(record: Any) -> _Decoder:
-    hints = get_type_hints(record)
+    hints = get_type_hints(record, include_extras=True)
     decoders = {f.name: decoder(hints[f.name]) for f in fields(record) if f.compare}
     required = {f.name for f in fields(record) if f.default is MISSING and f.default_factory is MISSING}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 
@@ -41,3 +42,16 @@ def printable(text: str) -> str:
     gpt \x1b[2J\nx
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+#: What a terminal obeys (but for new lines and tabs), reorders text by, or cannot print.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def without_controls(text: str) -> str:
+    r"""A text of several lines in which nothing is obeyed: controls are written as escapes.
+
+    >>> print(without_controls("gpt \x1b[2J"))
+    gpt \x1b[2J
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)

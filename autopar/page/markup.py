@@ -6,6 +6,8 @@ import json
 from typing import Any, TypeAlias
 from xml.etree import ElementTree
 
+from autopar.units import without_controls
+
 Element: TypeAlias = ElementTree.Element
 Child: TypeAlias = "Element | str | None"
 
@@ -57,7 +59,7 @@ def in_code(words: str) -> list[Child]:
 
 def written(element: Element) -> str:
     """As HTML."""
-    return ElementTree.tostring(element, encoding="unicode", method="html")
+    return without_controls(ElementTree.tostring(element, encoding="unicode", method="html"))
 
 
 def percent(part: float, whole: float) -> str:

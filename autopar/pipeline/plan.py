@@ -18,9 +18,9 @@ from autopar.pipeline.schedules.table import build
 from autopar.pipeline.spans import PipelineTimeline
 from autopar.pipeline.staged_time import Send, staged_timeline, task_seconds
 from autopar.pipeline.tasks import Schedule, chain
-from autopar.plan import Plan, ProgramSignature, TensorPlan, check_positions
+from autopar.plan import Plan, ProgramSignature, TensorPlan, check_plan, check_positions, check_sharding
 from autopar.plan_columns import in_columns, reader, write_document
-from autopar.plan_file import WrongFieldError, as_it_is, decoder, encode, read_document, without
+from autopar.plan_file import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
 from autopar.sharding import TensorSharding
 
 #: What the file of such a plan says it is; from each version of its fields to the next, as in `plan`.
@@ -112,8 +112,8 @@ class StagesTried:
     schedule: str
     num_stages: int
     num_microbatches: int
-    step_time_s: float
-    peak_bytes: float
+    step_time_s: MaybeInfinite
+    peak_bytes: MaybeInfinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +277,10 @@ def _check(plan: PipelinePlan) -> None:
             raise WrongFieldError(f"stages[{number}].submesh", f"goes beyond {plan.cluster}")
         if stage.plan.mesh.num_devices != len(stage.devices):
             raise WrongFieldError(f"stages[{number}].plan.mesh", f"is not of {len(stage.devices)} devices")
+        try:
+            check_plan(stage.plan)
+        except WrongFieldError as wrong:
+            raise WrongFieldError(f"stages[{number}].plan.{wrong.place}", wrong.words) from None
     _check_layers(plan, layer)
     _check_sends(plan)
     for name, leaves, tensors in (
@@ -288,6 +292,8 @@ def _check(plan: PipelinePlan) -> None:
         for position, (parts, tensor) in enumerate(zip(leaves, tensors, strict=True)):
             if not parts or any(not 0 <= part.stage < len(plan.stages) for part in parts):
                 raise WrongFieldError(f"{name}[{position}]", f"must name stages from 0 to {len(plan.stages) - 1}")
+            for part in parts:
+                check_sharding(part.sharding, plan.stages[part.stage].plan.mesh, f"{name}[{position}]")
             dims = {len(part.sharding.dims) for part in parts}
             in_range = all(_in_range(part.rows, tensor.shape) for part in parts)
             if dims != {len(tensor.shape)} or not in_range:
