@@ -176,11 +176,12 @@ def _decode_scalar(hint: type, data: Any) -> Any:
 
 
 def _decode_float(data: Any) -> float:
-    if type(data) not in (int, float) and data not in ("inf", "-inf", "nan"):
-        raise WrongFieldError("", f"must be a number, not {_short(data)}")
-    if type(data) is str or not abs(data) <= _MOST:
-        raise WrongFieldError("", f"must be a finite number of at most {_MOST:g}, not {_short(data)}")
-    return float(data)
+    if type(data) in (int, float) and abs(data) <= _MOST:
+        return float(data)
+    what = "a number"
+    if type(data) in (int, float) or data in ("inf", "-inf", "nan"):
+        what = f"a finite number of at most {_MOST:g}"
+    raise WrongFieldError("", f"must be {what}, not {_short(data)}")
 
 
 def _decode_maybe_infinite(data: Any) -> float:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 import io
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,13 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar import vector_search
 from autopar.cli import main
 from autopar.diff import diff
-from autopar.errors import AutoparError, PlanFileError
+from autopar.errors import AutoparError, IndexFileError, ModelError, PlanFileError
 from autopar.explain import explain, explain_json, render
 from autopar.explain_tables import new_console
+from autopar.inference.tensor_file import read_header
 from autopar.page.document import page
 from autopar.pipeline.plan import AnyPlan
 from autopar.saved_plans import load_plan
@@ -171,3 +176,109 @@ def test_a_figure_of_a_plan_is_finite(
     (tmp_path / "plan.json").write_text(json.dumps(document))
     with pytest.raises(PlanFileError, match=r"its field `mesh` is of [\d,]+ devices, more than 1,000,000"):
         load_plan(tmp_path / "plan.json")
+
+
+# -- indexes ---------------------------------------------------------------------------------
+
+
+def one_device() -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+@functools.cache
+def saved_index(kind: str) -> bytes:
+    """A saved index of a few vectors."""
+    vectors = np.random.default_rng(0).standard_normal((80, 8)).astype(np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        vector_search.build(vectors, index=kind, mesh=one_device(), hardware="cpu-host").save(f"{folder}/index")
+        return Path(folder, "index").read_bytes()
+
+
+_START = len(b"autopar index\n") + 8 + 16
+
+
+def header_of(file: bytes) -> tuple[dict[str, Any], bytes]:
+    """A header, and what follows it."""
+    length = int.from_bytes(file[_START - 24 : _START - 16], "little")
+    return json.loads(file[_START : _START + length]), file[_START + length :]
+
+
+def forged(header: Any, rest: bytes) -> bytes:
+    """A file whose digests are right."""
+    if isinstance(header, dict) and isinstance(header.get("arrays"), list):
+        header = header | {"arrays": [signed(entry, rest) for entry in header["arrays"]]}
+    text = json.dumps(header).encode()
+    digest = hashlib.blake2b(text, digest_size=16).digest()
+    return b"autopar index\n" + len(text).to_bytes(8, "little") + digest + text + rest
+
+
+def signed(entry: Any, rest: bytes) -> Any:
+    try:
+        begin, size = entry["offset"], int(np.prod(entry["shape"])) * jnp.dtype(entry["dtype"]).itemsize
+        return entry | {"digest": hashlib.blake2b(rest[begin : begin + size], digest_size=16).hexdigest()}
+    except Exception:  # it is no entry
+        return entry
+
+
+@pytest.mark.parametrize("share", [0.02, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["exact", "ivf", "graph", pytest.param("ivfpq", marks=pytest.mark.slow)])
+def test_an_index_that_anybody_wrote_is_searched_or_refused(kind: str, share: float, tmp_path: Path) -> None:
+    header, rest = header_of(saved_index(kind))
+    queries = np.random.default_rng(1).standard_normal((2, 8)).astype(np.float32)
+    searched: set[str] = set()
+
+    def use(mutant: Any) -> None:
+        (tmp_path / "index").write_bytes(forged(mutant, rest))
+        index = vector_search.load(tmp_path / "index", mesh=one_device(), hardware="cpu-host")
+        if share < 1 and searched:  # a search is compiled: one is enough
+            return
+        searched.add(kind)
+        index.search(np.resize(queries, (2, index.stats().dim)), k=3)
+
+    used, refused = assert_all_are_said(mutants(header, share), use)
+    print(used, "loaded,", refused, "refused")
+
+
+def test_arrays_of_an_index_that_point_elsewhere_are_refused(tmp_path: Path) -> None:
+    for kind, name, words in (
+        ("ivf", "positions", "`positions` points outside the 80 vectors"),
+        ("graph", "edges", "`edges` points outside the 80 vectors"),
+        ("graph", "entries", "`entries` points outside the 80 vectors"),
+        ("ivf", "first_block", "`first_block` does not begin at 0 and rise"),
+    ):
+        header, rest = header_of(saved_index(kind))
+        (entry,) = (one for one in header["arrays"] if one["name"] == name)
+        data = bytearray(rest)
+        data[entry["offset"] : entry["offset"] + 4] = (12345).to_bytes(4, "little")
+        (tmp_path / "index").write_bytes(forged(header, bytes(data)))
+        with pytest.raises(IndexFileError, match=f"is damaged: {words}"):
+            vector_search.load(tmp_path / "index", mesh=one_device(), hardware="cpu-host")
+
+
+# -- models ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.2, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_a_safetensors_file_that_anybody_wrote_is_read_or_refused(share: float, tmp_path: Path) -> None:
+    header = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+        "c": {"dtype": "I8", "shape": [0, 5], "data_offsets": [32, 32]},
+        "d": {"dtype": "F16", "shape": [], "data_offsets": [32, 34]},
+    }
+
+    def use(mutant: Any) -> None:
+        write(json.dumps(mutant))
+        for tensor in read_header(tmp_path / "model").values():
+            assert np.asarray(tensor.mapped()).size >= 0
+
+    def write(text: str) -> None:
+        (tmp_path / "model").write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(34))
+
+    used, refused = assert_all_are_said(mutants(header, share), use)
+    assert refused > used
+    for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 10_000):
+        write(text)
+        with pytest.raises(ModelError, match="its header cannot be read"):
+            read_header(tmp_path / "model")

@@ -45,6 +45,7 @@ _BYTES = {
     "F8_E5M2": 1,
     "F8_E8M0": 1,
 }
+_MOST = 2**48  # no dim and no offset is above it
 _WAY_OUT = "Copy it again from where it came from"
 
 
@@ -103,7 +104,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         found = {}
         expected = 0
         for (begin, end), name, entry in tensors:
-            dtype, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            if not all(type(number) is int and abs(number) <= _MOST for number in (begin, end, *shape)):
+                raise ModelError(
+                    f"{file} is damaged: its header says that `{name}` is of the shape {list(shape)} and lies in bytes"
+                    f" {begin} to {end} of the data, which are no whole numbers below 2^48. {_WAY_OUT}"
+                )
             if begin != expected or end - begin != _BYTES[dtype] * math.prod(shape) or min(shape, default=0) < 0:
                 raise ModelError(
                     f"{file} is damaged: its header says that `{name}`, {dtype} of the shape {list(shape)}, lies in bytes"
@@ -118,7 +124,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 )
     except ModelError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is no safetensors file: its header cannot be read ({error!r}). {_WAY_OUT}") from None
     if 8 + length + expected != size:
         raise ModelError(f"{file} is damaged: of its {size:,} bytes {8 + length + expected:,} are tensors. {_WAY_OUT}")

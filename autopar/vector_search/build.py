@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.errors import IndexFileError, SearchError
+from autopar.errors import AutoparError, IndexFileError, SearchError
 from autopar.mesh import MeshShape
 from autopar.vector_search import exact_index, graph_index, inputs, lists_index
 from autopar.vector_search.asked import Asked
@@ -154,7 +154,17 @@ def load(
             f"{path} holds an index of kind {saved.kind!r}, and this autopar knows {', '.join(KINDS)}: one of your own is"
             " read with `kind=`"
         )
-    return kind.load(saved, _place(mesh, hardware, memory_budget_bytes, batch))
+    place = _place(mesh, hardware, memory_budget_bytes, batch)
+    try:
+        return kind.load(saved, place)
+    except AutoparError:
+        raise
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        # Of the settings: a right digest says that they are as they were written, not by whom.
+        raise IndexFileError(
+            f"{path} is damaged: it holds an index of kind {saved.kind!r} whose settings cannot be ({error!r}). Build and"
+            " save the index anew"
+        ) from error
 
 
 def _place(mesh: Any, hardware: Any, memory_budget_bytes: float | None, batch: int) -> Place:
