@@ -103,6 +103,10 @@ class SearchError(AutoparError):
     """Vectors, ids, queries, a number of neighbours or a filter that an index cannot take."""
 
 
+class SearchWarning(UserWarning):
+    """An index does not find as much as was asked for."""
+
+
 class IndexFileError(AutoparError):
     """A saved index that cannot be written, is not there, is damaged, or is of another version."""
 

@@ -71,14 +71,25 @@ class ApproximateIndex:
         self._programs.hold(leaves)
         self.measured = measured or Measured(effort, None, {})
 
-    def measure(self, recall_target: float, report: Report) -> None:
-        """Find the least effort that reaches the target, and keep it."""
-        if len(self.ids) == 1:
+    def measure(self, recall_target: float, report: Report, queries: NDArray[Any] | None = None) -> None:
+        """Find the least effort that reaches the target, and keep it.
+
+        Args:
+            queries: `[num_queries, d]`, checked, to measure by; without them vectors, each as if it were not there.
+        """
+        if len(self.ids) == 1 and queries is None:
             return
-        sample = np.random.default_rng(0).permutation(len(self.ids))[:_SAMPLE].astype(np.int32)
-        k = min(MEASURED_AT, len(self.ids) - 1)
-        queries = self._vectors[sample]
-        distances, truth = _less_itself(self._among.search(queries, k + 1, np.arange(len(self.ids))), sample)
+        draw, every = np.random.default_rng(0), np.arange(len(self.ids))
+        sample: NDArray[np.int32] | None = None
+        if queries is None:
+            k = min(MEASURED_AT, len(self.ids) - 1)
+            sample = draw.permutation(len(self.ids))[:_SAMPLE].astype(np.int32)
+            queries = self._vectors[sample]
+            distances, truth = _less_itself(self._among.search(queries, k + 1, every), sample)
+        else:
+            k = min(MEASURED_AT, len(self.ids))
+            queries = queries[np.sort(draw.permutation(len(queries))[:_SAMPLE])]
+            distances, truth = self._among.search(queries, k, every)
 
         def recall_at(effort: int) -> float:
             report(f"measure recall at effort {effort}", 0.9)
@@ -140,6 +151,7 @@ class ApproximateIndex:
                 if not s.leaves_out
             },
             details={**self.measured.details, **self.method.details, **why},
+            reached=self.measured.reached,
         )
 
     # -- inside ------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Asked:
         recall_target: the share of the true neighbours that a search is to find.
         settings: of this kind alone.
         why: this kind was chosen, if it was not asked for.
+        queries: `[num_queries, d]`, checked: a sample of the user's own, to measure recall by; None: of the vectors.
     """
 
     vectors: NDArray[Any]
@@ -33,6 +34,7 @@ class Asked:
     settings: Mapping[str, Any]
     report: Report
     why: str = ""
+    queries: NDArray[Any] | None = None
 
     def whole_numbers(self, kind: str, known: Mapping[str, int]) -> dict[str, int]:
         """The settings of a kind that takes whole numbers of at least 1.

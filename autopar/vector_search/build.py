@@ -7,6 +7,7 @@ to both.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.errors import AutoparError, IndexFileError, SearchError
+from autopar.errors import AutoparError, IndexFileError, SearchError, SearchWarning
 from autopar.mesh import MeshShape
 from autopar.vector_search import exact_index, graph_index, inputs, lists_index
 from autopar.vector_search.asked import Asked
@@ -74,6 +75,7 @@ def build(
     ids: ArrayLike | None = None,
     hardware: str | HardwareProfile | None = None,
     batch: int = 256,
+    queries: ArrayLike | None = None,
     progress: bool | None = None,
     **settings: Any,
 ) -> Index:
@@ -86,12 +88,15 @@ def build(
             are far smaller; `"graph"`, of near vectors, which a query walks; `"auto"`, what the cost model says; or a `Kind` of
             one's own.
         recall_target: the share of the true nearest neighbours that a search is to find: when the index is built, the
-            least effort that reaches it is found on a sample. `"exact"` finds all.
+            least effort that reaches it is found on a sample. `"exact"` finds all. Where no effort reaches it, `"auto"` takes
+            another kind, and for any other a warning says so, as does `stats().reached`.
         memory_budget_bytes: per device; by default what the hardware profile says is usable.
         mesh: as of `autopar.plan`; by default the planner's choice for all visible devices.
         ids: the user's own, 64-bit integers, `[n]`; by default positions.
         hardware: as of `autopar.plan`.
         batch: queries that a search is expected to have: for as many the layout is chosen. Others are searched as well.
+        queries: `[num_queries, d]`, some hundred of your own, by which recall is measured: where they are other than the
+            vectors, as questions are other than passages. By default it is measured by the vectors themselves.
         progress: whether to show a bar; by default where standard error is a terminal.
         settings: of one kind of index alone: of `"ivf"` num_lists and copies, in how many lists a vector near their
             border may be; of `"ivfpq"` these, code_bytes of a vector and refined, how many candidates for each neighbour
@@ -117,6 +122,7 @@ def build(
             place=_place(mesh, hardware, memory_budget_bytes, batch),
             settings=settings,
             report=report,
+            queries=_sample(queries, checked),
         )
         kind, why = choose(name, asked)
         if kind != exact_index.KIND:  # they are kept as they are now, whatever becomes of the user's array
@@ -124,8 +130,38 @@ def build(
         elif name not in (kind, "auto"):  # there are none, for whatever settings
             asked = replace(asked, settings={})
         made = (own if own and kind == name else KINDS[kind]).build(replace(asked, why=why))
+        missed: list[str] = []
+        while name == "auto" and made.stats().reached is False:
+            missed.append(kind)
+            kind, why = choose(name, asked, missed)
+            if kind in missed:  # nothing else fits
+                break
+            why = f"{why}; {', '.join(missed)} did not reach a recall of {recall_target:g}"
+            made = KINDS[kind].build(replace(asked, why=why))
         report("done", 1.0)
-        return made
+    if made.stats().reached is False:
+        _warn_of_missed(made, recall_target)
+    return made
+
+
+def _sample(queries: ArrayLike | None, vectors: NDArray[Any]) -> NDArray[Any] | None:
+    if queries is None:
+        return None
+    checked = inputs.checked_queries(queries, vectors.shape[1], vectors.dtype)
+    if not len(checked):
+        raise SearchError("`queries` are none: give some hundred to measure recall by, or leave them out")
+    return checked
+
+
+def _warn_of_missed(made: Index, recall_target: float) -> None:
+    told = made.stats()
+    warnings.warn(
+        f"the index of kind {told.kind!r} finds {told.details['recall']:.3f} of the true neighbours, and `recall_target` is"
+        f" {recall_target:g}: no effort that was tried reaches it. Build one of another kind, with other settings, or"
+        " `index='exact'`, which finds all",
+        SearchWarning,
+        stacklevel=3,
+    )
 
 
 def load(

@@ -7,6 +7,7 @@ plans a search of each for the expected batch, of shapes alone, as if it were bu
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -38,8 +39,12 @@ _WORTH = 1.5
 _PADDING = 1.25
 
 
-def choose(index: str, asked: Asked) -> tuple[str, str]:
-    """The kind, and why it was chosen, where `index` does not say it."""
+def choose(index: str, asked: Asked, missed: Collection[str] = ()) -> tuple[str, str]:
+    """The kind, and why it was chosen, where `index` does not say it.
+
+    Args:
+        missed: kinds that were built and did not reach the recall target: another is chosen, if any is left that fits.
+    """
     if not len(asked.vectors):
         return exact_index.KIND, "there are no vectors to put into anything else"
     if index != "auto":
@@ -53,7 +58,7 @@ def choose(index: str, asked: Asked) -> tuple[str, str]:
     kinds = {exact_index.KIND: exact, IVF: _seconds(_lists(asked), asked)}
     if asked.place.batch <= FEW_QUERIES:  # of more, lists are read once for all of them
         kinds[GRAPH] = _seconds(_graph(asked), asked)
-    fits = {kind: seconds for kind, seconds in kinds.items() if seconds is not None}
+    fits = {kind: seconds for kind, seconds in kinds.items() if seconds is not None and kind not in missed}
     if not fits:
         budget = f"{asked.place.budget_bytes / 1e9:.3g} GB a device"
         return IVF_PQ, f"the vectors do not fit into {budget}: codes are smaller, and the vectors stay on the host"

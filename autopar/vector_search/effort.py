@@ -23,11 +23,17 @@ Positions = NDArray[Any]
 @dataclass(frozen=True, slots=True)
 class Measured:
     """effort: kept for searches that name none. recall: with it; None where nothing could be measured. tried: recall by
-    effort."""
+    effort. target: the recall that was asked for."""
 
     effort: int
     recall: float | None
     tried: Mapping[int, float]
+    target: float | None = None
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the target was; None where nothing could be measured, or no target is known."""
+        return None if self.recall is None or self.target is None else self.recall >= self.target
 
     @property
     def details(self) -> dict[str, Any]:
@@ -36,36 +42,56 @@ class Measured:
 
     def saved(self) -> dict[str, Any]:
         """For a file, as JSON takes it."""
-        return {"effort": self.effort, "recall": self.recall, "tried": [[e, r] for e, r in self.tried.items()]}
+        return {
+            "effort": self.effort,
+            "recall": self.recall,
+            "tried": [[e, r] for e, r in self.tried.items()],
+            "target": self.target,
+        }
 
     @classmethod
     def loaded(cls, saved: Mapping[str, Any]) -> Measured:
         """Of what `saved` gave."""
-        return cls(saved["effort"], saved["recall"], {int(e): float(r) for e, r in saved["tried"]})
+        tried = {int(e): float(r) for e, r in saved["tried"]}
+        return cls(saved["effort"], saved["recall"], tried, saved.get("target"))
 
 
 def least_effort(efforts: Sequence[int], target: float, recall_at: Callable[[int], float]) -> Measured:
-    """The first of rising efforts that reaches a recall. Where none does, the greatest, or the one after which more finds
-    no more.
+    """The first of rising efforts that reaches a recall. Where none does, the least of those that find most.
+
+    Recall may stand still and rise again, as where lists hold the same vector many times: where one effort finds no more
+    than the last, the greatest says whether the target can be reached at all, and the least that reaches it is looked for
+    by halves.
 
     Args:
         efforts: rising. recall_at: measures one.
 
     >>> least_effort((1, 2, 4, 8), 0.9, lambda effort: 1 - 0.3 / effort)
-    Measured(effort=4, recall=0.925, tried={1: 0.7, 2: 0.85, 4: 0.925})
+    Measured(effort=4, recall=0.925, tried={1: 0.7, 2: 0.85, 4: 0.925}, target=0.9)
     >>> least_effort((1, 2, 4, 8), 0.9, lambda effort: min(effort, 2) / 4).effort
     2
+    >>> least_effort((1, 2, 4, 8, 16), 0.9, lambda effort: 0.5 if effort < 8 else 1.0).effort
+    8
     """
     tried: dict[int, float] = {}
-    kept = efforts[0]
-    for effort in efforts:
+    low, high = 0, len(efforts) - 1
+    for place, effort in enumerate(efforts):
+        low = place
         tried[effort] = recall_at(effort)
-        if effort != kept and tried[effort] <= tried[kept]:
-            break
-        kept = effort
         if tried[effort] >= target:
+            return Measured(effort, tried[effort], tried, target)
+        if place and tried[effort] <= tried[efforts[place - 1]]:
             break
-    return Measured(kept, tried[kept], tried)
+    if efforts[high] not in tried:
+        tried[efforts[high]] = recall_at(efforts[high])
+    if tried[efforts[high]] >= target:
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried[efforts[middle]] = recall_at(efforts[middle])
+            low, high = (low, middle) if tried[efforts[middle]] >= target else (middle, high)
+        return Measured(efforts[high], tried[efforts[high]], tried, target)
+    best = min(tried, key=lambda effort: (-tried[effort], effort))
+    return Measured(best, tried[best], tried, target)
 
 
 def recall_of(found: tuple[Distances, Positions], truth: tuple[Distances, Positions], metric: Metric) -> float:

@@ -255,7 +255,7 @@ def _again(
 
     # so many queries at once that what is fetched for them stays in a CPU's caches, without splitting what a device has
     fits = max(1, CACHED_BYTES // (kept * dim * 4))
-    turns = next(num for num in range(1, block + 1) if block % num == 0 and block // num <= fits)
+    turns = next(num for num in range(1, block + 1) if block % num == 0 and block // num <= fits * parts)
 
     def taken(array: jax.Array) -> jax.Array:
         """`[blocks, block, ...]` as `[blocks * turns, block / turns, ...]`."""

@@ -112,6 +112,7 @@ class ExactIndex:
                 if s.extra == EXTRA
             },
             details={"why": self._why} if self._why else {},
+            reached=True,
         )
 
     # -- inside ------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def build(asked: Asked) -> ApproximateIndex:
     method = Graph(asked.metric, num, settings["degree"], settings["width"])
     asked.report("lay out the graph", 0.7)
     index = ApproximateIndex(method, graph, asked.vectors, asked.ids, asked.place, why=asked.why)
-    index.measure(asked.recall_target, asked.report)
+    index.measure(asked.recall_target, asked.report, asked.queries)
     return index
 
 

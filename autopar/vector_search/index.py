@@ -59,6 +59,8 @@ class IndexStats:
         device_bytes: that the fullest device holds of it.
         layouts: how its vectors are split in each way that they are held in, in words.
         searches: each program made for it so far, by number of queries and k: seconds that the plan predicts.
+        reached: whether the recall target was, as measured when the index was built; True of exact search; None where
+            nothing could be measured.
         details: of this kind alone.
     """
 
@@ -72,6 +74,7 @@ class IndexStats:
     layouts: tuple[str, ...]
     searches: dict[tuple[int, int], float]
     details: dict[str, Any] = field(default_factory=dict)
+    reached: bool | None = None
 
 
 class Index(Protocol):

@@ -161,7 +161,7 @@ def build(asked: Asked, kind: str) -> ApproximateIndex:
     )
     asked.report("lay out the lists", 0.7)
     index = ApproximateIndex(method, lists, asked.vectors, asked.ids, asked.place, why=asked.why)
-    index.measure(asked.recall_target, asked.report)
+    index.measure(asked.recall_target, asked.report, asked.queries)
     return index
 
 
