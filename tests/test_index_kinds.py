@@ -17,7 +17,7 @@ import pytest
 from nearest import exact_nearest, exact_scores, recall
 
 from autopar import vector_search
-from autopar.errors import IndexFileError, SearchError
+from autopar.errors import IndexFileError, SearchError, SearchWarning
 from autopar.vector_search import beam
 from autopar.vector_search.approximate_index import ApproximateIndex
 from autopar.vector_search.build import KINDS, _place
@@ -158,7 +158,11 @@ def test_a_vector_in_two_lists_is_found_once() -> None:
 
 def test_what_codes_lose_is_told() -> None:
     corpus, _ = data()
-    told = build(corpus, index=IVF_PQ, num_lists=4, code_bytes=1, refined=1, recall_target=0.99).stats().details
+    with pytest.warns(SearchWarning, match=r"'ivfpq' finds 0\.\d+ .* `recall_target` is 0.99"):
+        index = build(corpus, index=IVF_PQ, num_lists=4, code_bytes=1, refined=1, recall_target=0.99)
+    assert index.stats().reached is False
+    assert made(IVF).stats().reached is True
+    told = index.stats().details
     assert told["recall"] < 0.9
     assert told["recall"] == max(told["recall_by_effort"].values())
 
@@ -275,6 +279,47 @@ def test_recall_counts_what_is_as_near_as_the_last() -> None:
 def test_the_greatest_effort_is_kept_where_none_is_enough() -> None:
     measured = least_effort((1, 2, 4), 0.9, lambda effort: effort / 8)
     assert (measured.effort, measured.recall) == (4, 0.5)
+
+
+def test_recall_that_stands_still_and_rises_again_is_followed() -> None:
+    """As where lists hold each vector many times: a plateau is not the end."""
+    measured = least_effort((1, 2, 4, 8, 16, 32, 64), 0.9, lambda effort: 0.5 if effort < 16 else 0.95)
+    assert (measured.effort, measured.reached) == (16, True)
+    flat = least_effort((1, 2, 4, 8, 16), 0.9, lambda effort: 0.5)
+    assert (flat.effort, flat.reached, sorted(flat.tried)) == (1, False, [1, 2, 16])
+
+
+def test_recall_is_measured_by_the_users_own_queries() -> None:
+    """Queries from elsewhere need more lists than vectors do."""
+    corpus, _ = data()
+    own = np.random.default_rng(5).normal(size=(300, DIM)).astype(np.float32)
+    index = build(corpus, index=IVF, num_lists=24, queries=own[:200])
+    assert index.stats().reached is True
+    assert index.measured.effort > made(IVF).measured.effort
+    truth = exact_nearest(own[200:], corpus, 10)
+    assert recall(index.search(own[200:], 10).ids, truth) >= 0.92
+    assert recall(positions(made(IVF).search(own[200:], 10)), truth) < 0.945  # by the vectors alone
+    with pytest.raises(SearchError, match="`queries` are none"):
+        build(corpus, index=IVF, num_lists=24, queries=own[:0])
+    with pytest.raises(SearchError, match="num_queries, 16"):
+        build(corpus, index="exact", queries=own[:, :3])
+
+
+def test_auto_takes_another_kind_where_the_target_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("autopar.vector_search.build")
+    told: list[tuple[str, ...]] = []
+
+    def choose_codes(name: str, asked: Any, missed: Any = ()) -> tuple[str, str]:
+        told.append(tuple(missed))
+        return ("exact", "what is left") if missed else (IVF_PQ, "for a test")
+
+    monkeypatch.setattr(module, "choose", choose_codes)
+    monkeypatch.setattr(import_module("autopar.vector_search.lists_index"), "_REFINED", 1)
+    hard = np.random.default_rng(0).normal(size=(600, 64)).astype(np.float32)
+    index = build(hard, recall_target=0.999)
+    assert told == [(), (IVF_PQ,)]
+    assert (index.stats().kind, index.stats().reached) == ("exact", True)
+    assert index.stats().details["why"] == "what is left; ivfpq did not reach a recall of 0.999"
 
 
 def test_a_walk_leaves_out_what_it_is_told_to() -> None:
