@@ -184,7 +184,31 @@ def _keys(table: dict[str, Any], prefix: str = "") -> list[str]:
     return own + [key for keys in nested for key in keys]
 
 
-REQUIRED = [k for k in _keys(tomllib.loads((FOLDER / "cpu-host.toml").read_text())) if not k.startswith("xla_target")]
+#: What a user's file may go without, and no committed one.
+DERIVED = ("memory.cache_bytes", "memory.near_cache_bytes")
+REQUIRED = [k for k in _keys(tomllib.loads((FOLDER / "cpu-host.toml").read_text())) if k not in DERIVED]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_committed_profile_states_what_another_may_derive(name: str):
+    table = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    assert set(table["operations"]) == {"source", "date", *hardware.OPERATIONS}
+    assert {"cache_bytes", "near_cache_bytes"} <= set(table["memory"])
+
+
+@pytest.mark.parametrize("name", ["v100-sxm-16", "cpu-host"])
+def test_a_profile_of_before_has_what_is_derived(name: str, tmp_path: Path):
+    whole, text = hardware.load(name), (FOLDER / f"{name}.toml").read_text()
+    for key in DERIVED:
+        text = _without(text, key)
+    head, _, rest = text.partition("[operations]\n")
+    (tmp_path / "mine.toml").write_text(head + rest[rest.index("[memory]") :])
+    found = hardware.load(tmp_path / "mine.toml")
+    caches = (whole.cache_bytes, whole.near_cache_bytes) if whole.xla_target else (0, 0)
+    assert (found.cache_bytes, found.near_cache_bytes) == caches
+    assert [found.operations[one] for one in ("default", "add", "div", "tanh", "exp_bfloat16")] == [1, 1, 4, 10, 10]
+    assert set(found.operations) == set(hardware.OPERATIONS)
+    assert "the file says nothing: as the rules count" in found.sources["operations"]
 
 
 def _without(text: str, key: str) -> str:

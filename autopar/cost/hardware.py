@@ -17,6 +17,7 @@ from typing import Any
 
 from autopar.cost.estimator import EstimatorProfile, read_estimator
 from autopar.errors import HardwareError
+from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 
 #: Dtypes whose matrix rate a profile must state; `float8` stands for every 8-bit float.
 MATRIX_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "float8")
@@ -53,6 +54,8 @@ OPERATIONS = [
     "erf_inv",
     "random_bits",
 ]
+#: What XLA's performance model takes to stay near one core (openxla/xla, gpu_performance_model_base.cc).
+_NEAR_BYTES_OF_CORE = 2048
 _COUNTS_AS = {"sub": "add", "add_any": "add", "threefry2x32": "random_bits"}
 
 #: What joins the devices of a host: a switch between all, links between some, the bus of the machine,
@@ -94,7 +97,8 @@ class HardwareProfile:
         hbm_bytes: device memory.
         usable_fraction: part of it that a program may fill.
         hbm_bytes_per_s: device memory bandwidth, read and written bytes together.
-        cache_bytes, near_cache_bytes: what is read again out of the device's cache, and out of those of its cores.
+        cache_bytes, near_cache_bytes: what is read again out of the device's cache, and out of those of its cores; 0:
+            there is none.
         host_link: between devices of one host.
         network_link: between devices of different hosts.
         host_link_kind: one of `LINK_KINDS`.
@@ -267,7 +271,8 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _profile(read: _Reader) -> HardwareProfile:
-    blocks = ("compute", "operations", "memory", "links.host", "links.network", "storage", "collectives")
+    blocks = ("compute", "memory", "links.host", "links.network", "storage", "collectives")
+    operations, source = _operations(read)
     return HardwareProfile(
         name=read.text("name"),
         description=read.text("description"),
@@ -277,12 +282,12 @@ def _profile(read: _Reader) -> HardwareProfile:
         vector_flops_per_s=read.positive("compute.vector_flops_per_s"),
         compute_efficiency=read.fraction("compute.compute_efficiency"),
         kernel_launch_s=read.not_negative("compute.kernel_launch_s"),
-        operations={name: read.positive(f"operations.{name}") for name in OPERATIONS},
+        operations=operations,
         hbm_bytes=read.count("memory.hbm_bytes"),
         usable_fraction=read.fraction("memory.usable_fraction"),
         hbm_bytes_per_s=read.positive("memory.hbm_bytes_per_s"),
-        cache_bytes=read.count("memory.cache_bytes"),
-        near_cache_bytes=read.count("memory.near_cache_bytes"),
+        cache_bytes=_cache(read, "cache_bytes", "l2_cache_size", 1),
+        near_cache_bytes=_cache(read, "near_cache_bytes", "core_count", _NEAR_BYTES_OF_CORE),
         host_link=read.link("links.host"),
         network_link=read.link("links.network"),
         host_link_kind=read.one_of("links.host.kind", LINK_KINDS),
@@ -293,11 +298,31 @@ def _profile(read: _Reader) -> HardwareProfile:
         combine_threshold_bytes=read.count("collectives.combine_threshold_bytes"),
         combined_launch_fraction=read.fraction("collectives.combined_launch_fraction"),
         all_to_all_efficiency=read.fraction("collectives.all_to_all_efficiency"),
-        sources={block: f"{read.text(f'{block}.source')} ({read.text(f'{block}.date')})" for block in blocks},
+        sources={block: read.source(block) for block in blocks} | {"operations": source},
         usd_per_device_hour=read.positive("price.usd_per_device_hour") if "price" in read.table else None,
         xla_target=read.table.get("xla_target"),
         xla_estimator=_estimator(read),
     )
+
+
+def _operations(read: _Reader) -> tuple[dict[str, float], str]:
+    """What elements count as, and whence; where a file does not say it, as the rules count, for so a calibration fits the
+    vector rate."""
+    if "operations" in read.table:
+        return {name: read.positive(f"operations.{name}") for name in OPERATIONS}, read.source("operations")
+    counted = {name: FLOPS_PER_ELEMENT.get(name.removesuffix("_bfloat16"), 1.0) for name in OPERATIONS}
+    counted["random_bits"] = FLOPS_PER_ELEMENT["threefry2x32"]
+    return (
+        counted,
+        "the file says nothing: as the rules count, 1 an element, 4 of a division, 10 of a transcendental function",
+    )
+
+
+def _cache(read: _Reader, key: str, of_target: str, times: int) -> int:
+    """Bytes of a cache; where a file does not say it, by its `xla_target`, and without that there is none."""
+    if key in read.table.get("memory", {}):
+        return read.count(f"memory.{key}")
+    return times * read.count(f"xla_target.{of_target}") if "xla_target" in read.table else 0
 
 
 def _estimator(read: _Reader) -> EstimatorProfile | None:
@@ -328,6 +353,9 @@ class _Reader:
                 )
             found = found[part]
         return found
+
+    def source(self, block: str) -> str:
+        return f"{self.text(f'{block}.source')} ({self.text(f'{block}.date')})"
 
     def text(self, key: str) -> str:
         return self._must(key, "text", lambda v: isinstance(v, str) and bool(v))
