@@ -384,7 +384,7 @@ class _Start:
         plan = plan_as_made(
             made, self.program, self.grouped.unknown, budget=budget, seconds=seconds, memory_bound=memory_bound
         )
-        return plan, made, _Fastest.of(best)
+        return plan, made, _Fastest.of(min(best, made, key=_compared_s))
 
     def _simplest(self, best: Made, tried: Sequence[Made], to_beat: float) -> Made:
         """Of the plans that fit and are as good as the fastest, the one that splits the fewest arguments; where that may
@@ -394,10 +394,11 @@ class _Start:
             best: the fastest that fits. to_beat: seconds of the fastest on any mesh so far.
         """
         budget, limit_s = self.task.budget, (1 + _TIE) * min(best.compared_s, to_beat)
-        if self.task.search["any_that_fits"] or best.compared_s > limit_s:
+        if self.task.search["any_that_fits"] or best.compared_s > limit_s or best.peak_bytes > budget:
             return best
-        near = [one for one in tried if one.peak_bytes <= budget and one.compared_s <= limit_s]
-        near += [one for one in self._with_whole_state(best, limit_s) if one.compared_s <= limit_s]
+        most_s = (1 + _TIE) * best.step_time_s  # the figure that users see differs by no more either
+        able = (one for one in (*tried, *self._with_whole_state(best, limit_s)) if one.peak_bytes <= budget)
+        near = [one for one in able if one.compared_s <= limit_s and one.step_time_s <= most_s]
         return min(near, key=lambda one: (num_split(one.parts.inputs), one.compared_s), default=best)
 
     def _with_whole_state(self, best: Made, limit_s: float) -> list[Made]:
@@ -450,6 +451,7 @@ class _Fastest:
     """What a tie tells of the fastest plan: seconds by what plans are compared, and what it is."""
 
     compared_s: float
+    step_time_s: float
     mesh: MeshShape
     words: str
     num_split: int
@@ -457,7 +459,8 @@ class _Fastest:
     @classmethod
     def of(cls, made: Made) -> _Fastest:
         inputs, f = made.parts.inputs, made.formulation
-        return cls(made.compared_s, f.mesh, strategy_words(f, made.solution.choices, inputs), num_split(inputs))
+        words = strategy_words(f, made.solution.choices, inputs)
+        return cls(made.compared_s, made.step_time_s, f.mesh, words, num_split(inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,8 +496,9 @@ def _simplest_end(ends: Sequence[_End]) -> _End:
 
     def simplicity(end: _End) -> tuple[bool, int, int, float]:
         assert end.plan is not None
-        axes = sum(size > 1 for size in end.plan.mesh.axis_sizes)
-        return end.compared_s > (1 + _TIE) * fastest.compared_s, num_split(end.plan.inputs), axes, end.compared_s
+        axes, own_s = sum(size > 1 for size in end.plan.mesh.axis_sizes), end.plan.prediction.step_time_s
+        slower = end.compared_s > (1 + _TIE) * fastest.compared_s or own_s > (1 + _TIE) * fastest.step_time_s
+        return slower, num_split(end.plan.inputs), axes, end.compared_s
 
     best = min(ends, key=simplicity) if any(end.fits for end in ends) else min(ends, key=lambda end: end.compared_s)
     assert best.plan is not None
