@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from rich.console import Console
 from test_rules import Shapes, text
 
 import autopar
 from autopar import hlo
 from autopar.errors import RuleError
+from autopar.explain import render_summary
 from autopar.rules.registered import template
 from autopar.rules.registry import NodeView
 from autopar.rules.table import rule_for
@@ -130,15 +133,40 @@ def test_a_kernel_is_named_until_it_can_be_split_and_then_is() -> None:
     assert "`shift_rows` has a sharding rule without `local`, which runs a part of it: its 1 uses run repl" in note
     assert "give `register_rule` a function of one device's operands as `local`" in note
     assert not planned().regions
+    assert [one.name for one in planned().unruled] == ["shift_rows"]
 
     autopar.register_rule("shift_rows", "rows . -> rows .", local=shifted)
     plan = planned()
-    assert plan.notes == ()
+    assert plan.notes == () and plan.unruled == ()
     assert plan.inputs[0].sharding.dims == (("data",), ())
     assert [region.operands[0].dims for region in plan.regions] == [(("data",), ())]
     assert not hlo.collectives(compiled(plan))
     x = np.random.default_rng(0).random(ROWS.shape, np.float32)
     np.testing.assert_allclose(autopar.parallelize(step, plan=plan)(x), step(jnp.asarray(x)), rtol=1e-6)
+
+
+def test_the_summary_of_a_plan_names_what_has_no_rule_and_its_share(tmp_path: Path) -> None:
+    """As `autopar plan` prints it; the share is that of the kernels in the plan's own timeline."""
+
+    def twice(x: jax.Array) -> jax.Array:
+        def kernel(x: jax.Array) -> jax.Array:
+            return pl.pallas_call(shift_rows, out_shape=ROWS, interpret=True, name="without_rule")(x)
+
+        return kernel(jnp.cos(kernel(jnp.sin(x))))
+
+    plan = planned(twice)
+    (one,) = plan.unruled
+    assert (one.name, one.count) == ("without_rule", 2)
+    assert 0 < one.time_s < plan.prediction.compute_s * (1 + 1e-9)
+    plan.save(tmp_path / "plan.json")
+    assert autopar.load_plan(tmp_path / "plan.json") == plan
+    text = io.StringIO()
+    render_summary(plan, Console(file=text, width=400))
+    share = 100 * one.time_s / plan.prediction.step_time_s
+    head = text.getvalue().split("Predicted step")[0]
+    assert f"run replicated on all 8 devices: `without_rule` x2; {share:.0f} % of the step" in head
+    assert "proven optimal among the strategies that the rules know" in head
+    assert planned(twice, mesh="1").unruled and "Replicated" not in str(autopar.explain(planned(twice, mesh="1")))
 
 
 def column_sums(x_ref: Any, out_ref: Any) -> None:
