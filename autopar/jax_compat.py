@@ -51,6 +51,14 @@ INLINED = {
     "eval_jaxpr": "call_jaxpr",
 }
 
+#: Collectives that a `vmap` with an `axis_name` leaves behind, and what each is over dims that are there.
+_OVER_ROWS: dict[str, Callable[..., Any]] = {
+    "psum": lambda value, axes: jax.lax.reduce_sum(value, axes),
+    "psum_invariant": lambda value, axes: jax.lax.reduce_sum(value, axes),
+    "pmax": lambda value, axes: jax.lax.reduce_max(value, axes),
+    "pmin": lambda value, axes: jax.lax.reduce_min(value, axes),
+}
+
 _LIBRARY_FOLDERS = tuple({sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]})
 
 
@@ -76,6 +84,9 @@ def called(equation: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]] 
     if equation.primitive.name == "gather":
         masked = _masked_gather(equation)
         return None if masked is None else (masked, operands)
+    if equation.primitive.name in _OVER_ROWS:
+        reduced = _over_rows(equation)
+        return None if reduced is None else (reduced, operands)
     parameter = INLINED.get(equation.primitive.name)
     if parameter is None:
         return None
@@ -83,6 +94,18 @@ def called(equation: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]] 
         if name in equation.params:
             return equation.params[name], operands
     return None
+
+
+def _over_rows(equation: Any) -> Any | None:
+    """A collective over the rows of a `vmap` alone, which names their dims by number: a reduction, and lowered as one."""
+    axes, groups = equation.params["axes"], equation.params.get("axis_index_groups")
+    if groups is not None or not all(isinstance(axis, int) for axis in axes):
+        return None
+    reduce = _OVER_ROWS[equation.primitive.name]
+    closed = jax.make_jaxpr(lambda *values: [reduce(value, axes) for value in values])(
+        *(shape_struct(atom.aval) for atom in equation.invars)
+    )
+    return _standing_at(closed, equation)
 
 
 def _masked_gather(equation: Any) -> Any | None:
@@ -95,7 +118,12 @@ def _masked_gather(equation: Any) -> Any | None:
     names = ("dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted", "fill_value")
     masked = functools.partial(_gather_fill, **{name: params[name] for name in names}, output_shape=result.shape)
     closed = jax.make_jaxpr(masked)(*(shape_struct(atom.aval) for atom in equation.invars))
-    place = equation.source_info.traceback  # each part stands where the whole did
+    return _standing_at(closed, equation)
+
+
+def _standing_at(closed: Any, equation: Any) -> Any:
+    """A jaxpr that an equation is replaced by, each part of it at the equation's line."""
+    place = equation.source_info.traceback
     parts = [part.replace(source_info=part.source_info.replace(traceback=place)) for part in closed.eqns]
     if isinstance(closed, _core.Jaxpr):  # from JAX 0.12 on, a jaxpr holds its constants
         return closed.replace(eqns=parts)

@@ -683,7 +683,7 @@ class _Lowering:
         value = node.operands[index]
         assert value is not None
         whole = self.graph.values[value].shape
-        if all(whole[d] % shape[d] == 0 for d in contracting[index]):
+        if all(whole[d] % max(shape[d], 1) == 0 for d in contracting[index]):  # of an empty batch there is none
             return at
         source = self.program.instructions[at]
         copy = Instruction(

@@ -267,9 +267,27 @@ class Replay:
         def entered(carry: list[Any]) -> dict[int, Any]:
             return dict(zip(carries, carry, strict=True))
 
-        return jax.lax.while_loop(
-            lambda carry: test(entered(carry))[0], lambda carry: body(entered(carry)), self._start(given, carries)
-        )
+        def goes_on(carry: list[Any]) -> Any:
+            rows = test(entered(carry))[0]  # under `vmap` one for each row
+            return jax.numpy.any(rows) if jax.numpy.ndim(rows) else rows
+
+        def trip(carry: list[Any]) -> list[Any]:
+            after = body(entered(carry))
+            if not self._has_rows(region):
+                return after
+            rows = test(entered(carry))[0]  # those that have ended stay as they are
+            return [
+                jax.numpy.where(jax.lax.expand_dims(rows, range(rows.ndim, new.ndim)), new, old)
+                for new, old in zip(after, carry, strict=True)
+            ]
+
+        return jax.lax.while_loop(goes_on, trip, self._start(given, carries))
+
+    def _has_rows(self, region: Region) -> bool:
+        """Whether a loop has a condition for each row, as `vmap` makes it."""
+        (n,) = self._pieces(region.exit, "predicate")
+        (atom,) = self.trace.equations[n].operands
+        return not isinstance(atom, LiteralOperand) and self.trace.avals[atom].shape != ()
 
     def _cond(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
         branches = [self._section(scope, region, i, given) for i in range(len(region.sections))]

@@ -81,8 +81,9 @@ def _plain_sequence(value: tuple[Any, ...] | list[Any]) -> Any:
 
 
 def _is_array_like(value: Any) -> bool:
-    """NumPy scalars that are no Python number (np.bool_, bfloat16), and arrays."""
-    return not isinstance(value, type) and hasattr(value, "dtype") and hasattr(value, "item")
+    """NumPy scalars that are no Python number (np.bool_, bfloat16), and arrays; not their abstract values, of which a
+    callback's results are told, and whose `item` is no method."""
+    return not isinstance(value, type) and hasattr(value, "dtype") and callable(getattr(value, "item", None))
 
 
 def _name(value: Any) -> Any:
