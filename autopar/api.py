@@ -23,7 +23,7 @@ from autopar.errors import StepSignatureError
 from autopar.front_ends.call import Call, opened
 from autopar.front_ends.state import abstract_of, new_state, state_arguments, state_like
 from autopar.front_ends.step import Step
-from autopar.jax_compat import placed_struct, shape_struct
+from autopar.jax_compat import is_traced, placed_struct, shape_struct
 from autopar.measure_stages import measure_stages
 from autopar.measure_step import FEWEST_STEPS, measure, wait
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
@@ -105,6 +105,7 @@ class ParallelStep(Generic[P]):
         self._known: dict[Any, Prepared] = {}  # by what a plan is made for; the last one used comes last
         self._fast: Any = None  # the jitted replay of the last call, where it takes the arguments as they are
         self._fast_key: Any = None
+        self._fast_count, self._fast_donates = 0, tuple[int, ...]()  # its arguments, and those it donates
         self._last: Prepared | None = None  # what ran the last call
         self._calls = Calls()  # of that
         self.clock: StepClock | None = None  # set by `watch`
@@ -147,7 +148,13 @@ class ParallelStep(Generic[P]):
         return self._plans.profiles(plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step. The first call with new shapes traces, plans and compiles."""
+        """Run the step. The first call with new shapes traces, plans and compiles.
+
+        Inside a transformation of JAX (`jit`, `grad`, `vmap`, `scan`, `eval_shape`, another planned step) it runs as it was
+        written, under `jax.jit` and without its plan: what is to be planned is the outermost function.
+        """
+        if is_traced():
+            return self._as_written(args, kwargs)
         if self.clock is None:
             return self._dispatch(args, kwargs)[0]
         return self.clock.timed(lambda: self._dispatch(args, kwargs), self._probed)[0]
@@ -176,7 +183,7 @@ class ParallelStep(Generic[P]):
             planned = self._plans.of(call)
             return cast("P", planned.plan), planned.program
 
-    def init(self, create_state: Callable[..., Any], *create_args: Any, **step_args: Any) -> Any:
+    def init(self, create_state: Callable[..., Any], /, *create_args: Any, **step_args: Any) -> Any:
         """Build the carried state already sharded: it never exists whole on one device.
 
         Args:
@@ -202,7 +209,7 @@ class ParallelStep(Generic[P]):
             with self._plans.compiled_kept(prepared.plan):
                 return new.finish(built(new.leaves, new.call.trees, shapes, places))
 
-    def abstract_state(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
+    def abstract_state(self, create_state: Any, /, *create_args: Any, **step_args: Any) -> Any:
         """The carried state as `jax.ShapeDtypeStruct`s with the shardings of the plan; nothing is run.
 
         That is what orbax restores into, as `ocp.args.StandardRestore(abstract_state)`.
@@ -287,33 +294,58 @@ class ParallelStep(Generic[P]):
         hardware = self._plans.options.get("hardware")
         return measure(last.plan, last.program, last.run, last.compiled_for, self._calls, last.mesh, hardware)
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As an attribute of a class it is a method: `self` is the step's first argument."""
+        return self if instance is None else BoundStep(self, instance)
+
     # -- inside ------------------------------------------------------------------------------
+
+    def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The step without its plan, for a transformation of JAX to go through. Nothing is donated."""
+        with opened(self.called, args, kwargs) as call:
+            arrays = jax.jit(call.function)(*call.trees)
+            assert call.results is not None, "it has been traced"
+            return call.finish(call.results, arrays)
+
+    @property
+    def _may_take(self) -> bool:
+        """Whether the user has said what is donated: then arrays that the user made are, too."""
+        return self._plans.options.get("donate") is not None
+
+    def _takes_only_own(self, args: Sequence[Any]) -> bool:
+        """Whether all that a call as the last one would donate is the step's own."""
+        return self._may_take or all(map(execute.is_own, jax.tree.leaves([args[n] for n in self._fast_donates])))
 
     def _dispatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """What the step returns, and the arrays that the planned one returned."""
         failed: Exception | None = None
-        if self._fast is not None and not kwargs:
+        if self._fast is not None and not kwargs and len(args) == self._fast_count and self._takes_only_own(args):
             self._calls.note()
             try:
                 result = self._fast(*args)
             except Exception as error:  # other shapes; arrays that lie elsewhere; or the step's own
                 failed = error
             else:
+                assert self._last is not None, "it made the fast one"
+                self._last.own(result)
                 return result, result
         with opened(self.called, args, kwargs) as call:
+            execute.check_not_deleted(call.input_paths, jax.tree.leaves(call.trees))
             known = call.key == self._fast_key
             prepared = self._prepare(call)
-            trees = prepared.placed(call.trees)
+            trees = prepared.placed(call.trees, may_take=self._may_take)
             if failed is not None and known and all(map(operator.is_, jax.tree.leaves(trees), jax.tree.leaves(args))):
                 raise failed
             is_fast = call.is_plain and prepared.results.is_plain
             self._fast, self._fast_key = (prepared.run, call.key) if is_fast else (None, None)
+            self._fast_count, self._fast_donates = len(call.trees), prepared.donates
             if prepared is not self._last or not prepared.is_compiled:
                 self._calls.start_anew()
             elif failed is None:  # else it has been noted
                 self._calls.note()
             self._last = prepared
             arrays = self._run(prepared, trees)
+            prepared.own(arrays)
             return call.finish(prepared.results, arrays), arrays
 
     def _measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -331,6 +363,7 @@ class ParallelStep(Generic[P]):
                 )
             self._calls.interrupt(wait)
             arrays, prepared.measured = prepared.run.measured(*call.trees)
+            prepared.own(arrays)
             return call.finish(prepared.results, arrays), arrays
 
     def _run(self, prepared: Prepared, trees: Sequence[Any]) -> Any:
@@ -363,3 +396,22 @@ class ParallelStep(Generic[P]):
             self._plans.latest = prepared.plan
         self._known[call.key] = prepared
         return prepared
+
+
+class BoundStep:
+    """A planned step as a method of an object: the object is the first argument of each call. What is no array of it is part
+    of what a plan is made for, as of any argument."""
+
+    def __init__(self, step: ParallelStep[Any], instance: Any) -> None:
+        self._step, self._instance = step, instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self._instance, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._step, name)
+        if name in ("plan", "planned", "lower", "measured"):
+            return functools.partial(found, self._instance)
+        if name in ("init", "abstract_state"):
+            return functools.partial(found, **{self._step.called.parameters[0]: self._instance})
+        return found

@@ -7,7 +7,7 @@ donates what the plan says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.compiler_options import compiler_options
-from autopar.errors import MeshError
+from autopar.errors import MeshError, StepSignatureError
 from autopar.mesh import MeshShape
 from autopar.partition_spec import check_mesh, named_shardings
 from autopar.plan import Placement, Plan
@@ -87,25 +87,82 @@ def _has_gpus(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
 
 
-def placed(plan: Placement, shardings: Sequence[NamedSharding], trees: Sequence[Any]) -> tuple[Any, ...]:
+def placed(
+    plan: Placement, shardings: Sequence[NamedSharding], trees: Sequence[Any], *, may_take: bool = False
+) -> tuple[Any, ...]:
     """Arguments as a jitted plan takes them.
 
     An array that lies otherwise than planned is moved, as a state that another plan has laid out. State that nothing has
-    laid out yet is laid out: `jax.jit` would compile once for it, and once more for what comes back. An array that is
-    donated and stands at another place too is copied, as an average that begins as the parameters.
+    laid out yet is laid out: `jax.jit` would compile once for it, and once more for what comes back. Of what is donated,
+    an array that the user made is copied, and so is one that stands at another place too, as an average that begins as
+    the parameters.
+
+    Args:
+        may_take: whether arrays that the user made may be donated, because the user said so.
     """
     leaves, structure = jax.tree.flatten(tuple(trees))
     count = Counter(id(leaf) for leaf in leaves)
     carried, donated = {position for position, _ in plan.carried}, set(plan.donated)
     for position, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         lies = isinstance(leaf, jax.Array) and leaf.committed
-        if position in donated and isinstance(leaf, jax.Array) and count[id(leaf)] > 1:
-            leaf = jax.numpy.copy(leaf)
-        if lies and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            leaves[position] = leaf
-        elif lies or position in carried:
-            leaves[position] = jax.device_put(leaf, sharding, may_alias=False)
+        put = leaf
+        if lies and not (leaf.sharding.is_equivalent_to(sharding, leaf.ndim) and is_auto(leaf.sharding)):
+            put = jax.device_put(leaf, sharding)
+        elif not lies and position in carried:
+            put = jax.device_put(leaf, sharding, may_alias=False)
+        if position in donated and isinstance(leaf, jax.Array):
+            kept = count[id(leaf)] > 1 or not (may_take or is_own(leaf))
+            if kept and (put is leaf or _may_share(leaf, put)):
+                put = jax.numpy.copy(put)
+        leaves[position] = put
     return jax.tree.unflatten(structure, leaves)
+
+
+def _may_share(leaf: jax.Array, put: jax.Array) -> bool:
+    """Whether an array that was moved may have kept a buffer, whatever `may_alias` says: of one device, where a part is
+    the whole."""
+    return len(leaf.sharding.device_set) > 1 or put.sharding.shard_shape(put.shape) == leaf.shape
+
+
+#: What an array carries that a step, its `init` or a restored checkpoint made: later calls may take its memory over.
+_OWN = "_autopar_own"
+
+
+def make_own(leaves: Iterable[Any]) -> None:
+    """Let later calls take the memory of arrays over."""
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            setattr(leaf, _OWN, True)
+
+
+def is_own(leaf: Any) -> bool:
+    """Whether autopar made an array, and not the user."""
+    return hasattr(leaf, _OWN)
+
+
+def check_not_deleted(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Refuse arrays whose memory an earlier call has taken over.
+
+    Raises:
+        StepSignatureError: naming one.
+    """
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+            raise StepSignatureError(
+                f"`{path}` was donated to an earlier call, which took its memory over, or was deleted. Call the step with the"
+                " state that its last call returned; to keep a state, copy it before the call"
+                " (`jax.tree.map(jax.numpy.copy, state)`), or give `donate=[]`"
+            )
+
+
+def auto_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with axes of type Auto, over which XLA's partitioner splits: `jax.make_mesh` makes Explicit ones."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def is_auto(sharding: Any) -> bool:
+    """Whether JAX leaves an array that lies so to XLA's partitioner."""
+    return not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) <= {AxisType.Auto}
 
 
 def donated_arguments(plan: Plan, trace: Trace) -> tuple[int, ...]:

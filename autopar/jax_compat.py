@@ -130,6 +130,11 @@ def _standing_at(closed: Any, equation: Any) -> Any:
     return closed.replace(jaxpr=closed.jaxpr.replace(eqns=parts))
 
 
+def is_traced() -> bool:
+    """Whether JAX is tracing or transforming a function right here."""
+    return not _core.trace_state_clean()
+
+
 def scan_counts(equation: Any) -> tuple[int, int]:
     """Of a `scan`, how many operands are constants, and how many its carry."""
     params = equation.params

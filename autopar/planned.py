@@ -83,7 +83,7 @@ class Planned:
         """
         program, plan = _planned(function, arguments, options, carry)
         given = options.get("mesh")
-        mesh = given if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
+        mesh = execute.auto_mesh(given) if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
         shardings = shardings_of(plan, mesh)
         return cls(function, arguments, plan, program, mesh, shardings, execute.jit_plan(plan, program.trace, mesh))
 

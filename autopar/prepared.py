@@ -42,6 +42,7 @@ class Prepared:
             submeshes of several stages, which no sharding says: how each part does.
         mesh: of all devices of one program; of stages, of the first.
         probe: position of the smallest output that no later call takes over.
+        renewed: positions of the outputs whose buffers a later call takes over.
         compiled_for: shapes and shardings of what it was given first.
         measured: of stages, when the tasks of the step ran that was measured last.
     """
@@ -55,15 +56,35 @@ class Prepared:
     arguments: Arguments
     probe: int | None
     uneven: dict[int, dict[Rows, NamedSharding]] = field(default_factory=dict)
+    renewed: tuple[int, ...] = ()
     is_compiled: bool = False
     compiled_for: tuple[Any, ...] = field(default=())
     measured: PipelineTimeline | None = None
 
-    def placed(self, trees: Sequence[Any]) -> tuple[Any, ...]:
-        """Arguments as they must lie."""
+    def placed(self, trees: Sequence[Any], *, may_take: bool = False) -> tuple[Any, ...]:
+        """Arguments as they must lie.
+
+        Args:
+            may_take: whether arrays that the user made may be donated.
+        """
         if isinstance(self.plan, PipelinePlan):  # which takes each part from where it lies
             return tuple(trees)
-        return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees))
+        return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees), may_take=may_take)
+
+    @property
+    def donates(self) -> tuple[int, ...]:
+        """Positions of the arguments that have donated arrays."""
+        donated, found, start = set(self.plan.donated), list[int](), 0
+        for n, tree in enumerate(self.plan.in_tree.children()):
+            stop = start + tree.num_leaves
+            found += [n] if donated & set(range(start, stop)) else []
+            start = stop
+        return tuple(found)
+
+    def own(self, arrays: Any) -> None:
+        """Let later calls take over, of what a call has returned, the state that is donated."""
+        leaves = jax.tree.leaves(arrays)
+        execute.make_own(leaves[position] for position in self.renewed)
 
     @property
     def places(self) -> list[Place]:
@@ -107,6 +128,7 @@ def prepared_of(
         arguments=Arguments(name, plan, shardings, gathers),
         probe=min(free)[1] if free else None,
         uneven=uneven,
+        renewed=tuple(output for position, output in plan.carried if position in set(plan.donated)),
     )
 
 
@@ -140,6 +162,7 @@ def built(
 
         some.__name__ = getattr(create, "__name__", "create")
         arrays = jax.jit(some, out_shardings=[sharding for _, _, sharding in own])(*trees)
+        execute.make_own(arrays)
         for (position, rows, _), array in zip(own, arrays, strict=True):
             found[position][rows] = array
     return [joined(parts) for parts in found]

@@ -89,7 +89,7 @@ class StepPlans:
     def mesh(self, plan: Plan) -> Mesh:
         """The devices that a plan of one program runs on."""
         given = self.options.get("mesh")
-        return given if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
+        return execute.auto_mesh(given) if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
 
     def devices(self) -> list[Any]:
         """Those that stages stand on, in their order."""

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import autopar
+import autopar.errors
 
 OPTIONS: dict[str, Any] = {"mesh": "8", "hardware": "cpu-host", "cache": False}
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -65,3 +66,80 @@ def test_an_empty_batch(shape: tuple[int, int]) -> None:
         return w - 0.1 * grad, loss
 
     assert_as_jit(step, jnp.ones((shape[1], 4)), np.ones(shape, np.float32))
+
+
+# -- inside other transformations, and as a method ---------------------------------------------
+
+
+def train(w: Any, x: Any) -> Any:
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * grad, loss
+
+
+@pytest.mark.contract
+def test_a_planned_step_inside_jit_scan_grad_vmap_eval_shape_and_another_step() -> None:
+    planned = autopar.parallelize(train, **OPTIONS)
+    planned(W, X)  # its quick way is open
+    inside = {
+        "jit": lambda f: jax.jit(f)(jnp.array(W), X),
+        "grad": lambda f: jax.grad(lambda w: f(w, X)[1])(jnp.array(W)),
+        "vmap": lambda f: jax.vmap(f, in_axes=(0, None))(jnp.stack([W, W]), X),
+        "scan": lambda f: lax.scan(f, jnp.array(W), jnp.stack([X, X])),
+        "step": lambda f: autopar.parallelize(lambda w, x: f(f(w, x)[0], x), **OPTIONS)(W, X),
+    }
+    for name, run in inside.items():
+        for a, b in zip(jax.tree.leaves(run(train)), jax.tree.leaves(run(planned)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert jax.eval_shape(planned, W, X) == jax.eval_shape(train, W, X)
+
+
+def test_a_method_is_a_step() -> None:
+    class Trainer:
+        def __init__(self, rate: float) -> None:
+            self.rate = rate
+
+        @autopar.parallelize(**OPTIONS)
+        def step(self, w: Any, x: Any) -> Any:
+            return w - self.rate * x.mean(), x.sum()
+
+    one, two = Trainer(1.0), Trainer(2.0)
+    np.testing.assert_allclose(one.step(W, X)[0], W - X.mean(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(two.step(W, x=X)[0], W - 2 * X.mean(), rtol=1e-5, atol=1e-6)
+    assert one.step.plan(W, X).program.name.endswith("step")
+    w = one.step.init(lambda: jnp.ones((8, 8)), x=X)
+    np.testing.assert_allclose(one.step(w, X)[0], 1 - np.full((8, 8), X.mean()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.contract
+def test_a_mesh_with_explicit_axes_and_arrays_on_it() -> None:
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    at = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
+    planned = autopar.parallelize(train, **{**OPTIONS, "mesh": mesh})
+    w, x = jax.device_put(W, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), jax.device_put(X, at)
+    for _ in range(2):
+        np.testing.assert_allclose(planned(w, x)[1], train(W, X)[1], rtol=1e-5)
+
+
+# -- the caller's arrays -----------------------------------------------------------------------
+
+
+@pytest.mark.contract
+def test_no_call_deletes_arrays_that_the_user_made_and_later_ones_donate_as_a_whole() -> None:
+    def step(s: Any, x: Any) -> Any:
+        return {**s, "w": s["w"] + x.mean(), "n": s["n"] + 1}, x.sum()
+
+    planned = autopar.parallelize(step, **OPTIONS)
+    made = {"w": jnp.ones((64, 8)), "n": jnp.int32(0), "key": jax.random.key(0), "same": jnp.ones(3)}
+    other = autopar.parallelize(step, **{**OPTIONS, "mesh": "2x4"})
+    state = made
+    for run in (planned, other, planned):
+        state, _ = run(made, X)
+        assert not any(leaf.is_deleted() for leaf in made.values())
+    after, _ = planned(state, X)
+    assert all(leaf.is_deleted() for leaf in state.values())
+    assert int(after["n"]) == 2
+    with pytest.raises(autopar.errors.StepSignatureError, match=r"`s/.*` was donated to an earlier call"):
+        planned(state, X)
+    by_user = jax.tree.map(lambda leaf: leaf, after) | {"w": after["w"] * 1}
+    planned(by_user, X)
+    assert not by_user["w"].is_deleted()
