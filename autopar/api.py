@@ -6,7 +6,6 @@ In: a user's step. Out: a callable that plans at its first call and from then on
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -77,11 +76,7 @@ def parallelize(
     Raises:
         TypeError: an option that `autopar.plan` does not have.
     """
-    parameters = inspect.signature(plan_step.plan).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "kwargs"]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"`parallelize` got an unknown option {name!r}; it takes plan, {', '.join(known)}")
+    plan_step.check_options(name for name in options if name not in plan_step.option_names())
     if step is None:
         return lambda decorated: ParallelStep(decorated, plan, options)
     return ParallelStep(step, plan, options)

@@ -16,6 +16,7 @@ from autopar.cli_inference import add_inference_options
 from autopar.cli_search import add_search_options, count
 from autopar.errors import PinError, TargetError
 from autopar.pipeline.schedules.table import SCHEDULES
+from autopar.units import parse_size
 from autopar.version import __version__
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ examples:
 TARGET is path/file.py:function or package.module:function. The function takes nothing and returns
 (step, args): the train step and the tuple of its arguments, arrays or jax.ShapeDtypeStructs.
 """
-_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
 
 
 def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], Any]]) -> argparse.ArgumentParser:
@@ -247,22 +246,6 @@ def _size(text: str) -> float:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def parse_size(text: str) -> float:
-    """Bytes of `40GB` (SI), `512MiB` (binary) or a plain number of bytes.
-
-    Raises:
-        ValueError: where it is none of these, or not above zero.
-
-    >>> parse_size("40GB"), parse_size("1.5 KiB"), parse_size("1e9")
-    (40000000000.0, 1536.0, 1000000000.0)
-    """
-    match = re.fullmatch(r"\s*(\d+\.?\d*(?:[eE]\+?\d+)?|\.\d+)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) == 0:
-        raise ValueError(f"{text!r} is no size: write e.g. 40GB (10^9 bytes), 40GiB (2^30 bytes) or a number of bytes")
-    return float(match[1]) * unit
 
 
 def parse_hardware(text: str | None) -> str | dict[str, int] | None:

@@ -31,6 +31,10 @@ class PinError(AutoparError):
     """A pin that names no input, or a sharding that the input cannot have."""
 
 
+class OptionError(AutoparError, TypeError):
+    """An option that there is not, or a value that is not of its kind."""
+
+
 class BudgetError(AutoparError):
     """No plan fits the memory budget."""
 

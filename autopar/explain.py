@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from rich.console import Console
 
+from autopar.errors import OptionError
 from autopar.explain_program import Explanation, explain_program, program_json, render_program, render_program_summary
 from autopar.explain_stages import (
     StagesExplanation,
@@ -30,6 +31,10 @@ def explain(plan: PipelinePlan) -> StagesExplanation: ...
 def explain(plan: AnyPlan) -> Explanation | StagesExplanation: ...
 def explain(plan: AnyPlan) -> Explanation | StagesExplanation:
     """Say what a plan does and why: `print(autopar.explain(plan))`."""
+    if not isinstance(plan, Plan | PipelinePlan):
+        raise OptionError(
+            f"`explain` takes a plan, and {plan!r} is a {type(plan).__name__}: of a file, `autopar.load_plan(path)` is the plan"
+        )
     return explain_stages(plan) if isinstance(plan, PipelinePlan) else explain_program(plan)
 
 

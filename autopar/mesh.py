@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.errors import MeshError
 
@@ -90,6 +92,34 @@ def parse_mesh(text: str) -> MeshShape:
         pairs = [part.split("=") for part in text.split(",")]
         return MeshShape(tuple(n.strip() for n, _ in pairs), tuple(int(s) for _, s in pairs))
     raise MeshError(f"cannot read mesh {text!r}: write sizes ('8', '2x4') or names and sizes ('data=2,model=4')")
+
+
+def mesh_of(given: Any) -> MeshShape:
+    """A mesh as a user may write it: text, a number of devices, sizes `(2, 4)`, or sizes by name `{"data": 2, "model": 4}`.
+
+    Raises:
+        MeshError: where it is none of these.
+
+    >>> str(mesh_of({"rows": 2, "columns": 4})), str(mesh_of((2, 4)))
+    ('2x4', '2x4')
+    """
+    if isinstance(given, MeshShape):
+        return given
+    if isinstance(given, str):
+        return parse_mesh(given)
+    named = given if isinstance(given, Mapping) else None
+    sizes = tuple(named.values()) if named is not None else (given,) if isinstance(given, int) else given
+    if not isinstance(sizes, tuple | list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+        raise MeshError(
+            f"`mesh` is {given!r}: give sizes ('2x4' or (2, 4)), names and sizes ('data=2,model=4' or"
+            " {'data': 2, 'model': 4}), or a `jax.sharding.Mesh`"
+        )
+    if named is None:
+        return parse_mesh("x".join(map(str, sizes)))
+    wrong = [name for name in named if not isinstance(name, str) or not name.isidentifier()]
+    if wrong:
+        raise MeshError(f"`mesh` names an axis {wrong[0]!r}: the name of an axis is an identifier, such as 'data'")
+    return MeshShape(tuple(named), tuple(sizes))
 
 
 def factorisations(num_devices: int) -> tuple[MeshShape, ...]:

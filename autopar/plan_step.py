@@ -5,8 +5,10 @@ In: a step and its arguments, or its traced program; what is asked for. Out: `Pl
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -14,7 +16,15 @@ import jax
 
 from autopar import plan_cache, planner
 from autopar.cost.hardware import HardwareProfile
-from autopar.errors import AutoparError, BudgetError, ClusterError, MicrobatchError, PlanMismatchError
+from autopar.errors import (
+    AutoparError,
+    BudgetError,
+    ClusterError,
+    MicrobatchError,
+    OptionError,
+    PinError,
+    PlanMismatchError,
+)
 from autopar.front_ends.annotations import Rules
 from autopar.layouts import Metadata
 from autopar.mesh import MeshShape
@@ -27,7 +37,7 @@ from autopar.planner import Progress
 from autopar.program import Program, program_of
 from autopar.saved_plans import plan_from_json
 from autopar.solve.problem import Solver
-from autopar.units import human_seconds
+from autopar.units import human_seconds, parse_size
 
 Hardware = str | HardwareProfile | Mapping[str, int]
 
@@ -42,10 +52,10 @@ def plan(step: Callable[..., Any], *args: Any, stages: int | Literal["auto"], **
 def plan(
     step: Callable[..., Any],
     *args: Any,
-    mesh: str | MeshShape | jax.sharding.Mesh | None = None,
+    mesh: str | int | Sequence[int] | Mapping[str, int] | MeshShape | jax.sharding.Mesh | None = None,
     num_devices: int | None = None,
     hardware: Hardware | None = None,
-    memory_budget_bytes: float | None = None,
+    memory_budget_bytes: float | str | None = None,
     pin: Mapping[str, Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -65,6 +75,7 @@ def plan(
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
     cache: bool | str | os.PathLike[str] = False,
+    **unknown: Any,
 ) -> Plan | PipelinePlan:
     """Choose how to split every tensor of a step.
 
@@ -72,13 +83,13 @@ def plan(
         step: a function of pytrees of arrays, e.g. `(state, batch) -> (state, loss)`, or of objects that it changes in
             place, as Flax NNX modules. What else is among the leaves (texts, functions, settings) is static.
         args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
-        mesh: `"2x4"`, `"data=2,model=4"`, a `MeshShape` or a `jax.sharding.Mesh`.
+        mesh: `"2x4"` or `(2, 4)`, `"data=2,model=4"` or `{"data": 2, "model": 4}`, a `MeshShape` or a `jax.sharding.Mesh`.
         num_devices: with this alone, every mesh of at most two axes is planned and the cheapest kept.
             With neither, the visible devices are counted.
         hardware: name of a profile, path of a profile file, or a profile; by default that of the
             visible devices. For stages on several kinds of device, how many there are of each, by name, in their order:
             `{"a100-sxm4-40gb": 8, "v100-sxm2-16gb": 16}`.
-        memory_budget_bytes: per device; by default what the hardware profile says is usable.
+        memory_budget_bytes: per device, a number or `"40GB"`; by default what the hardware profile says is usable.
         pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
         kwargs: the step's keyword arguments.
         static_argnames: names of arguments that are no arrays but part of what is traced, as of `jax.jit`.
@@ -111,6 +122,7 @@ def plan(
     Raises:
         AutoparError: one of its subclasses, naming what to change.
     """
+    check_options(unknown)
     if progress is not None:
         progress("trace", 0.0)
     return plan_program(
@@ -153,6 +165,9 @@ def plan_program(
         raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
     count: int | Literal["auto"] = ("auto" if stages != 1 else 1) if num_microbatches is None else num_microbatches
     check_like(options.get("like"))
+    _check_pin(options.get("pin"))
+    if "memory_budget_bytes" in options:
+        options["memory_budget_bytes"] = _budget(options["memory_budget_bytes"])
     if stages == 1:
         if schedule != "auto" or partitioner is not None:
             what = "`schedule`" if schedule != "auto" else "`partitioner`"
@@ -254,7 +269,66 @@ def check_like(like: Any) -> None:
         )
 
 
+#: Options of JAX's, and others that are not here, and what does the same.
+_INSTEAD = {
+    "devices": "`num_devices=8`, or `mesh=`",
+    "static_argnums": "`static_argnames`, the names of these arguments",
+    "donate_argnums": "`donate`, the names of these arguments",
+    "donate_argnames": "`donate`",
+    "in_shardings": "`pin`, from input paths to `PartitionSpec`s",
+    "out_shardings": "`pin` for what is carried; the planner chooses the other results",
+    "memory_budget": "`memory_budget_bytes`",
+}
+
+
+def option_names() -> list[str]:
+    """Of `plan`."""
+    return [p.name for p in inspect.signature(plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+def check_options(unknown: Iterable[str]) -> None:
+    """Refuse options that there are not.
+
+    Raises:
+        OptionError: naming one, and what does the same.
+    """
+    known = option_names()
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1)
+        way = _INSTEAD.get(name) or (f"`{near[0]}`" if near else "one of these")
+        raise OptionError(f"there is no option {name!r}, an unknown option: give {way}. It takes {', '.join(known)}")
+
+
 # -- inside ----------------------------------------------------------------------------------
+
+
+def _check_pin(pin: Any) -> None:
+    if pin is not None and not isinstance(pin, Mapping):
+        raise PinError(
+            f"`pin` is a {type(pin).__name__}: give a dict from input paths, or globs, to `jax.sharding.PartitionSpec`s, e.g."
+            ' `{"state/params/*": P("data")}`'
+        )
+
+
+def _budget(given: Any) -> float | None:
+    """Bytes of a number or of a text.
+
+    Raises:
+        BudgetError: it is neither, or not above zero.
+    """
+    try:
+        if given is None or isinstance(given, bool):
+            found = None if given is None else -1.0
+        else:
+            found = parse_size(given) if isinstance(given, str) else float(given)
+    except (TypeError, ValueError):
+        found = -1.0
+    if found is not None and not found > 0:
+        raise BudgetError(
+            f"`memory_budget_bytes` is {given!r}: give the bytes of each device, above zero, such as 40e9 or '40GB'; leave it"
+            " out for what the device has"
+        )
+    return found
 
 
 def _only_kind(hardware: Hardware | None) -> str | HardwareProfile | None:

@@ -34,7 +34,7 @@ from autopar.formulation import Formulation, formulate
 from autopar.front_ends.annotations import Rules
 from autopar.graph.ir import UNKNOWN_TRIPS, Graph, Node
 from autopar.layouts import Metadata, Told, check_mesh_like, options_like, told_by_metadata, told_by_plan
-from autopar.mesh import MeshShape, factorisations, parse_mesh
+from autopar.mesh import MeshShape, factorisations, mesh_of
 from autopar.microbatch.places import num_examples
 from autopar.num_microbatches import fastest_that_fits, microbatch_notes, microbatches_of
 from autopar.over_time import memory_over_step, seconds_by_node, step_trace
@@ -774,7 +774,7 @@ def _way_out(graph: Graph, name: str) -> str:
 # -- meshes ----------------------------------------------------------------------------------
 
 
-def asked_meshes(mesh: str | MeshShape | jax.sharding.Mesh | None, num_devices: int | None) -> tuple[MeshShape, ...]:
+def asked_meshes(mesh: Any, num_devices: int | None) -> tuple[MeshShape, ...]:
     """The meshes to plan for, all of as many devices.
 
     Raises:
@@ -782,12 +782,10 @@ def asked_meshes(mesh: str | MeshShape | jax.sharding.Mesh | None, num_devices: 
     """
     if mesh is None:
         return factorisations(jax.device_count() if num_devices is None else num_devices)
-    if isinstance(mesh, str):
-        shape = parse_mesh(mesh)
-    elif isinstance(mesh, MeshShape):
-        shape = mesh
-    else:
+    if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         shape = MeshShape(tuple(mesh.axis_names), tuple(mesh.axis_sizes))
+    else:
+        shape = mesh_of(mesh)
     if num_devices is not None and shape.num_devices != num_devices:
         raise MeshError(
             f"mesh {shape.describe()} has {shape.num_devices} devices, but {num_devices} were asked for:"

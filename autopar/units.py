@@ -55,3 +55,23 @@ def without_controls(text: str) -> str:
     gpt \x1b[2J
     """
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
+
+
+def parse_size(text: str) -> float:
+    """Bytes of `40GB` (SI), `512MiB` (binary) or a plain number of bytes.
+
+    Raises:
+        ValueError: where it is none of these, or not above zero.
+
+    >>> parse_size("40GB"), parse_size("1.5 KiB"), parse_size("1e9")
+    (40000000000.0, 1536.0, 1000000000.0)
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:[eE]\+?\d+)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is no size: write e.g. 40GB (10^9 bytes), 40GiB (2^30 bytes) or a number of bytes")
+    return float(match[1]) * unit

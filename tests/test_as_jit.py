@@ -143,3 +143,35 @@ def test_no_call_deletes_arrays_that_the_user_made_and_later_ones_donate_as_a_wh
     by_user = jax.tree.map(lambda leaf: leaf, after) | {"w": after["w"] * 1}
     planned(by_user, X)
     assert not by_user["w"].is_deleted()
+
+
+# -- natural arguments -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), {"data": 2, "model": 4}, [2, 4], "2x4"])
+def test_a_mesh_as_sizes_or_by_name(mesh: Any) -> None:
+    plan = autopar.plan(train, W, X, mesh=mesh, hardware="cpu-host", memory_budget_bytes="40 GB")
+    assert plan.mesh.describe() == "2x4 (data=2, model=4)"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"memory_budget_bytes": -1}, "BudgetError", "`memory_budget_bytes` is -1: give"),
+        ({"memory_budget_bytes": "forty"}, "BudgetError", "`memory_budget_bytes` is 'forty': give"),
+        ({"pin": ["w"]}, "PinError", "`pin` is a list: give a dict"),
+        ({"devices": 8}, "OptionError", "`num_devices=8`"),
+        ({"static_argnums": (1,)}, "OptionError", "`static_argnames`"),
+        ({"mesh": 2.5}, "MeshError", "`mesh` is 2.5: give sizes"),
+        ({"mesh": {"a b": 8}}, "MeshError", "an axis 'a b'"),
+    ],
+)
+def test_natural_mistakes_are_told_the_way_out(options: Any, kind: str, text: str) -> None:
+    with pytest.raises(getattr(autopar.errors, kind)) as raised:
+        autopar.plan(train, W, X, hardware="cpu-host", **options)
+    assert text in str(raised.value)
+
+
+def test_explain_of_a_path() -> None:
+    with pytest.raises(autopar.errors.OptionError, match="load_plan"):
+        autopar.explain("x.json")  # pyright: ignore[reportCallIssue, reportArgumentType]
