@@ -74,9 +74,9 @@ def parallelize(
             program are kept on disk, and a second start finds both.
 
     Raises:
-        TypeError: an option that `autopar.plan` does not have.
+        OptionError: an option that `autopar.plan` does not have.
     """
-    plan_step.check_options(name for name in options if name not in plan_step.option_names())
+    plan_step.check_options([name for name in options if name not in plan_step.option_names()], "plan")
     if step is None:
         return lambda decorated: ParallelStep(decorated, plan, options)
     return ParallelStep(step, plan, options)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import jax
 import numpy as np
 
-from autopar import checkpoint_state
+from autopar import checkpoint_state, execute
 from autopar.api import ParallelStep
 from autopar.diff import PlanDiff, diff
 from autopar.errors import CheckpointError, PlanFileError
@@ -260,6 +260,7 @@ class Checkpoints:
         why = self._why_damaged(number, about, found, cause)
         if why is not None:
             raise self._damaged(number, why) from cause
+        execute.make_own(values)
         self._last_map = planned
         _log.info("restored step %d from %s: %s", number, self.directory, planned.words)
         return values

@@ -286,8 +286,11 @@ def option_names() -> list[str]:
     return [p.name for p in inspect.signature(plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
-def check_options(unknown: Iterable[str]) -> None:
+def check_options(unknown: Iterable[str], *first: str) -> None:
     """Refuse options that there are not.
+
+    Args:
+        first: others that the caller takes.
 
     Raises:
         OptionError: naming one, and what does the same.
@@ -296,7 +299,7 @@ def check_options(unknown: Iterable[str]) -> None:
     for name in unknown:
         near = difflib.get_close_matches(name, known, 1)
         way = _INSTEAD.get(name) or (f"`{near[0]}`" if near else "one of these")
-        raise OptionError(f"there is no option {name!r}, an unknown option: give {way}. It takes {', '.join(known)}")
+        raise OptionError(f"unknown option {name!r}; it takes {', '.join((*first, *known))}. Instead of it, give {way}")
 
 
 # -- inside ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What runs under plain `jit` runs here too, with the same numbers: loops by row, callbacks, collectives of `vmap`, ..."""
+"""What runs under plain `jit` runs here too, with the same numbers: loops by row, callbacks, collectives of `vmap`."""
 
 from __future__ import annotations
 
