@@ -308,8 +308,10 @@ class ParallelStep(Generic[P]):
         return self._plans.options.get("donate") is not None
 
     def _takes_only_own(self, args: Sequence[Any]) -> bool:
-        """Whether all that a call as the last one would donate is the step's own."""
-        return self._may_take or all(map(execute.is_own, jax.tree.leaves([args[n] for n in self._fast_donates])))
+        """Whether all that a call as the last one would donate is the step's own, and there: JAX 0.10 crashes over a PRNG
+        key that was donated before."""
+        leaves = jax.tree.leaves([args[n] for n in self._fast_donates])
+        return all((self._may_take or execute.is_own(leaf)) and not _is_gone(leaf) for leaf in leaves)
 
     def _dispatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """What the step returns, and the arrays that the planned one returned."""
@@ -391,6 +393,10 @@ class ParallelStep(Generic[P]):
             self._plans.latest = prepared.plan
         self._known[call.key] = prepared
         return prepared
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 class BoundStep:

@@ -147,7 +147,7 @@ def check_not_deleted(paths: Sequence[str], leaves: Sequence[Any]) -> None:
         StepSignatureError: naming one.
     """
     for path, leaf in zip(paths, leaves, strict=True):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise StepSignatureError(
                 f"`{path}` was donated to an earlier call, which took its memory over, or was deleted. Call the step with the"
                 " state that its last call returned; to keep a state, copy it before the call"
