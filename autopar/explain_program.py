@@ -190,7 +190,7 @@ def _head(plan: Plan) -> list[RenderableType]:
     if outcome.gap <= 1e-6:
         alike = " that computes the same again" if plan.recomputed else ""
         among = " among the strategies that the rules know, with the above replicated" if replicated else ""
-        sure = f"proven optimal{among}: in the solver's model none{alike} is faster"
+        sure = f"proven optimal{among}: in the solver's model none{alike} is faster by more than one part in a million"
     elif plan.tie is not None:
         sure = f"within {100 * outcome.gap:.2g} % of the best there can be, by the solver's model"
     elif math.isfinite(outcome.gap):

@@ -92,6 +92,10 @@ def faults(problem: Problem, solution: Solution, *, must_find: bool = True) -> l
         found.append("what it chose does not fit, or costs something else")
     if solution.status is Status.OPTIMAL and solution.cost > least + 1e-6 * abs(least) + rounding:
         found.append(f"{solution.cost!r} called optimal where {least!r} is")
-    if solution.status is Status.OPTIMAL and solution.gap > 1e-6 and solution.cost - solution.lower_bound > 100 * rounding:
+    if (
+        solution.status is Status.OPTIMAL
+        and solution.gap > 1e-6
+        and solution.cost - solution.lower_bound > 100 * rounding
+    ):
         found.append(f"optimal with a gap of {solution.gap}")
     return found

@@ -181,7 +181,7 @@ def _certainty(told: Explanation | StagesExplanation) -> tuple[str, str]:
     if _replicated(told):
         what += ", among the strategies that the rules know"
     if outcome.gap <= 1e-6:
-        return "optimal", f"proven, {what}"
+        return "optimal", f"proven to one part in a million, {what}"
     if math.isfinite(outcome.gap):
         return f"within {100 * outcome.gap:.2g} %", f"of the best, {what}"
     return "not bounded", str(outcome.status)

@@ -61,7 +61,7 @@ class _Moves:
                 if a < b and len(usage.amounts) > 1:
                     self._usages[usage.node].append((a, b, np.asarray(usage.amounts, float)))
         self._free = [n for n, c in enumerate(self._costs) if len(c) > 1]
-        self._totals: dict[int, np.ndarray] = {}
+        self._totals: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def _table(self, pair: tuple[int, int]) -> np.ndarray:
         """The costs of two nodes' edges together, [strategies of the lower node, of the higher one]."""
@@ -82,18 +82,18 @@ class _Moves:
                 changed |= self._better_pair(u, v)
         return changed
 
-    def _total(self, node: int) -> np.ndarray:
-        """What each strategy of a node costs with its edges."""
+    def _total(self, node: int) -> tuple[np.ndarray, np.ndarray]:
+        """What each strategy of a node costs with its edges but for what is forbidden, and by how many of these it is."""
         if node not in self._totals:
-            total = self._costs[node]
-            for other, table in self._neighbours[node]:
-                total = total + table[:, self.choices[other]]
-            self._totals[node] = total
+            columns = [self._costs[node], *(t[:, self.choices[other]] for other, t in self._neighbours[node])]
+            terms = np.array(columns, float)
+            forbidden = np.isinf(terms)
+            self._totals[node] = np.where(forbidden, 0.0, terms).sum(axis=0), forbidden.sum(axis=0)
         return self._totals[node]
 
     def _better_node(self, node: int) -> bool:
-        total, old = self._total(node), self.choices[node]
-        better = total < total[old]
+        total, forbidden = self._total(node)
+        better = (total < total[self.choices[node]]) & (forbidden == 0)
         if not better.any():
             return False
         for peak, held, _ in self._segments(node):
@@ -103,7 +103,7 @@ class _Moves:
 
     def _better_pair(self, u: int, v: int) -> bool:
         table, old_u, old_v = self._tables[u, v], self.choices[u], self.choices[v]
-        of_u, of_v = self._without(u, v, table[:, old_v]), self._without(v, u, table[old_u])
+        of_u, of_v = self._without(u, table[:, old_v]), self._without(v, table[old_u])
         now = of_u[old_u] + of_v[old_v] + table[old_u, old_v]
         if of_u.min() + of_v.min() + self._least[u, v] >= now:
             return False
@@ -117,16 +117,11 @@ class _Moves:
         cheapest = sorted(at, key=lambda pair: total[tuple(pair)])
         return any(self._change({u: new_u, v: new_v}) for new_u, new_v in cheapest)
 
-    def _without(self, node: int, other: int, shared: np.ndarray) -> np.ndarray:
-        """What each strategy of a node costs without its edge to another one, whose present cost is `shared`."""
-        total = self._total(node)
-        if np.isfinite(shared).all():
-            return total - shared
-        rest = self._costs[node]
-        for neighbour, table in self._neighbours[node]:
-            if neighbour != other:
-                rest = rest + table[:, self.choices[neighbour]]
-        return rest
+    def _without(self, node: int, shared: np.ndarray) -> np.ndarray:
+        """What each strategy of a node costs without the edge whose present cost is `shared`."""
+        total, forbidden = self._total(node)
+        gone = np.isinf(shared)
+        return np.where(forbidden > gone, np.inf, total - np.where(gone, 0.0, shared))
 
     def _segments(self, u: int, v: int = -1) -> list[tuple[float, np.ndarray, np.ndarray]]:
         """Stretches of instants over which each of two nodes holds one thing: the most that is held there now, and

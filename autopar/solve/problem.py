@@ -103,7 +103,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(cost - lower bound) / cost; 0 is proven optimal."""
+        """(cost - lower bound) / cost; up to 1e-6 counts as proven optimal."""
         if not self.choices:
             return float("inf")
         return 0.0 if self.cost == 0 else max(0.0, (self.cost - self.lower_bound) / abs(self.cost))

@@ -359,7 +359,7 @@ class Search:
         self._bound_part(dual.bound - _rounding(problem, dual.bound, dual.offset))
         for choices in dual.assignments:
             self._meet(part, choices)
-        if self._open():
+        if self._open() and dual.assignments:
             met = part.within([np.unique(strategies) for strategies in zip(*dual.assignments, strict=True)])
             now = time.monotonic()
             if met is not None:
