@@ -40,7 +40,8 @@ Progress = Callable[[float, float], None]
 PROVEN = 1e-6  # relative gap that counts as optimal
 _CANCELLED = 1e-12  # of the absolute values that a cost is the sum of: what may be left where they cancel
 _COARSE = 0.1 * PROVEN  # of the cost, by which a grid's error calls for a finer one
-_START_SHARE, _REDUCE_SHARE = 0.3, 0.85  # of the time left, for a first assignment and for the reduction
+_START_PATIENCE = 2.0  # times the time left, for a first assignment
+_REDUCE_SHARE = 0.85  # of the time left, for the reduction
 _LARGEST_TABLE = 1 << 22  # entries: 32 MB
 _EXACT_WORK = 5 * 10**8  # entries that elimination may add up: about a second's work
 _LAST_TABLE, _LAST_WORK = 1 << 24, 5 * 10**8  # the same, before HiGHS is asked
@@ -155,17 +156,17 @@ class Search:
         self._tell()
 
     def _search(self) -> None:
+        if self._problem.memory_limit is not None:
+            self._start()
         grid: Gridded | None = on_grid(self._problem)
         self._bound_part(math.nextafter(grid.least, -math.inf))
-        if self._problem.memory_limit is not None:
-            self._start(_START_SHARE)
         try:
             while grid is not None and self._open():
                 self._search_on(grid)
                 grid = self._better_grid()
         except Overdue:
             if not self.choices:
-                self._start(1.0)
+                self._start()
         if self.choices and self.bound < self.cost and not self.interrupted:
             self._keep(polish(self._problem, self.choices, deadline=self._deadline))
 
@@ -186,10 +187,10 @@ class Search:
         too_coarse = last.error > _COARSE * abs(self.cost) and better.error < 0.5 * last.error
         return better if too_fine or too_coarse else None
 
-    def _start(self, share: float) -> None:
-        """Find some assignment that fits, in a share of the time left."""
+    def _start(self) -> None:
+        """Find some assignment that fits, unless time is up; to have one, a busy machine may take longer."""
         now = time.monotonic()
-        deadline = now + share * (self._deadline - now)
+        deadline = now + _START_PATIENCE * (self._deadline - now)
         if now < deadline and (choices := cheap_start(self._problem, deadline=deadline)):
             self._keep(choices)
 
