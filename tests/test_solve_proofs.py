@@ -55,7 +55,7 @@ def no_false_proof(path: tuple[str, Solve], num_problems: int) -> None:
     print(f"{name}: seeds {first} to {first + num_problems - 1}")
     for seed in range(first, first + num_problems):
         problem = near_tight(seed)
-        assert not faults(problem, solve(problem)), seed
+        assert not faults(problem, solve(problem), must_find=name != "large search"), seed
 
 
 def test_no_false_proof_where_the_limit_is_all_but_missed(path: tuple[str, Solve]) -> None:
