@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from random_problems import faults, near_tight
+from random_problems import faults, near_tight, optimum
 
 from autopar.solve import search
 from autopar.solve.branch import branch
@@ -67,14 +67,20 @@ def test_no_false_proof_in_ten_thousand(path: tuple[str, Solve]) -> None:
     no_false_proof(path, 10_000)
 
 
+def test_what_a_grid_cannot_tell_apart_is_not_called_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threshold in ("_LARGEST_TABLE", "_LAST_TABLE", "_FIRST_TABLE"):
+        monkeypatch.setattr(search, threshold, 6)
+    monkeypatch.setattr(search, "_SMALL", 0)
+    problem = near_tight(7287)  # the optimum is far above the size that the first grid guesses
+    assert not faults(problem, Ilp().solve(problem))
+
+
 def test_a_grid_keeps_small_costs_beside_large_ones() -> None:
     """Costs over 24 decades: 1e12 seconds that nobody chooses must not round what is chosen."""
     dear, rng = 1e12, np.random.default_rng(3)
     costs = tuple(np.array([1.0 + 1e-5 * a, 1.0 + 1e-5 * b, dear / 3]) for a, b in rng.random((4, 2)))
     table = np.array([[dear / 7, 1.3e-5, dear], [dear / 7 + 3e-4, dear, dear], [dear, dear, 0.0]])
     problem = Problem(costs, tuple(Edge(n, (n + 1) % 4, table) for n in range(4)))
-    from random_problems import optimum
-
     solution = Ilp().solve(problem)
     assert solution.cost == pytest.approx(optimum(problem), rel=1e-9)
     assert solution.lower_bound <= solution.cost

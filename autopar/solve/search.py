@@ -271,8 +271,9 @@ class Search:
 
     def _without_dear(self, part: Part, marginals: Sequence[np.ndarray], rounding: float) -> Part | None:
         """The part without strategies that no assignment cheaper than the incumbent takes."""
-        self._outside = min(self._outside, self.cost - 0.5 * self._relative_gap * abs(self.cost))
-        dear = min(self._outside + self._grid.error, self._grid.ceiling) + rounding
+        cheaper = self.cost - 0.5 * self._relative_gap * abs(self.cost)
+        self._outside = min(self._outside, cheaper, self._grid.ceiling - self._grid.error)
+        dear = self._outside + self._grid.error + rounding
         left = self._nonempty(part.within([np.flatnonzero(m < dear) for m in marginals]))
         if left is None or _SMALL < left.size() < _SHRUNK * part.size():
             return left
