@@ -386,7 +386,8 @@ def _living(nest: Nest, live: set[int]) -> Nest | None:
         enter = [piece for piece in nest.enter if piece.results[0] in live]
         live.update(v for piece in enter for v in _read(piece))
         return Nest(nest.kind, nest.source, enter, [], []) if enter else None
-    if not nest.source.effects and not any(r in live for piece in nest.exit for r in piece.results):
+    acts = nest.source.effects or any(equation.effects for equation in equations_of(nest))
+    if not acts and not any(r in live for piece in nest.exit for r in piece.results):
         return None
     carries = [piece for piece in nest.enter if piece.piece == "enter_carry"]
     state_of = dict(zip(_carried_out(nest), carries, strict=True))

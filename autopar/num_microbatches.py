@@ -87,11 +87,21 @@ def microbatches_of(program: Program, mesh: MeshShape, constraints: Sequence[Con
     infos = [(graph.values[value], split.get(value, replicated(len(graph.values[value].shape)))) for value in carried]
     return Microbatches(
         count=program.num_microbatches,
-        num_examples=num_examples(graph),
+        num_examples=_num_examples(program),
         accumulated_bytes=sum(info.itemsize * sharding.local_size(info.shape, mesh) for info, sharding in infos),
         num_accumulated=len(carried),
         own_statistics=program.own_statistics,
     )
+
+
+def _num_examples(program: Program) -> int:
+    """Of the batch; of a stage, which sees one microbatch at a time, of that. It may have one example, and then no dim."""
+    try:
+        return num_examples(program.graph)
+    except MicrobatchError:
+        if program.num_microbatches > 1:
+            raise
+        return 1
 
 
 def microbatch_notes(program: Program, mesh: MeshShape) -> tuple[str, ...]:

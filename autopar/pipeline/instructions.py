@@ -16,13 +16,14 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
+from autopar.errors import ScheduleError
 from autopar.pipeline.arguments import PipelineArguments, Values
 from autopar.pipeline.crossings import Crossing, is_mine, wire, without_shards
 from autopar.pipeline.everywhere import Everywhere, is_small
 from autopar.pipeline.extract import LeafKey, Port
 from autopar.pipeline.piece_programs import Key, PieceProgram, Send, StagePieces
 from autopar.pipeline.pieces import Slot
-from autopar.pipeline.tasks import Task
+from autopar.pipeline.tasks import PHASES, Task
 
 
 @dataclass(slots=True)
@@ -192,6 +193,7 @@ class _Listing:
             }
             for s, stage in enumerate(stages)
         ]
+        self._check_covered()
         #: Registers that may hold the same array as another.
         self.shared = set(arguments.shared)
 
@@ -214,6 +216,23 @@ class _Listing:
         return Instructions(
             tuple(self.steps), len(self.stage_of), self.results, self.out_shardings, tuple(self.stage_of)
         )
+
+    def _check_covered(self) -> None:
+        """Refuse a schedule that leaves out what a stage has to run."""
+        tasks = set(self.tasks)
+        needed = (
+            Task(s, microbatch, phase)
+            for s, stage in enumerate(self.stages)
+            for phase in PHASES
+            if phase in stage.pieces.each and phase in stage.whole
+            for microbatch in range(self.num_microbatches)
+        )
+        for task in needed:
+            if task not in tasks:
+                raise ScheduleError(
+                    f"the schedule never runs the {task}, which is a part of the step: its results would be wrong. Order"
+                    " all tasks of every stage, or take a schedule of the package"
+                )
 
     # -- what passes -------------------------------------------------------------------------
 

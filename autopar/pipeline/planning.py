@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.errors import BudgetError, MicrobatchError
+from autopar.errors import BudgetError, MicrobatchError, ScheduleError
 from autopar.graph.ir import Graph
 from autopar.microbatch.places import num_examples
 from autopar.pipeline.branch_search import BranchSearch
@@ -131,6 +131,7 @@ class _Planning:
         self.report = asked.progress or (lambda stage, fraction: None)
         self.report("layers", 0.0)
         self.cuttable = Cuttable.of(program, own_statistics=asked.own_statistics)
+        self._check_schedule()
         self.searches = searches_of(self.cuttable, asked)
         self.clustering = self.searches.clustering
         self.branches = self._branches()
@@ -186,6 +187,18 @@ class _Planning:
                 " microbatches, or a larger budget"
             )
         return plan
+
+    def _check_schedule(self) -> None:
+        """Refuse a schedule without backward passes for a step that has one."""
+        if self.asked.schedule == "auto":
+            return
+        kind = find(self.asked.schedule)
+        if kind.backward == "none" and self.cuttable.flow.backward:
+            raise ScheduleError(
+                f"schedule {kind.name!r} runs forward passes only, and `{self.program.signature.name}` has a backward pass:"
+                " its gradients would never be computed, nor what is updated by them. Leave schedule='auto', or give one"
+                f" of {', '.join(map(repr, SCHEDULES))}"
+            )
 
     # -- the search --------------------------------------------------------------------------
 
