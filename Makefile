@@ -1,19 +1,22 @@
-# make demo · make demo-search · make demo-inference · make test · make check · make verify · make docs: each sets up its own
+# make demo · make demo-search · make demo-inference · make test · make test-all · make check · make verify · make docs: each sets up its own
 # virtual environment from nothing but python3 and make, and is quick the second time. PYTHON=/path/to/python3.12 overrides the choice.
 
 VENV := .venv
 OLDEST := .venv-oldest
 # Each process has a half of the tests, in order, so that what neighbours share is made once; then takes from the other.
 PYTEST_ARGS ?= -n 2 --dist worksteal
+# What `make test` leaves to `make test-all`: CONTRIBUTING.md says what is slow.
+TIER := not slow
 VERSIONS := -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
 
-.PHONY: help bench-plans demo demo-search demo-inference test test-newest test-oldest check verify docs clean
+.PHONY: help bench-plans demo demo-search demo-inference test test-all test-newest test-oldest check verify docs clean
 help:
 	@echo "make demo         train a small GPT on 8 virtual CPU devices by a plan, and explain it"
 	@echo "make demo-search  answer questions from the documentation on this machine, by a vector index"
 	@echo "make demo-inference  train a small model for a minute, and serve it: batches, pages and hits live"
-	@echo "make test         the whole test suite; then its contract part on the oldest JAX supported"
+	@echo "make test         every module's tests, of long sweeps a sample; then the contract part on the oldest JAX supported"
+	@echo "make test-all     all tests, long sweeps as a whole, on both"
 	@echo "make check        ruff, pyright, import-linter"
 	@echo "make verify       plan GPT-2 small for 8 H100s, compile it for them without a GPU, and compare"
 	@echo "make bench-plans MODEL=gpt2  its plan beside sharding by hand, compiled by XLA on this machine"
@@ -29,20 +32,23 @@ demo-search: $(VENV)/search.stamp
 demo-inference: $(VENV)/inference.stamp
 	@$(VENV)/bin/python examples/serve.py
 
+test-all:
+	@$(MAKE) --no-print-directory test TIER="slow or not slow"
+
 test: test-newest
 	@if $(VENV)/bin/python $(IS_OLDEST); then \
-	    echo "== No newer JAX than 0.10 installs here: the oldest supported one has run the whole suite"; \
+	    echo "== No newer JAX than 0.10 installs here: the oldest supported one has run all of it"; \
 	else \
-	    $(MAKE) --no-print-directory test-oldest; \
+	    $(MAKE) --no-print-directory test-oldest TIER="$(TIER)"; \
 	fi
 
 test-newest: $(VENV)/test.stamp
-	@echo "== The whole suite: $$($(VENV)/bin/python $(VERSIONS))"
-	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	@echo "== Tests that are $(TIER): $$($(VENV)/bin/python $(VERSIONS))"
+	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "$(TIER)"
 
 test-oldest: $(OLDEST)/test.stamp
-	@echo "== The contract subset: $$($(OLDEST)/bin/python $(VERSIONS))"
-	@$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) -m contract tests
+	@echo "== The contract subset, $(TIER): $$($(OLDEST)/bin/python $(VERSIONS))"
+	@$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) -m "contract and ($(TIER))" tests
 
 # All four run, so that one go shows all that is wrong.
 check: $(VENV)/dev.stamp

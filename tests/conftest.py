@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,22 @@ import pytest  # noqa: E402
 
 if TYPE_CHECKING:
     from autopar.compiler import Compiler
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is `sampled(n)`, one case among each n neighbours stays in the fast tier: at each place in turn, so that
+    of two parameters that are crossed neither keeps one value. The others are `slow`."""
+    num_seen = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        block, place = divmod(num_seen[test], mark.args[0])
+        num_seen[test] += 1
+        if place != block % mark.args[0]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)

@@ -369,6 +369,7 @@ def gpt2(absent_gpus: Compiler) -> autopar.Diagnosis:
     return autopar.diagnose(by_hand, *args, hardware="h100-sxm", compiler=absent_gpus)
 
 
+@pytest.mark.slow
 def test_the_head_split_of_gpt2_is_what_nobody_meant(gpt2: autopar.Diagnosis) -> None:
     kinds = {row.kind for row in gpt2.unmeant if "/attn" in row.path}
     assert {"all-to-all", "collective-permute"} <= kinds

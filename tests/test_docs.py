@@ -59,6 +59,7 @@ IN_WORDS = ("tutorial", "reading-a-plan", "checkpoints")
 NOT_HELD = ("verify",)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_a_page_prints_is_what_it_shows(name: str, tmp_path: Path) -> None:
     for place, printed in outputs(DOCS / f"{name}.md", tmp_path, QUICK):

@@ -83,6 +83,7 @@ def ties(mesh: str, merge_bytes: float, slack: float = 0.0) -> tuple[Any, tuple[
     return device, awaited, graph
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "slack"), [("8", 0.5), ("2x4", 0.5), ("2x8", 0.0)])
 def test_what_waits_comes_after_what_it_waits_for(mesh: str, slack: float) -> None:
     """In the traced step and in the device's program: so no circle is made."""

@@ -55,6 +55,7 @@ def test_two_processes_train_by_one_command() -> None:
     assert "2 processes, 8 devices" in run("examples/two_processes.py")
 
 
+@pytest.mark.slow
 def test_two_processes_run_a_stage_each_by_one_command() -> None:
     told = run("examples/pipelined_two_processes.py")
     assert "process 0: layers 0 to 3" in told and "process 1: layers 4 to 7" in told

@@ -252,6 +252,7 @@ def test_a_section_sees_two_dims_and_its_borders_one(layout: Callable[..., Array
     check(graph_of(after, ()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", REGIONS)
 def test_any_plan_of_a_loop_computes_what_the_step_does(layout: Callable[..., Array]) -> None:
     w, b, x = arguments()

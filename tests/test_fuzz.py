@@ -124,7 +124,7 @@ UNWATCHED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_random_programs_compute_the_same_under_random_strategies(part: int) -> None:
     @hypothesis.seed(1000 * SEED + part)

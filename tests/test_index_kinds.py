@@ -72,6 +72,7 @@ def positions(found: vector_search.Found) -> np.ndarray:
     return np.where(found.ids == NO_ID, NO_ID, NUM - 1 - (found.ids - 2**40) // 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "metric", "dtype"), CASES)
 def test_a_search_finds_what_the_recall_target_asks_for(kind: str, metric: str, dtype: str) -> None:
     """Of queries that are none of the vectors; and distances are those of exact search."""

@@ -111,6 +111,7 @@ def test_logits_are_those_of_transformers_in_torch(folders: dict[str, Path], tmp
     assert max(differences.values()) <= 1e-4, differences
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.contract
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_and_single_tokens_against_a_cache_give_the_same_logits(name: str, folders: dict[str, Path]) -> None:

@@ -55,6 +55,7 @@ def run_planned(program: programs.Program, **options: Any) -> tuple[Any, Plan]:
     return run(program, step, state), step.plan(jax.eval_shape(program.create_state, jax.random.key(0)), batch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.contract
 def test_the_chosen_plan_computes_the_same(case: tuple[programs.Program, Any]) -> None:
     program, plain = case
@@ -62,6 +63,7 @@ def test_the_chosen_plan_computes_the_same(case: tuple[programs.Program, Any]) -
     assert_same(program, sharded, plain)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "seed"), [("8", 0), ("2x4", 1)])
 def test_strategies_forced_at_random_compute_the_same(case: tuple[programs.Program, Any], mesh: str, seed: int) -> None:
     program, plain = case

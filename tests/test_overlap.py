@@ -70,6 +70,7 @@ def test_what_is_exposed_is_made_dearer() -> None:
     assert len(asked) == 4, "nothing would make it so much faster"
 
 
+@pytest.mark.slow
 def test_it_is_faster_by_xla_too(absent_gpus: Compiler) -> None:
     def seconds(plan: Plan) -> float:
         by_xla = compiled(absent_gpus, plan, program(), *MLP.abstract_args())

@@ -52,6 +52,7 @@ def test_two_processes_train_as_one(undisturbed: list[float]) -> None:
     assert first["processes"] == [0, 0, 0, 0, 1, 1, 1, 1], "the inner axis stays inside a process"
 
 
+@pytest.mark.slow
 def test_four_processes_train_as_one(undisturbed: list[float]) -> None:
     told = all_told(run("train", "4x2", "data,model", processes=4, devices=2))
     for losses in told[0]["losses"].values():

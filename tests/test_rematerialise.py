@@ -134,6 +134,7 @@ def same(result: Any, expected: Any) -> None:
 # -- the rewritten step --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("scanned", [False, True])
 def test_every_rung_computes_the_same(scanned: bool, prompt: bool) -> None:

@@ -120,6 +120,7 @@ def some_devices(mesh: str) -> Mesh:
     return jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types, devices=devices)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_any_shape_on_any_mesh_trains_as_on_one_device(name: str, mesh: str) -> None:
     training, plain = unsharded(name)
@@ -128,6 +129,7 @@ def test_any_shape_on_any_mesh_trains_as_on_one_device(name: str, mesh: str) -> 
     assert_same(sharded, plain)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "mesh"), [("primes", "8"), ("50257 words", "2x4"), ("tied tables", "2x3")])
 def test_any_shape_split_at_random_trains_as_on_one_device(name: str, mesh: str) -> None:
     """So that padded splits are run too, which an optimum seldom has."""
@@ -160,6 +162,7 @@ print("the same")
 """
 
 
+@pytest.mark.slow
 def test_twelve_devices_train_as_one() -> None:
     environment: dict[str, Any] = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=12",

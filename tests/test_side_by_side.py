@@ -142,6 +142,7 @@ def planned(**options: Any) -> autopar.Plan:
     return autopar.plan(PROGRAM.step, *PROGRAM.abstract_args(), num_devices=32, hardware="h100-sxm", **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"memory_budget_bytes": 1.6e6}])
 def test_plans_are_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []

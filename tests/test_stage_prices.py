@@ -188,6 +188,7 @@ def test_numbers_of_microbatches_are_estimated_from_one_layer() -> None:
         assert guess.state_bytes == pytest.approx(planned.state_bytes, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_climb_by_estimates_ends_where_one_by_searches_does() -> None:
     found, _ = cuttable()
     slow = replace(H100, network_link=LinkProfile(1e9, 1e-5), devices_per_host=1)

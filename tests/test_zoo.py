@@ -39,7 +39,7 @@ def unsharded(name: str) -> tuple[Training, Trained]:
     return training, train(training)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_real_model_trains_by_a_plan_as_without(name: str, mesh: str) -> None:
