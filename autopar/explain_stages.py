@@ -139,6 +139,7 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     sure = f"stages {outcome.status}" if outcome.gap <= 1e-6 else f"stages within {100 * outcome.gap:.2g} %"
     if not math.isfinite(outcome.gap):
         sure = f"not bounded; {outcome.status}"
+    order = " among stages that follow one another in the order of the devices" if len(plan.stages) > 1 else ""
     looked = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
     words = {**any_edges.WORDS, **{name: kind.words for name, kind in SCHEDULES.items()}}
     what = words.get(plan.schedule, "")
@@ -146,7 +147,7 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     facts = [
         ("Strategy", plan.words),
         *(("Replicated", text) for text in stages_replicated(plan)),
-        ("Certainty", f"{sure}, by the prices of planned layers ({looked}{took})"),
+        ("Certainty", f"{sure}{order}, by the prices of planned layers ({looked}{took})"),
         ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
     ]
     if branches := plan.side_by_side():

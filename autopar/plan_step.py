@@ -198,6 +198,9 @@ def plan_program(
         if isinstance(plan, PipelinePlan) and program.annotations and options.get("metadata") != "ignore":
             note = "metadata of the arguments, which say how to split them, are not heeded by stages"
             plan = replace(plan, notes=(*plan.notes, note))
+        if isinstance(plan, PipelinePlan) and stages != "auto" and len(cluster.groups) == 1:
+            note = 'one program on all devices was not planned: `stages="auto"` plans both, and takes the faster'
+            plan = replace(plan, notes=(*plan.notes, note))
         return plan
 
     def found() -> AnyPlan:

@@ -133,11 +133,11 @@ def test_a_kernel_is_named_until_it_can_be_split_and_then_is() -> None:
     assert "`shift_rows` has a sharding rule without `local`, which runs a part of it: its 1 uses run repl" in note
     assert "give `register_rule` a function of one device's operands as `local`" in note
     assert not planned().regions
-    assert [one.name for one in planned().unruled] == ["shift_rows"]
+    assert [one.name for one in planned().replicated] == ["shift_rows"]
 
     autopar.register_rule("shift_rows", "rows . -> rows .", local=shifted)
     plan = planned()
-    assert plan.notes == () and plan.unruled == ()
+    assert plan.notes == () and plan.replicated == ()
     assert plan.inputs[0].sharding.dims == (("data",), ())
     assert [region.operands[0].dims for region in plan.regions] == [(("data",), ())]
     assert not hlo.collectives(compiled(plan))
@@ -155,7 +155,7 @@ def test_the_summary_of_a_plan_names_what_has_no_rule_and_its_share(tmp_path: Pa
         return kernel(jnp.cos(kernel(jnp.sin(x))))
 
     plan = planned(twice)
-    (one,) = plan.unruled
+    (one,) = plan.replicated
     assert (one.name, one.count) == ("without_rule", 2)
     assert 0 < one.time_s < plan.prediction.compute_s * (1 + 1e-9)
     plan.save(tmp_path / "plan.json")
@@ -166,7 +166,8 @@ def test_the_summary_of_a_plan_names_what_has_no_rule_and_its_share(tmp_path: Pa
     head = text.getvalue().split("Predicted step")[0]
     assert f"run replicated on all 8 devices: `without_rule` x2; {share:.0f} % of the step" in head
     assert "proven optimal among the strategies that the rules know" in head
-    assert planned(twice, mesh="1").unruled and "Replicated" not in str(autopar.explain(planned(twice, mesh="1")))
+    alone = planned(twice, mesh="1")
+    assert alone.replicated == () and "Replicated" not in str(autopar.explain(alone))
 
 
 def column_sums(x_ref: Any, out_ref: Any) -> None:

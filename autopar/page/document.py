@@ -177,7 +177,11 @@ def _tie(told: Explanation | StagesExplanation) -> list[str]:
 
 def _certainty(told: Explanation | StagesExplanation) -> tuple[str, str]:
     outcome = told.plan.outcome
-    what = "stages, by the prices of layers" if isinstance(told, StagesExplanation) else "in the solver's model"
+    what = (
+        "stages in the order of the devices, by the prices of layers"
+        if isinstance(told, StagesExplanation)
+        else "in the solver's model"
+    )
     if _replicated(told):
         what += ", among the strategies that the rules know"
     if outcome.gap <= 1e-6:

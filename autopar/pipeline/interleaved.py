@@ -53,7 +53,9 @@ class InterleavedPartitioner:
         variants = [
             _OnSubmeshes(meshes, prices, self.virtual, self.step_limit)
             for meshes in _rows(problem)
-            if len(meshes) * self.virtual <= problem.num_layers and len(meshes) <= problem.most_stages
+            if len(meshes) * self.virtual <= problem.num_layers
+            and len(meshes) <= problem.most_stages
+            and (problem.num_stages is None or (len(meshes) > 1 and len(meshes) * self.virtual == problem.num_stages))
         ]
         budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap)
         search = searched(variants, prices, budget, self.progress)
@@ -61,6 +63,11 @@ class InterleavedPartitioner:
         reason = ""
         if infeasible:
             reason = f"no equal submeshes of {problem.cluster} have room for {self.virtual} runs of layers each"
+            if problem.num_stages is not None:
+                reason += (
+                    f", {problem.num_stages} stages in all on 2 submeshes or more: ask for a multiple of {self.virtual},"
+                    f" at least {2 * self.virtual}"
+                )
         return Partition(
             stages=search.best,
             cost_s=search.cost,

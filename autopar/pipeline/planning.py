@@ -400,8 +400,10 @@ def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:
 def _words(stages: Sequence[StagePlan], schedule: str, num_microbatches: int, *, forks: bool) -> str:
     """What the plan does, in a line."""
     inside = list(dict.fromkeys(stage.plan.words for stage in stages))
-    sizes = " + ".join(str(len(devices)) for devices in dict.fromkeys(stage.devices for stage in stages))
-    count = f"{len(stages)} stages on {sizes} devices" if len(stages) > 1 else f"one stage on {sizes} devices"
+    submeshes = list(dict.fromkeys(stage.devices for stage in stages))
+    sizes = " + ".join(str(len(devices)) for devices in submeshes)
+    virtual = f", {len(stages) // len(submeshes)} on each submesh" if not forks and len(submeshes) < len(stages) else ""
+    count = f"{len(stages)} stages on {sizes} devices{virtual}" if len(stages) > 1 else f"one stage on {sizes} devices"
     count += ", branches side by side" if forks else ""
     batches = f"{num_microbatches} microbatches" if num_microbatches > 1 else "1 microbatch"
     within = f"; inside: {inside[0]}" if len(inside) == 1 else f"; inside: {' | '.join(inside)}"
