@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import autopar
-from autopar.errors import BudgetError, ScheduleError
+from autopar.errors import BudgetError, ClusterError, ScheduleError
 
 _DATA = np.random.default_rng(0)
 X = _DATA.normal(size=(8, 5)).astype(np.float32)
@@ -140,3 +140,9 @@ def test_interleaved_makes_as_many_stages_as_asked_for() -> None:
     assert 'one program on all devices was not planned: `stages="auto"` plans both' in text
     with pytest.raises(BudgetError, match="ask for a multiple of 2, at least 4"):
         autopar.plan(step, params, X, stages=2, **options)
+
+
+def test_more_stages_than_devices_are_refused() -> None:
+    step = _trained(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
+    with pytest.raises(ClusterError, match="3 stages were asked for, of 1 device: ask for 1 to 1"):
+        autopar.plan(step, _params(a=(5, 5), b=(5, 3)), X, stages=3, num_devices=1, hardware="h100-sxm", cache=False)

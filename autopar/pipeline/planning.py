@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from autopar.cost.hardware import HardwareProfile
-from autopar.errors import BudgetError, MicrobatchError, ScheduleError
+from autopar.errors import BudgetError, ClusterError, MicrobatchError, ScheduleError
 from autopar.graph.ir import Graph
 from autopar.microbatch.places import num_examples
 from autopar.pipeline.branch_search import BranchSearch
@@ -131,7 +131,7 @@ class _Planning:
         self.report = asked.progress or (lambda stage, fraction: None)
         self.report("layers", 0.0)
         self.cuttable = Cuttable.of(program, own_statistics=asked.own_statistics)
-        self._check_schedule()
+        self._check_asked()
         self.searches = searches_of(self.cuttable, asked)
         self.clustering = self.searches.clustering
         self.branches = self._branches()
@@ -188,8 +188,13 @@ class _Planning:
             )
         return plan
 
-    def _check_schedule(self) -> None:
-        """Refuse a schedule without backward passes for a step that has one."""
+    def _check_asked(self) -> None:
+        """Refuse more stages than devices, and a schedule without backward passes for a step that has one."""
+        num_devices = self.asked.cluster.num_devices
+        if self.asked.stages != "auto" and self.asked.stages > num_devices:
+            raise ClusterError(
+                f"{self.asked.stages} stages were asked for, of {num_devices} device{'s' * (num_devices > 1)}: ask for 1 to {num_devices}"
+            )
         if self.asked.schedule == "auto":
             return
         kind = find(self.asked.schedule)
