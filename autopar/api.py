@@ -388,7 +388,7 @@ class ParallelStep(Generic[P]):
             planned = self._plans.of(call, to_run=True)
             plan, program = planned.plan, planned.program
             devices = self._plans.devices() if isinstance(plan, PipelinePlan) else self._plans.mesh(plan)
-            prepared = prepared_of(self.name, plan, program, planned.results, devices)
+            prepared = prepared_of(self.name, plan, program, planned.results, devices, may_take=self._may_take)
         else:
             self._plans.latest = prepared.plan
         self._known[call.key] = prepared

@@ -98,17 +98,24 @@ class Prepared:
 
 
 def prepared_of(
-    name: str, plan: AnyPlan, program: Program, results: Results, devices: Mesh | Sequence[Any]
+    name: str,
+    plan: AnyPlan,
+    program: Program,
+    results: Results,
+    devices: Mesh | Sequence[Any],
+    *,
+    may_take: bool = False,
 ) -> Prepared:
     """What runs a plan.
 
     Args:
         name: of the step.
         devices: the mesh of one program; or of stages, all devices in their order.
+        may_take: whether stages may be donated arrays that the user made; one program is told at each call.
     """
     if isinstance(plan, PipelinePlan):
         assert not isinstance(devices, Mesh)
-        run = PipelinedStep(plan, program, devices)
+        run = PipelinedStep(plan, program, devices, may_take=may_take)
         shardings, mesh = run.in_shardings, run.meshes[0]
     else:
         assert isinstance(devices, Mesh)

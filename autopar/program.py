@@ -168,8 +168,9 @@ def program_of_trace(
 
 def _abstract_outputs(traced: Trace) -> list[Any]:
     def abstract(output: Any) -> Any:
-        aval = traced.avals[output] if isinstance(output, int) else output.value
-        return jax.ShapeDtypeStruct(jax.numpy.shape(aval), aval.dtype)
+        if isinstance(output, int):
+            return jax.ShapeDtypeStruct(jax.numpy.shape(traced.avals[output]), traced.avals[output].dtype)
+        return jax.ShapeDtypeStruct((), jax.numpy.result_type(output.value))  # of JAX's own scalars, or Python's
 
     return [abstract(output) for output in traced.outputs]
 

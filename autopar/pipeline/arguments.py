@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar import jax_compat
+from autopar import execute, jax_compat
 from autopar.errors import BatchError
 from autopar.pipeline.crossings import Crossing, as_it_lies, is_mine, wire
 from autopar.pipeline.extract import LeafKey
-from autopar.pipeline.leaves import part_of
+from autopar.pipeline.leaves import StackedLeaf, part_of
 from autopar.pipeline.piece_programs import StagePieces
 from autopar.pipeline.pieces import Slot
 
@@ -53,6 +53,7 @@ class PipelineArguments:
     Args:
         homes: by argument, the stage whose own it is, and its port.
         donated: arguments whose memory may be used again.
+        may_take: whether that goes for arrays that the user made, too.
 
     Attributes:
         registers: by stage and slot. shared: registers that may hold what others hold, too.
@@ -60,12 +61,17 @@ class PipelineArguments:
     """
 
     def __init__(
-        self, stages: Sequence[StagePieces], homes: Mapping[LeafKey, tuple[int, Any]], donated: Collection[LeafKey]
-    ):
+        self,
+        stages: Sequence[StagePieces],
+        homes: Mapping[LeafKey, tuple[int, Any]],
+        donated: Collection[LeafKey],
+        *,
+        may_take: bool = False,
+    ) -> None:
         self.registers: dict[tuple[int, Slot], int] = {}
         self.shared: set[int] = set()
         self.stage_of: list[int] = []
-        self.donated = donated
+        self.donated, self.may_take = donated, may_take
         self.takers: dict[LeafKey, list[_Taker]] = {}
         self._arrivals: list[dict[Slot, NamedSharding]] = [{} for _ in stages]
         self._several = jax.process_count() > 1
@@ -83,7 +89,7 @@ class PipelineArguments:
         return dict(self._arrivals[stage])
 
     def place(self, leaves: Sequence[Any], values: Values) -> None:
-        """Fill the registers of arguments.
+        """Fill the registers of arguments. Of what is donated, an array that the user made is copied.
 
         Raises:
             BatchError: an array that lies over several processes, otherwise than the pipeline wants it.
@@ -93,7 +99,7 @@ class PipelineArguments:
             home = takers[0]
             leaf = part_of(leaves[i[0]], i[1], home.sharding)
             if isinstance(leaf, jax.Array) and leaf.committed and _lies(leaf, home.sharding):
-                if i in self.donated and count[id(leaves[i[0]])] > 1 and home.is_mine:
+                if i in self.donated and home.is_mine and (count[id(leaves[i[0]])] > 1 or self._stays(leaves[i[0]])):
                     leaf = jax.numpy.copy(leaf)
                 self._from_home(leaf, takers, values)
             elif not self._several:
@@ -106,6 +112,10 @@ class PipelineArguments:
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _stays(self, leaf: Any) -> bool:
+        """Whether a leaf is the user's, and stays after the step."""
+        return not (self.may_take or isinstance(leaf, StackedLeaf) or execute.is_own(leaf))
+
     def _add(
         self, i: LeafKey, s: int, slot: Slot, aval: Any, at_home: NamedSharding, sharding: NamedSharding, is_home: bool
     ) -> None:
@@ -113,6 +123,8 @@ class PipelineArguments:
         self.stage_of.append(s)
         if i not in self.donated or not is_home:
             self.shared.add(register)
+        if not is_home and at_home.device_set & sharding.device_set:  # a move inside a submesh may copy nothing
+            self.shared.add(self.takers[i][0].register)
         crossing, prepare = None, None
         if not is_home:
             raw = jax_compat.raw_struct(aval)

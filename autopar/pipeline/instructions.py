@@ -364,10 +364,11 @@ class _Listing:
                 one.after_first = lambda alike=alike: self._mark(alike)
 
     def _donated(self, calls: Sequence[Call]) -> list[int]:
-        """Places among what a piece takes that it may write over, in all its calls."""
+        """Places among what a piece takes that it may write over, in all its calls: those of the step's arguments, whose
+        registers come first, before those of the stages' own, for the caller may hold the former until the step ends."""
         return [
             i
-            for i in range(len(calls[0].reads))
+            for i in sorted(range(len(calls[0].reads)), key=lambda i: calls[0].reads[i])
             if all(
                 (one.reads[i] in one.frees or one.reads[i] in one.writes)
                 and one.reads[i] not in self.shared

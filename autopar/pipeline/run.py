@@ -40,6 +40,7 @@ class Pipeline:
         schedule: over as many stages.
         num_outputs: of the step as traced. literals: by position, those outputs that are scalars of the program.
         donated: positions of arguments whose memory may be used again; by default those that are carried.
+        may_take: whether that goes for arrays that the user made, too; else they are copied.
         compiler_options: as `jax.jit` takes them.
 
     Raises:
@@ -54,6 +55,7 @@ class Pipeline:
         literals: Mapping[int, Any],
         *,
         donated: Collection[int] | None = None,
+        may_take: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.stages, self.schedule = tuple(stages), schedule
@@ -66,7 +68,7 @@ class Pipeline:
         self.carried = _carried(stages)
         self.homes = _homes(stages)
         may_donate = {leaf for leaf in self.homes if (leaf in self.carried if donated is None else leaf[0] in donated)}
-        self.arguments = PipelineArguments(self.pieces, self.homes, may_donate)
+        self.arguments = PipelineArguments(self.pieces, self.homes, may_donate, may_take=may_take)
         self.instructions: Instructions = instructions_of(
             self.pieces, _dispatched(schedule), self.arguments, self.carried, compiler_options
         )

@@ -49,9 +49,10 @@ class PipelinedStep:
 
     Args:
         devices: as many as the plan's cluster has, host after host.
+        may_take: whether arrays that the user made may be donated.
     """
 
-    def __init__(self, plan: PipelinePlan, program: Program, devices: Sequence[Any]) -> None:
+    def __init__(self, plan: PipelinePlan, program: Program, devices: Sequence[Any], *, may_take: bool = False) -> None:
         self.plan = plan
         trace = program.as_traced.trace
         self.out_tree = trace.out_tree
@@ -61,7 +62,9 @@ class PipelinedStep:
             for stage, planned, mesh in zip(stage_programs(plan, program), plan.stages, self.meshes, strict=True)
         ]
         literals = {i: out.value for i, out in enumerate(trace.outputs) if isinstance(out, LiteralOperand)}
-        self.pipeline = Pipeline(stages, plan.tasks(), len(trace.outputs), literals, donated=plan.donated)
+        self.pipeline = Pipeline(
+            stages, plan.tasks(), len(trace.outputs), literals, donated=plan.donated, may_take=may_take
+        )
 
     @property
     def in_shardings(self) -> list[NamedSharding]:
