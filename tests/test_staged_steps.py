@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pipelines import pipelined
 from staged_steps import StagedStep, staged_step
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.pipeline.instructions import Call
+from autopar.pipeline.piece_programs import is_same_program
 
 TOLERANCE = 3e-5
 
@@ -116,8 +119,10 @@ def test_what_stages_of_one_submesh_read_is_not_donated_before_the_last_has() ->
         here, (value, constant) = planned(here, x)
         there, expected = jax.jit(counted)(there, x)
         assert_close("loss", value, expected[0])
-    assert int(here["count"]) == 3 and constant.dtype == bool
-    by_submesh = [tuple(stage.devices) for stage in planned.plans[-1].stages]
+        assert constant.dtype == bool
+    assert int(here["count"]) == 3
+    plan: Any = planned.plans[-1]
+    by_submesh = [tuple(stage.devices) for stage in plan.stages]
     assert len(set(by_submesh)) < len(by_submesh), "stages share a submesh"
 
 
@@ -136,6 +141,40 @@ def test_stages_delete_no_arrays_that_the_user_made_and_donate_their_own() -> No
     given_away = autopar.parallelize(counted, **options, donate=["state"])
     given_away(placed, x)
     assert all(is_deleted(placed["layers"]))
+
+
+def test_equal_pieces_on_one_submesh_are_compiled_once() -> None:
+    state = {"layers": [jnp.eye(8) * 0.1 * n for n in range(1, 9)], "count": jnp.int32(0)}
+    x = np.ones((8, 8), np.float32)
+    run, pipeline = pipelined(
+        counted, (state, x), num_stages=2, num_microbatches=2, schedule="interleaved", virtual=4, mesh="4"
+    )
+    for one, other in zip(jax.tree.leaves(run(state, x)), jax.tree.leaves(jax.jit(counted)(state, x)), strict=True):
+        assert_close("result", one, other)
+    calls = [one for one in pipeline.instructions.steps if isinstance(one, Call)]
+    jitted = {(one.stage, one.key): one.program.jitted for one in calls}
+    assert len(jitted) == 8 * 4 and all(one._cache_size() == 1 for one in jitted.values() if one is not None)
+    for first, other in ((2, 4), (2, 6), (1, 3), (1, 5)):  # all but the first stage and the last
+        assert [jitted[first, key] for s, key in jitted if s == first] == [
+            jitted[other, key] for s, key in jitted if s == other
+        ]
+    assert not {id(jitted[s, key]) for s, key in jitted if s % 2} & {
+        id(jitted[s, key]) for s, key in jitted if not s % 2
+    }
+    assert len(set(map(id, jitted.values()))) <= 16
+
+
+def pure(scale: float) -> Any:
+    return lambda h: jax.pure_callback(lambda h: np.float32(scale) * h, jax.ShapeDtypeStruct(h.shape, h.dtype), h)
+
+
+def test_pieces_that_call_python_or_have_other_constants_are_not_taken_for_equal() -> None:
+    x = np.ones(5, np.float32)
+    other = np.arange(5, dtype=np.float32)
+    functions = (pure(1), pure(2), lambda h: h + x, lambda h: h + other, lambda h: h * 2)
+    traced = [jax.jit(function).trace(x) for function in functions]
+    same = [[is_same_program(one, other) for other in traced] for one in traced]
+    assert same == [[n == m and n > 1 for m in range(5)] for n in range(5)]
 
 
 def test_random_steps_in_stages() -> None:

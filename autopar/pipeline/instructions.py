@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.errors import ScheduleError
@@ -21,7 +21,7 @@ from autopar.pipeline.arguments import PipelineArguments, Values
 from autopar.pipeline.crossings import Crossing, is_mine, wire, without_shards
 from autopar.pipeline.everywhere import Everywhere, is_small
 from autopar.pipeline.extract import LeafKey, Port
-from autopar.pipeline.piece_programs import Key, PieceProgram, Send, StagePieces
+from autopar.pipeline.piece_programs import Compiled, Key, PieceProgram, Send, StagePieces
 from autopar.pipeline.pieces import Slot
 from autopar.pipeline.tasks import PHASES, Task
 
@@ -184,10 +184,16 @@ class _Listing:
         self.out_shardings: dict[LeafKey, NamedSharding] = {}
         self.here = jax.process_index()
         self.sends = [{key: self._sends(s, key) for key in stage.whole} for s, stage in enumerate(stages)]
+        compiled: dict[Mesh, Compiled] = {}
         self.programs = [
             {
                 key: stage.program(
-                    key, self.sends[s][key].sends, self._arrivals(s), self.num_microbatches, compiler_options
+                    key,
+                    self.sends[s][key].sends,
+                    self._arrivals(s),
+                    self.num_microbatches,
+                    compiler_options,
+                    compiled.setdefault(stage.stage.mesh, {}),
                 )
                 for key in stage.whole
             }

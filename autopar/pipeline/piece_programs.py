@@ -7,6 +7,7 @@ values of slots to those of slots, to what is sent, laid for the wire, and to re
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,10 @@ class Send:
     sharding: NamedSharding
 
 
+#: By what is quickly compared of a piece, those compiled so far: jitted, and as traced.
+Compiled = dict[Any, list[tuple[Callable[..., Any], Any]]]
+
+
 @dataclass(slots=True)
 class PieceProgram:
     """A piece, to be jitted.
@@ -60,6 +65,7 @@ class PieceProgram:
             how they lie.
         counts: of the slots of `takes` and of `gives`, how many arrays stand for each: a piece around the loop takes and
             gives those of all microbatches.
+        compiled: what the pieces on the same submesh have compiled, to which this adds: equal ones share it.
         shared: once it has been traced, the places among what it gives that may be the same array as another, or as one
             that it was given; and those of what it was given.
     """
@@ -72,6 +78,7 @@ class PieceProgram:
     results: tuple[tuple[int, NamedSharding], ...]
     function: Callable[..., list[Any]]
     compiler_options: dict[str, Any] | None
+    compiled: Compiled = field(default_factory=dict)
     shared: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
     jitted: Callable[..., Any] | None = None
 
@@ -95,10 +102,18 @@ class PieceProgram:
         return [None] * sum(self.counts[1]) + pinned
 
     def first_call(self, donated: Sequence[int], values: Sequence[Any]) -> Any:
-        """Compile it, and call it."""
-        jitted = self.jit(self._usable(donated, values))
-        self.jitted = jitted
-        return jitted(*values)
+        """Compile it, or take what an equal piece on the same devices has compiled, and call it."""
+        usable = self._usable(donated, values)
+        jitted = self.jit(usable)
+        traced = jitted.trace(*values)
+        made = tuple((one.shape, str(one.dtype)) for one in traced.out_info)
+        primitives = tuple(str(equation.primitive) for equation in traced.jaxpr.jaxpr.eqns)
+        given = tuple((one.shape, str(one.dtype), one.sharding) for one in values)
+        alike = self.compiled.setdefault((given, made, tuple(self._out_shardings), tuple(usable), primitives), [])
+        self.jitted = next((other for other, known in alike if is_same_program(known, traced)), jitted)
+        if self.jitted is jitted:
+            alike.append((jitted, traced))
+        return self.jitted(*values)
 
     def _usable(self, donated: Sequence[int], values: Sequence[Any]) -> list[int]:
         """Places of arrays in whose memory something has room that the piece makes: of as large parts on each device; or of
@@ -174,10 +189,12 @@ class StagePieces:
         arrivals: Mapping[Slot, NamedSharding],
         num_microbatches: int,
         compiler_options: Mapping[str, Any] | None,
+        compiled: Compiled,
     ) -> PieceProgram:
         """A piece as a program.
 
         Args:
+            compiled: of the stages on its submesh.
             arrivals: of slots that other stages fill, how the piece lays them before it uses them.
         """
         piece = self.whole[key]
@@ -189,7 +206,15 @@ class StagePieces:
         of_all = num_microbatches if key in self.pieces.around else 1
         counts = tuple(tuple(of_all if slot.kind == "each" else 1 for slot in slots) for slots in (takes, gives))
         made = PieceProgram(
-            piece, takes, gives, (counts[0], counts[1]), tuple(sends), results, list, dict(compiler_options or {})
+            piece,
+            takes,
+            gives,
+            (counts[0], counts[1]),
+            tuple(sends),
+            results,
+            list,
+            dict(compiler_options or {}),
+            compiled,
         )
         made.function = self._function(made, arrivals, isinstance(key, str))
         made.compiler_options = made.compiler_options or None
@@ -278,6 +303,18 @@ class StagePieces:
     def _leaves_as(self, leave: int) -> int:
         """The number of the slot that a piece of the loop leaves by."""
         return self.layout.trace.equations[self.entered.get(leave, leave)].results[0]
+
+
+def is_same_program(one: Any, other: Any) -> bool:
+    """Whether two traced pieces, of equal arguments on the same devices, are one program. Not those that call Python, which
+    their text does not tell apart, nor those with constants that it does not show."""
+    if jax.config.jax_use_simplified_jaxpr_constants:
+        return False
+    texts = [_MODULE_NAME.sub("module", traced.lower().as_text(), count=1) for traced in (one, other)]
+    return texts[0] == texts[1] and "callback" not in texts[0]
+
+
+_MODULE_NAME = re.compile(r"module @\S+")
 
 
 def _raw(value: Any) -> Any:
