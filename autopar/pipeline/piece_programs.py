@@ -80,7 +80,7 @@ class PieceProgram:
     compiler_options: dict[str, Any] | None
     compiled: Compiled = field(default_factory=dict)
     shared: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
-    jitted: Callable[..., Any] | None = None
+    jitted: Any = None
 
     def jit(self, donated: Sequence[int]) -> Any:
         """The jitted function.
@@ -110,9 +110,10 @@ class PieceProgram:
         primitives = tuple(str(equation.primitive) for equation in traced.jaxpr.jaxpr.eqns)
         given = tuple((one.shape, str(one.dtype), one.sharding) for one in values)
         alike = self.compiled.setdefault((given, made, tuple(self._out_shardings), tuple(usable), primitives), [])
-        self.jitted = next((other for other, known in alike if is_same_program(known, traced)), jitted)
-        if self.jitted is jitted:
+        same = next((other for other, known in alike if is_same_program(known, traced)), None)
+        if same is None:
             alike.append((jitted, traced))
+        self.jitted = same or jitted
         return self.jitted(*values)
 
     def _usable(self, donated: Sequence[int], values: Sequence[Any]) -> list[int]:
