@@ -19,8 +19,6 @@ from jax import lax
 
 WIDTH, VOCABULARY = 8, 7
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1")
-#: Of stages that may get one example per microbatch.
-MOST_STAGES_OF_ONE_EXAMPLE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,17 +205,16 @@ def _loss_of(kind: str, params: Sequence[dict[str, Any]], h: Any, batch: Any) ->
     return optax.softmax_cross_entropy_with_integer_labels(h @ table.T, batch["ids"]).mean()
 
 
-def _how(draw: random.Random, num_blocks: int) -> tuple[dict[str, Any], int]:
+def _how(draw: random.Random) -> tuple[dict[str, Any], int]:
     """Options, and the size of the batch."""
-    stages = draw.choice((1, 2, 2, 2, 3, 4))
-    schedule = draw.choice(SCHEDULES)
+    stages = draw.choice((1, 2, 2, 2, 3, 4, 4))
+    schedule = draw.choice(SCHEDULES if stages == 4 else [name for name in SCHEDULES if name != "interleaved"])
     size = draw.choice((4, 8))
-    several = schedule == "interleaved" and stages > 1  # stages on each submesh, with as many microbatches or more
-    one_example = [size] * 2 if stages <= MOST_STAGES_OF_ONE_EXAMPLE and not several else []
-    count = draw.choice([n for n in (1, 2, 4) if n < size and n >= several * stages] + one_example or [2])
+    fewest = 2 if schedule == "interleaved" else 1  # on two submeshes
+    count = draw.choice([n for n in (1, 2, 4, size) if n >= fewest])
     options: dict[str, Any] = {"num_microbatches": count}
     if stages > 1:
-        options |= {"stages": min(stages, num_blocks), "schedule": schedule}
+        options |= {"stages": stages, "schedule": schedule}
     return options, size
 
 
@@ -225,7 +222,7 @@ def staged_step(seed: int) -> StagedStep:
     """The step of a seed."""
     draw = random.Random(seed)
     num_blocks = draw.randint(3, 6)
-    options, size = _how(draw, num_blocks)
+    options, size = _how(draw)
     known = BLOCKS | (BATCH_BLOCKS if options["num_microbatches"] == 1 else {})
     names = [draw.choice(sorted(known)) for _ in range(num_blocks)]
     head, optimizer = draw.choice(("squares", "labels", "tied")), draw.choice(sorted(OPTIMIZERS))

@@ -112,7 +112,7 @@ def is_deleted(tree: Any) -> list[bool]:
 
 def test_what_stages_of_one_submesh_read_is_not_donated_before_the_last_has() -> None:
     x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    options: dict[str, Any] = {"stages": 2, "num_microbatches": 2, "schedule": "interleaved"}
+    options: dict[str, Any] = {"stages": 4, "num_microbatches": 2, "schedule": "interleaved"}
     planned = autopar.parallelize(counted, hardware="cpu-host", cache=False, **options)
     here, there = counted_state(), counted_state()
     for _ in range(3):
