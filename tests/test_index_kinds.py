@@ -20,8 +20,10 @@ from autopar import vector_search
 from autopar.errors import IndexFileError, SearchError, SearchWarning
 from autopar.vector_search import beam
 from autopar.vector_search.approximate_index import ApproximateIndex
+from autopar.vector_search.best import LeftOut
 from autopar.vector_search.build import KINDS, _place
 from autopar.vector_search.choose import choose
+from autopar.vector_search.duplicates import Duplicates, distances_between
 from autopar.vector_search.effort import least_effort, recall_of
 from autopar.vector_search.graph_index import GRAPH
 from autopar.vector_search.lists_index import IVF, IVF_PQ
@@ -296,7 +298,7 @@ def test_recall_is_measured_by_the_users_own_queries() -> None:
     own = np.random.default_rng(5).normal(size=(300, DIM)).astype(np.float32)
     index = build(corpus, index=IVF, num_lists=24, queries=own[:200])
     assert index.stats().reached is True
-    assert index.measured.effort > made(IVF).measured.effort
+    assert index.stats().details["effort"] > made(IVF).measured.effort
     truth = exact_nearest(own[200:], corpus, 10)
     assert recall(index.search(own[200:], 10).ids, truth) >= 0.92
     assert recall(positions(made(IVF).search(own[200:], 10)), truth) < 0.945  # by the vectors alone
@@ -330,11 +332,39 @@ def test_a_walk_leaves_out_what_it_is_told_to() -> None:
     graph = connect(jnp.asarray(corpus[:200]), jnp.asarray(near), jnp.arange(3), "l2", degree=16)
     itself = np.arange(0, 200, 10)
     found = np.asarray(
-        beam.search(graph, jnp.asarray(corpus[itself]), 5, beam=200, left_out=jnp.asarray(itself)).positions
+        beam.search(
+            graph, jnp.asarray(corpus[itself]), 5, beam=200, left_out=LeftOut(jnp.arange(200), jnp.asarray(itself))
+        ).positions
     )
     nearest = exact_nearest(corpus[itself], corpus[:200], 6)
     assert (nearest[:, 0] == itself).all()
     np.testing.assert_array_equal(found, nearest[:, 1:])
+
+
+def test_a_querys_own_duplicates_are_no_hits() -> None:
+    """Each vector 25 times: the copies of a query are in the list that it is in, and say nothing about other queries."""
+    corpus, strangers = np.tile(DATA.corpus[:120], (25, 1)), DATA.queries[:200]
+    index = build(corpus, index=IVF, num_lists=60)
+    assert index.stats().reached is True
+    truth = exact_nearest(strangers, corpus, 10)
+    far, found = (
+        distances_between(strangers, corpus, which, "l2") for which in (truth, index.search(strangers, 10).ids)
+    )
+    assert (found <= far[:, -1:]).mean() >= 0.92
+
+
+def test_equal_vectors_are_known_and_others_are_neighbours() -> None:
+    vectors = np.array([[1, 2], [0.0, 1], [1, 2], [-0.0, 1], [2, 4], [5, 5]], np.float32)
+    same = Duplicates.of(vectors, "l2")
+    assert same.num_groups == 4
+    assert same.groups[0] == same.groups[2] != same.groups[4]
+    assert same.groups[1] == same.groups[3]
+    assert Duplicates.of(vectors, "cosine").num_groups == 3  # 4 is twice 0
+    nearest = same.firsts[exact_nearest(vectors[:2], vectors[same.firsts], 3)]
+    found = same.others(nearest, same.groups[:2], 3)
+    assert [sorted(row) for row in found.tolist()] == [[1, 3, 4], [0, 2, 4]]
+    assert same.others(nearest[:, :1], same.groups[:2], 2).tolist() == [[NO_ID, NO_ID]] * 2
+    assert recall_of((np.zeros((1, 2)), np.array([[3, 4]])), (np.zeros((1, 2)), np.array([[NO_ID] * 2])), "l2") == 1
 
 
 def test_the_sample_measures_what_strangers_find() -> None:

@@ -23,6 +23,8 @@ from autopar.errors import BudgetError
 from autopar.planned import Planned
 from autopar.vector_search import inputs
 from autopar.vector_search.among import Among
+from autopar.vector_search.best import LeftOut
+from autopar.vector_search.duplicates import Duplicates, distances_between
 from autopar.vector_search.effort import MEASURED_AT, Measured, least_effort, recall_of
 from autopar.vector_search.host_rerank import HostRerank
 from autopar.vector_search.index import Found, IndexStats, found_at
@@ -75,26 +77,32 @@ class ApproximateIndex:
         """Find the least effort that reaches the target, and keep it.
 
         Args:
-            queries: `[num_queries, d]`, checked, to measure by; without them vectors, each as if it were not there.
+            queries: `[num_queries, d]`, checked, to measure by; without them vectors, each as if neither it nor its equals
+                were there: of a vector that is there many times the others are found without looking.
         """
         if len(self.ids) == 1 and queries is None:
             return
         draw, every = np.random.default_rng(0), np.arange(len(self.ids))
-        sample: NDArray[np.int32] | None = None
+        left_out: LeftOut | None = None
         if queries is None:
             k = min(MEASURED_AT, len(self.ids) - 1)
-            sample = draw.permutation(len(self.ids))[:_SAMPLE].astype(np.int32)
+            sample = draw.permutation(len(self.ids))[:_SAMPLE]
             queries = self._vectors[sample]
-            distances, truth = _less_itself(self._among.search(queries, k + 1, every), sample)
+            same = Duplicates.of(self._vectors, self.method.metric)
+            nearest = self._among.search(queries, min(k + 1, same.num_groups), same.firsts)[1]
+            truth = same.others(nearest, same.groups[sample], k)
+            left_out = LeftOut(same.groups, same.groups[sample])
         else:
             k = min(MEASURED_AT, len(self.ids))
             queries = queries[np.sort(draw.permutation(len(queries))[:_SAMPLE])]
-            distances, truth = self._among.search(queries, k, every)
+            truth = self._among.search(queries, k, every)[1]
+        asked, metric = queries, self.method.metric
+        known = distances_between(asked, self._vectors, truth, metric)
 
         def recall_at(effort: int) -> float:
             report(f"measure recall at effort {effort}", 0.9)
-            found = self._run(queries, k, effort, left_out=sample)
-            return recall_of(found, (distances, truth), self.method.metric)
+            found = self._run(asked, k, effort, left_out=left_out)[1]
+            return recall_of((distances_between(asked, self._vectors, found, metric), found), (known, truth), metric)
 
         efforts = self.method.efforts(self._arrays, queries, truth, recall_target)
         self.measured = least_effort(efforts, recall_target, recall_at)
@@ -184,7 +192,7 @@ class ApproximateIndex:
         k: int,
         effort: int,
         allowed: NDArray[np.bool_] | None = None,
-        left_out: NDArray[np.int32] | None = None,
+        left_out: LeftOut | None = None,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Distances and positions, `[num_queries, k]`: so many queries at once as the devices have room for."""
         parts: list[tuple[NDArray[Any], NDArray[Any]]] = []
@@ -192,9 +200,8 @@ class ApproximateIndex:
         while start < len(queries) or not parts:
             piece = slice(start, start + self._at_once)
             try:
-                parts.append(
-                    self._at_one_go(queries[piece], k, effort, allowed, None if left_out is None else left_out[piece])
-                )
+                out = None if left_out is None else left_out._replace(own=left_out.own[piece])
+                parts.append(self._at_one_go(queries[piece], k, effort, allowed, out))
             except BudgetError:
                 if self._at_once == 1:
                     raise
@@ -210,7 +217,7 @@ class ApproximateIndex:
         k: int,
         effort: int,
         allowed: NDArray[np.bool_] | None,
-        left_out: NDArray[np.int32] | None,
+        left_out: LeftOut | None,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         num_candidates = min(len(self.ids), max(1, self.method.refined) * k)
         num_queries = rounded(max(1, len(queries)))
@@ -220,7 +227,7 @@ class ApproximateIndex:
             _padded(queries, num_queries),
             jax.tree.unflatten(self._tree, corpus),
             allowed,
-            None if left_out is None else _padded(left_out, num_queries),
+            None if left_out is None else left_out._replace(own=_padded(np.asarray(left_out.own), num_queries)),
         )
         distances, positions = (np.asarray(each)[: len(queries)] for each in found)
         return self._rerank.best(queries, positions, k) if self.method.refined else (distances, positions)
@@ -236,14 +243,3 @@ def _padded(array: NDArray[Any], num: int) -> NDArray[Any]:
     padded = np.zeros((num, *array.shape[1:]), array.dtype)
     padded[: len(array)] = array
     return padded
-
-
-def _less_itself(
-    found: tuple[NDArray[Any], NDArray[Any]], itself: NDArray[np.int32]
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """What was found, `[num_queries, k + 1]`, without the query itself, `[num_queries, k]`."""
-    distances, positions = found
-    kept = positions != itself[:, None]
-    kept[kept.all(axis=1), -1] = False  # among equal vectors it may be beyond the last
-    shape = (len(itself), -1)
-    return distances[kept].reshape(shape), positions[kept].reshape(shape)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.vector_search.best import is_first
+from autopar.vector_search.best import LeftOut, is_first
 from autopar.vector_search.metrics import NO_ID, score_dtype, scores, worst_score
 from autopar.vector_search.neighbour_graph import NeighbourGraph
 
@@ -46,7 +46,7 @@ def search(
     width: int = 1,
     rounds: int | None = None,
     allowed: jax.Array | None = None,
-    left_out: jax.Array | None = None,
+    left_out: LeftOut | None = None,
 ) -> Walked:
     """The best k nodes of the beam where the walk ends.
 
@@ -58,7 +58,7 @@ def search(
             known number of rounds is planned for what it costs, and takes as long for any queries.
         allowed: bool `[n]`: which of the beam may be found; the walk goes through all, so that they are the nearest
             of those, though fewer than k where the beam ends before.
-        left_out: int32 `[num_queries]`: a node that a query's walk takes for not there, such as itself.
+        left_out: nodes that a query's walk takes for not there, such as itself.
     """
     beam = max(beam, k)
     num_queries, num_nodes = queries.shape[0], graph.vectors.shape[0]
@@ -68,12 +68,14 @@ def search(
         jnp.full((num_queries, beam), worst, made),
         jnp.full((num_queries, beam), NO_ID, jnp.int32),
         jnp.ones((num_queries, beam), bool),
-        _marked(jnp.zeros((num_queries, -(-num_nodes // _BITS)), jnp.uint32), left_out),
+        jnp.zeros((num_queries, -(-num_nodes // _BITS)), jnp.uint32),
         jnp.zeros(num_queries, jnp.int32),
     )
     entries = jnp.broadcast_to(graph.entries, (num_queries, graph.entries.shape[0]))
 
     def visit(walk: _Beam, nodes: jax.Array) -> _Beam:
+        if left_out is not None:
+            nodes = jnp.where(left_out.has(nodes, left_out.own[:, None]), NO_ID, nodes)
         walk, nodes, score = _seen(graph, queries, walk, nodes)
         best, positions, is_looked_at = _merged(
             (walk.scores, walk.positions, walk.is_looked_at), (score, nodes, nodes == NO_ID), beam
@@ -98,14 +100,6 @@ def search(
     found, place = lax.top_k(jnp.where(may, walk.scores, worst), k)
     positions = jnp.take_along_axis(jnp.where(may, walk.positions, NO_ID), place, axis=1)
     return Walked(found, positions, walk.num_scored)
-
-
-def _marked(seen: jax.Array, nodes: jax.Array | None) -> jax.Array:
-    """With the bit set of one node for each query, which it has not seen."""
-    if nodes is None:
-        return seen
-    bit = jnp.uint32(1) << (nodes % _BITS).astype(jnp.uint32)
-    return seen.at[jnp.arange(len(nodes)), nodes // _BITS].set(bit)
 
 
 def _seen(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,20 @@ class Best(NamedTuple):
 
     scores: jax.Array
     positions: jax.Array
+
+
+class LeftOut(NamedTuple):
+    """What queries are not to find: themselves and their equals, where they are some of the vectors.
+
+    groups: int32 `[n]`: vectors of one number are equal. own: int32 `[num_queries]`: the number that each query leaves out.
+    """
+
+    groups: Any
+    own: Any
+
+    def has(self, positions: jax.Array, own: jax.Array) -> jax.Array:
+        """bool, as `positions`: whether a vector is left out by the query whose `own`, broadcast to them, is given."""
+        return self.groups[jnp.maximum(positions, 0)] == own
 
 
 def nothing(num_queries: int, k: int, dtype: jnp.dtype, metric: Metric) -> Best:

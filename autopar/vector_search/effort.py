@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.metrics import NO_ID, Metric
@@ -99,12 +100,19 @@ def recall_of(found: tuple[Distances, Positions], truth: tuple[Distances, Positi
     any may be found.
 
     Args:
-        found, truth: distances and positions, `[num_queries, k]`, best first.
+        found, truth: distances and positions, `[num_queries, k]`, best first; distances computed alike, so that those of
+            equal vectors are equal. `NO_ID` in the truth, where there are fewer neighbours, counts for nothing.
+
+    Returns:
+        1 where there is nothing to find.
     """
     (distances, positions), (best, nearest) = found, truth
     is_true = (positions[:, :, None] == nearest[:, None, :]).any(axis=-1)
-    is_as_near = distances <= best[:, -1:] if metric == "l2" else distances >= best[:, -1:]
-    return float(((is_true | is_as_near) & (positions != NO_ID)).mean())
+    last = np.take_along_axis(best, np.maximum((nearest != NO_ID).sum(axis=1, keepdims=True) - 1, 0), axis=1)
+    is_as_near = distances <= last if metric == "l2" else distances >= last
+    hits = ((is_true | is_as_near) & (positions != NO_ID)).sum(axis=1)
+    wanted = (nearest != NO_ID).sum(axis=1)
+    return float(np.minimum(hits, wanted).sum() / wanted.sum()) if wanted.any() else 1.0
 
 
 def in_steps(first: int, last: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autopar.vector_search import beam
 from autopar.vector_search.approximate_index import ApproximateIndex
 from autopar.vector_search.asked import Asked
-from autopar.vector_search.best import Best
+from autopar.vector_search.best import Best, LeftOut
 from autopar.vector_search.build_graph import build_graph
 from autopar.vector_search.effort import Measured, in_steps
 from autopar.vector_search.index_file import Saved
@@ -76,7 +76,7 @@ class Graph:
         queries: jax.Array,
         arrays: NeighbourGraph,
         allowed: jax.Array | None,
-        left_out: jax.Array | None,
+        left_out: LeftOut | None,
         *,
         k: int,
         effort: int,

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.vector_search.best import Best, distinct
+from autopar.vector_search.best import Best, LeftOut, distinct
 from autopar.vector_search.inverted_lists import InvertedLists
 from autopar.vector_search.metrics import NO_ID, score_dtype, scores, worst_score
 from autopar.vector_search.place import CACHED_BYTES
@@ -67,6 +67,7 @@ def search(
     num_probes: int,
     allowed: jax.Array | None = None,
     how: Shape | None = None,
+    left_out: LeftOut | None = None,
 ) -> Best:
     """The best k of the vectors in the `num_probes` lists nearest to each query.
 
@@ -75,6 +76,7 @@ def search(
         allowed: bool `[n]`: by position, which vectors may be found; all, where it is not given. Lists that hold none of
             these are not probed, as long as there are others.
         how: `shape_of` this batch, where it is not given. It changes no result.
+        left_out: what each query is not to find.
     """
     nearest = scores(queries.astype(jnp.float32), index.centroids, index.metric)
     if allowed is not None:
@@ -82,7 +84,7 @@ def search(
         some = jnp.concatenate([jnp.zeros(1, some.dtype), some])[index.first_block]
         nearest = jnp.where(some[1:] > some[:-1], nearest, -jnp.inf)
     probes = lax.top_k(nearest, min(num_probes, index.num_lists))[1].astype(jnp.int32)
-    return search_lists(index, queries, k, probes, allowed, how)
+    return search_lists(index, queries, k, probes, allowed, how, left_out)
 
 
 def search_lists(
@@ -92,6 +94,7 @@ def search_lists(
     probes: jax.Array,
     allowed: jax.Array | None = None,
     how: Shape | None = None,
+    left_out: LeftOut | None = None,
 ) -> Best:
     """The same in lists that are known: `probes`, int32 `[num_queries, num_probes]`, none twice for a query."""
     num_queries, num_probes = probes.shape
@@ -108,7 +111,7 @@ def search_lists(
         positions = jnp.where(_is_allowed(positions, allowed), positions, NO_ID)
     seating = seats(probes, index.num_lists)
     all_units = units(seating, index.first_block, how.rows, room)
-    pool = _multiplied(index, positions, queries, seating.asks, all_units, how, group, per_turn)
+    pool = _multiplied(index, positions, queries, seating.asks, all_units, how, group, per_turn, left_out)
 
     blocks = _blocks_of(index.first_block, probes, most_blocks)
     probed = jnp.take_along_axis(probes, blocks.probe, axis=1)
@@ -164,6 +167,7 @@ def _multiplied(
     how: Shape,
     group: int,
     per_turn: int,
+    left_out: LeftOut | None,
 ) -> _Pool:
     """The scores of all units.
 
@@ -181,7 +185,11 @@ def _multiplied(
         )
         who = asks[jnp.minimum(first[:, None] + row, asks.shape[0] - 1)]
         found = _scored(index, queries[who], which, block)
-        found = jnp.where((positions[block] == NO_ID)[:, None, :], worst_score(found.dtype), found)
+        slot = positions[block][:, None, :]
+        is_out = slot == NO_ID
+        if left_out is not None:
+            is_out |= left_out.has(slot, left_out.own[who][:, :, None])
+        found = jnp.where(is_out, worst_score(found.dtype), found)
         found = found.reshape(how.at_once * how.rows, groups, group)
         start = at * how.rows
         scored = lax.dynamic_update_slice_in_dim(pool.scores, found, start, axis=0)

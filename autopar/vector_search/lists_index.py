@@ -20,13 +20,13 @@ from autopar.errors import SearchError
 from autopar.vector_search import list_search
 from autopar.vector_search.approximate_index import ApproximateIndex
 from autopar.vector_search.asked import Asked
-from autopar.vector_search.best import Best
+from autopar.vector_search.best import Best, LeftOut
 from autopar.vector_search.build_lists import build_lists, usual_num_lists
 from autopar.vector_search.effort import Measured, in_steps
 from autopar.vector_search.index_file import Saved
 from autopar.vector_search.inputs import checked_metric
 from autopar.vector_search.inverted_lists import InvertedLists, lists_of, longest_of
-from autopar.vector_search.metrics import NO_ID, Metric, scores, terms, worst_score
+from autopar.vector_search.metrics import NO_ID, Metric, scores, terms
 from autopar.vector_search.place import Place
 from autopar.vector_search.product_quantisation import Codebooks
 
@@ -80,20 +80,14 @@ class Lists:
         queries: jax.Array,
         arrays: InvertedLists,
         allowed: jax.Array | None,
-        left_out: jax.Array | None,
+        left_out: LeftOut | None,
         *,
         k: int,
         effort: int,
     ) -> Best:
         """The best k of the `effort` nearest lists."""
         how = list_search.shape_of(arrays, queries.shape[0], min(effort, self.num_lists), self.step_bytes)
-        if left_out is None:
-            return list_search.search(arrays, queries, k, effort, allowed, how)
-        found = list_search.search(arrays, queries, k + 1, effort, allowed, how)
-        is_left_out = found.positions == left_out[:, None]
-        best, place = jax.lax.top_k(jnp.where(is_left_out, worst_score(found.scores.dtype), found.scores), k)
-        positions = jnp.where(is_left_out, NO_ID, found.positions)
-        return Best(best, jnp.take_along_axis(positions, place, axis=1))
+        return list_search.search(arrays, queries, k, effort, allowed, how, left_out)
 
     def efforts(
         self, arrays: InvertedLists, sample: NDArray[Any], truth: NDArray[Any], recall_target: float
@@ -103,7 +97,8 @@ class Lists:
         rank = np.argsort(near, axis=1, kind="stable")
         lists = lists_of(arrays, self.num_vectors)[truth]  # [num_queries, k, copies]
         ranks = np.take_along_axis(rank[:, None], np.maximum(lists, 0), axis=2)
-        needed = np.sort(np.where(lists == NO_ID, self.num_lists, ranks).min(axis=2), axis=None) + 1
+        needed = np.where(lists == NO_ID, self.num_lists, ranks).min(axis=2)[truth != NO_ID]
+        needed = np.sort(np.append(needed, 0) if not needed.size else needed) + 1
         first = needed[min(needed.size, math.ceil(recall_target * needed.size)) - 1]
         return in_steps(int(first), self.num_lists)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.vector_search.best import Best
+from autopar.vector_search.best import Best, LeftOut
 from autopar.vector_search.metrics import Metric, distances_of
 from autopar.vector_search.programs import Step
 
@@ -57,7 +57,7 @@ class Method(Protocol):
         queries: jax.Array,
         arrays: Any,
         allowed: jax.Array | None,
-        left_out: jax.Array | None,
+        left_out: LeftOut | None,
         *,
         k: int,
         effort: int,
@@ -66,7 +66,7 @@ class Method(Protocol):
 
         Args:
             arrays: of this kind. allowed: bool `[n]`: which vectors may be found.
-            left_out: int32 `[num_queries]`: the one that a query is not to find, itself where it is one of the vectors.
+            left_out: what each query is not to find: itself and its equals, where it is one of the vectors.
         """
         ...
 
@@ -109,7 +109,7 @@ def step_of(method: Method, search: Search, arrays: Any, shape: tuple[int, ...],
         arrays: shapes of a kind's. shape, dtype: of the vectors, `[n, d]`.
     """
 
-    def step(queries: jax.Array, arrays: Any, allowed: jax.Array | None, left_out: jax.Array | None) -> Any:
+    def step(queries: jax.Array, arrays: Any, allowed: jax.Array | None, left_out: LeftOut | None) -> Any:
         best = method.search(queries, arrays, allowed, left_out, k=search.k, effort=search.effort)
         return distances_of(best.scores, queries, method.metric), best.positions
 
@@ -119,5 +119,5 @@ def step_of(method: Method, search: Search, arrays: Any, shape: tuple[int, ...],
         struct((search.num_queries, shape[1]), dtype),
         arrays,
         struct(shape[:1], np.bool_) if search.is_filtered else None,
-        struct((search.num_queries,), np.int32) if search.leaves_out else None,
+        LeftOut(struct(shape[:1], np.int32), struct((search.num_queries,), np.int32)) if search.leaves_out else None,
     )
