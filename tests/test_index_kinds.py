@@ -341,16 +341,31 @@ def test_a_walk_leaves_out_what_it_is_told_to() -> None:
     np.testing.assert_array_equal(found, nearest[:, 1:])
 
 
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_far_from_the_origin_as_much_is_found(kind: str, tmp_path: Path) -> None:
+    """Differences are what distances say, not lengths; a loaded index has the same centre."""
+    corpus, queries = (np.round(each * 64) / 64 + np.float32(1000) for each in data())
+    index = build(corpus, index=kind, **SETTINGS[kind])
+    assert index.stats().reached is True
+    found = index.search(queries, 10)
+    assert recall(found.ids, exact_nearest(queries, corpus, 10)) >= 0.92
+    own = -np.take_along_axis(exact_scores(queries, corpus, "l2"), found.ids, axis=1)
+    np.testing.assert_allclose(found.distances, own, rtol=1e-4)
+    index.save(tmp_path / "index")
+    loaded = vector_search.load(tmp_path / "index", mesh=MESH_OF_ONE)
+    np.testing.assert_array_equal(loaded.search(queries, 10).ids, found.ids)
+
+
 def test_a_querys_own_duplicates_are_no_hits() -> None:
-    """Each vector 25 times: the copies of a query are in the list that it is in, and say nothing about other queries."""
-    corpus, strangers = np.tile(DATA.corpus[:120], (25, 1)), DATA.queries[:200]
+    """Each vector 10 times: the copies of a query are in the list that it is in, and say nothing about other queries."""
+    corpus, strangers = np.tile(DATA.corpus[:400], (10, 1)), DATA.queries
     index = build(corpus, index=IVF, num_lists=60)
     assert index.stats().reached is True
     truth = exact_nearest(strangers, corpus, 10)
     far, found = (
         distances_between(strangers, corpus, which, "l2") for which in (truth, index.search(strangers, 10).ids)
     )
-    assert (found <= far[:, -1:]).mean() >= 0.92
+    assert (found <= far[:, -1:]).mean() >= 0.88  # one distinct neighbour each: 400 tell 0.95 less well than 4,000
 
 
 def test_equal_vectors_are_known_and_others_are_neighbours() -> None:

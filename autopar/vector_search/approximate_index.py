@@ -24,6 +24,7 @@ from autopar.planned import Planned
 from autopar.vector_search import inputs
 from autopar.vector_search.among import Among
 from autopar.vector_search.best import LeftOut
+from autopar.vector_search.centre import less_centre
 from autopar.vector_search.duplicates import Duplicates, distances_between
 from autopar.vector_search.effort import MEASURED_AT, Measured, least_effort, recall_of
 from autopar.vector_search.host_rerank import HostRerank
@@ -47,6 +48,7 @@ class ApproximateIndex:
         method, arrays: of its kind; arrays on the host or on any device.
         vectors: `[n, d]`, checked, at least one. ids: of each, checked.
         why: this kind was chosen, if it was not asked for.
+        centre: `[d]`, what the vectors in `arrays` are less by, as queries then are too.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class ApproximateIndex:
         place: Place,
         measured: Measured | None = None,
         why: str = "",
+        centre: NDArray[Any] | None = None,
     ) -> None:
         self.ids = ids
         self.method = method
-        self._vectors, self._place, self._why = vectors, place, why
+        self._vectors, self._place, self._why, self._centre = vectors, place, why, centre
         leaves, self._tree = jax.tree.flatten(arrays)
         self._shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
         self._among = Among(vectors, method.metric, place)
@@ -104,7 +107,7 @@ class ApproximateIndex:
             found = self._run(asked, k, effort, left_out=left_out)[1]
             return recall_of((distances_between(asked, self._vectors, found, metric), found), (known, truth), metric)
 
-        efforts = self.method.efforts(self._arrays, queries, truth, recall_target)
+        efforts = self.method.efforts(self._arrays, less_centre(asked, self._centre), truth, recall_target)
         self.measured = least_effort(efforts, recall_target, recall_at)
 
     def search(
@@ -138,6 +141,8 @@ class ApproximateIndex:
         """As `Index.save` says."""
         about = {"metric": self.method.metric, "measured": self.measured.saved(), "why": self._why}
         arrays = {"vectors": self._vectors, "ids": self.ids, **self.method.saved(self._arrays)}
+        if self._centre is not None:
+            arrays["centre"] = self._centre
         write(path, self.method.kind, {**self.method.settings, **about}, arrays)
 
     def stats(self) -> IndexStats:
@@ -224,7 +229,7 @@ class ApproximateIndex:
         key = Search(num_queries, num_candidates, effort, allowed is not None, left_out is not None)
         program, corpus = self._programs.of(key, as_it_lies=key.leaves_out)
         found = program.run(
-            _padded(queries, num_queries),
+            _padded(less_centre(queries, self._centre), num_queries),
             jax.tree.unflatten(self._tree, corpus),
             allowed,
             None if left_out is None else left_out._replace(own=_padded(np.asarray(left_out.own), num_queries)),

@@ -57,6 +57,21 @@ def centred(vectors: NDArray[Any], metric: Metric) -> tuple[NDArray[Any], NDArra
     return less, np.where(is_same, centre, np.zeros((), dtype))
 
 
+def moved(vectors: NDArray[Any], metric: Metric) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """As `centred`, for searches that tell distances of the moved vectors: of l2 alone; None where nothing moves."""
+    if metric != "l2":
+        return vectors, None
+    less, centre = centred(vectors, metric)
+    return (vectors, None) if centre is None or not centre.any() else (less, centre)
+
+
+def less_centre(vectors: NDArray[Any], centre: NDArray[Any] | None) -> NDArray[Any]:
+    """Vectors or queries, `[m, d]`, from a centre that is known."""
+    if centre is None:
+        return vectors
+    return (vectors.astype(np.float32) - centre.astype(np.float32)).astype(vectors.dtype)
+
+
 def whole(less: NDArray[Any], centre: NDArray[Any] | None) -> NDArray[Any]:
     """The vectors again, of what `centred` gave."""
     if centre is None:

@@ -19,6 +19,7 @@ from autopar.vector_search.approximate_index import ApproximateIndex
 from autopar.vector_search.asked import Asked
 from autopar.vector_search.best import Best, LeftOut
 from autopar.vector_search.build_graph import build_graph
+from autopar.vector_search.centre import less_centre, moved
 from autopar.vector_search.effort import Measured, in_steps
 from autopar.vector_search.index_file import Saved
 from autopar.vector_search.inputs import checked_metric
@@ -114,10 +115,11 @@ def build(asked: Asked) -> ApproximateIndex:
     num = len(asked.vectors)
     settings = asked.whole_numbers(GRAPH, {"degree": DEGREE, "width": WIDTH})
     asked.report(f"connect {num:,} vectors", 0.1)
-    graph = build_graph(asked.vectors, asked.metric, settings["degree"], NUM_ENTRIES)
+    less, centre = moved(asked.vectors, asked.metric)
+    graph = build_graph(less, asked.metric, settings["degree"], NUM_ENTRIES)
     method = Graph(asked.metric, num, settings["degree"], settings["width"])
     asked.report("lay out the graph", 0.7)
-    index = ApproximateIndex(method, graph, asked.vectors, asked.ids, asked.place, why=asked.why)
+    index = ApproximateIndex(method, graph, asked.vectors, asked.ids, asked.place, why=asked.why, centre=centre)
     index.measure(asked.recall_target, asked.report, asked.queries)
     return index
 
@@ -126,10 +128,12 @@ def load(saved: Saved, place: Place) -> ApproximateIndex:
     """What `save` has written."""
     arrays, settings = saved.arrays, saved.settings
     metric = checked_metric(settings["metric"])
-    vectors = jnp.asarray(arrays["vectors"])
+    centre = arrays.get("centre")
+    placed = jnp.asarray(less_centre(arrays["vectors"], centre))
     graph = NeighbourGraph(
-        vectors, terms(vectors, metric), jnp.asarray(arrays["edges"]), jnp.asarray(arrays["entries"]), metric
+        placed, terms(placed, metric), jnp.asarray(arrays["edges"]), jnp.asarray(arrays["entries"]), metric
     )
     method = Graph(metric, len(arrays["ids"]), settings["degree"], settings["width"])
     measured = Measured.loaded(settings["measured"])
-    return ApproximateIndex(method, graph, arrays["vectors"], arrays["ids"], place, measured, settings["why"])
+    vectors, ids = arrays["vectors"], arrays["ids"]
+    return ApproximateIndex(method, graph, vectors, ids, place, measured, settings["why"], centre)

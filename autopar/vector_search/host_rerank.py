@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.planned import Planned
-from autopar.vector_search.metrics import Metric, distances_of
+from autopar.vector_search.exact import is_scored_again
+from autopar.vector_search.metrics import NO_ID, Metric, distances_of
 from autopar.vector_search.place import Place
 from autopar.vector_search.rerank import best_of
 from autopar.vector_search.tiling import rounded
@@ -50,6 +52,11 @@ class HostRerank:
             dim, dtype, struct = self._vectors.shape[1], self._vectors.dtype, jax.ShapeDtypeStruct
 
             def rerank(queries: jax.Array, held: jax.Array, candidates: jax.Array) -> tuple[jax.Array, jax.Array]:
+                if is_scored_again(dtype, self._metric):  # by differences, which lose no digits
+                    there = held.astype(jnp.float32)
+                    far = jnp.sum((queries.astype(jnp.float32)[:, None] - there) ** 2, axis=-1)
+                    nearest, place = jax.lax.top_k(-jnp.where(candidates == NO_ID, jnp.inf, far), k)
+                    return -nearest, jnp.take_along_axis(candidates, place, axis=1)
                 best = best_of(held, queries, candidates, k, self._metric)
                 return distances_of(best.scores, queries, self._metric), best.positions
 

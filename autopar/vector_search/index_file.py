@@ -28,7 +28,7 @@ from autopar.errors import IndexFileError
 from autopar.vector_search.inputs import DTYPES
 
 _MAGIC = b"autopar index\n"
-_VERSION = 2
+_VERSION, _READ = 3, (2, 3)  # of version 2 nothing has a centre
 _DIGEST = 16  # bytes
 _WAY_OUT = "Copy it again from where it came from, or build and save the index anew"
 
@@ -104,7 +104,7 @@ def read(path: str | os.PathLike[str]) -> Saved:
     if _digest(header) != bytes(data[first - _DIGEST : first]).hex():
         raise IndexFileError(f"{target} is damaged: its header is not what was written. {_WAY_OUT}")
     about = _header(target, header)
-    if about["version"] != _VERSION:
+    if about["version"] not in _READ:
         raise IndexFileError(
             f"{target} is of version {about['version']}, and this autopar reads {_VERSION}: load it with the one that"
             " saved it, or build the index anew"
@@ -193,6 +193,7 @@ _ARRAYS = {
     "positions": (("int32", "int64"), 2),
     "codes": (("uint8",), 3),
     "codebooks": (("float32",), 3),
+    "centre": (tuple(DTYPES), 1),
     "edges": (("int32", "int64"), 2),
     "entries": (("int32", "int64"), 1),
 }
@@ -219,7 +220,7 @@ def _inconsistent(saved: Saved) -> str | None:
     num, dim = arrays["vectors"].shape
     if dim < 1:
         return f"`vectors` has the shape {[num, dim]}"
-    shapes: dict[str, tuple[Any, ...]] = {"ids": (num,), "edges": (num, settings.get("degree"))}
+    shapes: dict[str, tuple[Any, ...]] = {"ids": (num,), "centre": (dim,), "edges": (num, settings.get("degree"))}
     if "first_block" in arrays:
         first = arrays["first_block"]
         if len(first) < 1 or first[0] != 0 or (np.diff(first) < 0).any():

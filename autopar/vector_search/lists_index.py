@@ -22,6 +22,7 @@ from autopar.vector_search.approximate_index import ApproximateIndex
 from autopar.vector_search.asked import Asked
 from autopar.vector_search.best import Best, LeftOut
 from autopar.vector_search.build_lists import build_lists, usual_num_lists
+from autopar.vector_search.centre import less_centre, moved
 from autopar.vector_search.effort import Measured, in_steps
 from autopar.vector_search.index_file import Saved
 from autopar.vector_search.inputs import checked_metric
@@ -144,7 +145,8 @@ def build(asked: Asked, kind: str) -> ApproximateIndex:
             f"`num_lists` is {settings['num_lists']:,}, and there are {num:,} vectors: give at most as many"
         )
     asked.report(f"put {num:,} vectors into {settings['num_lists']:,} lists", 0.1)
-    lists = build_lists(asked.vectors, asked.metric, settings["num_lists"], settings["copies"], code_bytes)
+    less, centre = moved(asked.vectors, asked.metric)
+    lists = build_lists(less, asked.metric, settings["num_lists"], settings["copies"], code_bytes)
     method = Lists(
         kind,
         asked.metric,
@@ -155,7 +157,7 @@ def build(asked: Asked, kind: str) -> ApproximateIndex:
         settings.get("refined", 0),
     )
     asked.report("lay out the lists", 0.7)
-    index = ApproximateIndex(method, lists, asked.vectors, asked.ids, asked.place, why=asked.why)
+    index = ApproximateIndex(method, lists, asked.vectors, asked.ids, asked.place, why=asked.why, centre=centre)
     index.measure(asked.recall_target, asked.report, asked.queries)
     return index
 
@@ -164,11 +166,11 @@ def load(saved: Saved, place: Place) -> ApproximateIndex:
     """What `save` has written."""
     arrays, settings = saved.arrays, saved.settings
     metric = checked_metric(settings["metric"])
-    positions, first = arrays["positions"], arrays["first_block"]
+    positions, first, centre = arrays["positions"], arrays["first_block"], arrays.get("centre")
     if "codebooks" in arrays:
         books, held, term = Codebooks(jnp.asarray(arrays["codebooks"])), jnp.asarray(arrays["codes"]), None
     else:
-        held = jnp.asarray(arrays["vectors"][np.maximum(positions, 0)])
+        held = jnp.asarray(less_centre(arrays["vectors"], centre)[np.maximum(positions, 0)])
         held = jnp.where(jnp.asarray(positions != NO_ID)[:, :, None], held, jnp.zeros((), held.dtype))
         books, term = None, terms(held, metric)
     lists = InvertedLists(
@@ -185,7 +187,8 @@ def load(saved: Saved, place: Place) -> ApproximateIndex:
     num, step_bytes = len(arrays["ids"]), place.step_bytes
     method = Lists(saved.kind, metric, num, settings["num_lists"], settings["copies"], step_bytes, settings["refined"])
     measured = Measured.loaded(settings["measured"])
-    return ApproximateIndex(method, lists, arrays["vectors"], arrays["ids"], place, measured, settings["why"])
+    vectors, ids = arrays["vectors"], arrays["ids"]
+    return ApproximateIndex(method, lists, vectors, ids, place, measured, settings["why"], centre)
 
 
 def _usual_code_bytes(dim: int) -> int:
