@@ -41,16 +41,26 @@ def build_graph(
         num_entries: nodes that walks begin at, before it is known which they need; no more in all than there are lists.
         num_probes: lists in which each vector's near ones are looked for, `2 * degree` of them.
     """
-    # of inner products, too, edges lead to what is near: the walk is what follows the product
     nearness: Metric = "cosine" if metric == "cosine" else "l2"
-    lists = build_lists(vectors, nearness, rounds=rounds, seed=seed)
     placed = jnp.asarray(vectors)
+    if metric == "inner_product":
+        vectors = of_one_length(vectors)
+    held, placed = placed, jnp.asarray(vectors)
+    lists = build_lists(vectors, nearness, rounds=rounds, seed=seed)
     near = near_in_lists(lists, placed, 2 * degree, num_probes)
     middles = k_means(lists.centroids, min(num_entries, lists.num_lists), rounds, seed).centroids
     entries = jnp.argmax(scores(middles.astype(placed.dtype), placed, nearness), axis=1)
     graph = connect(placed, near, jnp.unique(entries), nearness, degree)
     graph = with_entries_for_all(graph, most=usual_num_lists(len(vectors)), seed=seed)
-    return replace(graph, metric=metric, terms=terms(placed, metric))
+    return replace(graph, metric=metric, vectors=held, terms=terms(held, metric))
+
+
+def of_one_length(vectors: np.ndarray) -> np.ndarray:
+    """f32 `[n, d + 1]`: with an element more, that makes all as long as the longest. Of a query with 0 there, whose product
+    with each is the same as before, the nearest are then those of the largest product."""
+    wide = np.asarray(vectors, np.float64)
+    squares = (wide * wide).sum(axis=1, keepdims=True)
+    return np.concatenate([wide, np.sqrt(squares.max() - squares)], axis=1).astype(np.float32)
 
 
 def near_in_lists(lists: InvertedLists, vectors: jax.Array, most: int, num_probes: int) -> jax.Array:
