@@ -78,13 +78,22 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=donated_arguments(plan, trace),
-        compiler_options=compiler_options(plan) if _has_gpus(mesh) else None,
+        compiler_options=compiler_options(plan) if _is_on("gpu", mesh) else None,
     )
 
 
-def _has_gpus(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether what is compiled for a mesh is for GPUs that are here: for others, whoever compiles gives the options."""
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
+def _is_on(platform: str, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a mesh is of a platform's devices that are here: for others, whoever compiles gives the options."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == platform
+
+
+def options_of_single_run(mesh: Mesh | AbstractMesh) -> dict[str, int] | None:
+    """Of the compiler, for a program that runs once, as the one that makes a state: time spent on making it fast is lost.
+
+    On CPUs LLVM takes several times as long at its highest level as at the one below, mostly over random numbers. Floating-point
+    results may differ in the last bit where a loop's remainder is vectorized otherwise, as they do between shardings.
+    """
+    return {"xla_backend_optimization_level": 2} if _is_on("cpu", mesh) else None
 
 
 def placed(

@@ -87,6 +87,7 @@ _GPUS = ("8 GPUs", "8 GPUs, batch of 8", "16 GPUs, batch of 8", "2 hosts", "8 ho
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
+    "first_start": Benchmark(("unet",), VIRTUAL_DEVICES, sources=("zoo/diffusion.py", "zoo/training.py")),
     "inference": Benchmark(
         tuple(_SERVED),
         "",

@@ -1,0 +1,63 @@
+"""The first start of a train step against what cannot be spared: a Flax U-Net of 4 million parameters on 8 virtual CPU
+devices, nothing kept from before.
+
+`ratio` is of `step.init` and the first call, which plan, compile and run, to planning plus the compilation of the same step
+by `jax.jit` for one device; all of one process. `cpu_s` is what the process used, of all cores together, which a busy machine
+changes less. `jit_init` compiles and runs the function that makes the state, by plain `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from typing import Any
+
+Row = dict[str, str | float | bool]
+
+#: Widths, blocks at each, examples and pixels.
+SIZES: dict[str, tuple[tuple[int, ...], int, int, int]] = {
+    "unet": ((64, 128, 160), 2, 16, 32),
+    "unet_small": ((16, 32), 1, 16, 16),
+}
+
+
+def measure(program: str) -> list[Row]:
+    """One row: seconds of each part, and the ratio by both clocks."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        return [once(program)]
+
+
+def once(program: str) -> Row:
+    """The row, of this process, whose cache folder is empty."""
+    import jax
+
+    import autopar
+    from benchmarks.zoo import diffusion
+
+    row: Row = {}
+
+    def timed(name: str, work: Any) -> Any:
+        before, used = time.perf_counter(), time.process_time()
+        made = jax.block_until_ready(work())
+        row[f"{name}_s"] = time.perf_counter() - before
+        row[f"{name}_cpu_s"] = time.process_time() - used
+        return made
+
+    training = diffusion.unet(*SIZES[program])
+    batch, key = training.make_batch(0), jax.random.key(0)
+    shapes = jax.eval_shape(training.create_state, key)
+    timed("jit_compile", lambda: jax.jit(training.step).lower(shapes, batch).compile() and None)
+    timed("jit_init", lambda: jax.jit(training.create_state)(key))
+    step = autopar.parallelize(training.step)
+    timed("plan", lambda: step.abstract_state(training.create_state, key, batch=batch) and None)
+    state = timed("init", lambda: step.init(training.create_state, key, batch=batch))
+    timed("first_call", lambda: step(state, batch))
+    row["num_parameters"] = float(sum(leaf.size for leaf in jax.tree.leaves(shapes.params)))
+    for unit in ("s", "cpu_s"):
+        spent, least = ("plan", "init", "first_call"), ("plan", "jit_compile")
+        row[f"ratio_{unit}"] = sum(float(row[f"{part}_{unit}"]) for part in spent) / sum(
+            float(row[f"{part}_{unit}"]) for part in least
+        )
+    return row
