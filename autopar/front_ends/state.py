@@ -25,11 +25,13 @@ class NewState:
 
     Args:
         call: of that function, open.
-        shapes: what `call.function` returns.
+        function: `call.function`, jitted: to be traced once, for its shapes and for what is run.
+        shapes: what it returns.
         value: the state, of shapes in place of arrays.
     """
 
     call: Call
+    function: Callable[..., Any]
     results: Results
     shapes: Any
     value: Any
@@ -37,7 +39,7 @@ class NewState:
     def leaves(self, *trees: Any) -> list[Any]:
         """What is run, of `call.trees`. Flat, so that a state that holds freshly made functions (an optax
         transformation built inside the function) keeps the structure that was planned."""
-        return jax.tree.leaves(self.call.function(*trees))
+        return jax.tree.leaves(self.function(*trees))
 
     def finish(self, arrays: Sequence[Any]) -> Any:
         """The state, of these leaves."""
@@ -57,9 +59,10 @@ def new_state(create_state: Callable[..., Any], create_args: Sequence[Any]) -> I
             f" {type(create_state).__name__}. Write step.init(create_state, rng, batch=batch)"
         )
     with building(), opened(Step.of(create_state), create_args, {}) as call:
-        shapes = jax.eval_shape(call.function, *call.trees)
+        function = jax.jit(call.function)
+        shapes = jax.eval_shape(function, *call.trees)
         assert call.results is not None, "it has been traced"
-        yield NewState(call, call.results, shapes, call.result_anew(call.results, shapes))
+        yield NewState(call, function, call.results, shapes, call.result_anew(call.results, shapes))
 
 
 def abstract_of(create_state: Any, create_args: Sequence[Any]) -> Any:
