@@ -221,10 +221,12 @@ def _how(draw: random.Random) -> tuple[dict[str, Any], int]:
 def staged_step(seed: int) -> StagedStep:
     """The step of a seed."""
     draw = random.Random(seed)
-    num_blocks = draw.randint(3, 6)
     options, size = _how(draw)
     known = BLOCKS | (BATCH_BLOCKS if options["num_microbatches"] == 1 else {})
-    names = [draw.choice(sorted(known)) for _ in range(num_blocks)]
+    names = [draw.choice(sorted(known)) for _ in range(draw.randint(3, 5))]
+    names += ["dense"] * max(0, options.get("stages", 1) - 2)  # a layer for each stage
+    draw.shuffle(names)
+    num_blocks = len(names)
     head, optimizer = draw.choice(("squares", "labels", "tied")), draw.choice(sorted(OPTIMIZERS))
     extras = draw.sample(sorted(EXTRAS), draw.randint(0, 4))
     key_kind, make_key = _keys(draw)
