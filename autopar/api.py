@@ -38,7 +38,7 @@ from autopar.program import Program
 from autopar.saved_plans import load_plan
 from autopar.step_plans import StepPlans
 from autopar.step_report import StepReport
-from autopar.told import told
+from autopar.waiting import announced
 
 #: The plans of a step: of one program, or, where stages are asked for, of either kind.
 P = TypeVar("P", bound=AnyPlan)
@@ -202,7 +202,7 @@ class ParallelStep(Generic[P]):
                 check_equal(exchange, f"`init` of `{self.name}`", dict(given))
             shapes = jax.tree.leaves(new.shapes)
             places = [planned.get(id(leaf), prepared.whole) for leaf in shapes]
-            with self._told("making the state of"), self._plans.compiled_kept(prepared.plan):
+            with self._announced("making the state of"), self._plans.compiled_kept(prepared.plan):
                 return new.finish(built(new.leaves, new.call.trees, shapes, places))
 
     def abstract_state(self, create_state: Any, /, *create_args: Any, **step_args: Any) -> Any:
@@ -368,13 +368,13 @@ class ParallelStep(Generic[P]):
         if prepared.is_compiled:
             return prepared.run(*trees)
         prepared.compiled_for = jax.tree.map(placed_struct, tuple(trees))
-        with self._told("compiling"), self._plans.compiled_kept(prepared.plan):
+        with self._announced("compiling"), self._plans.compiled_kept(prepared.plan):
             arrays = prepared.run(*trees)
         prepared.is_compiled = True
         return arrays
 
-    def _told(self, doing: str) -> AbstractContextManager[None]:
-        return told(f"{doing} `{self.name}`", shown=self._plans.options.get("progress") is None)
+    def _announced(self, doing: str) -> AbstractContextManager[None]:
+        return announced(f"{doing} `{self.name}`", shown=self._plans.options.get("progress") is None)
 
     def _probed(self, dispatched: tuple[Any, Any]) -> Any:
         """Of a call that was made, an array to wait for."""

@@ -87,15 +87,6 @@ def _is_on(platform: str, mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == platform
 
 
-def options_of_single_run(mesh: Mesh | AbstractMesh) -> dict[str, int] | None:
-    """Of the compiler, for a program that runs once, as the one that makes a state: time spent on making it fast is lost.
-
-    On CPUs LLVM takes several times as long at its highest level as at the one below, mostly over random numbers. Floating-point
-    results may differ in the last bit where a loop's remainder is vectorized otherwise, as they do between shardings.
-    """
-    return {"xla_backend_optimization_level": 2} if _is_on("cpu", mesh) else None
-
-
 def placed(
     plan: Placement, shardings: Sequence[NamedSharding], trees: Sequence[Any], *, may_take: bool = False
 ) -> tuple[Any, ...]:

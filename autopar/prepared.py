@@ -168,11 +168,7 @@ def built(
             return [made[position] if rows is None else rows_of(made[position], rows) for position, rows, _ in own]
 
         some.__name__ = getattr(create, "__name__", "create")
-        arrays = jax.jit(
-            some,
-            out_shardings=[sharding for _, _, sharding in own],
-            compiler_options=execute.options_of_single_run(own[0][2].mesh),
-        )(*trees)
+        arrays = jax.jit(some, out_shardings=[sharding for _, _, sharding in own])(*trees)
         execute.make_own(arrays)
         for (position, rows, _), array in zip(own, arrays, strict=True):
             found[position][rows] = array

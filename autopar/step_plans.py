@@ -30,7 +30,7 @@ from autopar.processes.device_order import in_host_order
 from autopar.processes.exchange import among_processes
 from autopar.program import Program, program_of_call
 from autopar.saved_plans import plan_from_json
-from autopar.told import told_by_progress
+from autopar.waiting import announced_by_progress
 
 #: After how many plans for the same shapes a user is told of it.
 _MANY = 4
@@ -140,7 +140,7 @@ class StepPlans:
         def planned(program: Program) -> AnyPlan:
             options = self.planning_options()
             if options.get("progress") is None:
-                options["progress"] = told_by_progress(f"planning `{self.called.name}`")
+                options["progress"] = announced_by_progress(f"planning `{self.called.name}`")
             hardware = options.get("hardware")
             if exchange is not None and not isinstance(hardware, Mapping) and self._num_devices() == jax.device_count():
                 options["hardware"] = with_hosts(hardware)

@@ -473,7 +473,7 @@ def test_saving_what_is_no_state_is_refused(saved: Saved, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="has no plan yet"):
         autopar.Checkpoints(tmp_path, fresh).save(0, saved.state)
     assert not [*tmp_path.iterdir()]
-    given = filled(saved.state, 1)
+    given, _ = saved.step(filled(saved.state, 1), saved.program.make_batch(0))
     saved.step(given, saved.program.make_batch(0))
     assert "donation" in refusal(0, given)
     checkpoints.save(4, saved.state, wait=True)

@@ -280,7 +280,7 @@ def stood_in(*programs: str) -> Any:
 @pytest.mark.parametrize("check", [True, False])
 def test_the_weights_are_what_to_change_where_they_are_gathered_for_nothing(check: bool) -> None:
     """XLA's program sends nothing, so none of the values inside are to be constrained: the shardings alone change."""
-    by_hand, args = wide(16_384)
+    by_hand, args = wide(18_432)
     compiler = stood_in("")
     told = autopar.diagnose(by_hand, *args, hardware="h100-sxm", check=check, compiler=compiler)
     (change,) = told.changes

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import execute, step_plans, told
+from autopar import step_plans, waiting
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
@@ -68,7 +68,7 @@ def test_a_first_start_compiles_each_program_once(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(told, "AFTER_S", 0.0)
+    monkeypatch.setattr(waiting, "AFTER_S", 0.0)
     traces = Counter[str]()
 
     def create(key: jax.Array) -> Any:
@@ -90,7 +90,7 @@ def test_a_first_start_compiles_each_program_once(
     assert [*compiled.values()] == [1, 1], "the state's and the step's, and nothing else"
     assert traces["train"] == 1, "planning traces the step; the replay is run by its equations"
     assert traces["create"] == 1, "for its shapes and to be compiled"
-    # Floats to an ulp or two, as between shardings: the loops of the last bits are vectorized otherwise.
+    # Floats to an ulp or two, as between shardings: the remainders of loops are vectorized otherwise.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-7, atol=1e-8), made, expected)
     said = terminal.getvalue().splitlines()
     assert [line.split(" `")[0] for line in said] == [
@@ -101,21 +101,14 @@ def test_a_first_start_compiles_each_program_once(
     assert np.isfinite(float(loss))
 
 
-def test_what_runs_once_on_cpus_is_compiled_quickly() -> None:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
-    options = execute.options_of_single_run(mesh)
-    assert options == {"xla_backend_optimization_level": 2}
-    assert jax.jit(jnp.sin, compiler_options=options)(jnp.float32(0.5)) == jnp.sin(jnp.float32(0.5))
-
-
 @pytest.mark.parametrize("shown", [True, False])
 def test_only_a_terminal_is_written_to(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal() if not shown else io.StringIO()  # a terminal that is not to be written to; and none
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(told, "AFTER_S", 0.0)
-    with told.told("compiling", shown=shown):
+    monkeypatch.setattr(waiting, "AFTER_S", 0.0)
+    with waiting.announced("compiling", shown=shown):
         pass
-    progress = told.told_by_progress("planning")
+    progress = waiting.announced_by_progress("planning")
     assert (progress is None) == shown
     assert not stream.getvalue()
 
@@ -123,12 +116,12 @@ def test_only_a_terminal_is_written_to(shown: bool, monkeypatch: pytest.MonkeyPa
 def test_planning_tells_its_stage_once_and_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    quick = told.told_by_progress("planning `f`")
+    quick = waiting.announced_by_progress("planning `f`")
     assert quick is not None
     quick("solve", 0.1)
     assert not terminal.getvalue()
-    monkeypatch.setattr(told, "AFTER_S", 0.0)
+    monkeypatch.setattr(waiting, "AFTER_S", 0.0)
     quick("solve", 0.2)
     quick("compare", 0.4)
     assert terminal.getvalue() == "autopar: planning `f`, solve …\n"
-    assert step_plans.told_by_progress is told.told_by_progress
+    assert step_plans.announced_by_progress is waiting.announced_by_progress

@@ -74,7 +74,7 @@ def test_bert_with_wide_layers_is_megatron() -> None:
 
 
 def test_of_plans_that_are_as_good_as_one_another_the_simplest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adam's state split over the devices saves 0.3 % of this step; the report says what was passed over, and for how much.
+    """Adam's state split over the devices saves less than 0.5 % of this step; the report says what was passed over, and for how much.
     Where a plan is faster by more it is taken, and one that is whole but does not fit is not."""
     program = programs.bert_layers(batch=512, seq=128, hidden=64, heads=4, num_layers=1)
 
@@ -93,8 +93,7 @@ def test_of_plans_that_are_as_good_as_one_another_the_simplest_is_taken(monkeypa
     assert fastest.tie is None and any(t.sharding.axes for t in fastest.inputs if t.role == "optimizer")
     assert plan.prediction.step_time_s <= 1.005 * fastest.prediction.step_time_s
     monkeypatch.undo()
-    assert fastest.prediction.peak_bytes < plan.prediction.peak_bytes
     tight = planned(memory_budget_bytes=plan.prediction.peak_bytes / 0.95 - 1)
-    assert tight.tie is None or tight.prediction.peak_bytes < plan.prediction.peak_bytes
+    assert tight.prediction.peak_bytes < plan.prediction.peak_bytes
     pinned = planned(pin={"state/opt_state/0/mu/*/kernel": jax.sharding.PartitionSpec("data")})
     assert any(t.pinned and t.sharding.axes for t in pinned.inputs)

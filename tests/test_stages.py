@@ -40,7 +40,7 @@ SLOW = replace(H100, network_link=LinkProfile(H100.host_link.bytes_per_s / 100, 
 
 @cache
 def mlp() -> programs.Program:
-    return programs.mlp(batch=32, width=64, num_layers=4, optimizer="adam")
+    return programs.mlp(batch=64, width=64, num_layers=4, optimizer="adam")
 
 
 @cache
@@ -145,7 +145,7 @@ def test_a_saved_plan_is_the_same_and_runs(tmp_path: Path) -> None:
     ("change", "field"),
     [
         (lambda p: p["stages"][1].update(first_layer=0), "stages[1].first_layer"),
-        (lambda p: p["stages"][1]["submesh"].update(first_device=6), "stages[1].submesh"),
+        (lambda p: p["stages"][1]["submesh"].update(first_device=8), "stages[1].submesh"),
         (lambda p: p.update(input_parts=[]), "input_parts"),
         (lambda p: p["input_parts"][0][0].update(stage=2), "input_parts[0]"),
         (lambda p: p["input_parts"][0][0].update(rows=[0, 1, 99]), "input_parts[0]"),

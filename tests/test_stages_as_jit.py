@@ -144,5 +144,5 @@ def test_interleaved_makes_as_many_stages_as_asked_for() -> None:
 
 def test_more_stages_than_devices_are_refused() -> None:
     step = _trained(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
-    with pytest.raises(ClusterError, match="3 stages were asked for, of 1 device: ask for 1 to 1"):
+    with pytest.raises(ClusterError, match="3 stages were asked for, and 1 device can have at most 1: ask for 1 to 1"):
         autopar.plan(step, _params(a=(5, 5), b=(5, 3)), X, stages=3, num_devices=1, hardware="h100-sxm", cache=False)

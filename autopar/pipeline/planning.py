@@ -193,7 +193,8 @@ class _Planning:
         num_devices = self.asked.cluster.num_devices
         if self.asked.stages != "auto" and self.asked.stages > num_devices:
             raise ClusterError(
-                f"{self.asked.stages} stages were asked for, of {num_devices} device{'s' * (num_devices > 1)}: ask for 1 to {num_devices}"
+                f"{self.asked.stages} stages were asked for, and {num_devices} device{'s' * (num_devices > 1)} can have at most"
+                f" {num_devices}: ask for 1 to {num_devices}"
             )
         if self.asked.schedule == "auto":
             return

@@ -1,7 +1,7 @@
-"""What a first start waits for, told on a terminal.
+"""What a first start waits for, announced on a terminal.
 
 In: what is being done. Out: a line on standard error, where that is a terminal and it takes longer than `AFTER_S`; a debug
-message of the `autopar.told` logger always.
+message of the `autopar.waiting` logger always.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def told(what: str, *, shown: bool = True) -> Iterator[None]:
+def announced(what: str, *, shown: bool = True) -> Iterator[None]:
     """While entered, say what is being done.
 
     Args:
@@ -39,8 +39,8 @@ def told(what: str, *, shown: bool = True) -> Iterator[None]:
         timer.cancel()
 
 
-def told_by_progress(what: str) -> Callable[[str, float], None] | None:
-    """As `told`, for what reports its progress: without a thread, for planning makes forks. None without a terminal."""
+def announced_by_progress(what: str) -> Callable[[str, float], None] | None:
+    """As `announced`, for what reports its progress: without a thread, for planning makes forks. None without a terminal."""
     _log.debug(what)
     if not _is_terminal():
         return None
