@@ -65,7 +65,7 @@ def step_lanes(trace: StepTrace, step_time_s: float, name: str) -> tuple[Element
     Returns:
         The figure; what the script is to know of its rows.
     """
-    whole = round(1e9 * step_time_s)
+    whole = max(1, round(1e9 * step_time_s))  # a file may say 0
     rows = {
         "kernels": list(_kernels(trace)),
         "collectives": list(_collectives(trace)),
