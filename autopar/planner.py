@@ -416,8 +416,11 @@ class _Start:
             costs[decision][[any(sharding.dims) for sharding in shardings]] = np.inf
             if not np.isfinite(costs[decision]).any():
                 return []
-        solution = task.near.solve(replace(f.problem, node_costs=tuple(costs), usages=(), memory_limit=None))
-        if len(solution.choices) != len(f.decisions) or solution.cost > (1 + _TIE) * best.solution.cost:
+        problem = replace(f.problem, node_costs=tuple(costs), usages=(), memory_limit=None)
+        solution = task.near.solve(problem)
+        if len(solution.choices) != len(f.decisions) or problem.evaluate(solution.choices) == math.inf:
+            return []
+        if solution.cost > (1 + _TIE) * best.solution.cost:
             return []  # the solver sees a difference that overlap or the launch of kernels may only hide
         # What is known of the best there can be was found with nothing kept whole.
         told = replace(solution, lower_bound=min(best.solution.lower_bound, solution.cost), status=best.solution.status)

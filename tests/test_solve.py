@@ -310,6 +310,10 @@ def knapsack(num_nodes: int = 150, num_instants: int = 20) -> Problem:
     return Problem(costs, (), tuple(usages), float(sizes.sum(axis=1).min() / 2))
 
 
+def test_nothing_to_decide_is_decided() -> None:
+    assert Ilp().solve(Problem((), ())) == Solution((), 0.0, 0.0, Status.OPTIMAL)
+
+
 def test_nothing_fits() -> None:
     problem = Problem((np.zeros(2),), (), (Usage(0, 0, 1, np.array([3.0, 2.0])),), 1.0)
     solution = Ilp().solve(problem)

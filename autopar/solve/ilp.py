@@ -58,6 +58,8 @@ class Ilp:
         Raises:
             KeyboardInterrupt: on Ctrl-C before any assignment was found.
         """
+        if not problem.node_costs:
+            return Solution((), 0.0, 0.0, Status.OPTIMAL)
         budget = Budget(time.monotonic() + self.time_limit_s, self.step_limit)
         search = Search(problem, budget, self.progress, seed=self.seed, relative_gap=self.relative_gap)
         search.run()
