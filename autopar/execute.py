@@ -78,13 +78,13 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=donated_arguments(plan, trace),
-        compiler_options=compiler_options(plan) if _is_on("gpu", mesh) else None,
+        compiler_options=compiler_options(plan) if _has_gpus(mesh) else None,
     )
 
 
-def _is_on(platform: str, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a mesh is of a platform's devices that are here: for others, whoever compiles gives the options."""
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == platform
+def _has_gpus(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether what is compiled for a mesh is for GPUs that are here: for others, whoever compiles gives the options."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
 
 
 def placed(

@@ -90,8 +90,7 @@ def test_a_first_start_compiles_each_program_once(
     assert [*compiled.values()] == [1, 1], "the state's and the step's, and nothing else"
     assert traces["train"] == 1, "planning traces the step; the replay is run by its equations"
     assert traces["create"] == 1, "for its shapes and to be compiled"
-    # Floats to an ulp or two, as between shardings: the remainders of loops are vectorized otherwise.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-7, atol=1e-8), made, expected)
+    jax.tree.map(np.testing.assert_array_equal, made, expected)
     said = terminal.getvalue().splitlines()
     assert [line.split(" `")[0] for line in said] == [
         "autopar: planning",
