@@ -156,10 +156,10 @@ class Search:
         self._tell()
 
     def _search(self) -> None:
+        grid: Gridded | None = on_grid(self._problem)
+        self._bound_part(math.nextafter(grid.least, -math.inf))  # first: a Ctrl-C from here on finds a bound
         if self._problem.memory_limit is not None:
             self._start()
-        grid: Gridded | None = on_grid(self._problem)
-        self._bound_part(math.nextafter(grid.least, -math.inf))
         try:
             while grid is not None and self._open():
                 self._search_on(grid)

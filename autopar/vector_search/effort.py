@@ -52,9 +52,14 @@ class Measured:
 
     @classmethod
     def loaded(cls, saved: Mapping[str, Any]) -> Measured:
-        """Of what `saved` gave."""
+        """Of what `saved` gave.
+
+        Raises:
+            TypeError, ValueError, KeyError: if it gave something else.
+        """
         tried = {int(e): float(r) for e, r in saved["tried"]}
-        return cls(saved["effort"], saved["recall"], tried, saved.get("target"))
+        recall, target = (None if share is None else float(share) for share in (saved["recall"], saved.get("target")))
+        return cls(saved["effort"], recall, tried, target)
 
 
 def least_effort(efforts: Sequence[int], target: float, recall_at: Callable[[int], float]) -> Measured:
