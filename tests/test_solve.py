@@ -20,9 +20,10 @@ from autopar.solve import search, shared
 from autopar.solve.branch import branch
 from autopar.solve.dual import price_memory
 from autopar.solve.elimination import plan_elimination, plan_exact
-from autopar.solve.highs import End, Programme, solve_lp, solve_mip
+from autopar.solve.highs import solve_lp, solve_mip
 from autopar.solve.ilp import Ilp, minimum_memory
 from autopar.solve.instants import instants_of
+from autopar.solve.mip import End, Programme
 from autopar.solve.problem import Edge, Problem, Solution, Status, Usage
 from autopar.solve.reduction import RULES, delete_forbidden, reduce
 from autopar.solve.table import Table

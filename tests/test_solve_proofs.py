@@ -13,8 +13,8 @@ from random_problems import faults, near_tight, optimum
 
 from autopar.solve import search
 from autopar.solve.branch import branch
-from autopar.solve.highs import End
 from autopar.solve.ilp import Ilp
+from autopar.solve.mip import End
 from autopar.solve.polish import polish
 from autopar.solve.problem import Edge, Problem, Solution, Status, Usage
 from autopar.solve.reduction import delete_forbidden, reduce

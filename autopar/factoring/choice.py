@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.graph.python import max_flow
 
 from autopar.factoring.cuts import CUTTING, Tensor, part_size
 from autopar.factoring.loops import Loop, Loops, Place
 from autopar.graph.ir import Graph
+from autopar.min_cut import source_side
 
 #: Pieces by which an input goes into a loop, a branch, or what is computed anew.
 _BORDERS = frozenset(["enter_const", "enter_slice", "enter_branch", "barrier"])
@@ -228,13 +228,13 @@ class _Network:
             self.arcs += [(forth, self._id(reader), np.inf), (self._id(reader), back, np.inf)]
 
     def chosen(self) -> set[int]:
-        solver = max_flow.SimpleMaxFlow()
         endless = 1 + sum(int(capacity) for _, _, capacity in self.arcs if np.isfinite(capacity))
-        for tail, head, capacity in self.arcs:
-            if tail != self.SINK and head != self.SOURCE and tail != head:
-                solver.add_arc_with_capacity(tail, head, int(capacity) if np.isfinite(capacity) else endless)
-        assert solver.solve(self.SOURCE, self.SINK) == solver.OPTIMAL
-        side = set(solver.get_source_side_min_cut())
+        arcs = [
+            (tail, head, int(capacity) if np.isfinite(capacity) else endless)
+            for tail, head, capacity in self.arcs
+            if tail != self.SINK and head != self.SOURCE and tail != head
+        ]
+        side = source_side(arcs, self.SOURCE, self.SINK)
         return {node for node, i in self.ids.items() if node is not None and i in side}
 
     def _id(self, node: int | None) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.graph.python import max_flow
 
 #: A cut's arcs have whole capacities.
 _RESOLUTION = 1e9
@@ -48,6 +47,8 @@ def cheapest(steps: Mapping[int, Step], needed: Collection[int], seconds_per_byt
     Args:
         steps: by key. needed: those that the backward pass reads.
     """
+    from ortools.graph.python import max_flow  # noqa: PLC0415 - OR-Tools, which running a saved plan must not need
+
     keys = {key: 2 + 2 * i for i, key in enumerate(steps)}  # `there`; one more is `again`
     source, sink = 0, 1
     keeping = {key: seconds_per_byte * step.num_bytes for key, step in steps.items()}

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solve.highs import TOLERANCE, End, solve_mip
 from autopar.solve.instants import Instants, instants_of
+from autopar.solve.mip import TOLERANCE, End
 from autopar.solve.problem import ROUNDING, Problem
 from autopar.solve.programme import Columns
 
@@ -60,6 +60,8 @@ def branch(
             may be further off than that where the end is `OPTIMAL`.
         report: called with the cost of the best that is known to fit and the bound, in seconds.
     """
+    from autopar.solve.highs import solve_mip  # noqa: PLC0415 - with OR-Tools, which running a saved plan must not need
+
     columns = Columns(problem)
     rows = _MemoryRows(problem, columns)
     best, least = incumbent, problem.evaluate(incumbent) if incumbent else np.inf

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solve.elimination import Elimination
-from autopar.solve.highs import Programme, solve_lp
 from autopar.solve.instants import Instants
+from autopar.solve.mip import Programme
 from autopar.solve.problem import Problem
 
 _MOST_ROUNDS = 60
@@ -109,6 +109,8 @@ class _Search:
 
     def mix(self) -> tuple[float, np.ndarray] | None:
         """The least cost of a mixture that fits, and the prices at which that is so."""
+        from autopar.solve.highs import solve_lp  # noqa: PLC0415 - with OR-Tools, which running a saved plan must not need
+
         costs, loads = np.array(self._costs), np.array(self._loads).T  # [instants, assignments]
         unit_s, unit_bytes = float(np.abs(costs).max()) or 1.0, max(abs(self._limit), float(loads.max(initial=1.0)))
         num_rows, num_columns = 1 + len(loads), len(costs)

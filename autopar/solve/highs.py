@@ -18,10 +18,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,52 +35,13 @@ from ortools.math_opt import (
 from ortools.math_opt.core.python import solver as mathopt
 from pybind11_abseil.status import StatusNotOk
 
-#: By how much HiGHS's bound may be off for each cost that an assignment adds up: the tolerance of its reduced costs.
-TOLERANCE = 1e-7
-Report = Callable[[float, float], None]
+from autopar.solve.mip import End, MipOutcome, Programme, Report
+
 _WORKER = Path(__file__).with_name("highs_worker.py")
 _GRACE_S = 5.0  # by which HiGHS may overrun its limit before it is killed
 _LISTEN_S = 0.05  # between two looks whether the user interrupted
 _LONGEST_S = 1e7  # in place of no limit
 _SMALL, _MOMENT_S = 2_000, 0.2  # non-zeros, and the time that a programme with fewer gets in this process
-
-
-@dataclass(frozen=True, slots=True)
-class Programme:
-    """minimise objective @ x  subject to  row_least <= A x <= row_most,  0 <= x <= 1.
-
-    Args:
-        objective: float[columns].
-        integer: bool[columns].
-        rows, columns, coefficients: the non-zeros of A, in any order, none twice.
-        row_least, row_most: float[rows].
-    """
-
-    objective: np.ndarray
-    integer: np.ndarray
-    rows: np.ndarray
-    columns: np.ndarray
-    coefficients: np.ndarray
-    row_least: np.ndarray
-    row_most: np.ndarray
-
-
-class End(Enum):
-    """How a run ended."""
-
-    OPTIMAL = "optimal"
-    INFEASIBLE = "infeasible"
-    STOPPED = "stopped before either was proven"
-    INTERRUPTED = "stopped by Ctrl-C"
-
-
-@dataclass(frozen=True, slots=True)
-class MipOutcome:
-    """`values` (None: no solution) of the columns, and a lower bound of the objective (`-inf`: none)."""
-
-    end: End
-    values: np.ndarray | None
-    bound: float
 
 
 def solve_mip(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solve.highs import TOLERANCE, End, solve_mip
 from autopar.solve.instants import instants_of
+from autopar.solve.mip import TOLERANCE, End
 from autopar.solve.problem import Problem
 from autopar.solve.programme import Columns
 from autopar.solve.reduction import Overdue, Reduced, reduce
@@ -88,6 +88,8 @@ def _least_peak(reduced: Reduced, deadline: float, relative_gap: float) -> tuple
         for i in new:
             rows[i] = (columns.memory_row(instants.live_at(i)) / most, 0.0)
         return bool(new)
+
+    from autopar.solve.highs import solve_mip  # noqa: PLC0415 - with OR-Tools, which running a saved plan must not need
 
     best: tuple[int, ...] = ()
     peak, bound = np.inf, 0.0

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solve.highs import Programme
+from autopar.solve.mip import Programme
 from autopar.solve.problem import Problem, Usage
 from autopar.solve.table import Table
 

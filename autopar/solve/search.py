@@ -27,9 +27,9 @@ from autopar.solve.budget import Budget
 from autopar.solve.dual import Dual, dear_memory, price_memory
 from autopar.solve.elimination import Elimination, plan_elimination, plan_exact
 from autopar.solve.grid import Gridded, on_grid
-from autopar.solve.highs import End
 from autopar.solve.instants import instants_of
 from autopar.solve.memory import minimum_memory
+from autopar.solve.mip import End
 from autopar.solve.polish import polish
 from autopar.solve.problem import ROUNDING, Edge, Problem, Usage
 from autopar.solve.reduction import Overdue, Reduced, reduce

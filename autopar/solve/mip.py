@@ -1,0 +1,53 @@
+"""A mixed integer programme as arrays, and what came of it. OR-Tools takes a third of a second to import, and is not needed
+where a saved plan runs: `highs.py`, which solves these, is imported by whoever has one to solve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+#: By how much HiGHS's bound may be off for each cost that an assignment adds up: the tolerance of its reduced costs.
+TOLERANCE = 1e-7
+Report = Callable[[float, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Programme:
+    """minimise objective @ x  subject to  row_least <= A x <= row_most,  0 <= x <= 1.
+
+    Args:
+        objective: float[columns].
+        integer: bool[columns].
+        rows, columns, coefficients: the non-zeros of A, in any order, none twice.
+        row_least, row_most: float[rows].
+    """
+
+    objective: np.ndarray
+    integer: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+    coefficients: np.ndarray
+    row_least: np.ndarray
+    row_most: np.ndarray
+
+
+class End(Enum):
+    """How a run ended."""
+
+    OPTIMAL = "optimal"
+    INFEASIBLE = "infeasible"
+    STOPPED = "stopped before either was proven"
+    INTERRUPTED = "stopped by Ctrl-C"
+
+
+@dataclass(frozen=True, slots=True)
+class MipOutcome:
+    """`values` (None: no solution) of the columns, and a lower bound of the objective (`-inf`: none)."""
+
+    end: End
+    values: np.ndarray | None
+    bound: float
