@@ -53,14 +53,33 @@ def calibrate(
     Raises:
         HardwareError: no base, or nowhere to write to. Both are found before anything is measured.
     """
-    devices = jax.local_devices()
-    known = _base(base, devices[0])
-    path = _output(output, known.name if base is None else _slug(devices[0].device_kind))
-    chosen = sizes or (CPU_SIZES if devices[0].platform == "cpu" else GPU_SIZES)
-    machine = _machine(devices, f"autopar calibrate --seconds {seconds:g}{f' --base {base}' if base else ''}")
-    samples, skipped = measure(devices, chosen, known, seconds, progress)
-    calibration = Calibration(machine, known, samples, fit_all(samples), tuple(asdict(each) for each in skipped))
+    device = jax.local_devices()[0]
+    known = _base(base, device)
+    path = _output(output, known.name if base is None else _slug(device.device_kind))
+    command = f"autopar calibrate --seconds {seconds:g}{f' --base {base}' if base else ''}"
+    calibration = calibrated(known, seconds, command=command, sizes=sizes, progress=progress)
     return calibration, *write(calibration, path)
+
+
+def calibrated(
+    base: HardwareProfile,
+    seconds: float,
+    *,
+    command: str,
+    sizes: Sizes | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> Calibration:
+    """Measure the devices of this process, and write nothing.
+
+    Args:
+        base: states what cannot be measured here. seconds: how long to measure, about.
+        command: what a reader can run for the same. sizes, progress: as for `calibrate`.
+    """
+    devices = jax.local_devices()
+    chosen = sizes or (CPU_SIZES if devices[0].platform == "cpu" else GPU_SIZES)
+    machine = _machine(devices, command)
+    samples, skipped = measure(devices, chosen, base, seconds, progress)
+    return Calibration(machine, base, samples, fit_all(samples), tuple(asdict(each) for each in skipped))
 
 
 def _base(name: str | None, device: Any) -> HardwareProfile:

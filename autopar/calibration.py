@@ -23,6 +23,9 @@ from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 #: Collectives that the profile prices by one link; an all-to-all has its own share of the link's rate.
 _ON_THE_LINK = tuple(kind for kind in KINDS if kind != "all-to-all")
 _LINK = "link"
+_CONVOLUTIONS = ("convolution", "convolution gradient")
+_ATTENTION = ("xla", "xla with gradients", "cudnn", "cudnn with gradients")
+_COPIES = ("host-to-device", "device-to-host", "device-to-pinned-host", "pinned-host-to-device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,11 @@ def fit_all(samples: Sequence[Sample]) -> tuple[Fit, ...]:
         **{f"matmul {dtype}": ("launch", "flops", "bytes") for dtype in MATRIX_DTYPES},
         **dict.fromkeys(KINDS, ("launch", "hops", "bytes")),
         "collective-permute": ("launch", "bytes"),  # always one hop, which cannot be told from the launch
-        "host-to-device": ("launch", "bytes"),
+        "matmul bfloat16 to float32": ("launch", "flops", "bytes"),
+        "reduction": ("launch", "bytes", "flops"),
+        **{f"{kind} {dtype}": ("launch", "flops", "bytes") for kind in _CONVOLUTIONS for dtype in MATRIX_DTYPES},
+        **{f"attention {kind}": ("launch", "flops", "bytes") for kind in _ATTENTION},
+        **dict.fromkeys(_COPIES, ("launch", "bytes")),
     }
     groups = {group: [s for s in samples if s.group == group] for group in terms}
     groups[_LINK] = [s for s in samples if s.group in _ON_THE_LINK]
@@ -266,8 +273,9 @@ def as_priced(samples: Sequence[Sample], profile: Mapping[str, Any]) -> dict[str
             share = collectives["all_to_all_efficiency"] if group == "all-to-all" else 1.0
             moved = counts["bytes"] / (link["bytes_per_s"] * share)
             priced = collectives["launch_s"] + counts["hops"] * link["latency_s"] + moved
-        elif group in ("memory", "cache") or group.startswith("matmul "):
-            of_products = compute["peak_flops_per_s"].get(group.removeprefix("matmul "), 0.0)
+        elif group in ("memory", "cache", "reduction") or group.startswith(("matmul ", "convolution ")):
+            dtype = next((word for word in group.split() if word in MATRIX_DTYPES), "")
+            of_products = compute["peak_flops_per_s"].get(dtype, 0.0)
             rate = of_products * compute["compute_efficiency"] or compute["vector_flops_per_s"]
             traffic = counts["bytes"] / memory["hbm_bytes_per_s"]
             priced = max(counts["flops"] / rate, traffic) + compute["kernel_launch_s"]

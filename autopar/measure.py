@@ -1,4 +1,4 @@
-"""Times what the devices of this process do: matrix products, memory, launches, collectives, copies from the host.
+"""Times what the devices of this process do: products, convolutions, attention, memory, launches, collectives, copies.
 
 In: devices, what to try, a rough profile, seconds. Out: `Sample`s.
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from autopar.cost.hardware import HardwareProfile
 from autopar.fit import Sample
+from autopar.layer_probes import attention_points, convolution_points
 from autopar.probes import (
     Point,
     Sizes,
@@ -30,6 +31,8 @@ from autopar.probes import (
     launch_points,
     matmul_points,
     memory_points,
+    reduction_points,
+    wide_matmul_points,
 )
 
 Progress = Callable[[str, float], None]
@@ -63,8 +66,12 @@ def measure(
         ("launch", 0.1, launch_points(devices, sizes)),
         ("memory bandwidth", 0.2, memory_points(devices, sizes, base)),
         ("matrix products", 0.35, matmul_points(devices, sizes, base)),
+        ("matrix products with wide results", 0.05, wide_matmul_points(devices, sizes, base)),
+        ("reductions", 0.05, reduction_points(devices, sizes, base)),
+        ("convolutions", 0.1, convolution_points(devices, sizes, base)),
+        ("attention", 0.1, attention_points(devices, sizes, base)),
         ("collectives", 0.3 if len(devices) > 1 else 0.0, collective_points(devices, sizes, base)),
-        ("copies from the host", 0.05, copy_points(devices, sizes)),
+        ("copies between host and device", 0.05, copy_points(devices, sizes)),
     ]
     samples: list[Sample] = []
     skipped: list[Skipped] = []

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.cost.hardware import HardwareProfile
 
@@ -38,7 +38,9 @@ class Sizes:
         cached_elements: of float32 arrays that fit in one.
         launches: numbers of small operations in one program.
         payload_bytes: of collectives.
-        copy_bytes: of copies from the host.
+        copy_bytes: of copies between host and device.
+        convolutions: (batch, side, channels, kernel) of square images in NHWC, as many channels out as in.
+        attention: (batch, tokens, heads, head dim).
     """
 
     products: tuple[tuple[int, int, int], ...]
@@ -47,6 +49,8 @@ class Sizes:
     launches: tuple[int, ...]
     payload_bytes: tuple[int, ...]
     copy_bytes: tuple[int, ...]
+    convolutions: tuple[tuple[int, int, int, int], ...]
+    attention: tuple[tuple[int, int, int, int], ...]
     dtypes: tuple[str, ...] = tuple(DTYPES)
 
 
@@ -61,6 +65,8 @@ CPU_SIZES = Sizes(
     launches=(8, 16, 32, 64, 128, 256),
     payload_bytes=tuple(1 << e for e in (12, 22, 18, 20, 15)),
     copy_bytes=tuple(1 << e for e in (12, 16, 18, 20, 22, 24)),
+    convolutions=((4, 28, 64, 3), (4, 14, 128, 3), (4, 28, 64, 1), (1, 56, 32, 3), (4, 14, 128, 1), (8, 7, 256, 3)),
+    attention=((1, 256, 4, 64), (1, 512, 4, 64), (4, 128, 4, 64), (1, 1024, 1, 64), (2, 256, 8, 32)),
 )
 GPU_SIZES = Sizes(
     products=(
@@ -72,6 +78,14 @@ GPU_SIZES = Sizes(
     launches=(8, 16, 32, 64, 128, 256),
     payload_bytes=tuple(1 << e for e in (14, 28, 22, 25, 18, 20, 27)),
     copy_bytes=tuple(1 << e for e in (12, 16, 20, 22, 24, 26, 28)),
+    convolutions=(
+        *((64, 56, 64, 3), (64, 28, 256, 3), (64, 56, 256, 1), (64, 14, 512, 3), (256, 7, 512, 3), (16, 64, 128, 3)),
+        *((64, 28, 512, 1), (256, 56, 64, 1), (16, 128, 128, 3), (64, 14, 1024, 1), (64, 112, 64, 3), (8, 32, 384, 3)),
+    ),
+    attention=(
+        *((8, 1024, 16, 64), (4, 2048, 16, 128), (1, 8192, 16, 128), (64, 512, 12, 64), (1, 16384, 8, 128)),
+        *((16, 1024, 12, 64), (2, 4096, 32, 128), (128, 197, 12, 64)),
+    ),
 )
 
 
@@ -98,6 +112,11 @@ class Point:
 # -- programs ------------------------------------------------------------------------------------
 
 
+def program(devices: Sequence[Any], local: Callable[..., Any], inputs: Sequence[np.ndarray]) -> Callable[[], object]:
+    """`local` compiled to run on every device, each with the same inputs; a call blocks."""
+    return _program(_mesh(devices, 1), local, inputs)
+
+
 def _program(mesh: Mesh, local: Callable[..., Any], inputs: Sequence[np.ndarray]) -> Callable[[], object]:
     """`local` compiled to run on every device of the mesh, each with the same inputs."""
     split = PartitionSpec(mesh.axis_names)
@@ -121,7 +140,7 @@ def _mesh(devices: Sequence[Any], inner: int) -> Mesh:
 
 
 def empty_program(devices: Sequence[Any]) -> Callable[[], object]:
-    return _program(_mesh(devices, 1), lambda x: x + 1, [np.zeros(8, np.float32)])
+    return program(devices, lambda x: x + 1, [np.zeros(8, np.float32)])
 
 
 # -- one iterator of points for each sweep -------------------------------------------------------
@@ -132,7 +151,7 @@ def launch_points(devices: Sequence[Any], sizes: Sizes) -> Iterator[Point]:
     for count in sizes.launches:
 
         def make(repetitions: int, count: int = count) -> Callable[[], object]:
-            return _program(_mesh(devices, 1), partial(_products, count), [np.eye(16, dtype=np.float32)] * 3)
+            return program(devices, partial(_products, count), [np.eye(16, dtype=np.float32)] * 3)
 
         counts = {"program": 1.0, "kernels": float(count)}
         yield Point("kernel launch", f"{count} kernels", counts, 1.0, 1, make, with_dispatch=True)
@@ -159,10 +178,33 @@ def matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -
                 # One element of every row in `weights`, so that values stay as they are in every dtype.
                 inputs = [np.ones((m, k), dtype), np.eye(k, n, dtype=dtype), np.eye(n, k, dtype=dtype)]
                 with jax.enable_x64(dtype == jnp.float64):
-                    return _program(_mesh(devices, 1), partial(_products, repetitions), inputs)
+                    return program(devices, partial(_products, repetitions), inputs)
 
             counts = {"launch": 1.0, "flops": flops, "bytes": traffic}
             yield Point(f"matmul {name}", f"{m}x{k}x{n}", counts, guess, _MOST_UNROLLED, make)
+
+
+def wide_matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
+    """Products of bfloat16 with float32 results, as gradients of weights often are."""
+    for m, k, n in sizes.products if "bfloat16" in sizes.dtypes else ():
+        flops, traffic = 2.0 * m * k * n, 2.0 * (m * k + k * n) + 4.0 * m * n
+        guess = flops / base.matrix_rate("bfloat16") + traffic / base.hbm_bytes_per_s + base.kernel_launch_s
+
+        def make(repetitions: int, m: int = m, k: int = k, n: int = n) -> Callable[[], object]:
+            inputs = [np.ones((m, k), jnp.bfloat16), np.eye(k, n, dtype=jnp.bfloat16)]
+            return program(devices, partial(_wide_products, repetitions), inputs)
+
+        counts = {"launch": 1.0, "flops": flops, "bytes": traffic}
+        yield Point("matmul bfloat16 to float32", f"{m}x{k}x{n}", counts, guess, _MOST_UNROLLED, make)
+
+
+def _wide_products(count: int, x: Any, weights: Any) -> Any:
+    """Each waits for the last by one row of its result, written in place. The barrier keeps the result in float32, and
+    whole: XLA would make the product of one row, in bfloat16."""
+    for _ in range(count):
+        result = lax.optimization_barrier(lax.dot(x, weights, preferred_element_type=jnp.float32))
+        x = lax.dynamic_update_slice(x, result[-1:, : x.shape[1]].astype(x.dtype), (0, 0))
+    return x
 
 
 #: name -> (operation on (x, y) that gives the next y, FLOPs per element, floats moved per element, whether y is small).
@@ -196,10 +238,37 @@ def memory_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -
                 repetitions: int, operation: Any = operation, elements: int = elements, small: bool = small
             ) -> Callable[[], object]:
                 inputs = [np.full(elements, 0.25, np.float32), np.full(1 if small else elements, 0.25, np.float32)]
-                return _program(_mesh(devices, 1), partial(_loop, operation, repetitions), inputs)
+                return program(devices, partial(_loop, operation, repetitions), inputs)
 
             counts = {"launch": 1.0, "flops": work, "bytes": traffic}
             yield Point(group, f"{name} of {elements}", counts, guess, _MOST_TRIPS, make)
+
+
+_ROW = 1024
+#: name -> (operation on rows of `_ROW` floats that gives the next rows, FLOPs per element, floats moved per element).
+_REDUCTIONS: dict[str, tuple[Callable[[Any], Any], float, float]] = {
+    "softmax": (lambda y: jax.nn.softmax(y), 14.0, 2.0),
+    "normalization": (lambda y: jax.nn.standardize(y), 7.0, 2.0),
+    "sum of columns": (lambda y: y + jnp.sum(y, 0) * 1e-9, 3.0, 3.0),
+}
+
+
+def reduction_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
+    """Reductions of rows and of columns, with what XLA fuses to them."""
+    for elements in sizes.elements:
+        rows = max(1, elements // _ROW)
+        for name, (operation, flops, floats) in _REDUCTIONS.items():
+            traffic = 4 * floats * rows * _ROW
+            guess = traffic / base.hbm_bytes_per_s + base.kernel_launch_s
+
+            def make(repetitions: int, operation: Any = operation, rows: int = rows) -> Callable[[], object]:
+                def looped(y: Any) -> Any:
+                    return _loop(lambda _, carry: operation(carry), repetitions, None, y)
+
+                return program(devices, looped, [np.full((rows, _ROW), 0.25, np.float32)])
+
+            counts = {"launch": 1.0, "flops": flops * rows * _ROW, "bytes": traffic}
+            yield Point("reduction", f"{name} of {rows}x{_ROW}", counts, guess, _MOST_TRIPS, make)
 
 
 def _loop(operation: Callable[[Any, Any], Any], trips: int, x: Any, y: Any) -> Any:
@@ -261,15 +330,51 @@ def _axis_sizes(num_devices: int) -> list[int]:
 
 
 def copy_points(devices: Sequence[Any], sizes: Sizes) -> Iterator[Point]:
-    """Arrays of the host put on one device."""
+    """Arrays copied between the host's memory and one device, pageable and pinned."""
     for size in sizes.copy_bytes:
+        for group, prepare in _COPIES.items():
 
-        def make(repetitions: int, size: int = size) -> Callable[[], object]:
-            array = _unaligned(size // 4)
-            return lambda: [jax.block_until_ready(jax.device_put(array, devices[0])) for _ in range(repetitions)]
+            def make(repetitions: int, size: int = size, prepare: Any = prepare) -> Callable[[], object]:
+                copy = prepare(_unaligned(size // 4), devices[0])
+                return lambda: [copy() for _ in range(repetitions)]
 
-        counts = {"launch": 1.0, "bytes": float(size)}
-        yield Point("host-to-device", f"{size} bytes", counts, 1e-4 + size / 1e9, 64, make, with_dispatch=True)
+            counts = {"launch": 1.0, "bytes": float(size)}
+            yield Point(group, f"{size} bytes", counts, 1e-4 + size / 1e9, 64, make, with_dispatch=True)
+
+
+def _to_device(array: np.ndarray, device: Any) -> Callable[[], object]:
+    return lambda: jax.block_until_ready(jax.device_put(array, device))
+
+
+def _to_host(array: np.ndarray, device: Any) -> Callable[[], object]:
+    """An array remembers its values on the host: each copy is of a new array, in the memory of the last."""
+    renew = jax.jit(lambda x: x, donate_argnums=0)
+    held = [jax.device_put(array, device)]
+
+    def copy() -> object:
+        held[0] = jax.block_until_ready(renew(held[0]))
+        return np.asarray(held[0])
+
+    return copy
+
+
+def _to_pinned(array: np.ndarray, device: Any) -> Callable[[], object]:
+    there = jax.block_until_ready(jax.device_put(array, device))
+    return lambda: jax.block_until_ready(jax.device_put(there, SingleDeviceSharding(device, memory_kind="pinned_host")))
+
+
+def _from_pinned(array: np.ndarray, device: Any) -> Callable[[], object]:
+    pinned = jax.block_until_ready(jax.device_put(array, SingleDeviceSharding(device, memory_kind="pinned_host")))
+    return lambda: jax.block_until_ready(jax.device_put(pinned, SingleDeviceSharding(device)))
+
+
+#: group -> (array of the host, device) -> one copy, which blocks.
+_COPIES: dict[str, Callable[[np.ndarray, Any], Callable[[], object]]] = {
+    "host-to-device": _to_device,
+    "device-to-host": _to_host,
+    "device-to-pinned-host": _to_pinned,
+    "pinned-host-to-device": _from_pinned,
+}
 
 
 def _unaligned(elements: int) -> np.ndarray:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from autopar import calibrate as calibrate_module
+from autopar import layer_probes, probes
 from autopar.calibrate import calibrate
 from autopar.calibration import Calibration, Machine, describe, fit_all, profile_table, toml, write
 from autopar.cli import main
@@ -28,6 +32,8 @@ TINY = Sizes(
     launches=(4, 16),
     payload_bytes=(1 << 10, 1 << 14),
     copy_bytes=(1 << 10, 1 << 16),
+    convolutions=((1, 8, 8, 3), (1, 8, 8, 1)),
+    attention=((1, 16, 2, 8),),
     dtypes=("float32", "float64", "int8"),
 )
 MACHINE = Machine(
@@ -215,10 +221,6 @@ def test_a_small_run_makes_a_profile_that_loads(tmp_path: Path) -> None:
 
 def test_every_collective_is_in_its_program() -> None:
     """What is timed is what is named: XLA has removed or merged none of the repetitions."""
-    import jax
-
-    from autopar import probes
-
     for kind in KINDS:
         mesh = probes._mesh(jax.devices(), 4)
         split = jax.sharding.PartitionSpec(mesh.axis_names)
@@ -234,6 +236,41 @@ def test_every_collective_is_in_its_program() -> None:
         assert text.count(f" {kind}(") == 3, kind
     points = list(collective_points(jax.devices(), TINY, hardware.load("cpu-host")))
     assert len(points) == len(KINDS) * 3 * len(TINY.payload_bytes)
+
+
+def test_products_with_wide_results_have_float32_results_that_nothing_narrows() -> None:
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 32), (32, 48))]
+    text = jax.jit(partial(probes._wide_products, 3)).lower(*arrays).as_text()
+    assert text.count("(tensor<64x32xbf16>, tensor<32x48xbf16>) -> tensor<64x48xf32>") == 3
+    assert text.count("stablehlo.optimization_barrier") == 3
+
+
+@pytest.mark.parametrize(
+    ("chain", "shapes", "operation"),
+    {
+        "convolution": (layer_probes._convolutions, [(1, 8, 8, 4), (3, 3, 4, 4)], " convolution("),
+        "gradient": (layer_probes._kernel_gradients, [(1, 8, 8, 4), (3, 3, 4, 4)], " convolution("),
+        "attention": (partial(layer_probes._attended, "xla"), [(1, 16, 2, 8)] * 3, " exponential("),
+        "with gradients": (partial(layer_probes._attended_and_back, "xla"), [(1, 16, 2, 8)] * 3, " exponential("),
+    }.values(),
+    ids=("convolution", "gradient", "attention", "with gradients"),
+)
+def test_every_layer_is_in_its_program_as_often_as_it_is_counted(
+    chain: Any, shapes: list[tuple[int, ...]], operation: str
+) -> None:
+    """Each repetition uses the result of the one before: else XLA would make it once."""
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    compiled = jax.jit(partial(chain, 3)).lower(*arrays).compile().as_text()
+    assert compiled is not None
+    assert compiled.count(operation) >= 3
+
+
+def test_copies_are_of_new_arrays_each_time() -> None:
+    copy = probes._to_host(np.arange(8, dtype=np.float32), jax.devices()[0])
+    first, second = copy(), copy()
+    assert np.array_equal(np.asarray(first), np.arange(8))
+    assert np.array_equal(np.asarray(second), np.arange(8))
+    assert first is not second
 
 
 @pytest.mark.parametrize("moment", ["measuring", "writing"])
