@@ -12,7 +12,6 @@ import hashlib
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from jax.sharding import PartitionSpec
 from autopar.graph.ir import Graph
 from autopar.program import Program
 from autopar.rules.registered import registered_texts
-from autopar.version import __version__
+from autopar.version import versions_of
 
 #: Packages whose versions a plan depends on, beside autopar's own code.
 _PACKAGES = ("jax", "jaxlib", "ortools", "numba", "numpy")
@@ -78,7 +77,7 @@ def maker(packages: Sequence[str] = ()) -> tuple[str, Mapping[str, str]]:
     Args:
         packages: on whose versions it depends besides.
     """
-    versions = {"autopar": __version__} | {name: version(name) for name in (*_PACKAGES, *packages)}
+    versions = versions_of((*_PACKAGES, *packages))
     what = (sorted(versions.items()), platform.python_version(), _own_code(), registered_texts())
     return _digest(repr(what)), versions
 

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any, Literal
 
 import jax
@@ -52,7 +51,7 @@ from autopar.sharding import TensorSharding
 from autopar.side_by_side import Lane, Least, each_its_own, lanes, spread
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solution, Solver
-from autopar.version import __version__
+from autopar.version import versions_of
 from autopar.within_budget import BUDGET_MARGIN, Made, NothingFitsError, Planning, within_budget
 from autopar.words import strategy_words
 
@@ -649,7 +648,7 @@ def plan_as_made(
         memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),
         outcome=_outcome(solution, made.formulation, seconds, memory_bound),
         notes=(*_notes(graph, mesh, unknown, parts.inputs), *microbatch_notes(program, mesh)),
-        versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
+        versions=versions_of(),
         in_tree=program.trace.in_tree,
         out_tree=program.trace.out_tree,
     )

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import autopar
+from autopar.version import versions_of
 from examples import train_gpt
 
 _RUN = """
@@ -37,3 +38,8 @@ def test_a_saved_plan_runs_without_or_tools_and_numba(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", _RUN, str(path)], cwd=root, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert 1 < float(ran.stdout) < 10
+
+
+def test_versions_are_of_what_is_installed() -> None:
+    found = versions_of(("jax", "no-such-package"))
+    assert list(found) == ["autopar", "jax"]

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from typing import Any, Literal
 
 from autopar.cost.hardware import HardwareProfile
@@ -37,7 +36,7 @@ from autopar.program import Program
 from autopar.seldom_collect import seldom_collect
 from autopar.sharding import TensorSharding
 from autopar.units import human_bytes
-from autopar.version import __version__
+from autopar.version import versions_of
 from autopar.within_budget import BUDGET_MARGIN
 
 #: Of numbers of microbatches, one is tried first that has about so many for each device, and at least so many examples
@@ -332,7 +331,7 @@ class _Planning:
             ),
             own_statistics=asked.own_statistics,
             tried=tuple(self.tried),
-            versions={"autopar": __version__, "jax": version("jax"), "ortools": version("ortools")},
+            versions=versions_of(),
             in_tree=self.program.trace.in_tree,
             out_tree=self.program.trace.out_tree,
         )
