@@ -1,8 +1,9 @@
-# make demo · make demo-search · make demo-inference · make test · make test-all · make check · make verify · make docs: each sets up its own
+# make demo · make demo-search · make demo-inference · make test · make test-all · make check · make verify · make bench-gpu · make docs: each sets up its own
 # virtual environment from nothing but python3 and make, and is quick the second time. PYTHON=/path/to/python3.12 overrides the choice.
 
 VENV := .venv
 OLDEST := .venv-oldest
+MIDDLE := .venv-middle
 # Each process has a half of the tests, in order, so that what neighbours share is made once; then takes from the other.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 # What `make test` leaves to `make test-all`: CONTRIBUTING.md says what is slow.
@@ -10,7 +11,7 @@ TIER := not slow
 VERSIONS := -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
 
-.PHONY: help bench-plans demo demo-search demo-inference test test-all test-newest test-oldest check verify docs clean
+.PHONY: help bench-plans bench-gpu bench-gpu-plans demo demo-search demo-inference test test-all test-newest test-oldest check verify docs clean
 help:
 	@echo "make demo         train a small GPT on 8 virtual CPU devices by a plan, and explain it"
 	@echo "make demo-search  answer questions from the documentation on this machine, by a vector index"
@@ -20,6 +21,8 @@ help:
 	@echo "make check        ruff, pyright, import-linter"
 	@echo "make verify       plan GPT-2 small for 8 H100s, compile it for them without a GPU, and compare"
 	@echo "make bench-plans MODEL=gpt2  its plan beside sharding by hand, compiled by XLA on this machine"
+	@echo "make bench-gpu    measure on this host's GPUs what is predicted elsewhere; DRY=1 tries it on CPUs"
+	@echo "make bench-gpu-plans  the plans that it runs, under each JAX supported"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make clean        remove the virtual environments and caches"
 
@@ -70,6 +73,17 @@ SETTING ?= 8 GPUs
 bench-plans: $(VENV)/test.stamp
 	@JAX_PLATFORMS=cpu USE_TORCH=0 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.plans $(MODEL) --setting "$(SETTING)"
 
+# With the Python that PYTHON names, or python3, where it has JAX and Flax: a GPU host seldom has a network. Else with .venv.
+# MINUTES=20 stops in time, ONLY=train measures a part.
+GPU_PYTHON = $(or $(PYTHON),python3)
+bench-gpu:
+	@if $(GPU_PYTHON) -c 'import jax, flax, optax' 2>/dev/null; then python=$(GPU_PYTHON); \
+	else $(MAKE) --no-print-directory $(VENV)/test.stamp && python=$(VENV)/bin/python; fi && \
+	$$python -m benchmarks.gpu $(if $(DRY),--dry) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only "$(ONLY)")
+
+bench-gpu-plans: $(VENV)/test.stamp $(MIDDLE)/test.stamp $(OLDEST)/test.stamp
+	@for venv in $^; do $$(dirname $$venv)/bin/python -m benchmarks.gpu prepare || exit 1; done
+
 # What readers open is site/index.html; `.venv/bin/mkdocs serve` shows changes to a page as they are made.
 docs: $(VENV)/docs.stamp
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
@@ -94,9 +108,12 @@ $(VENV)/test.stamp: $(VENV)/autopar.stamp
 $(VENV)/dev.stamp: $(VENV)/test.stamp
 	@scripts/venv.sh newest $(VENV) dev
 	@touch $@
+$(MIDDLE)/test.stamp: pyproject.toml scripts/venv.sh
+	@scripts/venv.sh middle $(MIDDLE) test
+	@touch $@
 $(OLDEST)/test.stamp: pyproject.toml scripts/venv.sh
 	@scripts/venv.sh oldest $(OLDEST) test
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
+	rm -rf $(VENV) $(MIDDLE) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site

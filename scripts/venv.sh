@@ -3,13 +3,18 @@
 #
 #   scripts/venv.sh newest DIR EXTRAS     newest Python that can install it, with the newest JAX
 #   scripts/venv.sh oldest DIR EXTRAS     oldest Python, with the oldest JAX supported
+#   scripts/venv.sh middle DIR EXTRAS     newest Python, with the JAX between them
 #
 # EXTRAS is a comma-separated list for pip ("" for none). An environment that is there is added to.
 # PYTHON=/path/to/python overrides the choice of interpreter.
 set -eu
 
 WHICH=$1 DIR=$2 EXTRAS=$3
-OLDEST_JAX='jax==0.10.*'
+case $WHICH in
+    oldest) JAX='jax==0.10.*' ;;
+    middle) JAX='jax==0.11.*' ;;
+    *) JAX='' ;;
+esac
 MINORS_NEWEST_FIRST='13 12 11'
 
 # A command can exist and fail (a pyenv shim without a version set), and a Python can lack venv
@@ -42,10 +47,10 @@ pythons() {
         case " $MINORS_NEWEST_FIRST " in
             *" $(version_of "$PYTHON" | cut -d. -f2) "*) echo "$PYTHON" ;;
         esac
-    elif [ "$WHICH" = newest ]; then
-        candidates "$MINORS_NEWEST_FIRST"
-    else
+    elif [ "$WHICH" = oldest ]; then
         candidates "$MINORS_NEWEST_FIRST" | tail -n 1
+    else
+        candidates "$MINORS_NEWEST_FIRST"
     fi
 }
 
@@ -53,7 +58,7 @@ pythons() {
 install() {
     echo "Installing autopar${EXTRAS:+ and what its extra '$EXTRAS' needs} into $DIR (once; a minute or two)" >&2
     set -- --editable ".${EXTRAS:+[$EXTRAS]}"
-    [ "$WHICH" = newest ] || set -- "$@" "$OLDEST_JAX"
+    [ -z "$JAX" ] || set -- "$@" "$JAX"
     PIP_DISABLE_PIP_VERSION_CHECK=1 "$DIR/bin/python" -m pip install --quiet "$@" >"$DIR/install.log" 2>&1
 }
 

@@ -1,7 +1,7 @@
 """A step jitted by a recipe as its user would write it: with `in_shardings` and `out_shardings`, and nothing inside.
 
-In: a step, its arguments (shapes are enough), pins as `pinned` gives them, a mesh. Out: what `jax.jit` returns, over a
-mesh without devices, for `autopar.diagnose`.
+In: a step, its arguments (shapes are enough), pins as `pinned` gives them, a mesh. Out: what `jax.jit` returns; over a
+mesh without devices, for `autopar.diagnose`, or over devices.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.execute import abstract_mesh
 from autopar.mesh import MeshShape
 from benchmarks.baselines.pinned import Pins
 
 
-def jitted(step: Any, args: tuple[Any, Any], pins: Pins, mesh: MeshShape) -> Any:
+def jitted(step: Any, args: tuple[Any, Any], pins: Pins, mesh: MeshShape | Mesh) -> Any:
     """The step `(state, batch) -> (state, loss)`; the state goes out as it comes in, and is donated."""
-    over = abstract_mesh(mesh)
+    over = abstract_mesh(mesh) if isinstance(mesh, MeshShape) else mesh
+    shardings = shardings_of(args, pins, over)
+    out = (shardings[0], NamedSharding(over, PartitionSpec()))
+    return jax.jit(step, in_shardings=shardings, out_shardings=out, donate_argnums=0)
+
+
+def shardings_of(args: tuple[Any, Any], pins: Pins, mesh: Any) -> tuple[Any, Any]:
+    """Of state and batch, as pytrees."""
 
     def named(root: str, tree: Any) -> Any:
         def one(path: Any, leaf: Any) -> NamedSharding:
-            return NamedSharding(over, pins[f"{root}/{jax.tree_util.keystr(path, simple=True, separator='/')}"])
+            return NamedSharding(mesh, pins[f"{root}/{jax.tree_util.keystr(path, simple=True, separator='/')}"])
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
-    state = named("state", args[0])
-    shardings = (state, named("batch", args[1]))
-    out = (state, NamedSharding(over, PartitionSpec()))
-    return jax.jit(step, in_shardings=shardings, out_shardings=out, donate_argnums=0)
+    return named("state", args[0]), named("batch", args[1])

@@ -1,0 +1,114 @@
+"""Seconds of each kernel, by JAX's profiler. In: something to run. Out: kernels with their time and number, busiest first."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData
+
+#: How a kernel's name says what it computes; the first that matches. Names of cuBLAS, cuDNN, NCCL, XLA and Triton.
+_FAMILIES = (
+    ("collective", re.compile(r"nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|all[-_]?to[-_]?all", re.I)),
+    ("attention", re.compile(r"fmha|flash|sdpa|attention", re.I)),
+    ("convolution", re.compile(r"conv(?!ert)|implicit|dgrad|wgrad|fprop|winograd", re.I)),
+    ("matmul", re.compile(r"gemm|cutlass|xmma|nvjet|cublas|matmul|\bdot", re.I)),
+    ("copy", re.compile(r"memcpy|memset|copy|transpose", re.I)),
+    ("reduction", re.compile(r"reduce", re.I)),
+)
+#: Kernels that a record names; the rest are one entry.
+_MOST_NAMED = 40
+
+
+def kernel_times(run: Callable[[], Any], num_runs: int) -> dict[str, Any]:
+    """Profile `run`, which blocks, so many times.
+
+    Returns:
+        Of one run of one device: `busy_s`, in which any kernel runs; `kernel_s`, the sum of all kernels; `families`, seconds
+        by what they compute; `kernels`, seconds and number by name.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder)
+        try:
+            for _ in range(num_runs):
+                run()
+        finally:
+            jax.profiler.stop_trace()
+        events = [event for path in Path(folder).rglob("*.xplane.pb") for event in _events(path)]
+    return _summed(events, num_runs)
+
+
+Event = tuple[str, str, float, float]
+
+
+def _events(path: Path) -> list[Event]:
+    """Device, kernel, begin and end in seconds of all that XLA's programs ran."""
+    found: list[Event] = []
+    for plane in ProfileData.from_file(str(path)).planes:
+        on_device = plane.name.startswith("/device:")
+        if not on_device and plane.name != "/host:CPU":
+            continue
+        for line in plane.lines:
+            if on_device and not line.name.startswith("Stream"):
+                continue  # the same events once more, by module and by operation
+            for event in line.events:
+                stats = {key: value for key, value in event.stats if key in ("hlo_op", "device_ordinal")}
+                if not on_device and "hlo_op" not in stats:
+                    continue
+                device = plane.name if on_device else f"cpu:{stats.get('device_ordinal', 0)}"
+                begin = event.start_ns * 1e-9
+                found.append((device, event.name, begin, begin + event.duration_ns * 1e-9))
+    return found
+
+
+def _summed(events: list[Event], num_runs: int) -> dict[str, Any]:
+    devices = sorted({device for device, *_ in events})
+    parts = max(1, len(devices)) * num_runs
+    seconds: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for _, name, begin, end in events:
+        seconds[name] += (end - begin) / parts
+        counts[name] += 1
+    families: dict[str, float] = defaultdict(float)
+    for name, each in seconds.items():
+        families[family(name)] += each
+    ranked = sorted(seconds, key=lambda name: -seconds[name])
+    named = {name: {"seconds": seconds[name], "count": counts[name] / parts} for name in ranked[:_MOST_NAMED]}
+    rest = ranked[_MOST_NAMED:]
+    if rest:
+        named["all others"] = {
+            "seconds": sum(seconds[name] for name in rest),
+            "count": sum(counts[name] for name in rest) / parts,
+        }
+    busy = sum(_union([(b, e) for device, _, b, e in events if device == one]) for one in devices) / parts
+    return {
+        "busy_s": busy,
+        "kernel_s": sum(seconds.values()),
+        "families": dict(sorted(families.items(), key=lambda one: -one[1])),
+        "kernels": named,
+    }
+
+
+def family(name: str) -> str:
+    """What a kernel computes, by its name.
+
+    >>> family("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NTN"), family("loop_add_fusion_3")
+    ('matmul', 'elementwise')
+    >>> family("convert_reduce_fusion"), family("sm90_xmma_fprop_implicit_gemm_bf16bf16")
+    ('reduction', 'convolution')
+    """
+    return next((words for words, pattern in _FAMILIES if pattern.search(name)), "elementwise")
+
+
+def _union(spans: list[tuple[float, float]]) -> float:
+    """Seconds that any of the spans covers."""
+    covered, last = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return covered

@@ -1,0 +1,55 @@
+"""The pieces, most important first: a name, about how long it takes, and what measures it. Imports what measures on demand.
+
+In: a name and a setting. Out: a record, as plain JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.gpu.models import MODELS, ON_SEVERAL
+from benchmarks.gpu.setting import Record, Setting
+
+#: Seconds after which a piece is stopped, however far it is.
+LIMIT_S = 480.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One thing to measure.
+
+    Args:
+        module: of this package. function: of the module. given: the function's argument before the setting, if any.
+        seconds: that it takes on a GPU, about.
+        least_devices: without which there is nothing to measure.
+    """
+
+    module: str
+    function: str
+    given: str | None
+    seconds: float
+    least_devices: int = 1
+
+    def measure(self, setting: Setting) -> Record:
+        """Measure it in this process."""
+        found: Any = getattr(importlib.import_module(f"benchmarks.gpu.{self.module}"), self.function)
+        return (found if self.given is None else partial(found, self.given))(setting)
+
+
+PIECES: Mapping[str, Piece] = MappingProxyType(
+    {
+        "calibration": Piece("calibration", "calibration", None, 240.0),
+        **{f"train/{name}": Piece("train", "train", name, 120.0) for name in MODELS},
+        **{
+            f"inference/{part}": Piece("serve", part, None, seconds)
+            for part, seconds in {"decode": 180.0, "prefill": 90.0, "attention": 60.0, "host": 60.0}.items()
+        },
+        **{f"search/{kind}": Piece("search", "search", kind, 150.0) for kind in ("exact", "ivf", "graph")},
+        **{f"several/{name}": Piece("several", "several", name, 240.0, least_devices=2) for name in ON_SEVERAL},
+    }
+)

@@ -1,0 +1,151 @@
+"""Plans that are made beforehand and travel with the source, since a GPU host has no solver; with them XLA's own estimate.
+
+In: a JAX version and a card. Out: files in `plans/`, one for each version, card, model and number of GPUs, and from them the
+plan and the estimate again. `python -m benchmarks.gpu prepare` makes those of the JAX it runs under: a traced program differs
+between versions of JAX, and a plan is of one program.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import autopar
+from autopar import execute
+from autopar.compiler import Compiler
+from autopar.compiler_options import compiler_options
+from autopar.cost.hardware import load
+from autopar.errors import AutoparError
+from autopar.jax_compat import module_bytes
+from autopar.plan import Plan
+from autopar.trace import Trace
+from benchmarks.gpu.models import MODELS, ON_SEVERAL
+from benchmarks.zoo.training import Training
+
+FOLDER = Path(__file__).parent / "plans"
+#: GPUs of a host that the models of `ON_SEVERAL` are planned for, besides one.
+SEVERAL = (2, 4, 8)
+#: What `prepare` may write, of all versions and cards.
+MOST_BYTES = 30_000_000
+
+
+def jax_version() -> str:
+    """By which plans are told apart: the second number of this JAX, as `0.12`."""
+    return ".".join(jax.__version__.split(".")[:2])
+
+
+def prepare(
+    folder: Path,
+    cards: Sequence[str],
+    scale: str,
+    several: Sequence[int],
+    *,
+    estimate: bool,
+    report: Callable[[str], None],
+    only: str = "",
+    again: bool = False,
+) -> None:
+    """Plan every model for every card and number of GPUs; a file that is there already is kept, but for `again`.
+
+    Args:
+        estimate: whether XLA's compiler is asked too, which takes the CUDA plugin and half a minute a model.
+        only: models whose name has this in it.
+    """
+    wanted = [(num, card, name) for num in (1, *several) for card in cards for name in MODELS if only in name]
+    for num, card, name in wanted:  # those for one GPU first
+        if num > 1 and name not in ON_SEVERAL:
+            continue
+        path = _path(folder, card, name, num)
+        kept = _read(path) if path.exists() and not again else None
+        lacks_estimate = estimate and num == 1 and (kept is None or kept["xla"] is None)
+        if kept is not None and not lacks_estimate:
+            continue
+        report(f"{card}: {name} on {num}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        training = MODELS[name][scale](num)
+        plan = _planned(training, card, num) if kept is None else Plan.from_json(kept["plan"])
+        _write(path, {"plan": plan.to_json(), "xla": _estimate(training, plan, card) if lacks_estimate else None})
+
+
+def _planned(training: Training, card: str, num: int) -> Plan:
+    step, args = training.target
+    plan = autopar.plan(step, *args, num_devices=num, hardware=card, cache=False)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def _estimate(training: Training, plan: Plan, card: str) -> dict[str, Any]:
+    """How long XLA's scheduler thinks that the planned step takes."""
+    step, args = training.target
+    _, program = autopar.parallelize(step, plan=plan, cache=False).planned(*args)
+    profile = load(card)
+    try:
+        with Compiler() as compiler:
+            module = module_bytes(_with_a_copy(plan, program.trace))
+            found = compiler.compile(module, profile, 1, 1, options=compiler_options(plan))
+    except AutoparError as error:
+        return {"error": str(error)}
+    return {"step_s": found.step_time_s}
+
+
+def _with_a_copy(plan: Plan, trace: Trace) -> jax.stages.Lowered:
+    """The planned step, and a copy of its smallest argument to the host's memory.
+
+    XLA's scheduler estimates nothing of a program without an asynchronous operation, as one device's is. The copy is one,
+    and is over long before the step. It changes the schedule, so this program's memory is not the step's.
+    """
+    jitted = execute.jit_plan(plan, trace, execute.abstract_mesh(plan.mesh))
+
+    def both(*args: Any) -> tuple[Any, Any]:
+        leaves = [
+            leaf for leaf in jax.tree.leaves(args) if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        ]
+        return jitted(*args), jax.device_put(min(leaves, key=lambda leaf: leaf.size), jax.memory.Space.Host)
+
+    return execute.lower_for(
+        "cuda", jax.jit(both, donate_argnums=execute.donated_arguments(plan, trace)), trace.arguments
+    )
+
+
+def saved(folder: Path, profile: str | None, name: str, num: int) -> tuple[Plan, dict[str, Any] | None, str]:
+    """The plan, XLA's estimate, and the card that both are of: the one of `profile`, or the first that there is.
+
+    Raises:
+        FileNotFoundError: there is none for this version of JAX.
+    """
+    version = folder / f"jax-{jax_version()}"
+    cards = sorted(one.name for one in version.iterdir()) if version.is_dir() else []
+    for card in [profile] if profile in cards else cards:
+        path = _path(folder, card, name, num)
+        if path.exists():
+            found = _read(path)
+            return Plan.from_json(found["plan"]), found["xla"], card
+    raise FileNotFoundError(
+        f"no plan of {name} on {num} under JAX {jax_version()} in {folder}: run `python -m benchmarks.gpu prepare` under it"
+    )
+
+
+def num_bytes(folder: Path) -> int:
+    """Of all files."""
+    return sum(path.stat().st_size for path in folder.rglob("*.json.gz"))
+
+
+def _path(folder: Path, card: str, name: str, num: int) -> Path:
+    return folder / f"jax-{jax_version()}" / card / f"{name}-{num}.json.gz"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    text = json.dumps(data, separators=(",", ":"))
+    part = path.with_suffix(".part")
+    part.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    part.replace(path)

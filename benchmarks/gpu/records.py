@@ -1,0 +1,75 @@
+"""Records of pieces in files, a line each. In: a folder. Out: the newest record of each piece; a record added whole.
+
+A record names the card, the number of GPUs, JAX's version and the sources; one that has all of them in common with what would
+be measured now is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from benchmarks.gpu.setting import Record
+from benchmarks.machine import ROOT, fingerprint
+
+FOLDER = ROOT / "benchmarks" / "results" / "gpu"
+_MEASURES_WITH = (
+    *("zoo/training.py", "zoo/diffusion.py", "zoo/expert_layer.py", "synthetic_vectors.py"),
+    *("baselines/jitted.py", "baselines/pinned.py"),
+)
+
+#: Piece, card, number of GPUs, JAX, sources.
+Key = tuple[str, str, int, str, str]
+
+
+def sources() -> str:
+    """Names the sources that measure now."""
+    here = Path(__file__).parent
+    return fingerprint(*sorted(here.glob("*.py")), *(here.parent / each for each in _MEASURES_WITH))
+
+
+def key(record: Record) -> Key:
+    """What a record is of."""
+    host = record["host"]
+    return record["piece"], host["card"], host["num_devices"], host["versions"]["jax"], record["sources"]
+
+
+def read(folder: Path) -> list[Record]:
+    """All records, oldest first in each file. A line that was cut off is left out."""
+    found: list[Record] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found
+
+
+def add(folder: Path, record: Record) -> None:
+    """Append a record to its card's file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{slug(record['host'])}.jsonl"
+    cut_off = path.exists() and not path.read_bytes().endswith(b"\n")
+    with path.open("ab") as file:
+        file.write((b"\n" if cut_off else b"") + json.dumps(record).encode() + b"\n")
+
+
+def slug(host: Record) -> str:
+    """A file's name of a host's GPUs.
+
+    >>> slug({"card": "NVIDIA H100 80GB HBM3", "num_devices": 1})
+    'nvidia-h100-80gb-hbm3-x1'
+    """
+    return f"{re.sub(r'[^a-z0-9]+', '-', host['card'].lower()).strip('-')}-x{host['num_devices']}"
+
+
+def newest(records: list[Record]) -> dict[tuple[str, str, int], Record]:
+    """By piece, card and number of GPUs: the last that was measured, or the last error where nothing was."""
+    found: dict[tuple[str, str, int], Record] = {}
+    for record in records:
+        of = key(record)[:3]
+        if "found" in record or "found" not in found.get(of, {}):
+            found[of] = record
+    return found

@@ -1,0 +1,154 @@
+"""Runs pieces one after the other, each in a process of its own, and keeps what each found.
+
+In: which pieces, how many minutes, where plans and results are. Out: a line in a file for each; names of those that failed. A
+piece that fails or takes too long is kept with its error, and the next one runs. What is measured already is left out, so the
+same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.gpu import records
+from benchmarks.gpu.child import HOST, MARK
+from benchmarks.gpu.pieces import LIMIT_S, PIECES
+from benchmarks.gpu.setting import Record
+from benchmarks.machine import ROOT
+
+#: Less time than this is left for nothing.
+_LEAST_S = 20.0
+_TAIL = 1500
+
+
+class PieceError(Exception):
+    """A process ended without a record; the message is what it said last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How pieces are run.
+
+    Args:
+        plans, results: folders. scale: `full` or `tiny`.
+        environment: of the processes, beside this one's. report: takes a line for the user.
+        at_once: pieces that run side by side: one, wherever figures are wanted.
+    """
+
+    plans: Path
+    results: Path
+    scale: str
+    environment: Mapping[str, str]
+    report: Callable[[str], None]
+    at_once: int = 1
+    _children: list[subprocess.Popen[str]] = field(default_factory=list, init=False, repr=False)
+
+    def measure(self, only: str, again: bool, seconds: float) -> list[str]:
+        """Measure the pieces whose name has `only` in it, within so many seconds.
+
+        Returns:
+            The names of those that failed.
+
+        Raises:
+            PieceError: JAX does not start here.
+        """
+        deadline = time.monotonic() + seconds
+        host = self.child(HOST, 0.0, min(LIMIT_S, seconds))["host"]
+        driver = host["driver"].get("driver_version", "no NVIDIA driver")
+        self.report(f"{host['num_devices']} x {host['card']}, {driver}, jax {host['versions']['jax']}")
+        with ThreadPoolExecutor(self.at_once) as pool:
+            found = [pool.submit(self._one, name, host, deadline) for name in self._pending(host, only, again)]
+            try:
+                return [name for name in (each.result() for each in found) if name]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._end_all()
+                raise
+
+    def _one(self, name: str, host: Record, deadline: float) -> str:
+        """Measure a piece, if there is time, and keep what it found; its name, if it failed."""
+        left = deadline - time.monotonic()
+        if left < (min(PIECES[name].seconds, LIMIT_S) / 2 if self.scale == "full" else _LEAST_S):
+            self.report(f"{name}: left for another run, which goes on here")
+            return ""
+        began = time.monotonic()
+        record = self._record(name, host, min(LIMIT_S, left))
+        records.add(self.results, record)
+        words = f"failed: {record['error'].strip().splitlines()[-1][:300]}" if "error" in record else "measured"
+        self.report(f"{name}: {words} ({time.monotonic() - began:.0f} s)")
+        return name if "error" in record else ""
+
+    def _pending(self, host: Record, only: str, again: bool) -> Sequence[str]:
+        """In order; what has failed before comes last."""
+        wanted = [name for name, piece in PIECES.items() if only in name and piece.least_devices <= host["num_devices"]]
+        blank = {name: self._blank(name, host) for name in wanted}
+        kept = [] if again else records.read(self.results)
+        done = {records.key(record) for record in kept if "found" in record}
+        tried = {records.key(record) for record in kept}
+        for name in (name for name in wanted if records.key(blank[name]) in done):
+            self.report(f"{name}: measured already (--again to repeat)")
+        pending = [name for name in wanted if records.key(blank[name]) not in done]
+        return sorted(pending, key=lambda name: records.key(blank[name]) in tried)
+
+    def _blank(self, name: str, host: Record) -> Record:
+        return {"piece": name, "scale": self.scale, "sources": records.sources(), "host": host}
+
+    def _record(self, name: str, host: Record, limit_s: float) -> Record:
+        try:
+            return self._blank(name, host) | self.child(name, PIECES[name].seconds, limit_s)
+        except PieceError as error:
+            return self._blank(name, host) | {"error": str(error)}
+
+    def child(self, name: str, seconds: float, limit_s: float) -> Record:
+        """What a process that measures `name` prints.
+
+        Raises:
+            PieceError: it fails, or is stopped after `limit_s`.
+        """
+        command = [sys.executable, "-m", "benchmarks.gpu.child", name, str(self.plans), self.scale, str(seconds)]
+        # A session of its own, so that all that it has started ends with it.
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._children.append(child)
+        try:
+            out, said = child.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            _end(child)
+            raise PieceError(f"{child.communicate()[1][-_TAIL:]}\nstopped after {limit_s:.0f} s") from None
+        except BaseException:
+            _end(child)
+            raise
+        found = [line.removeprefix(MARK) for line in out.splitlines() if line.startswith(MARK)]
+        if child.returncode < 0:
+            raise PieceError(f"{said[-_TAIL:]}\nended by {signal.Signals(-child.returncode).name}")
+        if child.returncode or not found:
+            raise PieceError(said[-_TAIL:].strip() or f"ended with exit code {child.returncode}, and said nothing")
+        return json.loads(found[-1])
+
+    def _end_all(self) -> None:
+        for child in self._children:
+            _end(child)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End a process and all that it has started, unless it has ended."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)

@@ -1,0 +1,80 @@
+"""A train step on all GPUs of a host: autopar's plan beside data parallelism, FSDP and tensor parallelism, measured.
+
+In: a model's name. Out: a record with a row for each way. All ways run in one process, one after the other, and the planned
+step once more at the end: the distance of its two times shows how far the others can be told apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import autopar
+from autopar.execute import make_mesh
+from autopar.mesh import MeshShape
+from benchmarks.baselines import pinned
+from benchmarks.baselines.jitted import jitted, shardings_of
+from benchmarks.baselines.pinned import Pins
+from benchmarks.gpu.models import MODELS
+from benchmarks.gpu.prepared import SEVERAL, saved
+from benchmarks.gpu.setting import Record, Setting
+from benchmarks.gpu.train import Loop, timed
+from benchmarks.zoo.training import Training
+
+_SHARE = 0.05
+
+
+def several(name: str, setting: Setting) -> Record:
+    """Measure one of `ON_SEVERAL`, on as many GPUs as there are and a plan is for."""
+    num = max(one for one in SEVERAL if one <= setting.num_devices)
+    training = MODELS[name][setting.scale](num)
+    plan, _, card = saved(setting.plans, setting.profile, name, num)
+    devices = jax.local_devices()[:num]
+    rows = [_planned(training, plan, devices, setting)]
+    for words, recipe, sizes in _by_hand(num):
+        shape = MeshShape(("data", "model"), sizes)
+        try:
+            pins = recipe(training.target[1], shape)
+            rows.append({"way": words} | _of_hand(training, pins, make_mesh(shape, devices), setting))
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # as where it does not fit, or does not divide
+            rows.append({"way": words, "error": str(error)[:300]})
+    rows.append(_planned(training, plan, devices, setting) | {"way": "autopar, again"})
+    return {
+        "num_gpus": num,
+        "plan_of": card,
+        "strategy": plan.words,
+        "predicted_s": plan.prediction.step_time_s,
+        "rows": rows,
+    }
+
+
+def _planned(training: Training, plan: Any, devices: list[Any], setting: Setting) -> Record:
+    step = autopar.parallelize(training.step, plan=plan, mesh=make_mesh(plan.mesh, devices), cache=False)
+    batch = training.make_batch(0)
+    state = step.init(training.create_state, jax.random.key(0), batch=batch)
+    loop = Loop(step, state, step.shard_batch(batch))
+    del state
+    return {"way": "autopar", "first_loss": loop.first_loss()} | timed(loop, _SHARE * setting.seconds)
+
+
+def _by_hand(num: int) -> list[tuple[str, Any, tuple[int, int]]]:
+    """Name, recipe and mesh of each; tensor parallelism on two GPUs and on all."""
+    split = [("tensor parallelism", pinned.tensor_parallel, (num // model, model)) for model in sorted({2, num})]
+    return [
+        ("data parallelism", pinned.data_parallel, (num, 1)),
+        ("FSDP", pinned.fsdp, (1, num)),
+        *((f"{words} over {shape[1]}", recipe, shape) for words, recipe, shape in split),
+    ]
+
+
+def _of_hand(training: Training, pins: Pins, mesh: Mesh, setting: Setting) -> Record:
+    """The step by `jax.jit` with these shardings."""
+    args = training.target[1]
+    state_shardings, batch_shardings = shardings_of(args, pins, mesh)
+    state = jax.jit(training.create_state, out_shardings=state_shardings)(jax.random.key(0))
+    batch = jax.device_put(training.make_batch(0), batch_shardings)
+    loop = Loop(jitted(training.step, args, pins, mesh), state, batch)
+    del state
+    return {"first_loss": loop.first_loss()} | timed(loop, _SHARE * setting.seconds)

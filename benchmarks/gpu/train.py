@@ -1,0 +1,114 @@
+"""A train step on one GPU: its time, its kernels and its memory, beside what its plan predicts and what XLA estimates.
+
+In: a model's name. Out: a record. The step runs by a plan that was made beforehand; plain `jax.jit` of the same step follows
+in the same process, so that both can be compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import autopar
+from autopar.execute import make_mesh
+from benchmarks.gpu.kernels import kernel_times
+from benchmarks.gpu.models import MODELS
+from benchmarks.gpu.prepared import saved
+from benchmarks.gpu.setting import Record, Setting
+from benchmarks.zoo.training import Training
+
+#: Steps that are timed, at most; before that so many run to warm up, and afterwards so many with the profiler.
+_MOST_STEPS, _WARM_UP, _PROFILED = 30, 3, 3
+#: Seconds of a piece that timing the planned step, and then plain `jit`, may take.
+_TIMED_SHARE = 0.1
+
+
+def train(name: str, setting: Setting) -> Record:
+    """Measure one of `MODELS`."""
+    training = MODELS[name][setting.scale](1)
+    plan, xla, card = saved(setting.plans, setting.profile, name, 1)
+    predicted = plan.prediction
+    record: Record = {
+        "plan_of": card,
+        "strategy": plan.words,
+        "recomputed": len(plan.recomputed),
+        "predicted_s": predicted.step_time_s,
+        "predicted_peak_bytes": predicted.peak_bytes,
+        "xla": xla,
+    }
+    devices = jax.local_devices()[:1]
+    step = autopar.parallelize(training.step, plan=plan, mesh=make_mesh(plan.mesh, devices), cache=False)
+    batch = jax.device_put(training.make_batch(0), devices[0])
+    began = time.perf_counter()
+    state = step.init(training.create_state, jax.random.key(0), batch=batch)
+    state, loss = jax.block_until_ready(step(state, batch))
+    record["first_start_s"] = time.perf_counter() - began
+    record["first_loss"] = float(loss)
+    loop = Loop(step, state, batch)
+    del state
+    record |= timed(loop, _TIMED_SHARE * setting.seconds)
+    report = step.report()
+    record |= {
+        "measured_s": record["median_s"],
+        "peak_bytes": report.peak_bytes,
+        "peak_bytes_from": report.memory_from,
+        "model_flops": report.model_flops,
+        "utilisation": report.utilisation,
+        "profile": kernel_times(loop.run, _PROFILED),
+    }
+    loop.state = None  # so that plain jit has the memory
+    return record | {"jit": _plain(training, batch, devices[0], setting)}
+
+
+def _plain(training: Training, batch: Any, device: Any, setting: Setting) -> Record:
+    """The same by `jax.jit` alone."""
+    with jax.default_device(device):
+        try:
+            state = jax.jit(training.create_state)(jax.random.key(0))
+            loop = Loop(jax.jit(training.step, donate_argnums=0), state, batch)
+            del state
+            return {"first_loss": loop.first_loss()} | timed(loop, _TIMED_SHARE * setting.seconds)
+        except jax.errors.JaxRuntimeError as error:  # as where it does not fit, and the plan computes values again
+            return {"error": str(error)[:300]}
+
+
+class Loop:
+    """A training loop, one blocking step at a time."""
+
+    def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> None:
+        self.step, self.state, self.batch = step, state, batch
+
+    def run(self) -> float:
+        """Seconds of a step, from its call until its results are there."""
+        began = time.perf_counter()
+        self.state, _ = jax.block_until_ready(self.step(self.state, self.batch))
+        return time.perf_counter() - began
+
+    def first_loss(self) -> float:
+        """Of a step that compiles."""
+        self.state, loss = self.step(self.state, self.batch)
+        return float(loss)
+
+
+def timed(loop: Loop, seconds: float) -> Record:
+    """Steps one by one, for so many seconds; and as many again sent without waiting, as a training loop does."""
+    for _ in range(_WARM_UP):
+        loop.run()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or (len(times) < _MOST_STEPS and time.perf_counter() - began < seconds):
+        times.append(loop.run())
+    began = time.perf_counter()
+    for _ in times:
+        loop.state, _ = loop.step(loop.state, loop.batch)
+    jax.block_until_ready(loop.state)
+    ordered = sorted(times)
+    return {
+        "num_steps": len(times),
+        "median_s": ordered[len(ordered) // 2],
+        "least_s": ordered[0],
+        "in_a_row_s": (time.perf_counter() - began) / len(times),
+    }

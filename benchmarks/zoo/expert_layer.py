@@ -1,0 +1,56 @@
+"""The feed-forward of a layer as a mixture of experts, as GShard has it. In: sizes. Out: a Flax module.
+
+Each token goes to its two best experts, as far as these have places; a layer's tokens are sent by a product with a mask, so
+that shapes are static.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from benchmarks.zoo.training import F32
+
+#: Places of an expert, over the tokens it would get if all got as many.
+CAPACITY_FACTOR = 1.25
+#: Experts of one token.
+TOP = 2
+
+
+class Experts(nn.Module):
+    """The feed-forward of a layer: `(batch, tokens, width)` to the same, and the loss of unequal loads."""
+
+    num_experts: int
+    hidden: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        count, width = self.num_experts, x.shape[-1]
+        capacity = int(CAPACITY_FACTOR * TOP * x.shape[1] / count)
+        gates = nn.softmax(nn.Dense(count, use_bias=False, dtype=F32, name="router")(x.astype(F32)))
+        best, experts = jax.lax.top_k(gates, TOP)
+        best = best / best.sum(-1, keepdims=True)
+        combine = jnp.zeros((*x.shape[:2], count, capacity), self.dtype)
+        taken = jnp.zeros((x.shape[0], 1, count), jnp.int32)
+        for n in range(TOP):
+            chosen = jax.nn.one_hot(experts[..., n], count, dtype=jnp.int32)
+            place = jnp.cumsum(chosen, 1) - chosen + taken
+            taken += chosen.sum(1, keepdims=True)
+            places = jax.nn.one_hot((place * chosen).sum(-1), capacity, dtype=self.dtype)
+            weight = best[..., n, None, None].astype(self.dtype)
+            combine += weight * chosen[..., None].astype(self.dtype) * places[:, :, None]
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        gate, up = (self.param(name, init, (count, width, self.hidden)) for name in ("gate_experts", "up_experts"))
+        down = self.param("down_experts", init, (count, self.hidden, width))
+        # The norm before multiplies by its float32 weights: without a cast, so would be all that follows.
+        sent = jnp.einsum("bsec,bsm->ebcm", (combine > 0).astype(self.dtype), x.astype(self.dtype))
+        opened = nn.silu(jnp.einsum("ebcm,emh->ebch", sent, gate.astype(self.dtype)))
+        opened *= jnp.einsum("ebcm,emh->ebch", sent, up.astype(self.dtype))
+        made = jnp.einsum("ebch,ehm->ebcm", opened, down.astype(self.dtype))
+        first = jax.nn.one_hot(experts[..., 0], count, dtype=F32)
+        balance = count * (first.mean((0, 1)) * gates.mean((0, 1))).sum()
+        return jnp.einsum("bsec,ebcm->bsm", combine, made), balance

@@ -1,0 +1,259 @@
+"""`python -m benchmarks.gpu`: every piece runs on CPUs without a solver, what fails is kept, and what is kept is not repeated."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import prepared, records, runner
+from benchmarks.gpu.__main__ import CARDS
+from benchmarks.gpu.kernels import family
+from benchmarks.gpu.models import MODELS, ON_SEVERAL
+from benchmarks.gpu.pieces import LIMIT_S, PIECES
+from benchmarks.gpu.report import page
+from benchmarks.gpu.runner import PieceError, Run
+
+ROOT = Path(__file__).parents[1]
+HOST = {
+    "card": "NVIDIA H100 80GB HBM3",
+    "platform": "gpu",
+    "num_devices": 1,
+    "profile": "h100-sxm",
+    "driver": {"driver_version": "570.1"},
+    "versions": {"jax": "0.11.2"},
+    "machine": {"cpu": "a CPU", "cores": 16, "memory_gb": 128},
+    "date": "2026-11-25",
+}
+
+
+def a_run(folder: Path, said: list[str], **more: Any) -> Run:
+    return Run(folder / "plans", folder, "full", {"JAX_PLATFORMS": "cpu"}, said.append, **more)
+
+
+class Children:
+    """In place of the processes: pieces that fail, and which were run in what order."""
+
+    def __init__(self, failing: tuple[str, ...] = ()) -> None:
+        self.failing, self.order = set(failing), []
+
+    def __call__(self, run: Run, name: str, seconds: float, limit_s: float) -> dict[str, Any]:
+        if name == "host":
+            return {"host": HOST}
+        self.order.append(name)
+        if name in self.failing:
+            raise PieceError("Traceback …\nValueError: no such kernel")
+        return {"host": HOST, "found": {"rows": []}}
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> Children:
+    found = Children()
+    monkeypatch.setattr(Run, "child", lambda run, *given: found(run, *given))
+    monkeypatch.setattr(records, "sources", lambda: "the same")
+    return found
+
+
+def test_a_piece_that_fails_is_kept_and_the_next_one_runs(tmp_path: Path, children: Children) -> None:
+    said: list[str] = []
+    children.failing = {"train/bert"}
+    assert a_run(tmp_path, said).measure("train", False, 1e9) == ["train/bert"]
+    assert children.order == [f"train/{name}" for name in MODELS]
+    kept = {record["piece"]: record for record in records.read(tmp_path)}
+    assert list(kept) == children.order
+    assert "no such kernel" in kept["train/bert"]["error"]
+    assert any("train/bert: failed: ValueError: no such kernel" in line for line in said)
+    assert "ValueError: no such kernel" in page(list(kept.values())[1:2])
+
+
+def test_a_second_run_measures_what_is_missing_and_what_failed_last(tmp_path: Path, children: Children) -> None:
+    children.failing = {"calibration"}
+    a_run(tmp_path, []).measure("a", False, 1e9)
+    with (tmp_path / f"{records.slug(HOST)}.jsonl").open("a") as file:
+        file.write('{"piece": "train/vit", "ho')  # a line that was cut off
+    children.order.clear()
+    children.failing = set()
+    said: list[str] = []
+    a_run(tmp_path, said).measure("", False, 1e9)
+    assert children.order[-1] == "calibration", "what failed comes last"
+    assert not {"train/llama_1b", "inference/attention"} & set(children.order)
+    assert "train/llama_1b: measured already (--again to repeat)" in said
+    one_device = {name for name, piece in PIECES.items() if piece.least_devices == 1}
+    assert {record["piece"] for record in records.read(tmp_path)} == one_device
+    children.order.clear()
+    a_run(tmp_path, []).measure("", False, 1e9)
+    assert children.order == []
+    a_run(tmp_path, []).measure("search", True, 1e9)
+    assert children.order == ["search/exact", "search/ivf", "search/graph"]
+
+
+def test_other_sources_jax_or_card_are_measured_again(tmp_path: Path) -> None:
+    record = {"piece": "calibration", "sources": "a", "host": HOST, "found": {}}
+    others = [
+        record | {"sources": "b"},
+        record | {"host": HOST | {"card": "NVIDIA H200"}},
+        record | {"host": HOST | {"num_devices": 2}},
+        record | {"host": HOST | {"versions": {"jax": "0.12.0"}}},
+    ]
+    assert records.key(record) not in {records.key(other) for other in others}
+
+
+def test_pieces_that_do_not_fit_into_the_minutes_are_left(tmp_path: Path, children: Children) -> None:
+    said: list[str] = []
+    a_run(tmp_path, said).measure("", False, 100.0)
+    assert "calibration" not in children.order
+    assert "inference/host" in children.order
+    assert any(line.startswith("calibration: left for another run") for line in said)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", ["fails", "crashes", "hangs", "says nothing"])
+def test_how_a_process_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    program = {
+        "fails": "raise SystemExit('no GPU here')",
+        "crashes": "import os; os.kill(os.getpid(), 11)",
+        "hangs": "import time; time.sleep(1000)",
+        "says nothing": "",
+    }[kind]
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        runner.subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", program], **more)
+    )
+    words = {"fails": "no GPU here", "crashes": "SIGSEGV", "hangs": "stopped after 1 s", "says nothing": "said nothing"}
+    with pytest.raises(PieceError, match=words[kind]):
+        a_run(tmp_path, []).child("calibration", 1.0, 1.0 if kind == "hangs" else 60.0)
+
+
+def test_the_newest_figure_is_shown_and_no_error_replaces_it() -> None:
+    rows = {"rows": [{"batch": 1, "step_s": 0.001}]}
+    first = {"piece": "inference/host", "sources": "a", "host": HOST, "found": rows}
+    later = first | {"found": {"rows": [{"batch": 1, "step_s": 0.002}]}}
+    failed: dict[str, Any] = {key: value for key, value in first.items() if key != "found"} | {"error": "it broke"}
+    text = page([first, later, failed])
+    assert "0.002" in text
+    assert "0.001" not in text
+    assert "it broke" not in text
+    assert "No GPU has been measured yet" in page([])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    {
+        "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NTN": "matmul",
+        "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32": "convolution",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "collective",
+        "input_convert_reduce_fusion_3": "reduction",
+        "loop_convert_fusion": "elementwise",
+    }.items(),
+)
+def test_a_kernel_is_classified_by_its_name(kernel: str, kind: str) -> None:
+    assert family(kernel) == kind
+
+
+def test_what_json_has_no_number_for_is_kept_as_text() -> None:
+    from benchmarks.gpu.child import finite
+
+    assert finite({"loss": (1.0, float("nan")), 3: float("inf")}) == {"loss": [1.0, "nan"], "3": "inf"}
+
+
+# -- the plans that travel -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.10", "0.11", "0.12"])
+def test_every_plan_is_there(version: str) -> None:
+    folder = prepared.FOLDER / f"jax-{version}"
+    wanted = {
+        f"{card}/{name}-{num}.json.gz"
+        for card in CARDS
+        for name in MODELS
+        for num in (1, *(prepared.SEVERAL if name in ON_SEVERAL else ()))
+    }
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.json.gz")} == wanted
+    assert prepared.num_bytes(prepared.FOLDER) <= prepared.MOST_BYTES
+
+
+def test_another_card_runs_the_plan_of_the_first_and_says_so() -> None:
+    _, _, card = prepared.saved(prepared.FOLDER, "a100-80gb", "gpt2", 1)
+    assert card == CARDS[0]
+    _, xla, card = prepared.saved(prepared.FOLDER, "h200", "gpt2", 1)
+    assert card == "h200"
+    assert xla is not None
+    assert xla["step_s"] > 0
+
+
+def test_no_plan_says_how_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"run `python -m benchmarks\.gpu prepare`"):
+        prepared.saved(tmp_path, "h200", "gpt2", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.contract
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_is_of_the_step_that_is_traced_here(name: str) -> None:
+    """What `parallelize` refuses otherwise, on the GPU host."""
+    import autopar
+
+    step, args = MODELS[name]["full"](1).target
+    for card in CARDS:
+        plan, _, _ = prepared.saved(prepared.FOLDER, card, name, 1)
+        assert autopar.export(plan, step, *args)
+
+
+# -- the whole -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.contract
+def test_a_dry_run_measures_every_piece(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--results", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = records.read(tmp_path)
+    assert {record["piece"] for record in found} == set(PIECES)
+    assert not [record["piece"] for record in found if "error" in record]
+    for record in found:
+        if record["piece"].startswith("train/"):
+            one = record["found"]
+            assert one["measured_s"] > 0
+            assert one["profile"]["kernels"]
+            assert one["first_loss"] == pytest.approx(one["jit"]["first_loss"], rel=2e-2)
+    text = page(found)
+    assert all(title in text for title in ("### Constants", "### Train steps on one", "### Inference", "on all GPUs"))
+    assert "### Failed" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process_and_what_was_measured_is_kept(tmp_path: Path, sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--results", str(tmp_path), "--only", "inference"]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while not records.read(tmp_path) and process.poll() is None:
+        time.sleep(0.2)
+    process.send_signal(sent)
+    assert "the same command goes on from there" in process.communicate()[1]
+    assert process.returncode == 130
+    assert records.read(tmp_path)
+    running = subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True).stdout
+    assert str(tmp_path) not in running
+
+
+def test_wrong_arguments_are_named() -> None:
+    for arguments, words in {
+        ("--only", "nothing"): "no piece has 'nothing' in its name",
+        ("--minutes", "0"): "takes a number above 0",
+        ("measured",): "invalid choice",
+    }.items():
+        command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+        ran = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+        )
+        assert ran.returncode == 2
+        assert words in ran.stderr
+    assert LIMIT_S <= 480, "a piece takes at most 8 minutes"
