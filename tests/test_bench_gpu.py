@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+import autopar
+from autopar import execute
+from autopar.plan import Plan
 from benchmarks.gpu import prepared, records, runner
 from benchmarks.gpu.__main__ import CARDS
 from benchmarks.gpu.kernels import family
@@ -197,13 +200,14 @@ def test_no_plan_says_how_to_make_it(tmp_path: Path) -> None:
 @pytest.mark.contract
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_is_of_the_step_that_is_traced_here(name: str) -> None:
-    """What `parallelize` refuses otherwise, on the GPU host."""
-    import autopar
-
+    """Replayed over the whole program, as on the GPU host."""
     step, args = MODELS[name]["full"](1).target
     for card in CARDS:
-        plan, _, _ = prepared.saved(prepared.FOLDER, card, name, 1)
-        assert autopar.export(plan, step, *args)
+        saved, _, _ = prepared.saved(prepared.FOLDER, card, name, 1)
+        plan, program = autopar.parallelize(step, plan=saved, cache=False).planned(*args)
+        assert isinstance(plan, Plan)
+        jitted = execute.jit_plan(plan, program.trace, execute.abstract_mesh(plan.mesh))
+        assert execute.lower_for("cuda", jitted, program.trace.arguments)
 
 
 # -- the whole -----------------------------------------------------------------------------------
