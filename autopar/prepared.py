@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import execute
 from autopar.front_ends.call import Results
+from autopar.jax_compat import compiled_to_draw
 from autopar.partition_spec import named_shardings
 from autopar.pipeline.batches import Gathering
 from autopar.pipeline.crossings import is_mine, without_shards
@@ -168,7 +169,9 @@ def built(
             return [made[position] if rows is None else rows_of(made[position], rows) for position, rows, _ in own]
 
         some.__name__ = getattr(create, "__name__", "create")
-        arrays = jax.jit(some, out_shardings=[sharding for _, _, sharding in own])(*trees)
+        run = jax.jit(some, out_shardings=[sharding for _, _, sharding in own])
+        is_on_cpus = next(iter(own[0][2].device_set)).platform == "cpu"
+        arrays = (compiled_to_draw(run, trees) if is_on_cpus else run)(*trees)
         execute.make_own(arrays)
         for (position, rows, _), array in zip(own, arrays, strict=True):
             found[position][rows] = array
