@@ -182,6 +182,9 @@ class ParallelStep(Generic[P]):
     def init(self, create_state: Callable[..., Any], /, *create_args: Any, **step_args: Any) -> Any:
         """Build the carried state already sharded: it never exists whole on one device.
 
+        A step that is one program is compiled meanwhile, for arguments of these shapes; of several processes at its first
+        call.
+
         Args:
             create_state: returns the state; must run under `jax.jit`. Where several arguments of the step are state,
                 as a model and its optimizer, it returns them as a tuple in the step's order, or as a dict by name.
@@ -202,8 +205,13 @@ class ParallelStep(Generic[P]):
                 check_equal(exchange, f"`init` of `{self.name}`", dict(given))
             shapes = jax.tree.leaves(new.shapes)
             places = [planned.get(id(leaf), prepared.whole) for leaf in shapes]
-            with self._announced("making the state of"), self._plans.compiled_kept(prepared.plan):
-                return new.finish(built(new.leaves, new.call.trees, shapes, places))
+            with self._plans.compiled_kept(prepared.plan):
+                compiled = prepared.compiling(call.trees)
+                with self._announced("making the state of"):
+                    arrays = built(new.leaves, new.call.trees, shapes, places)
+                with self._announced("compiling"):
+                    compiled()
+            return new.finish(arrays)
 
     def abstract_state(self, create_state: Any, /, *create_args: Any, **step_args: Any) -> Any:
         """The carried state as `jax.ShapeDtypeStruct`s with the shardings of the plan; nothing is run.

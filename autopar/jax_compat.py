@@ -12,6 +12,7 @@ import io
 import math
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -410,6 +411,24 @@ def compiled_programs_in(folder: str) -> Iterator[None]:
             yield
         finally:
             _compilation_cache.reset_cache()
+
+
+def compiling(lowered: jax.stages.Lowered) -> Callable[[], jax.stages.Compiled]:
+    """Starts to compile in a thread, under this thread's settings of JAX's cache of compiled programs.
+
+    Returns:
+        What waits for the program. An interrupt ends the wait, not the compiler.
+    """
+    folder, is_kept = _config.compilation_cache_dir.value, _config.enable_compilation_cache.value
+
+    def compiled() -> jax.stages.Compiled:
+        with _config.compilation_cache_dir(folder), _config.enable_compilation_cache(is_kept):
+            return lowered.compile()
+
+    threads = ThreadPoolExecutor(1)
+    found = threads.submit(compiled)
+    threads.shutdown(wait=False)
+    return found.result
 
 
 @contextmanager

@@ -32,7 +32,7 @@ _MOST_FACTOR = 100.0
 def measure(
     plan: Plan,
     program: Program,
-    jitted: Any,
+    run: Any,
     arguments: Sequence[Any],
     calls: Calls,
     mesh: Mesh,
@@ -41,12 +41,12 @@ def measure(
     """Report on steps that have run.
 
     Args:
-        jitted: what ran them, on the devices of a mesh. arguments: shapes of what it was given.
+        run: what ran them, on the devices of a mesh. arguments: shapes of what it was given.
         hardware: what the plan was made for, where it was not found by its name.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(wait)
-    peak_bytes, memory_from = _peak_bytes(jitted, arguments, mesh)
+    peak_bytes, memory_from = _peak_bytes(run, arguments, mesh)
     return report_on(
         plan,
         program.as_traced.graph,
@@ -66,13 +66,15 @@ def wait() -> None:
 
 
 def _peak_bytes(
-    jitted: Any, arguments: Sequence[Any], mesh: Mesh
+    run: Any, arguments: Sequence[Any], mesh: Mesh
 ) -> tuple[float | None, Literal["devices", "compiled"] | None]:
     """The most that a device of this process held; or, where devices do not say, what XLA's program takes."""
     peak = device_peak_bytes([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
     if peak is not None:
         return peak, "devices"
-    sizes = jitted.lower(*arguments).compile().memory_analysis()  # JAX has it compiled already
+    is_compiled = isinstance(run, jax.stages.Compiled)
+    compiled = run if is_compiled else run.lower(*arguments).compile()  # JAX has it compiled already
+    sizes = compiled.memory_analysis()
     if sizes is None:
         return None, None
     held = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes

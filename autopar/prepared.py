@@ -7,6 +7,7 @@ its results; where each array of the arguments lies; and a new state built there
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import execute
 from autopar.front_ends.call import Results
-from autopar.jax_compat import compiled_to_draw
+from autopar.jax_compat import compiled_to_draw, compiling, shape_struct
 from autopar.partition_spec import named_shardings
 from autopar.pipeline.batches import Gathering
 from autopar.pipeline.crossings import is_mine, without_shards
@@ -38,7 +39,7 @@ class Prepared:
 
     Args:
         results: what the step's result is beside its arrays.
-        run: from pytrees of arrays to those of the result; jitted, where it is one program.
+        run: from pytrees of arrays to those of the result; where it is one program, jitted or compiled.
         in_shardings: of each array of the arguments. uneven: of those, stacks of layers that lie in unequal parts on the
             submeshes of several stages, which no sharding says: how each part does.
         mesh: of all devices of one program; of stages, of the first.
@@ -71,6 +72,24 @@ class Prepared:
         if isinstance(self.plan, PipelinePlan):  # which takes each part from where it lies
             return tuple(trees)
         return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees), may_take=may_take)
+
+    def compiling(self, trees: Sequence[Any]) -> Callable[[], None]:
+        """Starts to compile the program for arguments like these, beside what this thread goes on with.
+
+        Returns:
+            What waits for it. Not of stages; nor of several processes, which compile one program after another, for XLA
+            lets them exchange what it measures; nor where JAX is to look for NaNs, which only what is jitted can name.
+        """
+        looks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+        if self.is_compiled or isinstance(self.run, PipelinedStep) or jax.process_count() > 1 or looks:
+            return lambda: None
+        wait = compiling(self.run.lower(*jax.tree.map(shape_struct, tuple(trees))))
+
+        def use() -> None:
+            with suppress(jax.errors.JaxRuntimeError):  # which the first call meets again
+                self.run, self.is_compiled = wait(), True
+
+        return use
 
     @property
     def donates(self) -> tuple[int, ...]:

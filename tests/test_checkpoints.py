@@ -104,12 +104,25 @@ def test_a_checkpoint_of_eight_devices_restores_on_others_bit_by_bit(saved: Save
 
 def test_restored_state_needs_no_second_compile(saved: Saved) -> None:
     """It is typed as what `init` makes, weakly where that is: the step is compiled for both alike."""
-    step = step_on(saved.program, 4, "rows", cache=False)
-    state = step.init(saved.program.create_state, jax.random.key(0), batch=abstract_batch(saved.program))
-    state, _ = step(state, saved.program.make_batch(0))
-    compiled = step._fast._cache_size()
-    step(restore(autopar.Checkpoints(saved.folder, step), saved.program), saved.program.make_batch(0))
-    assert step._fast._cache_size() == compiled
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **about: Any) -> None:
+        if event.endswith("backend_compile_duration") and about.get("fun_name") == "jit(run)":
+            compiled.append(event)
+
+    batch = saved.program.make_batch(0)
+    step, fresh = (step_on(saved.program, 4, "rows", cache=False) for _ in range(2))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        state = step.init(saved.program.create_state, jax.random.key(0), batch=abstract_batch(saved.program))
+        step(state, batch)
+        step(restore(autopar.Checkpoints(saved.folder, step), saved.program), batch)
+        assert len(compiled) == 1
+        state, _ = fresh(restore(autopar.Checkpoints(saved.folder, fresh), saved.program), batch)
+        fresh(state, batch)
+        assert len(compiled) == 2
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 SCRIPT = """

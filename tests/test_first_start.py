@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import step_plans, waiting
+from autopar import jax_compat, prepared, step_plans, waiting
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
@@ -85,6 +85,7 @@ def test_a_first_start_compiles_each_program_once(
     compiled.clear()
     state = step.init(create, key, x=x)
     made = jax.tree.map(np.asarray, state)
+    assert [*compiled.values()] == [1, 1], "the state's and, beside it, the step's"
     state, loss = step(state, x)
     step(state, x)
     assert [*compiled.values()] == [1, 1], "the state's and the step's, and nothing else"
@@ -98,6 +99,69 @@ def test_a_first_start_compiles_each_program_once(
         "autopar: compiling",
     ]
     assert np.isfinite(float(loss))
+
+
+def test_init_compiles_the_step_too_however_its_batch_will_lie(compiled: Counter[str]) -> None:
+    x = images()
+    step = autopar.parallelize(train_net, num_devices=8, hardware="cpu-host", cache=False)
+    state = step.init(create_net, jax.random.key(3), x=jax.ShapeDtypeStruct(x.shape, x.dtype))
+    assert compiled["jit(run)"] == 1
+    put = step.shard_batch(x)
+    compiled.clear()
+    losses = []
+    for batch in (x, put, x, x, put, put):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    assert not compiled["jit(run)"], "arrays of the host and those that lie on the mesh are one program's"
+    assert step.report().peak_bytes
+    expected, plain = jax.jit(create_net)(jax.random.key(3)), jax.jit(train_net)
+    for loss in losses:
+        expected, other = plain(expected, x)
+        np.testing.assert_allclose(loss, other, rtol=1e-5)
+
+
+def test_after_init_jax_still_names_the_operation_that_makes_a_nan() -> None:
+    step = autopar.parallelize(train_net, num_devices=8, hardware="cpu-host", cache=False)
+    with jax.debug_nans(True):
+        state = step.init(create_net, jax.random.key(3), x=images())
+        with pytest.raises(FloatingPointError, match="conv_general_dilated"):
+            step(state, np.full_like(images(), np.nan))
+
+
+def test_what_the_compiler_refuses_is_told_by_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("out of memory")
+
+    step = autopar.parallelize(train_net, num_devices=8, hardware="cpu-host", cache=False)
+    key, x = jax.random.key(3), images()
+    step.abstract_state(create_net, key, x=x)
+    with monkeypatch.context() as patched:
+        patched.setattr(jax.stages.Lowered, "compile", refused)
+        patched.setattr(prepared, "compiled_to_draw", lambda jitted, args: jitted)
+        state = step.init(create_net, key, x=x)
+    assert np.isfinite(float(step(state, x)[1])), "compiled then"
+
+
+@pytest.mark.contract
+def test_random_numbers_are_jits_whatever_the_key_and_their_bits() -> None:
+    def draw(key: jax.Array, old: jax.Array) -> Any:
+        one, *few = jax.random.split(key, 4)
+        many = jax.vmap(lambda key: jax.random.truncated_normal(key, -2, 2, (33, 5)))(jax.random.split(one, 7))
+        looped = jax.lax.map(lambda key: jax.random.uniform(key, (9,)), jax.random.split(few[0], 3))
+        words = jax.random.bits(few[1], (65,), "uint8"), jax.random.bits(few[1], (130,), "uint16")
+        return (
+            many,
+            looped,
+            words,
+            jax.random.permutation(few[2], 70),
+            jax.random.normal(old, (300,)),
+            jax.random.key_data(one),
+        )
+
+    for impl in ("threefry2x32", "rbg"):
+        args = (jax.random.key(5, impl=impl), jax.random.PRNGKey(6))
+        made = jax_compat.compiled_to_draw(jax.jit(draw), args)(*args)
+        jax.tree.map(np.testing.assert_array_equal, made, jax.jit(draw)(*args))
 
 
 @pytest.mark.parametrize("shown", [True, False])
