@@ -13,7 +13,7 @@ share; whoever finds fewer than k where there are k is searched again, exactly.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from autopar.vector_search.among import Among
 from autopar.vector_search.best import LeftOut
 from autopar.vector_search.centre import less_centre
 from autopar.vector_search.duplicates import Duplicates, distances_between
-from autopar.vector_search.effort import MEASURED_AT, Measured, least_effort, recall_of
+from autopar.vector_search.effort import MEASURED_AT, Measured, Recall, least_effort, queries_for, shares_of
 from autopar.vector_search.host_rerank import HostRerank
 from autopar.vector_search.index import Found, IndexStats, found_at
 from autopar.vector_search.index_file import write
@@ -37,8 +37,14 @@ from autopar.vector_search.programs import Programs, Step
 from autopar.vector_search.progress import Report
 from autopar.vector_search.tiling import rounded
 
-#: Queries that recall is measured by.
-_SAMPLE = 512
+
+class _Sample(NamedTuple):
+    """What recall is measured by. queries: `[num_queries, d]`. truth: the neighbours of each, by position,
+    `[num_queries, k]`. left_out: what each is not to find."""
+
+    queries: NDArray[Any]
+    truth: NDArray[Any]
+    left_out: LeftOut | None = None
 
 
 class ApproximateIndex:
@@ -80,32 +86,26 @@ class ApproximateIndex:
         """Find the least effort that reaches the target, and keep it.
 
         Args:
-            queries: `[num_queries, d]`, checked, to measure by; without them vectors, each as if neither it nor its equals
-                were there: of a vector that is there many times the others are found without looking.
+            queries: `[num_queries, d]`, checked, to measure by; without them vectors, no two alike, each as if neither it nor
+                its equals were there: of a vector that is there many times the others are found without looking.
         """
         if len(self.ids) == 1 and queries is None:
             return
-        draw, every = np.random.default_rng(0), np.arange(len(self.ids))
-        left_out: LeftOut | None = None
-        if queries is None:
-            k = min(MEASURED_AT, len(self.ids) - 1)
-            sample = draw.permutation(len(self.ids))[:_SAMPLE]
-            queries = self._vectors[sample]
-            same = Duplicates.of(self._vectors, self.method.metric)
-            nearest = self._among.search(queries, min(k + 1, same.num_groups), same.firsts)[1]
-            truth = same.others(nearest, same.groups[sample], k)
-            left_out = LeftOut(same.groups, same.groups[sample])
-        else:
-            k = min(MEASURED_AT, len(self.ids))
-            queries = queries[np.sort(draw.permutation(len(queries))[:_SAMPLE])]
-            truth = self._among.search(queries, k, every)[1]
-        asked, metric = queries, self.method.metric
+        most = queries_for(recall_target)
+        sample = self._sample_of_vectors(most) if queries is None else self._sample_of(queries, most)
+        asked, truth, metric = sample.queries, sample.truth, self.method.metric
         known = distances_between(asked, self._vectors, truth, metric)
 
-        def recall_at(effort: int) -> float:
+        def recall_at(effort: int) -> Recall:
+            compared, num = self.method.num_compared(effort), len(self.ids)
+            if compared > num:  # which `search` does exactly
+                return Recall(1.0, 1.0)
             report(f"measure recall at effort {effort}", 0.9)
-            found = self._run(asked, k, effort, left_out=left_out)[1]
-            return recall_of((distances_between(asked, self._vectors, found, metric), found), (known, truth), metric)
+            found = self._run(asked, truth.shape[1], effort, left_out=sample.left_out)[1]
+            shares = shares_of((distances_between(asked, self._vectors, found, metric), found), (known, truth), metric)
+            scored_again = self.method.refined * truth.shape[1]
+            finds_all = compared == num and not 0 < scored_again < num and (shares == 1).all()
+            return Recall(1.0, 1.0) if finds_all else Recall.of(shares)
 
         efforts = self.method.efforts(self._arrays, less_centre(asked, self._centre), truth, recall_target)
         self.measured = least_effort(efforts, recall_target, recall_at)
@@ -168,6 +168,18 @@ class ApproximateIndex:
         )
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _sample_of_vectors(self, most: int) -> _Sample:
+        same = Duplicates.of(self._vectors, self.method.metric)
+        own = np.random.default_rng(0).permutation(same.num_groups)[:most].astype(np.int32)
+        queries, k = self._vectors[same.firsts[own]], min(MEASURED_AT, len(self.ids) - 1)
+        nearest = self._among.search(queries, min(k + 1, same.num_groups), same.firsts)[1]
+        return _Sample(queries, same.others(nearest, own, k), LeftOut(same.groups, own))
+
+    def _sample_of(self, queries: NDArray[Any], most: int) -> _Sample:
+        queries = queries[np.sort(np.random.default_rng(0).permutation(len(queries))[:most])]
+        k, every = min(MEASURED_AT, len(self.ids)), np.arange(len(self.ids))
+        return _Sample(queries, self._among.search(queries, k, every)[1])
 
     @property
     def _arrays(self) -> Any:

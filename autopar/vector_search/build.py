@@ -24,6 +24,7 @@ from autopar.mesh import MeshShape
 from autopar.vector_search import exact_index, graph_index, inputs, lists_index
 from autopar.vector_search.asked import Asked
 from autopar.vector_search.choose import choose
+from autopar.vector_search.effort import can_tell
 from autopar.vector_search.exact_index import ExactIndex
 from autopar.vector_search.index import Index
 from autopar.vector_search.index_file import Saved, read
@@ -122,7 +123,7 @@ def build(
             place=_place(mesh, hardware, memory_budget_bytes, batch),
             settings=settings,
             report=report,
-            queries=_sample(queries, checked),
+            queries=_sample(queries, checked, recall_target),
         )
         kind, why = choose(name, asked)
         if kind != exact_index.KIND:  # they are kept as they are now, whatever becomes of the user's array
@@ -144,21 +145,28 @@ def build(
     return made
 
 
-def _sample(queries: ArrayLike | None, vectors: NDArray[Any]) -> NDArray[Any] | None:
+def _sample(queries: ArrayLike | None, vectors: NDArray[Any], recall_target: float) -> NDArray[Any] | None:
     if queries is None:
         return None
     checked = inputs.checked_queries(queries, vectors.shape[1], vectors.dtype)
     if not len(checked):
         raise SearchError("`queries` are none: give some hundred to measure recall by, or leave them out")
+    if recall_target < 1 and not can_tell(len(checked), recall_target):
+        warnings.warn(
+            f"`queries` are {len(checked)}: were all their neighbours found, that would not tell a recall of"
+            f" {recall_target:g}, so that searches look at more than they may need to. Give some hundred, or leave them out",
+            SearchWarning,
+            stacklevel=3,
+        )
     return checked
 
 
 def _warn_of_missed(made: Index, recall_target: float) -> None:
     told = made.stats()
     warnings.warn(
-        f"the index of kind {told.kind!r} finds {told.details['recall']:.3f} of the true neighbours, and `recall_target` is"
-        f" {recall_target:g}: no effort that was tried reaches it. Build one of another kind, with other settings, or"
-        " `index='exact'`, which finds all",
+        f"the index of kind {told.kind!r} finds {told.details['recall']:.3f} of the true neighbours of its sample, which"
+        f" speaks for at least {told.details['recall_at_least']:.3f}, and `recall_target` is {recall_target:g}: no effort"
+        " that was tried reaches it. Build one of another kind, with other settings, or `index='exact'`, which finds all",
         SearchWarning,
         stacklevel=3,
     )

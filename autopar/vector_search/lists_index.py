@@ -6,7 +6,7 @@ all of them `ivf` is exact. Codes lie on the devices in place of vectors, which 
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from autopar.vector_search.asked import Asked
 from autopar.vector_search.best import Best, LeftOut
 from autopar.vector_search.build_lists import build_lists, usual_num_lists
 from autopar.vector_search.centre import less_centre, moved
-from autopar.vector_search.effort import Measured, in_steps
+from autopar.vector_search.effort import Measured, Recall, in_steps
 from autopar.vector_search.index_file import Saved
 from autopar.vector_search.inputs import checked_metric
 from autopar.vector_search.inverted_lists import InvertedLists, lists_of, longest_of
@@ -93,15 +93,20 @@ class Lists:
     def efforts(
         self, arrays: InvertedLists, sample: NDArray[Any], truth: NDArray[Any], recall_target: float
     ) -> Sequence[int]:
-        """From the number of lists that hold so many of the true neighbours on: of vectors that is enough."""
+        """From the number of lists on that hold enough of the true neighbours: of vectors that is enough."""
         near = np.argsort(-np.asarray(scores(jnp.asarray(sample, jnp.float32), arrays.centroids, self.metric)), axis=1)
         rank = np.argsort(near, axis=1, kind="stable")
         lists = lists_of(arrays, self.num_vectors)[truth]  # [num_queries, k, copies]
         ranks = np.take_along_axis(rank[:, None], np.maximum(lists, 0), axis=2)
-        needed = np.where(lists == NO_ID, self.num_lists, ranks).min(axis=2)[truth != NO_ID]
-        needed = np.sort(np.append(needed, 0) if not needed.size else needed) + 1
-        first = needed[min(needed.size, math.ceil(recall_target * needed.size)) - 1]
-        return in_steps(int(first), self.num_lists)
+        needed = 1 + np.where(lists == NO_ID, self.num_lists, ranks).min(axis=2)
+        wanted = (truth != NO_ID).sum(axis=1)
+
+        def hold_enough(effort: int) -> bool:
+            held = ((needed <= effort) & (truth != NO_ID)).sum(axis=1)
+            return Recall.of(held[wanted > 0] / wanted[wanted > 0]).at_least >= recall_target
+
+        first = 1 + bisect_left(range(1, self.num_lists), True, key=hold_enough)
+        return in_steps(first, self.num_lists)
 
     def enough(self, k: int) -> int:
         """Lists that hold some times k on average."""
