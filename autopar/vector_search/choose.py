@@ -22,7 +22,7 @@ from autopar.vector_search.asked import Asked
 from autopar.vector_search.build_lists import usual_num_lists
 from autopar.vector_search.effort import MEASURED_AT
 from autopar.vector_search.exact import exact_arguments, exact_search
-from autopar.vector_search.graph_index import DEGREE, GRAPH, NUM_ENTRIES, WIDTH, Graph
+from autopar.vector_search.graph_index import DEGREE, GRAPH, NUM_ENTRIES, WIDTH, Graph, Nodes
 from autopar.vector_search.inverted_lists import InvertedLists, longest_of, usual_slots
 from autopar.vector_search.lists_index import IVF, IVF_PQ, Lists
 from autopar.vector_search.method import AT_ONCE, Method, Search, step_of
@@ -104,7 +104,7 @@ def _graph(asked: Asked) -> Step:
     vectors = _array(asked.vectors.shape, asked.vectors.dtype)
     edges, entries = _array((num, DEGREE), jnp.int32), _array((NUM_ENTRIES,), jnp.int32)
     arrays = NeighbourGraph(vectors, _terms(vectors, asked), edges, entries, asked.metric)
-    return _of(Graph(asked.metric, num, DEGREE, WIDTH), arrays, asked)
+    return _of(Graph(asked.metric, num, DEGREE, WIDTH), Nodes(arrays), asked)
 
 
 def _of(method: Method, arrays: Any, asked: Asked) -> Step:

@@ -27,23 +27,20 @@ class Duplicates(NamedTuple):
 
     @classmethod
     def of(cls, vectors: NDArray[Any], metric: Metric) -> Duplicates:
-        """Of vectors `[n, d]`: of cosines those of one direction are equal, as far as their quotients are exact.
-
-        Equal ones are told by 64 bits of each: two others are taken for equal once in billions of pairs, which a sample of
-        some hundred does not notice.
-        """
+        """Of vectors `[n, d]`: of cosines those of one direction are equal, as far as their quotients are exact."""
         num, dim = vectors.shape
-        factors = np.random.default_rng(0).integers(0, 2**63, dim, np.uint64) * np.uint64(2) + np.uint64(1)
-        marks = np.empty(num, np.uint64)
-        rows = max(1, _AT_ONCE // dim)
-        for start in range(0, num, rows):
-            part = vectors[start : start + rows].astype(np.float64)
-            if metric == "cosine":
-                largest = np.abs(part).max(axis=1, keepdims=True)
-                part = part / np.where(largest > 0, largest, 1)
-            bits = (part.astype(np.float32) + np.float32(0)).view(np.uint32).astype(np.uint64)  # -0 is 0
-            marks[start : start + rows] = (bits * factors).sum(axis=1, dtype=np.uint64)
-        _, groups, counts = np.unique(marks, return_inverse=True, return_counts=True)
+        parts = [slice(start, start + max(1, _AT_ONCE // dim)) for start in range(0, num, max(1, _AT_ONCE // dim))]
+        marks, factors = np.empty(num, np.uint64), _factors(dim)
+        for part in parts:
+            bits = _told_apart_by(vectors[part], metric).view(np.uint32).astype(np.uint64)
+            marks[part] = (bits * factors).sum(axis=1, dtype=np.uint64)
+        _, firsts, groups = np.unique(marks, return_index=True, return_inverse=True)
+        groups = groups.reshape(-1)
+        for part in parts:  # of one mark, but others than the first of it: each for itself
+            own, first = (_told_apart_by(vectors[which], metric) for which in (part, firsts[groups[part]]))
+            others = np.flatnonzero((own != first).any(axis=1)) + part.start
+            groups[others] = num + others
+        _, groups, counts = np.unique(groups, return_inverse=True, return_counts=True)
         starts = np.concatenate([[0], np.cumsum(counts)])
         return cls(groups.reshape(-1).astype(np.int32), np.argsort(groups.reshape(-1), kind="stable"), starts)
 
@@ -69,6 +66,20 @@ class Duplicates(NamedTuple):
             every = np.concatenate([*parts, np.zeros(0, np.int64)])[:k]
             out[: len(every)] = every
         return found
+
+
+def _factors(dim: int) -> NDArray[np.uint64]:
+    """Odd: no change of one element is lost."""
+    return np.random.default_rng(0).integers(0, 2**63, dim, np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def _told_apart_by(vectors: NDArray[Any], metric: Metric) -> NDArray[np.float32]:
+    """f32 `[m, d]`, the same of equal vectors."""
+    wide = vectors.astype(np.float64)
+    if metric == "cosine":
+        largest = np.abs(wide).max(axis=1, keepdims=True)
+        wide = wide / np.where(largest > 0, largest, 1)
+    return wide.astype(np.float32) + np.float32(0)  # -0 is 0
 
 
 def distances_between(

@@ -1,13 +1,14 @@
 """The graph of near vectors as an index, `graph`.
 
-In: what is asked for, or a file. Out: an `ApproximateIndex` whose effort is the number of nodes that a walk keeps in hand.
+In: what is asked for, or a file. Out: an `ApproximateIndex` whose effort is the number of nodes that a walk keeps in hand. Of
+vectors that are equal one is a node, and stands for all (`copies`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from autopar.vector_search.asked import Asked
 from autopar.vector_search.best import Best, LeftOut
 from autopar.vector_search.build_graph import build_graph
 from autopar.vector_search.centre import less_centre, moved
+from autopar.vector_search.copies import Copies
+from autopar.vector_search.duplicates import Duplicates
 from autopar.vector_search.effort import Measured, in_steps
 from autopar.vector_search.index_file import Saved
 from autopar.vector_search.inputs import checked_metric
@@ -37,16 +40,23 @@ _EFFORTS = in_steps(16, 512)
 _NEW = 0.5
 
 
+class Nodes(NamedTuple):
+    """graph: of the distinct vectors. copies: what each stands for; None: for itself alone."""
+
+    graph: NeighbourGraph
+    copies: Copies | None = None
+
+
 @dataclass(frozen=True)
 class Graph:
     """How a graph is searched: a `Method`.
 
     Args:
-        degree: edges of a node. width: nodes looked at in one round.
+        num_nodes: distinct vectors. degree: edges of a node. width: nodes looked at in one round.
     """
 
     metric: Metric
-    num_vectors: int
+    num_nodes: int
     degree: int
     width: int
     kind: str = GRAPH
@@ -55,12 +65,12 @@ class Graph:
     @property
     def most(self) -> int:
         """All nodes in hand."""
-        return self.num_vectors
+        return self.num_nodes
 
     @property
     def usual(self) -> int:
         """As many as reach a recall of 0.95 of vectors that are easy to tell apart."""
-        return min(64, self.num_vectors)
+        return min(64, self.num_nodes)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -75,7 +85,7 @@ class Graph:
     def search(
         self,
         queries: jax.Array,
-        arrays: NeighbourGraph,
+        arrays: Nodes,
         allowed: jax.Array | None,
         left_out: LeftOut | None,
         *,
@@ -83,15 +93,22 @@ class Graph:
         effort: int,
     ) -> Best:
         """The best k of a beam of `effort` nodes."""
-        found = beam.search(arrays, queries, k, effort, self.width, allowed=allowed, left_out=left_out)
-        return Best(found.scores, found.positions)
+        graph, copies = arrays
+        counted = None
+        if copies is not None:
+            counted = copies.counted(allowed)
+            allowed = counted.is_allowed
+            left_out = left_out and copies.left_out(left_out)
+        found = beam.search(
+            graph, queries, min(k, self.num_nodes), effort, self.width, allowed=allowed, left_out=left_out
+        )
+        best = Best(found.scores, found.positions)
+        return best if copies is None or counted is None else copies.of(best, k, counted)
 
-    def efforts(
-        self, arrays: NeighbourGraph, sample: NDArray[Any], truth: NDArray[Any], recall_target: float
-    ) -> Sequence[int]:
+    def efforts(self, arrays: Nodes, sample: NDArray[Any], truth: NDArray[Any], recall_target: float) -> Sequence[int]:
         """All that are tried, for any target."""
         del arrays, sample, truth, recall_target
-        return tuple(dict.fromkeys(min(each, self.num_vectors) for each in _EFFORTS))
+        return tuple(dict.fromkeys(min(each, self.num_nodes) for each in _EFFORTS))
 
     def enough(self, k: int) -> int:
         """Half as many again: those at the end of a beam are not the nearest."""
@@ -101,9 +118,13 @@ class Graph:
         """A walk looks at about as many nodes as it keeps."""
         return effort * self.degree * _NEW
 
-    def saved(self, arrays: NeighbourGraph) -> dict[str, NDArray[Any]]:
-        """Edges, and where walks begin."""
-        return {"edges": np.asarray(arrays.edges), "entries": np.asarray(arrays.entries)}
+    def saved(self, arrays: Nodes) -> dict[str, NDArray[Any]]:
+        """Edges, where walks begin, and which vectors are equal."""
+        graph, copies = arrays
+        found = {"edges": np.asarray(graph.edges), "entries": np.asarray(graph.entries)}
+        if copies is not None:
+            found |= {"copies": np.asarray(copies.order), "first_copy": np.asarray(copies.starts)}
+        return found
 
 
 def build(asked: Asked) -> ApproximateIndex:
@@ -112,16 +133,26 @@ def build(asked: Asked) -> ApproximateIndex:
     Raises:
         SearchError: a setting that is not known or cannot be.
     """
-    num = len(asked.vectors)
     settings = asked.whole_numbers(GRAPH, {"degree": DEGREE, "width": WIDTH})
-    asked.report(f"connect {num:,} vectors", 0.1)
+    asked.report(f"connect {len(asked.vectors):,} vectors", 0.1)
     less, centre = moved(asked.vectors, asked.metric)
-    graph = build_graph(less, asked.metric, settings["degree"], NUM_ENTRIES)
-    method = Graph(asked.metric, num, settings["degree"], settings["width"])
+    copies = _copies_among(asked.vectors, asked.metric)
+    distinct = less if copies is None else less[copies.firsts]
+    graph = build_graph(distinct, asked.metric, settings["degree"], NUM_ENTRIES)
+    method = Graph(asked.metric, len(distinct), settings["degree"], settings["width"])
     asked.report("lay out the graph", 0.7)
-    index = ApproximateIndex(method, graph, asked.vectors, asked.ids, asked.place, why=asked.why, centre=centre)
+    nodes = Nodes(graph, copies)
+    index = ApproximateIndex(method, nodes, asked.vectors, asked.ids, asked.place, why=asked.why, centre=centre)
     index.measure(asked.recall_target, asked.report, asked.queries)
     return index
+
+
+def _copies_among(vectors: NDArray[Any], metric: Metric) -> Copies | None:
+    """None where no two are equal."""
+    same = Duplicates.of(vectors, metric)
+    if same.num_groups == len(vectors):
+        return None
+    return Copies(same.order.astype(np.int32), same.starts.astype(np.int32))
 
 
 def load(saved: Saved, place: Place) -> ApproximateIndex:
@@ -129,11 +160,14 @@ def load(saved: Saved, place: Place) -> ApproximateIndex:
     arrays, settings = saved.arrays, saved.settings
     metric = checked_metric(settings["metric"])
     centre = arrays.get("centre")
-    placed = jnp.asarray(less_centre(arrays["vectors"], centre))
+    copies = Copies(arrays["copies"], arrays["first_copy"]) if "copies" in arrays else None
+    distinct = arrays["vectors"] if copies is None else arrays["vectors"][copies.firsts]
+    placed = jnp.asarray(less_centre(distinct, centre))
     graph = NeighbourGraph(
         placed, terms(placed, metric), jnp.asarray(arrays["edges"]), jnp.asarray(arrays["entries"]), metric
     )
-    method = Graph(metric, len(arrays["ids"]), settings["degree"], settings["width"])
+    method = Graph(metric, len(distinct), settings["degree"], settings["width"])
     measured = Measured.loaded(settings["measured"])
     vectors, ids = arrays["vectors"], arrays["ids"]
-    return ApproximateIndex(method, graph, vectors, ids, place, measured, settings["why"], centre)
+    nodes = Nodes(graph, copies)
+    return ApproximateIndex(method, nodes, vectors, ids, place, measured, settings["why"], centre)

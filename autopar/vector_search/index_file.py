@@ -196,6 +196,8 @@ _ARRAYS = {
     "centre": (tuple(DTYPES), 1),
     "edges": (("int32", "int64"), 2),
     "entries": (("int32", "int64"), 1),
+    "copies": (("int32", "int64"), 1),
+    "first_copy": (("int32", "int64"), 1),
 }
 #: Settings that are whole numbers, and the least of each.
 _COUNTS = {"num_lists": 1, "copies": 1, "refined": 0, "degree": 1, "width": 1, "effort": 1}
@@ -220,19 +222,24 @@ def _inconsistent(saved: Saved) -> str | None:
     num, dim = arrays["vectors"].shape
     if dim < 1:
         return f"`vectors` has the shape {[num, dim]}"
-    shapes: dict[str, tuple[Any, ...]] = {"ids": (num,), "centre": (dim,), "edges": (num, settings.get("degree"))}
+    for name, rise in (("first_block", 0), ("first_copy", 1)):
+        first = arrays.get(name)
+        if first is not None and (len(first) < 1 or first[0] != 0 or (np.diff(first) < rise).any()):
+            return f"`{name}` does not begin at 0 and rise"
+    if ("copies" in arrays) != ("first_copy" in arrays) or ("copies" in arrays and arrays["first_copy"][-1] != num):
+        return f"`first_copy` does not end with the {num:,} vectors"
+    nodes = len(arrays["first_copy"]) - 1 if "first_copy" in arrays else num
+    shapes: dict[str, tuple[Any, ...]] = {"ids": (num,), "centre": (dim,), "copies": (num,)}
+    shapes["edges"] = (nodes, settings.get("degree"))
     if "first_block" in arrays:
-        first = arrays["first_block"]
-        if len(first) < 1 or first[0] != 0 or (np.diff(first) < 0).any():
-            return "`first_block` does not begin at 0 and rise"
         shapes |= _shapes_of_lists(arrays, settings, dim)
     for name, shape in shapes.items():
         if name in arrays and arrays[name].shape != shape:
             return f"`{name}` has the shape {list(arrays[name].shape)}, and should have {list(shape)}"
-    for name, least in (("positions", -1), ("edges", -1), ("entries", 0)):
+    for name, least, most in (("positions", -1, num), ("edges", -1, nodes), ("entries", 0, nodes), ("copies", 0, num)):
         array = arrays.get(name)
-        if array is not None and array.size and not least <= int(array.min()) <= int(array.max()) < num:
-            return f"`{name}` points outside the {num:,} vectors"
+        if array is not None and array.size and not least <= int(array.min()) <= int(array.max()) < most:
+            return f"`{name}` points outside the {most:,} vectors"
     return None
 
 
