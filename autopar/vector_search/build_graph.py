@@ -51,8 +51,8 @@ def build_graph(
     middles = k_means(lists.centroids, min(num_entries, lists.num_lists), rounds, seed).centroids
     entries = jnp.argmax(scores(middles.astype(placed.dtype), placed, nearness), axis=1)
     graph = connect(placed, near, jnp.unique(entries), nearness, degree)
-    graph = with_entries_for_all(graph, most=usual_num_lists(len(vectors)), seed=seed)
-    return replace(graph, metric=metric, vectors=held, terms=terms(held, metric))
+    graph = replace(graph, metric=metric, vectors=held, terms=terms(held, metric))
+    return with_entries_for_all(graph, most=usual_num_lists(len(vectors)), seed=seed)
 
 
 def of_one_length(vectors: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from jax import lax
 
 from autopar.vector_search import beam
 from autopar.vector_search.diverse import squared_distances, unit
-from autopar.vector_search.metrics import NO_ID
+from autopar.vector_search.metrics import NO_ID, Metric
 from autopar.vector_search.neighbour_graph import NeighbourGraph
 
 #: Vectors that are looked for, how many at once, and how many of the lost are compared with each other, at most.
@@ -41,7 +41,7 @@ def with_entries_for_all(graph: NeighbourGraph, most: int = 256, size: int = 16,
     """The graph with the entries that it needs beside its own.
 
     Args:
-        graph: its metric is the one its edges are near by: l2 or cosine.
+        graph: its metric is that of searches.
         most: entries in all, if it has not more already.
         size: nodes in the beam of a walk that is tried: few, as of a search that is quick.
     """
@@ -72,24 +72,38 @@ def _helps(graph: NeighbourGraph, lost: jax.Array, found: jax.Array) -> jax.Arra
     """bool `[num, num]`, of nodes that are lost, int32 `[num]`, and the nearest that the walk of each finds, int32
     `[num]`: row i says which of them would help the i-th, as they are nearer to it than what is found."""
     held, there = graph.vectors[jnp.maximum(lost, 0)], graph.vectors[jnp.maximum(found, 0)]
-    if graph.metric == "cosine":
-        held, there = unit(held), unit(there)
-    apart = squared_distances(held[None], held[None])[0]
-    is_nearer = apart < squared_distances(held[:, None], there[:, None])[:, 0]
+    is_nearer = (
+        _apart(held[None], held[None], graph.metric)[0] < _apart(held[:, None], there[:, None], graph.metric)[:, 0]
+    )
     is_node = lost != NO_ID
     return is_nearer & is_node[:, None] & is_node
+
+
+def _apart(some: jax.Array, others: jax.Array, metric: Metric) -> jax.Array:
+    """f32 `[n, a, b]`, between `[n, a, d]` and `[n, b, d]`: less is better."""
+    if metric == "inner_product":
+        some, others = some.astype(jnp.float32), others.astype(jnp.float32)
+        return -jnp.einsum("nad,nbd->nab", some, others, precision=lax.Precision.HIGHEST)
+    if metric == "cosine":
+        some, others = unit(some), unit(others)
+    return squared_distances(some, others)
 
 
 @partial(jax.jit, static_argnames="size")
 def _looked_for(graph: NeighbourGraph, tried: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Of each of `tried`, int32 `[num]`: the nearest that a walk finds, int32 `[num]`; and whether it is lost, as the
-    walk ends with neither itself nor a neighbour of it. A near miss is no matter of where walks begin."""
+    walk ends with neither itself nor a neighbour of it, nor with what is nearer, as others may be by inner products. A near
+    miss is no matter of where walks begin."""
 
     def look_for(some: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = beam.search(graph, graph.vectors[some], size, size).positions
+        wanted = graph.vectors[some]
+        found = beam.search(graph, wanted, size, size).positions
         own = jnp.concatenate([some[:, None], graph.edges[some]], axis=1)
         is_there = (found[:, :, None] == own[:, None]) & (found != NO_ID)[:, :, None]
-        return found[:, 0], ~jnp.any(is_there, axis=(1, 2))
+        best = graph.vectors[jnp.maximum(found[:, :1], 0)]
+        both = jnp.concatenate([wanted[:, None], best], axis=1)
+        to_itself, to_best = jnp.moveaxis(_apart(wanted[:, None], both, graph.metric)[:, 0], 1, 0)
+        return found[:, 0], ~jnp.any(is_there, axis=(1, 2)) & (to_itself < to_best)
 
     at_once = min(_AT_ONCE, tried.size)
     num_parts = -(-tried.size // at_once)

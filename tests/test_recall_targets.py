@@ -1,0 +1,204 @@
+"""Whether a recall target is reached: what a sample says of queries that are none of it; equal vectors; inner products."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nearest import exact_nearest, recall
+
+from autopar import vector_search
+from autopar.errors import SearchWarning
+from autopar.vector_search import beam, duplicates
+from autopar.vector_search.approximate_index import ApproximateIndex
+from autopar.vector_search.build import KINDS, _sample
+from autopar.vector_search.build_graph import build_graph
+from autopar.vector_search.duplicates import Duplicates, distances_between
+from autopar.vector_search.effort import Measured, Recall
+from autopar.vector_search.graph_index import GRAPH
+from autopar.vector_search.lists_index import IVF, IVF_PQ
+from autopar.vector_search.metrics import Metric
+from benchmarks.synthetic_vectors import skewed_clusters
+
+MESH_OF_ONE = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+build = partial(vector_search.build, mesh=MESH_OF_ONE, progress=False)
+#: Of kinds that have lists, none longer than a few of so few vectors.
+FEW = {IVF: {}, IVF_PQ: {}, GRAPH: {"degree": 4}, "exact": {}}
+
+
+def found_by_distance(index: Any, queries: np.ndarray, corpus: np.ndarray, metric: Metric = "l2") -> float:
+    """The share of the ten nearest that is found: of equal ones any."""
+    last = exact_nearest(queries, corpus, 10, metric)[:, -1:]
+    far, found = (distances_between(queries, corpus, which, metric) for which in (last, index.search(queries, 10).ids))
+    return float(np.mean(found <= far * (1 + 1e-6) if metric == "l2" else found >= far - 1e-6 * abs(far)))
+
+
+def copied(seed: int, num: int = 4000, distinct: int = 400, copied_most: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """Nine in ten vectors are copies of a few; and 1000 strangers."""
+    data = skewed_clusters(32, distinct, 1000, num_clusters=100, seed=seed)
+    draw = np.random.default_rng(seed)
+    copies = data.corpus[draw.integers(0, copied_most, num - distinct)]
+    return draw.permutation(np.concatenate([data.corpus, copies])), data.queries
+
+
+# -- what a sample says ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [60, 512])
+@pytest.mark.parametrize("share", [0.9, 0.95, 0.99])
+def test_a_sample_promises_too_much_once_in_twenty(share: float, num: int) -> None:
+    """Where queries find all or nothing, which is where samples differ most; and where each misses some."""
+    draw = np.random.default_rng(0)
+    for samples in (draw.random((2000, num)) < share, draw.binomial(10, share, (2000, num)) / 10):
+        promised = np.array([Recall.of(sample.astype(float)).at_least for sample in samples])
+        assert (promised > share).mean() <= 0.06
+        assert promised.mean() > share - 5 / num - 2 * np.sqrt(share * (1 - share) / num)
+
+
+def test_few_queries_promise_little() -> None:
+    assert Recall.of(np.ones(1)) == (1.0, 0.0)
+    assert Recall.of(np.ones(20)).at_least < 0.9
+    assert Recall.of(np.zeros(500)) == (0.0, 0.0)
+
+
+def test_what_an_older_file_does_not_say_is_not_known() -> None:
+    measured = Measured(3, 0.97, {3: 0.97}, 0.95, 0.955)
+    assert Measured.loaded(measured.saved()) == measured
+    older = {name: value for name, value in measured.saved().items() if name != "at_least"}
+    assert Measured.loaded(older).reached is None
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", [3, 5, 7, 11])
+def test_lists_that_reach_a_target_reach_it_for_strangers(seed: int) -> None:
+    """Of a corpus of copies: no two queries of the sample are copies of each other, as they would count as many."""
+    corpus, strangers = copied(seed)
+    index = build(corpus, index=IVF)
+    assert index.stats().reached is True
+    assert index.stats().details["recall_at_least"] >= 0.95
+    assert found_by_distance(index, strangers, corpus) >= 0.94  # as far as 1000 tell
+
+
+def test_a_recall_near_one_is_told_by_more_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    run = ApproximateIndex._run
+
+    def counted(self: Any, queries: Any, *args: Any, **options: Any) -> Any:
+        asked.append(len(queries))
+        return run(self, queries, *args, **options)
+
+    monkeypatch.setattr(ApproximateIndex, "_run", counted)
+    corpus = skewed_clusters(16, 2000, 1).corpus
+    index = build(corpus, index=IVF, recall_target=0.99)
+    assert set(asked) == {800}
+    assert index.stats().reached is True
+
+
+# -- copies in a graph -----------------------------------------------------------------------
+
+
+@cache
+def graph_of_copies(metric: Metric = "l2") -> tuple[Any, np.ndarray, np.ndarray]:
+    corpus, strangers = copied(0, 3000, 300)
+    return build(corpus, index=GRAPH, metric=metric, degree=16), corpus, strangers
+
+
+@pytest.mark.parametrize("metric", ["l2", pytest.param("cosine", marks=pytest.mark.slow)])
+def test_a_graph_is_not_lost_among_copies(metric: Metric) -> None:
+    """With few nodes in hand: all that are nearest are copies of one vector, and its copies lead nowhere else."""
+    index, corpus, strangers = graph_of_copies(metric)
+    assert index.stats().reached is True
+    assert index.stats().details["effort"] <= 64
+    assert found_by_distance(index, strangers, corpus, metric) >= 0.94
+
+
+def test_copies_are_found_each_once_and_by_a_filter() -> None:
+    index, corpus, _ = graph_of_copies()
+    _, which, counts = np.unique(corpus, axis=0, return_index=True, return_counts=True)
+    query = corpus[which[np.argmax(counts)]]
+    equal = np.flatnonzero((corpus == query).all(axis=1))
+    found = index.search(query, len(equal) + 3)
+    assert sorted(found.ids[:-3].tolist()) == equal.tolist()
+    assert (found.distances[:-3] == 0).all()
+    assert (found.distances[-3:] > 0).all()
+    allowed = np.ones(len(corpus), bool)
+    allowed[equal[::2]] = False
+    some = index.search(query, len(equal[1::2]) + 3, filter=allowed)
+    assert sorted(some.ids[:-3].tolist()) == equal[1::2].tolist()
+    assert allowed[some.ids].all()
+
+
+def test_a_graph_of_copies_is_saved(tmp_path: Path) -> None:
+    index, _, strangers = graph_of_copies()
+    index.save(tmp_path / "index")
+    loaded = vector_search.load(tmp_path / "index", mesh="8", batch=8)
+    assert loaded.stats().reached is True
+    before, after = index.search(strangers[:8], 10), loaded.search(strangers[:8], 10)
+    np.testing.assert_array_equal(before.ids, after.ids)
+    np.testing.assert_allclose(before.distances, after.distances, rtol=1e-4, atol=1e-4)
+
+
+def test_vectors_of_one_mark_that_differ_are_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "_factors", lambda dim: np.ones(dim, np.uint64))  # 1 2 and 2 1 have one mark
+    vectors = np.array([[1, 2], [2, 1], [1, 2], [2, 1], [3, 3]], np.float32)
+    same = Duplicates.of(vectors, "l2")
+    assert same.groups[0] == same.groups[2]
+    assert len({*same.groups[[0, 1, 4]].tolist()}) == 3
+
+
+# -- inner products on graphs ----------------------------------------------------------------
+
+
+def test_walks_by_inner_product_begin_where_they_are_needed() -> None:
+    """Clusters of vectors of many lengths: long ones of others are nearer than what a walk has to go by."""
+    data, draw = skewed_clusters(32, 3000, 300, seed=1), np.random.default_rng(0)
+    corpus, queries = (
+        (each * draw.lognormal(0, 0.5, (len(each), 1))).astype(np.float32) for each in (data.corpus, data.queries)
+    )
+    graph = build_graph(corpus, "inner_product", degree=16)
+    found = jax.jit(partial(beam.search, k=10, beam=128))(graph, jnp.asarray(queries)).positions
+    assert recall(np.asarray(found), exact_nearest(queries, corpus, 10, "inner_product")) >= 0.95
+
+
+# -- few vectors, few queries ----------------------------------------------------------------
+
+
+@pytest.mark.slow  # the fast tier has `test_none_one_and_five_vectors_are_indexes`
+@pytest.mark.parametrize("metric", ["l2", "cosine", "inner_product"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_vectors_are_all_found(kind: str, metric: str) -> None:
+    """One, two, ten of them; equal ones and zeros; whole numbers; more neighbours than there are."""
+    few = [np.ones((1, 4)), np.eye(2, 4), np.zeros((3, 4)), np.full((5, 4), 7, np.int16), np.arange(40).reshape(10, 4)]
+    for corpus in few:
+        index = build(corpus, index=kind, metric=metric, **FEW[kind])
+        found = index.search(np.ones((2, 4)), len(corpus) + 2)
+        assert np.sort(found.ids, axis=1).tolist() == [[-1, -1, *range(len(corpus))]] * 2
+        assert index.stats().reached is not False
+
+
+@pytest.mark.parametrize("kind", [IVF, pytest.param(GRAPH, marks=pytest.mark.slow)])
+def test_one_query_tells_no_recall(kind: str) -> None:
+    """Nothing is promised by it: what is kept finds all, or is said not to."""
+    corpus = skewed_clusters(16, 1000, 1).corpus
+    with pytest.warns(SearchWarning, match="`queries` are 1: .* would not tell a recall of 0.95"):
+        index = build(corpus, index=kind, queries=corpus[0])
+    near = exact_nearest(corpus[:20], corpus, 10)
+    assert recall(index.search(corpus[:20], 10).ids, near) == 1 or index.stats().reached is False
+
+
+def test_enough_queries_are_taken_without_a_word() -> None:
+    data = skewed_clusters(16, 500, 60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for target in (0.95, 1.0):  # 1, which no number of them tells, is a matter of looking at all
+            taken = _sample(data.queries, data.corpus, target)
+            assert taken is not None
+            assert len(taken) == 60
+    with pytest.warns(SearchWarning, match="`queries` are 60"):
+        _sample(data.queries, data.corpus, 0.99)
