@@ -328,6 +328,22 @@ def test_auto_takes_another_kind_where_the_target_is_missed(monkeypatch: pytest.
     assert index.stats().details["why"] == "what is left; ivfpq did not reach a recall of 0.999"
 
 
+def test_auto_keeps_the_best_where_nothing_reaches_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind(name: str, promised: float) -> vector_search.Kind:
+        details = {"recall": 0.93, "recall_at_least": promised}
+        made: Any = SimpleNamespace(stats=lambda: SimpleNamespace(kind=name, reached=False, details=details))
+        return vector_search.Kind(lambda asked: made, lambda saved, place: made)
+
+    def choose_lists_first(name: str, asked: Any, missed: Any = ()) -> tuple[str, str]:
+        return (IVF_PQ if missed else IVF), ""
+
+    module = import_module("autopar.vector_search.build")
+    monkeypatch.setattr(module, "choose", choose_lists_first)
+    monkeypatch.setattr(module, "KINDS", {IVF: kind(IVF, 0.9), IVF_PQ: kind(IVF_PQ, 0.7)})
+    with pytest.warns(SearchWarning, match="'ivf' finds 0.930 .* at least 0.900"):
+        assert build(data()[0]).stats().kind == IVF
+
+
 def test_a_walk_leaves_out_what_it_is_told_to() -> None:
     """As if it were not among the vectors: all else is found."""
     corpus, _ = data()

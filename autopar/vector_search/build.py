@@ -138,7 +138,7 @@ def build(
             if kind in missed:  # nothing else fits
                 break
             why = f"{why}; {', '.join(missed)} did not reach a recall of {recall_target:g}"
-            made = KINDS[kind].build(replace(asked, why=why))
+            made = max(made, KINDS[kind].build(replace(asked, why=why)), key=_promised)
         report("done", 1.0)
     if made.stats().reached is False:
         _warn_of_missed(made, recall_target)
@@ -159,6 +159,11 @@ def _sample(queries: ArrayLike | None, vectors: NDArray[Any], recall_target: flo
             stacklevel=3,
         )
     return checked
+
+
+def _promised(made: Index) -> float:
+    """The recall that its sample promises; 1 of what needs none."""
+    return made.stats().details.get("recall_at_least", 1.0)
 
 
 def _warn_of_missed(made: Index, recall_target: float) -> None:

@@ -61,7 +61,8 @@ def choose(index: str, asked: Asked, missed: Collection[str] = ()) -> tuple[str,
     fits = {kind: seconds for kind, seconds in kinds.items() if seconds is not None and kind not in missed}
     if not fits:
         budget = f"{asked.place.budget_bytes / 1e9:.3g} GB a device"
-        return IVF_PQ, f"the vectors do not fit into {budget}: codes are smaller, and the vectors stay on the host"
+        others = "what is left does" if missed else "the vectors do"
+        return IVF_PQ, f"{others} not fit into {budget}: codes are smaller, and the vectors stay on the host"
     told = ", ".join(f"{kind} {_ms(seconds)}" for kind, seconds in fits.items())
     best = min(fits, key=lambda kind: fits[kind])
     if exact is not None and fits[best] > exact / _WORTH:

@@ -59,8 +59,8 @@ class IndexStats:
         device_bytes: that the fullest device holds of it.
         layouts: how its vectors are split in each way that they are held in, in words.
         searches: each program made for it so far, by number of queries and k: seconds that the plan predicts.
-        reached: whether the recall target was, as measured when the index was built; True of exact search; None where
-            nothing could be measured.
+        reached: whether the recall target was, by what the sample that was measured when the index was built promises of other
+            queries (`recall_at_least` of `details`); True of exact search; None where nothing could be measured.
         details: of this kind alone.
     """
 
