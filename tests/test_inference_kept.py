@@ -166,7 +166,7 @@ def test_whatever_programs_come_from_makes_another_name(folder: Path, monkeypatc
         others.append(name())
     monkeypatch.setattr(plan_key, "_own_code", lambda: "another planner")
     others.append(name())
-    monkeypatch.setattr(plan_key, "version", lambda package: "1.2.3" if package == "flax" else "1")
+    monkeypatch.setattr("autopar.version.version", lambda package: "1.2.3" if package == "flax" else "1")
     others.append(name())
     assert None not in others
     assert len({base, *others}) == 1 + len(others)

@@ -211,7 +211,7 @@ def test_whatever_planning_reads_makes_another_key(mlp: programs.Program, monkey
     monkeypatch.setattr("autopar.rules.registered._registered", {})
     autopar.register_rule("some_primitive_of_mine", "a b -> a")
     others.append(key(mlp))
-    monkeypatch.setattr("autopar.plan_key.version", lambda name: "1.2.3")
+    monkeypatch.setattr("autopar.version.version", lambda name: "1.2.3")
     others.append(key(mlp))
     assert len({base, *others}) == 1 + len(others)
 
@@ -262,7 +262,7 @@ def test_a_stale_entry_is_said(
     mlp: programs.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as other:
-        other.setattr("autopar.plan_key.version", lambda name: "0.9" if name == "jax" else "1.0")
+        other.setattr("autopar.version.version", lambda name: "0.9" if name == "jax" else "1.0")
         plan_of(mlp, tmp_path)
     assert not caplog.records
     plan_of(mlp, tmp_path)

@@ -84,6 +84,8 @@ def _estimate(training: Training, plan: Plan, card: str) -> dict[str, Any]:
     """How long XLA's scheduler thinks that the planned step takes."""
     step, args = training.target
     _, program = autopar.parallelize(step, plan=plan, cache=False).planned(*args)
+    if program.as_traced.graph.loops:
+        return {"error": "XLA's estimate leaves out what is inside a loop"}
     profile = load(card)
     try:
         with Compiler() as compiler:
