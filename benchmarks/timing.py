@@ -33,6 +33,16 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(one) for name, one in times.items()}
 
 
+def median_s(call: Callable[[], Any], rounds: int) -> float:
+    """Median seconds from a call until its results are there; the first, which may compile, is thrown away."""
+    times: list[float] = []
+    for _ in range(1 + rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
 class TimedLoop:
     """A training loop that can be advanced one timed step at a time.
 

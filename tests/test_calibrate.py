@@ -22,20 +22,11 @@ from autopar.cost.collectives import KINDS, collective_time
 from autopar.errors import HardwareError
 from autopar.fit import Sample, fit
 from autopar.mesh import parse_mesh
-from autopar.probes import Sizes, collective_points, ring
+from autopar.probes import collective_points, ring
+from benchmarks.gpu.calibration import TINY as TINY_OF_A_DRY_RUN
 
 CALIBRATED = Path(__file__).resolve().parent.parent / "cost_models" / "calibrated"
-TINY = Sizes(
-    products=((32, 32, 32), (64, 64, 64), (64, 128, 32)),
-    elements=(1 << 14, 1 << 15),
-    cached_elements=(1 << 10,),
-    launches=(4, 16),
-    payload_bytes=(1 << 10, 1 << 14),
-    copy_bytes=(1 << 10, 1 << 16),
-    convolutions=((1, 8, 8, 3), (1, 8, 8, 1)),
-    attention=((1, 16, 2, 8),),
-    dtypes=("float32", "float64", "int8"),
-)
+TINY = replace(TINY_OF_A_DRY_RUN, dtypes=("float32", "float64", "int8"))
 MACHINE = Machine(
     device_kind="NVIDIA H100 80GB HBM3",
     platform="gpu",

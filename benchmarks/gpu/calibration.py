@@ -15,7 +15,7 @@ from autopar.cost.hardware import load
 from autopar.probes import Sizes
 from benchmarks.gpu.setting import Record, Setting
 
-_TINY = Sizes(
+TINY = Sizes(
     products=((32, 32, 32), (64, 64, 64), (64, 128, 32)),
     elements=(1 << 14, 1 << 15),
     cached_elements=(1 << 10,),
@@ -39,7 +39,7 @@ def calibration(setting: Setting) -> Record:
         base,
         _SHARE * setting.seconds,
         command="python -m benchmarks.gpu --only calibration",
-        sizes=_TINY if setting.is_tiny else None,
+        sizes=TINY if setting.is_tiny else None,
     )
     table = profile_table(found, f"{base.name}-measured")
     record = to_json(found, table)

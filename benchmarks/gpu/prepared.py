@@ -54,7 +54,7 @@ def prepare(
     """Plan every model for every card and number of GPUs; a file that is there already is kept, but for `again`.
 
     Args:
-        estimate: whether XLA's compiler is asked too, which takes the CUDA plugin and half a minute a model.
+        estimate: whether XLA compiles each step for its estimate, which takes the CUDA plugin and half a minute a model.
         only: models whose name has this in it.
     """
     wanted = [(num, card, name) for num in (1, *several) for card in cards for name in MODELS if only in name]

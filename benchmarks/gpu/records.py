@@ -6,6 +6,7 @@ be measured now is not measured again.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from benchmarks.machine import ROOT, fingerprint
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"
 _MEASURES_WITH = (
-    *("zoo/training.py", "zoo/diffusion.py", "zoo/expert_layer.py", "synthetic_vectors.py"),
+    *("zoo/training.py", "zoo/diffusion.py", "zoo/expert_layer.py", "synthetic_vectors.py", "timing.py"),
     *("baselines/jitted.py", "baselines/pinned.py"),
 )
 
@@ -23,8 +24,9 @@ _MEASURES_WITH = (
 Key = tuple[str, str, int, str, str]
 
 
+@functools.cache
 def sources() -> str:
-    """Names the sources that measure now."""
+    """Names the sources that measure now: as they are at the start."""
     here = Path(__file__).parent
     return fingerprint(*sorted(here.glob("*.py")), *(here.parent / each for each in _MEASURES_WITH))
 

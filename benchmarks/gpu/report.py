@@ -6,12 +6,13 @@ In: records. Out: Markdown. Of each piece the newest record counts; where a piec
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu import records
 from benchmarks.gpu.pieces import PIECES
 from benchmarks.gpu.setting import Record
+from benchmarks.proof_summary import table
 
 _HEAD = """# Measured on GPUs
 
@@ -206,12 +207,7 @@ def _tables(title: str, by_part: dict[str, Record]) -> list[str]:
 def _table(rows: Rows) -> str:
     """All columns of all rows, in the order they first come in."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines: Iterable[Sequence[str]] = (
-        columns,
-        ["---"] * len(columns),
-        *([_cell(row.get(column, "")) for column in columns] for row in rows),
-    )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(columns, [[_cell(row.get(column, "")) for column in columns] for row in rows])
 
 
 def _cell(value: Any) -> str:

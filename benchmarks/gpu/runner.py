@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,7 @@ class Run:
     report: Callable[[str], None]
     at_once: int = 1
     _children: list[subprocess.Popen[str]] = field(default_factory=list, init=False, repr=False)
+    _stopped: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
 
     def measure(self, only: str, again: bool, seconds: float) -> list[str]:
         """Measure the pieces whose name has `only` in it, within so many seconds.
@@ -71,6 +73,7 @@ class Run:
                 return [name for name in (each.result() for each in found) if name]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                self._stopped.set()  # what is ended now has not failed
                 self._end_all()
                 raise
 
@@ -82,6 +85,8 @@ class Run:
             return ""
         began = time.monotonic()
         record = self._record(name, host, min(LIMIT_S, left))
+        if self._stopped.is_set():
+            return ""
         records.add(self.results, record)
         words = f"failed: {record['error'].strip().splitlines()[-1][:300]}" if "error" in record else "measured"
         self.report(f"{name}: {words} ({time.monotonic() - began:.0f} s)")

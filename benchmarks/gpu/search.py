@@ -6,7 +6,6 @@ In: the kind of index. Out: a record with rows. The vectors are FAISS's syntheti
 from __future__ import annotations
 
 import importlib
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from jax.sharding import Mesh
 from autopar import vector_search
 from benchmarks.gpu.setting import Record, Setting
 from benchmarks.synthetic_vectors import faiss_synthetic
+from benchmarks.timing import median_s
 
 _DIM, _K = 128, 10
 #: Vectors of each kind of index, and what cuVS calls it.
@@ -26,6 +26,8 @@ _BATCHES = (1, 10, 100, 1000, 10_000)
 _TINY_VECTORS, _TINY_BATCHES = 2000, (1, 20)
 #: Queries whose true neighbours are computed, for the recall.
 _JUDGED = 1000
+#: Of a batch that is timed.
+_CALLS = 10
 
 
 def search(kind: str, setting: Setting) -> Record:
@@ -47,14 +49,7 @@ def search(kind: str, setting: Setting) -> Record:
 def _by_batch(run: Callable[[Any], Any], queries: Any, batches: tuple[int, ...]) -> list[Record]:
     rows: list[Record] = []
     for batch in batches:
-        some = queries[:batch]
-        np.asarray(run(some))
-        times: list[float] = []
-        for _ in range(10):
-            began = time.perf_counter()
-            np.asarray(run(some))
-            times.append(time.perf_counter() - began)
-        seconds = statistics.median(times)
+        seconds = median_s(lambda some=queries[:batch]: np.asarray(run(some)), _CALLS)
         rows.append({"batch": batch, "seconds": seconds, "queries_per_s": batch / seconds})
     return rows
 

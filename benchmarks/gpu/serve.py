@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from autopar.inference.decoder import Decoder
 from autopar.inference.kv_pages import KVPages
 from autopar.inference.paged_attention import BACKENDS, attend_paged
 from benchmarks.gpu.setting import Record, Setting
+from benchmarks.timing import median_s
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -48,6 +49,8 @@ _TINY = _LLAMA | {
 _NEXT_TO_NOTHING = _TINY | {"num_hidden_layers": 1}
 _PAGE = 16
 _STEPS, _WARM_UP = 30, 5
+#: Of a kernel that is timed alone.
+_CALLS = 20
 
 
 def decode(setting: Setting) -> Record:
@@ -134,7 +137,7 @@ def attention(setting: Setting) -> Record:
                 rows.append(row | {"refused": reason})
                 continue
             try:
-                seconds = _median_s(partial(_attended(name), *arrays))
+                seconds = median_s(partial(_attended(name), *arrays), _CALLS)
             except Exception as error:  # a kernel that this card or this JAX refuses: that is a finding
                 rows.append(row | {"error": f"{type(error).__name__}: {error}"[:300]})
                 continue
@@ -147,7 +150,7 @@ def copy_bytes_per_s(setting: Setting) -> float:
     """Bytes read and written per second by a copy of memory."""
     array = jnp.ones((1 << (16 if setting.is_tiny else 29),), jnp.float32)
     add = jax.jit(lambda x: x + 1)
-    return 2 * array.nbytes / _median_s(partial(add, array))
+    return 2 * array.nbytes / median_s(partial(add, array), _CALLS)
 
 
 def _attended(backend: str) -> Callable[..., Any]:
@@ -210,13 +213,3 @@ def _decode_step(engine: Engine, config: DecoderConfig, batch: int, context: int
 
 def _prompt(config: DecoderConfig, length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, config.vocab_size, length).tolist()
-
-
-def _median_s(call: Callable[[], Any], rounds: Sequence[int] = range(20)) -> float:
-    jax.block_until_ready(call())
-    times: list[float] = []
-    for _ in rounds:
-        began = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)

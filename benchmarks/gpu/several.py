@@ -20,7 +20,8 @@ from benchmarks.baselines.pinned import Pins
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.prepared import SEVERAL, saved
 from benchmarks.gpu.setting import Record, Setting
-from benchmarks.gpu.train import Loop, timed
+from benchmarks.gpu.train import first_loss, timed
+from benchmarks.timing import TimedLoop
 from benchmarks.zoo.training import Training
 
 _SHARE = 0.05
@@ -54,9 +55,9 @@ def _planned(training: Training, plan: Any, devices: list[Any], setting: Setting
     step = autopar.parallelize(training.step, plan=plan, mesh=make_mesh(plan.mesh, devices), cache=False)
     batch = training.make_batch(0)
     state = step.init(training.create_state, jax.random.key(0), batch=batch)
-    loop = Loop(step, state, step.shard_batch(batch))
+    loop = TimedLoop(step, state, step.shard_batch(batch))
     del state
-    return {"way": "autopar", "first_loss": loop.first_loss()} | timed(loop, _SHARE * setting.seconds)
+    return {"way": "autopar", "first_loss": first_loss(loop)} | timed(loop, _SHARE * setting.seconds)
 
 
 def _by_hand(num: int) -> list[tuple[str, Any, tuple[int, int]]]:
@@ -75,6 +76,6 @@ def _of_hand(training: Training, pins: Pins, mesh: Mesh, setting: Setting) -> Re
     state_shardings, batch_shardings = shardings_of(args, pins, mesh)
     state = jax.jit(training.create_state, out_shardings=state_shardings)(jax.random.key(0))
     batch = jax.device_put(training.make_batch(0), batch_shardings)
-    loop = Loop(jitted(training.step, args, pins, mesh), state, batch)
+    loop = TimedLoop(jitted(training.step, args, pins, mesh), state, batch)
     del state
-    return {"first_loss": loop.first_loss()} | timed(loop, _SHARE * setting.seconds)
+    return {"first_loss": first_loss(loop)} | timed(loop, _SHARE * setting.seconds)

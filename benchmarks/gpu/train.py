@@ -7,7 +7,6 @@ in the same process, so that both can be compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from benchmarks.gpu.kernels import kernel_times
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.prepared import saved
 from benchmarks.gpu.setting import Record, Setting
+from benchmarks.timing import TimedLoop
 from benchmarks.zoo.training import Training
 
 #: Steps that are timed, at most; before that so many run to warm up, and afterwards so many with the profiler.
@@ -47,7 +47,7 @@ def train(name: str, setting: Setting) -> Record:
     state, loss = jax.block_until_ready(step(state, batch))
     record["first_start_s"] = time.perf_counter() - began
     record["first_loss"] = float(loss)
-    loop = Loop(step, state, batch)
+    loop = TimedLoop(step, state, batch)
     del state
     record |= timed(loop, _TIMED_SHARE * setting.seconds)
     report = step.report()
@@ -68,32 +68,20 @@ def _plain(training: Training, batch: Any, device: Any, setting: Setting) -> Rec
     with jax.default_device(device):
         try:
             state = jax.jit(training.create_state)(jax.random.key(0))
-            loop = Loop(jax.jit(training.step, donate_argnums=0), state, batch)
+            loop = TimedLoop(jax.jit(training.step, donate_argnums=0), state, batch)
             del state
-            return {"first_loss": loop.first_loss()} | timed(loop, _TIMED_SHARE * setting.seconds)
+            return {"first_loss": first_loss(loop)} | timed(loop, _TIMED_SHARE * setting.seconds)
         except jax.errors.JaxRuntimeError as error:  # as where it does not fit, and the plan computes values again
             return {"error": str(error)[:300]}
 
 
-class Loop:
-    """A training loop, one blocking step at a time."""
-
-    def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> None:
-        self.step, self.state, self.batch = step, state, batch
-
-    def run(self) -> float:
-        """Seconds of a step, from its call until its results are there."""
-        began = time.perf_counter()
-        self.state, _ = jax.block_until_ready(self.step(self.state, self.batch))
-        return time.perf_counter() - began
-
-    def first_loss(self) -> float:
-        """Of a step that compiles."""
-        self.state, loss = self.step(self.state, self.batch)
-        return float(loss)
+def first_loss(loop: TimedLoop) -> float:
+    """Of a step that compiles."""
+    loop.state, loss = loop.step(loop.state, loop.batch)
+    return float(loss)
 
 
-def timed(loop: Loop, seconds: float) -> Record:
+def timed(loop: TimedLoop, seconds: float) -> Record:
     """Steps one by one, for so many seconds; and as many again sent without waiting, as a training loop does."""
     for _ in range(_WARM_UP):
         loop.run()
