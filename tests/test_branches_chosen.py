@@ -62,6 +62,7 @@ def on_devices(plan: Any) -> Any:
 # -- what is chosen --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_branches_are_chosen_where_they_are_fastest() -> None:
     found = plan()
     assert isinstance(found, autopar.PipelinePlan) and not found.is_chain
@@ -144,6 +145,7 @@ def test_towers_that_read_data_of_their_own_are_branches() -> None:
 # -- plans -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_of_branches_says_which_run_side_by_side() -> None:
     text = str(autopar.explain(plan()))
     (fork,) = plan().side_by_side()
@@ -212,6 +214,7 @@ def test_branches_of_a_step_without_a_backward_pass() -> None:
     np.testing.assert_allclose(made, jax.jit(ends_of)(*args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_the_stages_of_branches_are_compiled() -> None:
     shapes = jax.eval_shape(create, jax.random.key(0)), jax.eval_shape(lambda: batch_of(0))

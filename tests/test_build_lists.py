@@ -53,6 +53,7 @@ def test_near_ones_are_those_of_each_vector_in_its_place(monkeypatch: pytest.Mon
     np.testing.assert_array_equal(near, exact_nearest(vectors, vectors, 4))
 
 
+@pytest.mark.slow
 def test_a_graph_built_from_vectors_alone_finds_the_nearest() -> None:
     data = faiss_synthetic(16, 0, 1500, 50)
     graph = build_graph(data.corpus, "l2", degree=16, num_entries=8, rounds=3)
@@ -61,6 +62,7 @@ def test_a_graph_built_from_vectors_alone_finds_the_nearest() -> None:
     assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 10)) >= 0.95
 
 
+@pytest.mark.slow
 def test_walks_get_to_clusters_that_no_edge_leads_to() -> None:
     data = skewed_clusters(16, 1500, 50, num_clusters=50, exponent=0.5)
     graph = build_graph(data.corpus, "l2", degree=16, num_entries=8, rounds=3)
@@ -69,6 +71,7 @@ def test_walks_get_to_clusters_that_no_edge_leads_to() -> None:
     assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 10)) >= 0.95
 
 
+@pytest.mark.slow
 def test_walks_get_to_clusters_of_a_thousandth_of_the_corpus() -> None:
     draw = np.random.default_rng(0)
     num, small, each = 3000, 20, 4
@@ -82,6 +85,7 @@ def test_walks_get_to_clusters_of_a_thousandth_of_the_corpus() -> None:
     assert recall(np.asarray(found), exact_nearest(vectors[-len(far) :], vectors, each)) == 1
 
 
+@pytest.mark.slow
 def test_entries_are_chosen_by_the_angle_where_edges_are() -> None:
     data = skewed_clusters(16, 600, 40, num_clusters=20, exponent=0.5)
     # of one direction and any length: by l2 some are nearer to another cluster

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from nearest import exact_nearest, recall
 
 from autopar.vector_search import list_search
@@ -44,6 +45,7 @@ def test_what_is_kept_is_decided_nearest_first() -> None:
     assert diverse(far, apart, there, 100.0).tolist() == [[True, True, True, True]]
 
 
+@pytest.mark.slow
 def test_with_closure_the_same_number_of_lists_finds_more_and_nothing_twice() -> None:
     data = faiss_synthetic(16, 0, 2000, 100)
     vectors = jnp.asarray(data.corpus)

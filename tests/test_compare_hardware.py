@@ -183,6 +183,7 @@ def test_fewest_microbatches_that_fit() -> None:
     assert same.plan.prediction == fit.plan.prediction
 
 
+@pytest.mark.slow
 def test_smaller_memory_starts_where_larger_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several profiles together come to what each does alone, and plan no number anew that failed with more memory."""
     profiles = [profile(mb, f"tiny-{mb}") for mb in (2.7, 8.4, 4)]

@@ -380,6 +380,7 @@ def test_the_head_split_of_gpt2_is_what_nobody_meant(gpt2: autopar.Diagnosis) ->
     assert place.endswith("modeling_flax_gpt2.py")
 
 
+@pytest.mark.slow
 def test_its_changes_take_them_away(gpt2: autopar.Diagnosis) -> None:
     """In XLA's program of the changed step, which is compiled."""
     before, after = gpt2.as_is.compiled, gpt2.changes[-1].after.compiled
@@ -395,6 +396,7 @@ def test_its_changes_take_them_away(gpt2: autopar.Diagnosis) -> None:
     assert all(change.gain_s > 0 for change in gpt2.changes)
 
 
+@pytest.mark.slow
 def test_it_is_told_as_text_and_json(gpt2: autopar.Diagnosis) -> None:
     text = str(gpt2)
     assert "Collectives nobody meant" in text
@@ -405,6 +407,7 @@ def test_it_is_told_as_text_and_json(gpt2: autopar.Diagnosis) -> None:
     assert document["changes"][0]["after"]["compiled"]["unmeant_counts"] is not None
 
 
+@pytest.mark.slow
 def test_the_plan_with_all_changes_runs(gpt2: autopar.Diagnosis) -> None:
     by_hand, args = gpt2_by_hand()
     planned = autopar.parallelize(by_hand.__wrapped__, plan=gpt2.changed)

@@ -176,6 +176,7 @@ def test_the_report_says_so() -> None:
     assert "2 gradients are summed early: 1 later operations wait for them" in text
 
 
+@pytest.mark.slow
 def test_xla_ends_them_before_what_waits(absent_gpus: Compiler) -> None:
     """By XLA's compiler for two hosts of 8 GPUs: more reductions end before the last product, and less is exposed."""
 

@@ -45,12 +45,14 @@ def test_an_example_trains(name: str, shown: str) -> None:
     assert len(losses) > 1 and losses[-1] < losses[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["nnx_vision_transformer", "mixture_of_experts"])
 def test_an_example_can_be_planned_for_absent_gpus(name: str) -> None:
     options = ("--mesh", "8", "--hardware", "h100-sxm")
     assert "8 h100-sxm devices" in run("-m", "autopar", "plan", f"examples/{name}.py:target", *options)
 
 
+@pytest.mark.slow
 def test_two_processes_train_by_one_command() -> None:
     assert "2 processes, 8 devices" in run("examples/two_processes.py")
 

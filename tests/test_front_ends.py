@@ -54,7 +54,7 @@ def test_a_front_end_trains_as_unsharded(name: str) -> None:
     check(front_ends.FRONT_ENDS[name]())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.contract if n in IMPORTANT else ()) for n in front_ends.OPTAX]
 )

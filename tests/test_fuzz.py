@@ -35,7 +35,7 @@ from autopar.rules.table import RULES
 
 NUM_PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "500"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
-NUM_PARTS = 10
+NUM_PARTS = 40
 #: One combinator for about every twelve operations.
 EVERYTHING = (*OPERATIONS, *COMBINATORS)
 #: Relative to the largest element, and absolute.
@@ -124,7 +124,7 @@ UNWATCHED = [
 ]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_random_programs_compute_the_same_under_random_strategies(part: int) -> None:
     @hypothesis.seed(1000 * SEED + part)

@@ -98,7 +98,7 @@ def is_end_of_loop(one: hlo.Collective) -> bool:
     return one.num_elements == 1 and "while" in one.op_name
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("text", ["8", "2x4"])
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_every_strategy_sends_on_gpus_what_is_predicted(sample: str, text: str, gpus: Compiler) -> None:
@@ -155,7 +155,7 @@ def merged(moves: Iterable[Move], mesh: MeshShape) -> Counter[Sent]:
     )
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     ("text", "shape"),
     [

@@ -21,7 +21,7 @@ from autopar.errors import IndexFileError, SearchError, SearchWarning
 from autopar.vector_search import beam
 from autopar.vector_search.approximate_index import ApproximateIndex
 from autopar.vector_search.best import LeftOut
-from autopar.vector_search.build import KINDS, _place
+from autopar.vector_search.build import _place
 from autopar.vector_search.choose import choose
 from autopar.vector_search.duplicates import Duplicates, distances_between
 from autopar.vector_search.effort import Recall, least_effort, shares_of
@@ -74,7 +74,7 @@ def positions(found: vector_search.Found) -> np.ndarray:
     return np.where(found.ids == NO_ID, NO_ID, NUM - 1 - (found.ids - 2**40) // 3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "metric", "dtype"), CASES)
 def test_a_search_finds_what_the_recall_target_asks_for(kind: str, metric: str, dtype: str) -> None:
     """Of queries that are none of the vectors; and distances are those of exact search."""
@@ -96,6 +96,7 @@ def test_a_search_finds_what_the_recall_target_asks_for(kind: str, metric: str, 
     np.testing.assert_array_equal(one.ids, found.ids[0])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.6])
 def test_a_filter_is_kept_to_and_the_nearest_of_what_is_allowed_are_found(kind: str, share: float) -> None:
@@ -123,6 +124,7 @@ def test_a_filter_that_allows_what_is_far_from_the_query_alone(kind: str) -> Non
     assert np.isposinf(none.distances).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.contract
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_any_number_of_neighbours_is_found_where_there_are_as_many(kind: str) -> None:
@@ -144,6 +146,7 @@ def test_all_lists_are_exact_and_few_are_not() -> None:
     assert recall(positions(index.search(queries, 10, effort=1)), truth) < index.stats().details["recall"] - 0.05
 
 
+@pytest.mark.slow
 def test_more_queries_than_one_program_takes_are_answered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     index, (_, queries) = made(IVF), data()
     whole = index.search(queries, 10)
@@ -152,6 +155,7 @@ def test_more_queries_than_one_program_takes_are_answered_in_parts(monkeypatch: 
     assert index.search(queries[:0], 3).ids.shape == (0, 3)
 
 
+@pytest.mark.slow
 def test_a_vector_in_two_lists_is_found_once() -> None:
     corpus, queries = data()
     found = build(corpus, index=IVF, num_lists=24, copies=3).search(queries, 10).ids
@@ -159,6 +163,7 @@ def test_a_vector_in_two_lists_is_found_once() -> None:
     assert recall(found, exact_nearest(queries, corpus, 10)) >= 0.92
 
 
+@pytest.mark.slow
 def test_what_codes_lose_is_told() -> None:
     corpus, _ = data()
     with pytest.warns(SearchWarning, match=r"'ivfpq' finds 0\.\d+ .* `recall_target` is 0.99"):
@@ -173,6 +178,7 @@ def test_what_codes_lose_is_told() -> None:
 # -- files and devices -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.contract
 @pytest.mark.parametrize(("kind", "budget"), [(IVF, 2e5), (IVF_PQ, None), (GRAPH, 1e5)])
 def test_an_index_is_loaded_onto_other_devices_and_finds_the_same(
@@ -250,7 +256,7 @@ def test_a_build_says_how_far_it_is_and_an_interrupted_one_leaves_nothing(monkey
 # -- few vectors -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["exact", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SETTINGS)])
 def test_none_one_and_five_vectors_are_indexes(kind: str) -> None:
     none = build(np.zeros((0, 4), np.float32), index=kind, **SETTINGS.get(kind, {}))
     assert (none.search(np.zeros((2, 4)), 3).ids == NO_ID).all()
@@ -262,6 +268,7 @@ def test_none_one_and_five_vectors_are_indexes(kind: str) -> None:
     assert (five.ids >= 0).all()
 
 
+@pytest.mark.slow
 def test_equal_vectors_can_be_told_apart_by_nobody() -> None:
     """Any ten of them are the ten nearest."""
     index = build(np.ones((200, 4), np.int8), index=IVF, num_lists=4)
@@ -294,6 +301,7 @@ def test_recall_that_stands_still_and_rises_again_is_followed() -> None:
     assert (flat.effort, flat.reached, sorted(flat.tried)) == (1, False, [1, 2, 16])
 
 
+@pytest.mark.slow
 def test_recall_is_measured_by_the_users_own_queries() -> None:
     """Queries from elsewhere need more lists than vectors do."""
     corpus, _ = data()
@@ -344,6 +352,7 @@ def test_auto_keeps_the_best_where_nothing_reaches_the_target(monkeypatch: pytes
         assert build(data()[0]).stats().kind == IVF
 
 
+@pytest.mark.slow
 def test_a_walk_leaves_out_what_it_is_told_to() -> None:
     """As if it were not among the vectors: all else is found."""
     corpus, _ = data()
@@ -360,6 +369,7 @@ def test_a_walk_leaves_out_what_it_is_told_to() -> None:
     np.testing.assert_array_equal(found, nearest[:, 1:])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_far_from_the_origin_as_much_is_found(kind: str, tmp_path: Path) -> None:
     """Differences are what distances say, not lengths; a loaded index has the same centre."""
@@ -425,6 +435,7 @@ def chosen(num: int, dim: int = 128, hardware: str = "h100-sxm", **options: Any)
     return choose("auto", asked)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_auto_goes_by_what_searches_are_predicted_to_take() -> None:
     kind, why = chosen(100_000)
     assert kind == "exact"
@@ -495,6 +506,7 @@ def test_what_no_index_is_built_of_and_can_be_asked(kind: str) -> None:
         build(corpus, index="exact").search(queries, 1, effort=3)
 
 
+@pytest.mark.slow
 def test_digits_have_the_neighbours_that_scikit_learn_finds() -> None:
     """V13: where scikit-learn is installed."""
     datasets = pytest.importorskip("sklearn.datasets")

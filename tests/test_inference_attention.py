@@ -97,6 +97,7 @@ def test_short_floats(backend: str) -> None:
     np.testing.assert_allclose(case.attended(backend, jnp.bfloat16)[is_real], case.expected()[is_real], atol=2e-2)
 
 
+@pytest.mark.slow
 def test_a_row_of_pages_may_be_cut_into_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows and long tables: what the parts of the pages give is put together."""
     monkeypatch.setattr(paged_kernel, "_BLOCK_TOKENS", 16)

@@ -28,6 +28,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(code or 0), told.out, told.err
 
 
+@pytest.mark.slow
 def test_it_prints_what_the_engine_says(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     how = ("--mesh", "model=8", "--attention", "gather", "--slots", "2")
     code, out, err = run(capsys, model, "--tokens", "1,2,3", "--prompt", "ab", *how, "--max-tokens", "6", "--json")

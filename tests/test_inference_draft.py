@@ -162,6 +162,7 @@ def test_a_draft_of_another_vocabulary_is_refused(small: Small) -> None:
         small.draft(vocab_size=32000)
 
 
+@pytest.mark.slow
 def test_a_planned_draft_guesses_the_same(tmp_path: Path) -> None:
     """The second program is planned around what the first says of weights and cache, which are split."""
     fields = {**FIELDS, "vocab_size": 1024, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8}

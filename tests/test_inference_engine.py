@@ -117,6 +117,7 @@ def test_prefixes_are_found_again_and_change_nothing(engine: Engine) -> None:
     assert (plain.num_cached, plain.tokens) == (0, again.tokens)
 
 
+@pytest.mark.slow
 def test_every_backend_of_attention_serves(folder: Path, engine: Engine) -> None:
     """What is chosen here by default, and what is asked for."""
     given = prompts(4, seed=14)
@@ -142,6 +143,7 @@ def test_what_is_preempted_is_computed_again(engine: Engine) -> None:
 # -- no request makes a program ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_thousand_mixed_requests_compile_nothing(engine: Engine) -> None:
     chance = random.Random(4)
     assert engine.stats.num_compiled == len(OPTIONS.shapes) + 1 <= 6
@@ -299,6 +301,7 @@ def test_the_cache_takes_what_the_weights_leave(engine: Engine) -> None:
     assert layout(1e9).num_pages == 4 * 4 * 8
 
 
+@pytest.mark.slow
 def test_proposals_change_no_token_and_save_steps(folder: Path, engine: Engine) -> None:
     """Of the model itself as its own draft all are accepted; of n-grams those of a text that repeats itself."""
     given = [*prompts(3, seed=12, longest=40), [1, 2, 3, 4, 5] * 5]
@@ -318,6 +321,7 @@ def test_proposals_change_no_token_and_save_steps(folder: Path, engine: Engine) 
         opened(folder, propose="nobody")
 
 
+@pytest.mark.slow
 def test_two_models_share_one_pool(folder: Path, tmp_path: Path) -> None:
     """One with fewer layers lives in the pages of the other; both wait for what the other holds, and nothing is mixed up."""
     write_checkpoint(tmp_path / "small", CONFIG | {"num_hidden_layers": 1, "intermediate_size": 64}, seed=1)

@@ -109,6 +109,7 @@ def test_a_second_start_makes_nothing(folder: Path, cache: Path, first: Any) -> 
         start(folder, False)
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 def test_another_process_says_the_same(folder: Path, tmp_path: Path) -> None:
     """On eight devices, with the fastest attention, whatever that is: as it was found by the first of two processes."""
@@ -228,6 +229,7 @@ def test_bytes_that_are_no_program_are_refused(cache: Path) -> None:
         first.compiled()
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_when_it_runs_is_said_and_all_are_made_anew(
     folder: Path, cache: Path, first: Any, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:

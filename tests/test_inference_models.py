@@ -63,6 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {folder.name: folder for folder in root.iterdir()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gpt2", "untied-gpt2", "llama"])
 def test_logits_are_those_of_transformers_in_flax(name: str, folders: dict[str, Path]) -> None:
     from transformers import FlaxGPT2LMHeadModel, FlaxLlamaForCausalLM

@@ -105,6 +105,7 @@ def test_the_steady_state_is_that_of_the_scheduler(prompt: int, output: int, slo
 # -- figures -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_model_and_of_its_pages() -> None:
     """Of two devices: all of the model but its norms is split, a page is 16 tokens of keys and values in both layers."""
     layer = 4096 * (32 * 128 * 2 + 8 * 128 * 2 + 14336 * 3)

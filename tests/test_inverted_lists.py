@@ -170,6 +170,7 @@ def test_seats_count_the_probes_of_a_list() -> None:
         assert sorted(np.asarray(found.seat)[probes == each].tolist()) == list(range((probes == each).sum()))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from((1, 7)), st.sampled_from((1, 4)), st.sampled_from((1, 13)), st.data())
 def test_units_multiply_every_block_with_every_query_that_asks_it_and_there_is_room(

@@ -112,7 +112,7 @@ def with_ties(dtype: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(x, dtype))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 @pytest.mark.parametrize("k", [1, 24, 64])  # parts are of 8, 16 or 32
@@ -142,7 +142,7 @@ def test_the_first_of_the_largest_is_that_of_the_whole(dtype: str, mesh: str) ->
                 equal(got, [function(x, axis, index)], words)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
@@ -315,7 +315,7 @@ def made_up(args: Sequence[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_region_is_planned_and_run_and_sends_little(name: str, mesh: str) -> None:

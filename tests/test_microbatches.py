@@ -168,7 +168,7 @@ def traced(step: Callable[..., Any], *args: Any) -> Program:
     return program_of(step, args, carry=None, donate=None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_any_plan_in_microbatches_computes_what_the_step_does(loss: Callable[..., Any], mesh: str) -> None:

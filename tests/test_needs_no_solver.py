@@ -27,6 +27,7 @@ print(float(step(state, batch)[1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 def test_a_saved_plan_runs_without_or_tools_and_numba(tmp_path: Path) -> None:
     """The demo's: its queries, keys and values are one tensor, whose dims are found again by a minimum cut."""

@@ -159,6 +159,7 @@ def test_k_beyond_what_is_there_is_marked() -> None:
     assert np.all(np.isneginf(np.asarray(found.scores)[:, 3:]))
 
 
+@pytest.mark.slow
 def test_scores_at_a_recall_are_no_more_than_those_of_faiss_hnsw() -> None:
     """1.3 times as many at most, at the recall of theirs or better."""
     faiss = pytest.importorskip("faiss")

@@ -63,7 +63,7 @@ def test_the_chosen_plan_computes_the_same(case: tuple[programs.Program, Any]) -
     assert_same(program, sharded, plain)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("mesh", "seed"), [("8", 0), ("2x4", 1)])
 def test_strategies_forced_at_random_compute_the_same(case: tuple[programs.Program, Any], mesh: str, seed: int) -> None:
     program, plain = case

@@ -49,6 +49,7 @@ def level() -> tuple[Plan, Made]:
         return planned()
 
 
+@pytest.mark.slow
 def test_what_is_exposed_is_made_dearer() -> None:
     begun = level()[1]
     told = begun.parts.prediction.xla_exposed_s or {}
@@ -119,6 +120,7 @@ def test_only_what_something_else_waits_for_stays_apart() -> None:
     assert not overlap._stay_apart([(3, 4), (3, 4, 6)], awaited)
 
 
+@pytest.mark.slow
 def test_where_it_does_not_fit_another_is_taken() -> None:
     peaks = [made.peak_bytes for _, made in (level(), dear())]
     assert peaks[0] < peaks[1]

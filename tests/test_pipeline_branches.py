@@ -135,7 +135,7 @@ def found() -> tuple[tuple[StageProgram, ...], tuple[int, ...], tuple[int, ...]]
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ["whole", "split"])
 def test_branches_on_other_devices_give_the_steps_numbers(backward: Backward) -> None:
     cuttable, _ = layered()

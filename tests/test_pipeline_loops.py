@@ -126,6 +126,7 @@ def random_and_recomputed(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((h @ params["last"] - batch[1]) ** 2) + 0.1 * jnp.sum(sizes)
 
 
+@pytest.mark.slow
 def test_layers_with_dropout_that_are_computed_again() -> None:
     pipeline = check(step_of(ADAM, random_and_recomputed), state_of(ADAM), num_stages=2, num_microbatches=2)
     assert sorted(crossing(pipeline, "inside")) == [(2,), (BATCH // 2, WIDTH), (BATCH // 2, WIDTH)]
@@ -142,6 +143,7 @@ def two_loops(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((h @ params["last"] - batch[1]) ** 2)
 
 
+@pytest.mark.slow
 def test_two_loops_of_as_many_trips() -> None:
     params, _ = state_of(ADAM)
     params["decoder"] = 0.2 * jax.random.normal(jax.random.key(9), (WIDTH, LAYERS, WIDTH))

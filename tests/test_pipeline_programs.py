@@ -71,12 +71,14 @@ def resnet_step(state: Any, batch: Any) -> Any:
     return (optax.apply_updates(params, updates), statistics, moments), value, right
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_those_of_the_batch_where_it_is_not_split() -> None:
     pipeline = assert_alike(resnet_step, resnet_state(), images, num_stages=2, num_microbatches=1, tolerance=1e-4)
     assert all(shape[0] == BATCH and len(shape) == 4 for shape in crossing(pipeline, "inside"))
     assert all(shape == () for shape in crossing(pipeline, "outside"))
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_each_microbatchs_own_where_that_is_allowed() -> None:
     """Running statistics, too, are those of the unpipelined step in as many microbatches."""
     options: dict[str, Any] = {"mesh": Mesh(jax.devices()[:1], ("data",)), "hardware": "cpu-host", "donate": ()}
@@ -190,6 +192,7 @@ def module_step(optimizer: Any, apply: Any) -> Any:
     return step
 
 
+@pytest.mark.slow
 def test_layers_of_equinox_that_are_mapped_and_scanned() -> None:
     eqx = pytest.importorskip("equinox")
     made = eqx.filter_vmap(lambda key: eqx.nn.Linear(WIDTH, WIDTH, key=key))(jax.random.split(jax.random.key(0), 5))

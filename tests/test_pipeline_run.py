@@ -62,6 +62,7 @@ def check_mlp(steps: int = 2, **options: Any) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.contract
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("schedule", ["none", "gpipe", "1f1b", "zb-h1"])
@@ -107,14 +108,14 @@ def in_stages(training: Training, **options: Any) -> Trained:
     return Trained(losses, gradients)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_stages"), [("gpt2", 2), ("gpt2", 4), ("bert", 2), ("bart", 4), ("vit", 2)])
 def test_models_of_others(name: str, num_stages: int) -> None:
     training = getattr(small, name)()
     assert_same(in_stages(training, num_stages=num_stages, num_microbatches=2), train(training))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [0, 2])
 def test_what_is_computed_again_in_the_backward_pass(option: int) -> None:
     """Little or nearly all of it: the numbers are the same."""

@@ -166,6 +166,7 @@ def test_lines_may_move_and_are_told_as_they_are_now(tmp_path: Path, request: py
     assert not any("/one/" in source or "model.py:7 " in source for source in sources)
 
 
+@pytest.mark.slow
 def test_a_key_is_the_same_in_every_process(tmp_path: Path) -> None:
     text = (
         "import programs; from autopar.plan_key import key_of; from autopar.program import program_of;"

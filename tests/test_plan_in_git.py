@@ -93,6 +93,7 @@ def gpt(num_layers: int) -> AnyPlan:
     return autopar.plan(program.step, *program.abstract_args(), mesh="2x4", hardware=SLOW_GPU)
 
 
+@pytest.mark.slow
 def test_a_layer_more_is_its_own_lines(tmp_path: Path) -> None:
     """In the midst of a GPT, between embedding and head: of what tensors, decisions, collectives and constraints say of
     other layers, one line changes, of a choice beside the new layer. The rest are sums over the step, and columns."""

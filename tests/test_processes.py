@@ -249,7 +249,8 @@ def test_when_process_0_dies_jax_ends_the_others_and_it_is_named(tmp_path: Path)
     assert re.search(rf"autopar: process 0 {HOST}.* is gone: nothing answers at 127.0.0.1", ended[1].errors)
 
 
-@pytest.mark.parametrize(("how", "devices"), [("whole", 2), pytest.param("stages", 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "devices"), [("whole", 2), ("stages", 1)])
 def test_a_process_that_hangs_is_named_with_its_line(how: str, devices: int) -> None:
     for one in run("hangs", how, processes=2, devices=devices):
         assert one.code == 1
@@ -274,9 +275,8 @@ def test_a_frozen_process_0_is_named_in_time() -> None:
     assert "stopped sending heartbeats" not in other.errors and "Heartbeat" not in other.errors, "JAX takes 100 s"
 
 
-@pytest.mark.parametrize(
-    ("how", "devices", "slow"), [("whole", 2, 1), pytest.param("stages", 1, 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "devices", "slow"), [("whole", 2, 1), ("stages", 1, 0)])
 def test_a_straggler_is_named_and_a_process_that_fails_by_itself(how: str, devices: int, slow: int) -> None:
     ended = run("straggles", how, str(slow), processes=2, devices=devices, limit_s=100.0)  # by itself JAX takes so long
     for one in ended:

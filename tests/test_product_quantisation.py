@@ -32,6 +32,7 @@ def test_a_code_is_the_nearest_centroid_of_each_part_and_decodes_to_it() -> None
     np.testing.assert_array_equal(decode(books, jnp.asarray(codes.reshape(4, 5, 3))), again.reshape(4, 5, 6))
 
 
+@pytest.mark.slow
 def test_more_parts_lose_less() -> None:
     vectors = jnp.asarray(faiss_synthetic(16, 0, 1200, 0).corpus)
     lost = []
@@ -52,6 +53,7 @@ def test_candidates_ranked_again_are_exact_and_the_missing_stay_missing() -> Non
     assert np.all(np.asarray(found.positions)[:, 5:] == NO_ID)
 
 
+@pytest.mark.slow
 def test_lists_of_codes_ranked_again_find_what_lists_of_vectors_find() -> None:
     data = faiss_synthetic(32, 0, 2000, 100)
     vectors = jnp.asarray(data.corpus)
@@ -88,6 +90,7 @@ def test_distances_are_those_of_faiss_with_its_codebooks() -> None:
     np.testing.assert_allclose(np.take_along_axis(np.asarray(found), ids, axis=1), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_lists_of_codes_have_the_distances_of_faiss_ivf_pq() -> None:
     """Relative to centroids, all lists probed: the same neighbours at the same distances."""
     faiss = pytest.importorskip("faiss")

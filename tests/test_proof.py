@@ -148,6 +148,7 @@ def test_pins_by_hand() -> None:
         pinned.data_parallel(arguments(batch=12), parse_mesh("8"))
 
 
+@pytest.mark.slow
 def test_megatron_only_keeps_the_batch_whole_over_its_axis() -> None:
     program, mesh = programs.gpt(batch=512, sizes=programs.GPTSizes(num_layers=1)), parse_mesh("2x4")
     args = program.abstract_args()

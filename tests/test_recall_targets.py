@@ -85,6 +85,7 @@ def test_lists_that_reach_a_target_reach_it_for_strangers(seed: int) -> None:
     assert found_by_distance(index, strangers, corpus) >= 0.94  # as far as 1000 tell
 
 
+@pytest.mark.slow
 def test_a_recall_near_one_is_told_by_more_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     run = ApproximateIndex._run
@@ -109,7 +110,8 @@ def graph_of_copies(metric: Metric = "l2") -> tuple[Any, np.ndarray, np.ndarray]
     return build(corpus, index=GRAPH, metric=metric, degree=16), corpus, strangers
 
 
-@pytest.mark.parametrize("metric", ["l2", pytest.param("cosine", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", ["l2", "cosine"])
 def test_a_graph_is_not_lost_among_copies(metric: Metric) -> None:
     """With few nodes in hand: all that are nearest are copies of one vector, and its copies lead nowhere else."""
     index, corpus, strangers = graph_of_copies(metric)
@@ -118,6 +120,7 @@ def test_a_graph_is_not_lost_among_copies(metric: Metric) -> None:
     assert found_by_distance(index, strangers, corpus, metric) >= 0.94
 
 
+@pytest.mark.slow
 def test_copies_are_found_each_once_and_by_a_filter() -> None:
     index, corpus, _ = graph_of_copies()
     _, which, counts = np.unique(corpus, axis=0, return_index=True, return_counts=True)
@@ -134,6 +137,7 @@ def test_copies_are_found_each_once_and_by_a_filter() -> None:
     assert allowed[some.ids].all()
 
 
+@pytest.mark.slow
 def test_a_graph_of_copies_is_saved(tmp_path: Path) -> None:
     index, _, strangers = graph_of_copies()
     index.save(tmp_path / "index")
@@ -155,6 +159,7 @@ def test_vectors_of_one_mark_that_differ_are_not_equal(monkeypatch: pytest.Monke
 # -- inner products on graphs ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_walks_by_inner_product_begin_where_they_are_needed() -> None:
     """Clusters of vectors of many lengths: long ones of others are nearer than what a walk has to go by."""
     data, draw = skewed_clusters(32, 3000, 300, seed=1), np.random.default_rng(0)

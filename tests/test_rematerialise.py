@@ -134,7 +134,7 @@ def same(result: Any, expected: Any) -> None:
 # -- the rewritten step --------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("scanned", [False, True])
 def test_every_rung_computes_the_same(scanned: bool, prompt: bool) -> None:
@@ -307,6 +307,7 @@ def test_the_planned_step_computes_the_same(scanned: bool, tmp_path: Any) -> Non
     same(execute.jit_plan(of_plan, program.of(of_plan).trace, mesh)(*args), expected)
 
 
+@pytest.mark.slow
 def test_computed_again_and_split_it_computes_the_same() -> None:
     """On eight devices, some of it computed again, whatever is split."""
     program, args, expected = traced(False)
@@ -336,6 +337,7 @@ def test_in_microbatches_it_computes_the_same(scanned: bool) -> None:
     same(execute.jit_plan(plan, program.of(plan).trace, mesh)(*args), expected)
 
 
+@pytest.mark.slow
 def test_microbatches_and_recomputation_are_weighed() -> None:
     """A budget that neither keeps to by itself as fast."""
     budget = 0.35 * free_plan(False).prediction.peak_bytes / 0.95
@@ -383,6 +385,7 @@ def test_impossible_even_so() -> None:
         plan_program(traced(False)[0], mesh=MESH, hardware=HARDWARE, memory_budget_bytes=budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 def test_xla_keeps_to_the_budget(scanned: bool, absent_gpus: Compiler) -> None:
     step, state, batch = deep(num_layers=6, batch=8192, width=256, scanned=scanned)

@@ -60,6 +60,7 @@ def test_a_gate_that_no_setting_can_be_held_to_is_told(of: str, best: float) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_part_measures_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ivf, "PROBES", (2, 16))
     rows = ivf.measure("skewed", num_vectors=600, num_queries=20, rounds=1)

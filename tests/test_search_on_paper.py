@@ -103,6 +103,7 @@ def ways(corpus: str, hardware: str, capsys: pytest.CaptureFixture[str], *more: 
     return {row["batch"]: (row["corpus_ways"], row["queries_ways"]) for row in told["batches"]}
 
 
+@pytest.mark.slow
 def test_batch_and_hardware_flip_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     flips = ways("1000x64:float32", "h100-sxm", capsys, "--batch", "100000")
     assert flips[1][1] == 1  # one query is no two

@@ -91,6 +91,7 @@ def test_a_device_with_as_many_blocks_as_it_likes_needs_none() -> None:
     assert not plan.separate
 
 
+@pytest.mark.slow
 def test_xla_keeps_them_apart_and_finds_the_step_faster(absent_gpus: Compiler) -> None:
     """As predicted: XLA's estimate of its own program, with them and without."""
     program, plan = made()

@@ -120,7 +120,7 @@ def some_devices(mesh: str) -> Mesh:
     return jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types, devices=devices)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_any_shape_on_any_mesh_trains_as_on_one_device(name: str, mesh: str) -> None:
     training, plain = unsharded(name)

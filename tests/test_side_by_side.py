@@ -154,6 +154,7 @@ def test_plans_are_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyP
     assert told[-1] == "done"
 
 
+@pytest.mark.slow
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same error, with the same ways out, whoever found that out."""
     with pytest.raises(BudgetError) as alone:

@@ -50,6 +50,7 @@ def middle(costs: StageCosts) -> tuple[int, int]:
     return usual, usual + 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("option", [0, 1, 2])
 def test_a_price_is_that_of_the_stage_when_it_is_planned(option: int) -> None:
     costs = prices()
@@ -62,6 +63,7 @@ def test_a_price_is_that_of_the_stage_when_it_is_planned(option: int) -> None:
     assert told.backward_s + told.weight_s == pytest.approx(planned.backward_s + planned.weight_s, rel=0.2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_what_a_long_stage_holds_is_known_from_pairs(num_devices: int) -> None:
     """Also what is gathered before the first microbatch, of every layer, for all of them."""
@@ -104,6 +106,7 @@ def test_what_passes_is_all_that_the_backward_pass_reads() -> None:
         assert activations <= forward
 
 
+@pytest.mark.slow
 def test_state_that_is_dearer_has_fewer_copies() -> None:
     """Over slow links: over fast ones even what costs little to hold is split."""
     slow = replace(H100, host_link=replace(H100.host_link, bytes_per_s=H100.host_link.bytes_per_s / 10))
@@ -120,6 +123,7 @@ def test_state_that_is_dearer_has_fewer_copies() -> None:
     assert states[2] == pytest.approx(one / 4, rel=0.2)  # casts are copies too, and gathered before they are dearest
 
 
+@pytest.mark.slow
 def test_no_price_is_below_its_bound() -> None:
     costs = prices()
     last = len(costs.keys) - 1

@@ -111,7 +111,7 @@ def arguments() -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(ws, jnp.float32), jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["8", "2x4", "2x2x2"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_any_plan_computes_what_the_step_does(program: Callable[..., jax.Array], mesh: str) -> None:

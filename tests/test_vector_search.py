@@ -318,6 +318,7 @@ def test_corpus_batch_and_hardware_flip_the_layout() -> None:
     assert (middle["cpu-host"]["queries"], middle["cpu-host"]["vectors"]) == ([], [1])
 
 
+@pytest.mark.slow
 def test_an_index_is_held_in_as_many_layouts_as_the_budget_allows() -> None:
     """One query wants the corpus split, three thousand want it whole."""
     corpus, one, many = vectors(4_000, 64), vectors(1, 64), vectors(3_000, 64)
@@ -332,6 +333,7 @@ def test_an_index_is_held_in_as_many_layouts_as_the_budget_allows() -> None:
     assert roomy.stats().device_bytes > full.stats().device_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.contract
 @pytest.mark.parametrize(("num_queries", "k"), [(1, 10), (64, 10), (64, 100)])
 def test_a_split_corpus_sends_candidates_alone(num_queries: int, k: int) -> None:

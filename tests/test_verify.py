@@ -500,6 +500,7 @@ def test_a_saved_plan_takes_no_planning_options(tmp_path: Path, capsys: pytest.C
 # -- devices that are here --------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", [P("data", "model"), P("model", None), P(None, "data")])
 def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P, absent_gpus: Compiler) -> None:
     """Gradients pending over both axes are scattered dim by dim, and kernels gathered so."""
@@ -538,6 +539,7 @@ def test_a_sum_that_several_read_is_scattered_and_then_summed(absent_gpus: Compi
     assert all(match.figure.holds for match in told.collectives), str(told)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
     def step(weights: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

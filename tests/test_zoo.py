@@ -39,7 +39,7 @@ def unsharded(name: str) -> tuple[Training, Trained]:
     return training, train(training)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(44)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_real_model_trains_by_a_plan_as_without(name: str, mesh: str) -> None:
@@ -49,6 +49,7 @@ def test_a_real_model_trains_by_a_plan_as_without(name: str, mesh: str) -> None:
     assert_same(sharded, plain)
 
 
+@pytest.mark.slow
 def test_scanned_layers_are_those_that_the_library_unrolls() -> None:
     """One step with the same weights, stacked and not."""
     config = LlamaConfig(
