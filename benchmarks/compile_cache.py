@@ -1,6 +1,6 @@
 """XLA's GPU compiles, kept outside the repository: a change of predictions alone compiles nothing anew.
 
-In: what `autopar.compiler.Compiler` takes. Out: what it returns, from `$AUTOPAR_PROOF_CACHE` (by
+In: what `autopar.xla_compiler.compiler.Compiler` takes. Out: what it returns, from `$AUTOPAR_PROOF_CACHE` (by
 default `~/.cache/autopar-proof`) where the same program was compiled before. There each compile is
 two files that need no Python to read: `KEY.hlo.gz`, XLA's program, and `KEY.json`, its figures.
 """
@@ -21,9 +21,9 @@ from typing import Any
 from jax._src.interpreters import mlir  # noqa: TID251 - a context to read a module in, nothing else
 from jaxlib.mlir import ir
 
-from autopar.absent import target_text, topology_text
-from autopar.compiler import FLAGS, Arguments, CompiledStep, Compiler
-from autopar.cost.hardware import HardwareProfile
+from autopar.xla_compiler.gpu_target import target_text, topology_text
+from autopar.xla_compiler.compiler import FLAGS, Arguments, CompiledStep, Compiler
+from autopar.cost.hardware_profile import HardwareProfile
 
 #: Flags that change what XLA writes to disk, and not what it compiles.
 _DUMP = "--xla_dump_"
@@ -55,7 +55,7 @@ class CachingCompiler(Compiler):
         *,
         options: Mapping[str, int] | None = None,
     ) -> CompiledStep:
-        """As `autopar.compiler.Compiler.compile`."""
+        """As `autopar.xla_compiler.compiler.Compiler.compile`."""
         start = time.perf_counter()
         self.last_key = key(module, profile, num_devices, num_hosts, options)
         known = None if self.again else load(self.folder, self.last_key)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 import autopar
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from benchmarks.models import gpt2_small_target
 from benchmarks.timing import take_turns
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cli import main
+from autopar.cli.main import main
 from benchmarks.zoo import language
 from benchmarks.zoo.mixed_precision import mixed_precision
 from benchmarks.zoo.stacked import BERT, GPT2, stacked

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from autopar.mesh import MeshShape
+from autopar.ir.mesh import MeshShape
 from benchmarks.baselines import pinned
 from benchmarks.baselines.jitted import jitted
 from benchmarks.zoo import language, vision

@@ -11,8 +11,8 @@ import resource
 import time
 
 import autopar
-from autopar.cost import hardware
-from autopar.plan import Plan
+from autopar.cost import hardware_profile as hardware
+from autopar.plans.plan import Plan
 from benchmarks.absent_gpus import absent_mesh
 from benchmarks.models import gpt2_small_target
 

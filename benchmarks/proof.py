@@ -24,10 +24,10 @@ from unittest import mock
 import jax
 
 import autopar
-from autopar.compare import CollectiveMatch
-from autopar.mesh import MeshShape, parse_mesh
-from autopar.plan import Plan
-from autopar.verification import Verification
+from autopar.verification.figures import CollectiveMatch
+from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.plans.plan import Plan
+from autopar.verification.verification import Verification
 from benchmarks.baselines import pinned
 from benchmarks.baselines.megatron_only import data_whole_over
 from benchmarks.compile_cache import CachingCompiler, default_folder

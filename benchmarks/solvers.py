@@ -18,12 +18,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from autopar.solve.branch import branch
-from autopar.solve.dynamic_program import DynamicProgram
+from autopar.solve.branch_and_bound import branch
+from benchmarks.baselines.dynamic_program import DynamicProgram
 from autopar.solve.highs import End
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Problem, Solution, Solver, Status
-from autopar.solve.reduction import delete_forbidden, reduce
+from autopar.solve.presolve import delete_forbidden, reduce
 from benchmarks import iopddl
 from benchmarks.baselines.mcmc import Mcmc
 

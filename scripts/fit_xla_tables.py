@@ -2,7 +2,7 @@
 
 The CUDA plugin wheel of JAX carries measured matrix products and collectives of several GPUs. They are
 read from the installed wheel each time, and never copied here: what is kept are the coefficients of
-`autopar.cost.kernels`, a handful for each dtype and kind, with the error that they have on rows that the fit
+`autopar.cost.kernel_time`, a handful for each dtype and kind, with the error that they have on rows that the fit
 had not seen (5-fold cross-validation).
 
 `python scripts/fit_xla_tables.py` prints the fits, the errors, and the `[xla_estimator]` tables of the profiles;
@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from autopar.fit import Fit, Sample, fit
+from autopar.calibration.fit import Fit, Sample, fit
 
 MODELS = Path(__file__).resolve().parent.parent / "cost_models" / "hardware"
 ACCURACY = MODELS.parent / "accuracy.md"

@@ -40,7 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in a shell's back
 import pytest  # noqa: E402
 
 if TYPE_CHECKING:
-    from autopar.compiler import Compiler
+    from autopar.xla_compiler.compiler import Compiler
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
@@ -83,7 +83,7 @@ def shared_dir() -> Path:
 @pytest.fixture(scope="session")
 def gpu_compiler() -> None:
     """XLA's compiler for GPUs that are not there. Skips where its wheels are absent, and says how to get them."""
-    from autopar.absent import require_wheels
+    from autopar.xla_compiler.gpu_target import require_wheels
     from autopar.errors import VerifyError
 
     try:
@@ -95,7 +95,7 @@ def gpu_compiler() -> None:
 @pytest.fixture(scope="session")
 def absent_gpus(gpu_compiler: None) -> Iterator[Compiler]:
     """One process for all tests that look at the programs it compiles, and not at the process."""
-    from autopar.compiler import Compiler
+    from autopar.xla_compiler.compiler import Compiler
 
     with Compiler(platform=None) as process:
         yield process

@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar import execute, planner
-from autopar.cost.hardware import load
-from autopar.equations import LiteralOperand
-from autopar.pipeline.cluster import SubmeshShape
-from autopar.pipeline.cutting import Cuttable, StageProgram
-from autopar.pipeline.run import Pipeline, PlannedStage
-from autopar.pipeline.schedules.table import build
-from autopar.pipeline.stage_costs import StageCosts
-from autopar.plan import Plan
-from autopar.program import program_of
+from autopar.runtime import jit as execute
+from autopar.planner import planner
+from autopar.cost.hardware_profile import load
+from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.pipeline.partition.cluster import SubmeshShape
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.run.executor import Pipeline, PlannedStage
+from autopar.pipeline.schedule.table import build
+from autopar.pipeline.search.stage_costs import StageCosts
+from autopar.plans.plan import Plan
+from autopar.transforms.program import program_of
 from benchmarks.pipeline.execution import equal_starts
 
 QUICKLY = {"xla_backend_optimization_level": 0}

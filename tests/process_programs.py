@@ -22,7 +22,8 @@ import optax
 from several_processes import TOLD
 
 import autopar
-from autopar import errors, execute
+from autopar.runtime import jit as execute
+from autopar import errors
 
 WIDTH, BATCH, STEPS = 64, 16, 6
 OPTIMIZER = optax.adam(1e-2)
@@ -329,7 +330,7 @@ def measured(*cases: str) -> None:
     from pipelines import pipelined as in_stages
     from test_pipeline_run import mlp_batch, mlp_state, mlp_step
 
-    from autopar.pipeline.measured import run_measured
+    from autopar.pipeline.run.measured import run_measured
 
     told: dict[str, Any] = {}
     for case in cases:
@@ -399,7 +400,7 @@ def in_stages() -> autopar.ParallelStep:
 
 def digests(state: Any) -> dict[str, str]:
     """Of the leaves that this process has whole."""
-    from autopar.processes.local_batch import digest
+    from autopar.runtime.distributed.local_batch import digest
 
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): digest(leaf) for path, leaf in leaves if leaf.is_fully_addressable}
@@ -475,7 +476,7 @@ def gathered() -> None:
     """Shares of an array go to submeshes of one process, of two, of all, split by rows and otherwise."""
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from autopar.pipeline.batches import Gathering
+    from autopar.pipeline.run.batches import Gathering
 
     whole = np.arange(16 * 6, dtype=np.int32).reshape(16, 6)
     devices, count, told = np.array(jax.devices(), dtype=object), jax.process_count(), {}

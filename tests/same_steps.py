@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from once_a_session import once_a_session
 
 import autopar
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from benchmarks.zoo.training import Training
 
 STEPS = 2

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cost import hardware
+from autopar.cost import hardware_profile as hardware
 from autopar.cost.all_reduce import (
     ALGORITHMS,
     BACKENDS,
@@ -18,9 +18,9 @@ from autopar.cost.all_reduce import (
     cheapest_all_reduce,
 )
 from autopar.cost.collectives import all_reduce_choice, collective_time, link_of, workers_of
-from autopar.cost.hardware import LinkProfile
-from autopar.cost.simulate_all_reduce import SCHEDULES, Schedule, double_tree, double_tree_parents, run
-from autopar.mesh import parse_mesh
+from autopar.cost.hardware_profile import LinkProfile
+from autopar.cost.all_reduce_steps import SCHEDULES, Schedule, double_tree, double_tree_parents, run
+from autopar.ir.mesh import parse_mesh
 
 HOST, NETWORK = LinkProfile(1e11, 1e-6), LinkProfile(1e10, 1e-5)
 SIZES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (7, 1), (8, 1), (1, 2), (1, 6), (2, 2), (2, 3), (4, 2), (3, 5), (4, 4)]

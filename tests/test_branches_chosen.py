@@ -14,12 +14,12 @@ import pytest
 from pipelines import tanh_layers
 
 import autopar
-from autopar.cost.hardware import load
+from autopar.cost.hardware_profile import load
 from autopar.errors import PlanFileError
-from autopar.pipeline.cutting import Cuttable
-from autopar.pipeline.forks import forked_layers
-from autopar.pipeline.schedules.any_edges import NAMES, side_by_side
-from autopar.program import Program, program_of
+from autopar.pipeline.cut.stage_programs import Cuttable
+from autopar.pipeline.cut.branches import forked_layers
+from autopar.pipeline.schedule.dag import NAMES, side_by_side
+from autopar.transforms.program import Program, program_of
 
 WIDTH, BATCH, TOWERS = 512, 16, 4
 H100 = load("h100-sxm")

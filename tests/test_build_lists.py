@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from nearest import exact_nearest, recall
 
-from autopar.vector_search import beam, list_search
-from autopar.vector_search.build_graph import build_graph, near_in_lists
-from autopar.vector_search.build_lists import build_lists
-from autopar.vector_search.entries import _helpful, with_entries_for_all
-from autopar.vector_search.inverted_lists import members
-from autopar.vector_search.metrics import METRICS, Metric
-from autopar.vector_search.neighbour_graph import connect
+from autopar.vector_search.graph import beam_search as beam
+from autopar.vector_search.ivf import search as list_search
+from autopar.vector_search.graph.build import build_graph, near_in_lists
+from autopar.vector_search.ivf.build import build_lists
+from autopar.vector_search.graph.entry_points import _helpful, with_entries_for_all
+from autopar.vector_search.ivf.lists import members
+from autopar.vector_search.data.metrics import METRICS, Metric
+from autopar.vector_search.graph.neighbor_graph import connect
 from benchmarks.synthetic_vectors import faiss_synthetic, skewed_clusters
 
 search = jax.jit(list_search.search, static_argnums=(2, 3))
@@ -47,7 +48,7 @@ def test_one_vector_is_an_index() -> None:
 
 def test_near_ones_are_those_of_each_vector_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = faiss_synthetic(8, 0, 250, 0).corpus
-    monkeypatch.setattr("autopar.vector_search.build_graph._AT_ONCE", 100)
+    monkeypatch.setattr("autopar.vector_search.graph.build._AT_ONCE", 100)
     index = build_lists(vectors, "l2", num_lists=5, rounds=2)
     near = np.asarray(near_in_lists(index, jnp.asarray(vectors), 3, 5))
     np.testing.assert_array_equal(near, exact_nearest(vectors, vectors, 4))

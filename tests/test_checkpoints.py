@@ -32,8 +32,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import array_digest
-from autopar.cli import main
+from autopar.api.checkpoint import array_digest
+from autopar.cli.main import main
 from autopar.errors import CheckpointError, StepSignatureError
 
 ROOT = Path(__file__).resolve().parent.parent

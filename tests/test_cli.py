@@ -15,13 +15,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_plan import make_plan
 
-from autopar import cli
-from autopar.cli import load_target, main
-from autopar.cli_options import parse_pin, parse_size
+from autopar.cli import main as cli
+from autopar.cli.main import load_target, main
+from autopar.cli.options import parse_pin, parse_size
 from autopar.errors import BudgetError, PinError, TargetError
-from autopar.explain import explain
-from autopar.explain_tables import TEXT_WIDTH
-from autopar.saved_plans import load_plan
+from autopar.report.explain import explain
+from autopar.system.text_tables import TEXT_WIDTH
+from autopar.pipeline.plan_files import load_plan
 
 TARGET = """\
 def step(state, batch):
@@ -33,7 +33,7 @@ def make():
 
 
 class FakePlanner:
-    """Stands in for `autopar.plan_step`: remembers its arguments, returns the hand-made plan."""
+    """Stands in for `autopar.api.make_plan`: remembers its arguments, returns the hand-made plan."""
 
     def __init__(self) -> None:
         self.args: tuple[Any, ...] = ()
@@ -52,7 +52,7 @@ class FakePlanner:
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch) -> FakePlanner:
     fake = FakePlanner()
-    monkeypatch.setitem(sys.modules, "autopar.plan_step", SimpleNamespace(plan=fake.plan))
+    monkeypatch.setitem(sys.modules, "autopar.api.make_plan", SimpleNamespace(plan=fake.plan))
     return fake
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.cost import hardware
+from autopar.cost import hardware_profile as hardware
 from autopar.cost.collectives import KINDS, collective_time, link_of
-from autopar.cost.resharding import collectives_of, resharding_moves
-from autopar.cost.resharding_times import EACH_S, ReshardingTimes
-from autopar.mesh import MeshShape, factorisations, parse_mesh
-from autopar.sharding import TensorSharding
+from autopar.cost.resharding_paths import collectives_of, resharding_moves
+from autopar.cost.resharding_matrix import EACH_S, ReshardingTimes
+from autopar.ir.mesh import MeshShape, factorisations, parse_mesh
+from autopar.ir.sharding import TensorSharding
 
 PROFILE = replace(
     hardware.load(Path(__file__).parent / "profiles" / "alpha_beta.toml"),

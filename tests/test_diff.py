@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.cli import main
-from autopar.mesh import MeshShape
-from autopar.moves import Part, move
-from autopar.partition_spec import named_shardings
-from autopar.sharding import TensorSharding
+from autopar.cli.main import main
+from autopar.ir.mesh import MeshShape
+from autopar.ir.placement import Part, move
+from autopar.jax_interop.partition_spec import named_shardings
+from autopar.ir.sharding import TensorSharding
 
 MESHES = (MeshShape(("data",), (8,)), MeshShape(("data", "model"), (2, 4)), MeshShape(("model", "data"), (2, 2)))
 SHAPE = (16, 8)

@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from test_plan import make_plan
 
-from autopar.explain import explain, explain_json, render, render_summary
-from autopar.explain_program import MAX_ROWS
-from autopar.explain_tables import TEXT_WIDTH, short_source
-from autopar.mesh import MeshShape
-from autopar.patterns import collapse
-from autopar.plan import Plan, Replicated, Tie
-from autopar.units import human_bytes, human_seconds
+from autopar.report.explain import explain, explain_json, render, render_summary
+from autopar.report.explain_program import MAX_ROWS
+from autopar.system.text_tables import TEXT_WIDTH, short_source
+from autopar.ir.mesh import MeshShape
+from autopar.system.name_patterns import collapse
+from autopar.plans.plan import Plan, Replicated, Tie
+from autopar.system.units import human_bytes, human_seconds
 
 #: All of `explain` for the hand-made plan. After a wanted change, paste what the test prints.
 GOLDEN = """\

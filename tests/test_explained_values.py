@@ -16,16 +16,16 @@ from test_plan import make_plan
 from test_stages import plan as staged_plan
 
 import autopar
-from autopar import over_time
-from autopar.device_program import Buffer, DeviceProgram, Op, buffers_at_peak, live_temporaries
+from autopar.xla_model import step_summary as over_time
+from autopar.ir.device_program import Buffer, DeviceProgram, Op, buffers_at_peak, live_temporaries
 from autopar.errors import PlanFileError
-from autopar.explain_modules import Module, module_tree
-from autopar.explain_parts import memory_use, step_time
-from autopar.graph.ir import Graph, Node
+from autopar.report.module_tree import Module, module_tree
+from autopar.report.breakdown import memory_use, step_time
+from autopar.ir.graph import Graph, Node
 from autopar.pipeline.plan import PipelinePlan
-from autopar.plan import Plan
-from autopar.plan_file import encode
-from autopar.timeline import Ran, Timeline
+from autopar.plans.plan import Plan
+from autopar.plans.json_codec import encode
+from autopar.xla_model.latency_hiding import Ran, Timeline
 
 
 @cache

@@ -17,17 +17,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import execute, hlo
-from autopar.cli import main
+from autopar.runtime import jit as execute
+from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.cli.main import main
 from autopar.errors import ExportError, MeshError, PlanFileError, PlanMismatchError
-from autopar.export import _table
-from autopar.export_names import as_patterns, inputs_as_patterns
-from autopar.front_ends.step import Step
-from autopar.mesh import MeshShape
-from autopar.plan import Plan, TensorPlan
-from autopar.program import program_of
-from autopar.saved_plans import load_plan
-from autopar.sharding import TensorSharding
+from autopar.code_export.export import _table
+from autopar.code_export.name_patterns import as_patterns, inputs_as_patterns
+from autopar.frontend.step import Step
+from autopar.ir.mesh import MeshShape
+from autopar.plans.plan import Plan, TensorPlan
+from autopar.transforms.program import program_of
+from autopar.pipeline.plan_files import load_plan
+from autopar.ir.sharding import TensorSharding
 
 HERE = Path(__file__).parent
 

@@ -28,9 +28,10 @@ from random_operations import COMBINATORS, OPERATIONS, Operation
 from random_programs import RandomProgram, kind_of, random_program
 from test_rules_forced import ONE_DEVICE_ONLY
 
-from autopar import execute, planner
-from autopar.mesh import parse_mesh
-from autopar.program import program_of
+from autopar.runtime import jit as execute
+from autopar.planner import planner
+from autopar.ir.mesh import parse_mesh
+from autopar.transforms.program import program_of
 from autopar.rules.table import RULES
 
 NUM_PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "500"))

@@ -10,14 +10,14 @@ import numpy as np
 import programs
 import pytest
 
-from autopar.graph.check import check
-from autopar.graph.ir import Graph
-from autopar.mesh import parse_mesh
-from autopar.planner import rules_of
-from autopar.program import program_of
+from autopar.ir.verifier import check
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import parse_mesh
+from autopar.planner.planner import rules_of
+from autopar.transforms.program import program_of
 from autopar.rules.factors import Factor, Rule
-from autopar.rules.groups import SMALL_SIZE, Group, form_groups
-from autopar.rules.registry import NodeView
+from autopar.rules.grouping import SMALL_SIZE, Group, form_groups
+from autopar.rules.node_view import NodeView
 from autopar.rules.strategies import enumerate_strategies
 from autopar.rules.table import rule_for, unknown_rule
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.cost import hardware
+from autopar.cost import hardware_profile as hardware
 from autopar.errors import HardwareError
 
 FOLDER = Path(__file__).resolve().parent.parent / "cost_models" / "hardware"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from nearest import exact_nearest, recall
 
-from autopar.vector_search.hnsw import Hnsw
-from autopar.vector_search.metrics import METRICS, Metric
+from hnsw_reference import Hnsw
+from autopar.vector_search.data.metrics import METRICS, Metric
 from benchmarks.synthetic_vectors import faiss_synthetic
 
 

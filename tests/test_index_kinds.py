@@ -18,17 +18,17 @@ from nearest import exact_nearest, exact_scores, recall
 
 from autopar import vector_search
 from autopar.errors import IndexFileError, SearchError, SearchWarning
-from autopar.vector_search import beam
-from autopar.vector_search.approximate_index import ApproximateIndex
-from autopar.vector_search.best import LeftOut
+from autopar.vector_search.graph import beam_search as beam
+from autopar.vector_search.frame.approximate_index import ApproximateIndex
+from autopar.vector_search.kernels.top_k_merge import LeftOut
 from autopar.vector_search.build import _place
-from autopar.vector_search.choose import choose
-from autopar.vector_search.duplicates import Duplicates, distances_between
-from autopar.vector_search.effort import Recall, least_effort, shares_of
-from autopar.vector_search.graph_index import GRAPH
-from autopar.vector_search.lists_index import IVF, IVF_PQ
-from autopar.vector_search.metrics import NO_ID
-from autopar.vector_search.neighbour_graph import connect
+from autopar.vector_search.choose_index import choose
+from autopar.vector_search.data.duplicates import Duplicates, distances_between
+from autopar.vector_search.frame.recall_tuning import Recall, least_effort, shares_of
+from autopar.vector_search.graph.index import GRAPH
+from autopar.vector_search.ivf.index import IVF, IVF_PQ
+from autopar.vector_search.data.metrics import NO_ID
+from autopar.vector_search.graph.neighbor_graph import connect
 from benchmarks.synthetic_vectors import faiss_synthetic
 
 NUM, DIM = 1000, 16
@@ -328,7 +328,7 @@ def test_auto_takes_another_kind_where_the_target_is_missed(monkeypatch: pytest.
         return ("exact", "what is left") if missed else (IVF_PQ, "for a test")
 
     monkeypatch.setattr(module, "choose", choose_codes)
-    monkeypatch.setattr(import_module("autopar.vector_search.lists_index"), "_REFINED", 1)
+    monkeypatch.setattr(import_module("autopar.vector_search.ivf.index"), "_REFINED", 1)
     hard = np.random.default_rng(0).normal(size=(600, 64)).astype(np.float32)
     index = build(hard, recall_target=0.999)
     assert told == [(), (IVF_PQ,)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_models import CONFIG, LENGTH, write_model
 
-from autopar import cli
+from autopar.cli import main as cli
 from autopar.inference import Engine, write_checkpoint
 
 
@@ -85,7 +85,7 @@ def test_folders_that_are_no_models_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "bare", CONFIG)
-    monkeypatch.setattr("autopar.inference.engine.opened", lambda *_: pytest.fail("it is planned"))
+    monkeypatch.setattr("autopar.inference.serve.engine.opened", lambda *_: pytest.fail("it is planned"))
     for folder, arguments, why in (
         ("nowhere", ("--prompt", "a"), "config.json cannot be read"),
         ("bare", ("--prompt", "a"), "tokenizer.json is not there"),

@@ -16,16 +16,16 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.errors import InferenceError
 from autopar.inference import Checkpoint, write_checkpoint
-from autopar.inference.draft import DraftModel, Jitted
-from autopar.inference.page_pool import PagePool
-from autopar.inference.page_tables import PagedCache
-from autopar.inference.proposals import Asked
-from autopar.inference.requests import Options, Request, Result, Run, Shape
-from autopar.inference.sampling import params_of
-from autopar.inference.scheduler import Scheduler
-from autopar.inference.speculation import verify
-from autopar.partition_spec import partition_spec
-from autopar.planned import Planned
+from autopar.inference.serve.draft_model import DraftModel, Jitted
+from autopar.inference.kv_cache.page_pool import PagePool
+from autopar.inference.kv_cache.page_tables import PagedCache
+from autopar.inference.schedule.speculation_policy import Asked
+from autopar.inference.schedule.requests import Options, Request, Result, Run, Shape
+from autopar.inference.step.sampling import params_of
+from autopar.inference.schedule.scheduler import Scheduler
+from autopar.inference.step.verify_draft import verify
+from autopar.jax_interop.partition_spec import partition_spec
+from autopar.api.planned_function import Planned
 
 LENGTH, SLOTS, PROPOSALS, CHUNK = 40, 3, 3, (2, 8)
 FIELDS = {

@@ -22,14 +22,15 @@ import pytest
 from jax.experimental import serialize_executable
 from tiny_models import OPTIONS, opened, write_model
 
-from autopar import kept_file, plan_key
+from autopar.system import checksummed_file as kept_file
+from autopar.planner.cache import key as plan_key
 from autopar.errors import InferenceError
 from autopar.inference import Checkpoint, Engine, Options
-from autopar.inference.kept_programs import DamagedError, KeptPrograms
-from autopar.inference.layout import Key, Layout
-from autopar.inference.opening import served_of
-from autopar.inference.reading import Reading
-from autopar.planned import Compiled
+from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
+from autopar.inference.serve.layout import Key, Layout
+from autopar.inference.serve.setup import served_of
+from autopar.inference.model.async_load import Reading
+from autopar.api.planned_function import Compiled
 from autopar.solve.ilp import Ilp
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,8 +83,8 @@ def nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it is made anew")
 
     monkeypatch.setattr(Ilp, "solve", refuse)
-    monkeypatch.setattr("autopar.planned.program_of", refuse)
-    monkeypatch.setattr("autopar.inference.opening.attention_for", refuse)
+    monkeypatch.setattr("autopar.api.planned_function.program_of", refuse)
+    monkeypatch.setattr("autopar.inference.serve.setup.attention_for", refuse)
 
 
 # -- the second start --------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def test_another_process_says_the_same(folder: Path, tmp_path: Path) -> None:
     """On eight devices, with the fastest attention, whatever that is: as it was found by the first of two processes."""
     text = (
         "import sys, jax, json; from tiny_models import *; import test_inference_kept as t\n"
-        "import autopar.inference.opening as o\n"
+        "import autopar.inference.serve.setup as o\n"
         "if sys.argv[3] == 'second': o.planned_for = o.attention_for = None\n"
         "engine = t.opened(t.Path(sys.argv[1]), 8, options=t.SMALL, num_pages=16, cache=sys.argv[2], attention=None)\n"
         "print(json.dumps([engine.runner.served.attention, *map(list, t.said_by(engine))]))"

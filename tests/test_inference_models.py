@@ -19,9 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.errors import ModelError
-from autopar.inference import Checkpoint, DecoderConfig, kv_pages, load_tokenizer, write_checkpoint
-from autopar.inference.attention import AttendContiguous, ContiguousCache
-from autopar.inference.rotary import Llama3Scaling, Rotary
+from autopar.inference.kv_cache import device_pages as kv_pages
+from autopar.inference import Checkpoint, DecoderConfig, load_tokenizer, write_checkpoint
+from autopar.inference.model.attention import AttendContiguous, ContiguousCache
+from autopar.inference.model.rotary import Llama3Scaling, Rotary
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,

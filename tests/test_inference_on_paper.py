@@ -12,21 +12,21 @@ from typing import Any
 import jax
 import pytest
 
-from autopar import hlo
-from autopar.cli import main
-from autopar.cost.hardware import load
+from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.cli.main import main
+from autopar.cost.hardware_profile import load
 from autopar.errors import BudgetError, InferenceError
-from autopar.inference.config import DecoderConfig
-from autopar.inference.layout_words import layout_in_words
-from autopar.inference.on_paper import InferenceOnPaper, PaperInference, choose, inference_on_paper, verdict
-from autopar.inference.page_pool import PagePool
-from autopar.inference.page_tables import PagedCache
-from autopar.inference.requests import Iteration, Options, Request, Result, Shape
-from autopar.inference.scheduler import Scheduler
-from autopar.inference.steady_state import steady_state
-from autopar.plan import Plan
-from autopar.planned import Planned
-from autopar.saved_plans import load_plan
+from autopar.inference.model.config import DecoderConfig
+from autopar.inference.estimate.layout_text import layout_in_words
+from autopar.inference.estimate.estimate import InferenceOnPaper, PaperInference, choose, inference_on_paper, verdict
+from autopar.inference.kv_cache.page_pool import PagePool
+from autopar.inference.kv_cache.page_tables import PagedCache
+from autopar.inference.schedule.requests import Iteration, Options, Request, Result, Shape
+from autopar.inference.schedule.scheduler import Scheduler
+from autopar.inference.schedule.steady_state import steady_state
+from autopar.plans.plan import Plan
+from autopar.api.planned_function import Planned
+from autopar.pipeline.plan_files import load_plan
 
 #: Two layers of the size of LLaMA 3.1 8B.
 FIELDS: dict[str, Any] = {

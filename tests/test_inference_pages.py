@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from autopar.errors import InferenceError
-from autopar.inference import kv_pages
-from autopar.inference.page_pool import PagePool, num_pages_in
-from autopar.inference.page_tables import PagedCache, PageTable
+from autopar.inference.kv_cache import device_pages as kv_pages
+from autopar.inference.kv_cache.page_pool import PagePool, num_pages_in
+from autopar.inference.kv_cache.page_tables import PagedCache, PageTable
 
 PAGE = 4
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InferenceError
-from autopar.inference.page_pool import PagePool
-from autopar.inference.page_tables import PagedCache
-from autopar.inference.proposals import Asked, NGram, Payoff, Proposer, expected_tokens
-from autopar.inference.requests import Iteration, Options, Progress, Request, Result, Run
-from autopar.inference.scheduler import Scheduler
-from autopar.inference.stopping import TextUntilStop
+from autopar.inference.kv_cache.page_pool import PagePool
+from autopar.inference.kv_cache.page_tables import PagedCache
+from autopar.inference.schedule.speculation_policy import Asked, NGram, Payoff, Proposer, expected_tokens
+from autopar.inference.schedule.requests import Iteration, Options, Progress, Request, Result, Run
+from autopar.inference.schedule.scheduler import Scheduler
+from autopar.inference.schedule.stop_strings import TextUntilStop
 
 PAGE = 16
 EXAMPLES = 60

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.vector_search.k_means import Sums, assign, cut_long_lists, k_means, sums, within_room
+from autopar.vector_search.kernels.k_means import Sums, assign, cut_long_lists, k_means, sums, within_room
 from benchmarks.synthetic_vectors import faiss_synthetic, skewed_clusters
 
 

@@ -14,9 +14,10 @@ import programs
 import pytest
 
 import autopar
-from autopar import hlo, planner
-from autopar.plan import Plan
-from autopar.sharding import TensorSharding
+from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.planner import planner
+from autopar.plans.plan import Plan
+from autopar.ir.sharding import TensorSharding
 
 PROFILE = str(Path(__file__).parent / "profiles" / "alpha_beta.toml")
 

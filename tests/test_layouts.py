@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import errors
-from autopar.front_ends.annotations import Annotation, specs_of
+from autopar.frontend.sharding_metadata import Annotation, specs_of
 
 HARDWARE: dict[str, Any] = {"hardware": "cpu-host"}
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from ortools.graph.python import max_flow
 
-from autopar.min_cut import source_side
+from autopar.solve.min_cut import source_side
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -11,7 +11,7 @@ import programs
 import pytest
 
 import autopar
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 
 STEPS = 3
 CASES = {

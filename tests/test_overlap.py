@@ -12,12 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec
 from on_absent_gpus import all_reduced, compiled
 
-from autopar import overlap, planner
-from autopar.compiler import Compiler
-from autopar.cost.hardware import load
-from autopar.plan import Awaited, Plan
-from autopar.program import Program, program_of
-from autopar.within_budget import Made
+from autopar.planner import overlap_search as overlap
+from autopar.planner import planner
+from autopar.xla_compiler.compiler import Compiler
+from autopar.cost.hardware_profile import load
+from autopar.plans.plan import Awaited, Plan
+from autopar.transforms.program import Program, program_of
+from autopar.planner.memory_search import Made
 
 H100 = load("h100-sxm")
 NUM_LAYERS = 12

@@ -18,17 +18,17 @@ from test_plan import make_plan
 from test_stages import plan as staged_plan
 
 import autopar
-from autopar.cli import main
+from autopar.cli.main import main
 from autopar.errors import PlotError, VerifyError
-from autopar.explain_compiled import compiled_of
-from autopar.mesh import MeshShape
-from autopar.page.document import page
-from autopar.page.lanes import MAX_TASKS, pipeline_lanes
-from autopar.page.markup import written
+from autopar.report.predicted_vs_compiled import compiled_of
+from autopar.ir.mesh import MeshShape
+from autopar.report.html.document import page
+from autopar.report.html.timeline import MAX_TASKS, pipeline_lanes
+from autopar.report.html.markup import written
 from autopar.pipeline.plan import AnyPlan
-from autopar.pipeline.schedules.table import build
-from autopar.pipeline.simulate import simulate
-from autopar.plan import Replicated, Tie
+from autopar.pipeline.schedule.table import build
+from autopar.pipeline.schedule.simulate import simulate
+from autopar.plans.plan import Replicated, Tie
 
 _VOID = {"meta", "input", "br"}
 

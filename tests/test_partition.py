@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ClusterError
-from autopar.pipeline.branches import Branches
-from autopar.pipeline.cluster import Cluster, DeviceGroup, Submesh, SubmeshShape, lines
-from autopar.pipeline.clustering import cluster_layers
-from autopar.pipeline.interleaved import InterleavedPartitioner
-from autopar.pipeline.objectives import forward_only, gpipe, interleaved, one_at_a_time, one_f_one_b, zb_h1
-from autopar.pipeline.partition import ExactPartitioner
-from autopar.pipeline.partition_problem import Growth, Objective, Partition, PartitionProblem, Stage, StageCost
-from autopar.pipeline.prices import Prices
+from autopar.pipeline.partition.branches import Branches
+from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, Submesh, SubmeshShape, lines
+from autopar.pipeline.partition.cluster_layers import cluster_layers
+from autopar.pipeline.partition.interleaved import InterleavedPartitioner
+from autopar.pipeline.partition.objectives import forward_only, gpipe, interleaved, one_at_a_time, one_f_one_b, zb_h1
+from autopar.pipeline.partition.exact import ExactPartitioner
+from autopar.pipeline.partition.problem import Growth, Objective, Partition, PartitionProblem, Stage, StageCost
+from autopar.pipeline.partition.price_tables import Prices
 from autopar.solve.problem import Status
 from benchmarks.baselines.stages_equal import EqualLayers, EqualOperators
 from benchmarks.baselines.stages_min_cut import MinCut

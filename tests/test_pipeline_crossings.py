@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.pipeline.crossings import Crossing, as_it_lies, devices_of, wire
+from autopar.pipeline.run.transfers import Crossing, as_it_lies, devices_of, wire
 
 
 def on(devices: slice, *sizes: int, spec: P) -> NamedSharding:

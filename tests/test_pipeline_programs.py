@@ -17,8 +17,8 @@ from pipelines import QUICKLY, assert_alike, crossing, pipelined
 
 import autopar
 from autopar.errors import MicrobatchError
-from autopar.pipeline.cutting import Cuttable
-from autopar.program import program_of
+from autopar.pipeline.cut.stage_programs import Cuttable
+from autopar.transforms.program import program_of
 
 WIDTH, BATCH = 16, 8
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))

@@ -12,7 +12,7 @@ import pytest
 from pipelines import pipelined
 from same_steps import Trained, _gradients, _initial, assert_same, train
 
-from autopar.pipeline.run import Pipeline
+from autopar.pipeline.run.executor import Pipeline
 from benchmarks.zoo import small
 from benchmarks.zoo.training import Training
 

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import pytest
 from pipelines import tanh_layers
 
-from autopar.cost.hardware import HardwareProfile, LinkProfile, load
-from autopar.pipeline.cluster import Cluster, DeviceGroup, SubmeshShape
-from autopar.pipeline.clustering import Clustering, cluster_layers
-from autopar.pipeline.cutting import Cuttable
-from autopar.pipeline.microbatch_search import divisors, over_microbatches
-from autopar.pipeline.partition_problem import StageCost
-from autopar.pipeline.search import Outcome, StagedStep, StageSearch
-from autopar.pipeline.stage_costs import StageCosts, likely_shapes
-from autopar.program import program_of
+from autopar.cost.hardware_profile import HardwareProfile, LinkProfile, load
+from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
+from autopar.pipeline.partition.cluster_layers import Clustering, cluster_layers
+from autopar.pipeline.cut.stage_programs import Cuttable
+from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
+from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
+from autopar.pipeline.search.stage_costs import StageCosts, likely_shapes
+from autopar.transforms.program import program_of
 
 LAYERS, WIDTH, BATCH, MICROBATCHES = 8, 8192, 16384, 8
 H100 = load("h100-sxm")

@@ -18,22 +18,11 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar.errors import MeshError, PinError, PlanFileError, PlanMismatchError
-from autopar.mesh import MeshShape
-from autopar.partition_spec import partition_spec, tensor_sharding
-from autopar.plan import (
-    CollectiveUse,
-    Constraint,
-    Decision,
-    Outcome,
-    Plan,
-    Prediction,
-    ProgramSignature,
-    RejectedMesh,
-    Role,
-    TensorPlan,
-)
-from autopar.saved_plans import load_plan
-from autopar.sharding import TensorSharding, replicated
+from autopar.ir.mesh import MeshShape
+from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
+from autopar.plans.plan import CollectiveUse, Constraint, Decision, Outcome, Plan, Prediction, ProgramSignature, RejectedMesh, Role, TensorPlan
+from autopar.pipeline.plan_files import load_plan
+from autopar.ir.sharding import TensorSharding, replicated
 
 MESH = MeshShape(("data", "model"), (2, 4))
 COLUMN = TensorSharding(((), ("model",)))

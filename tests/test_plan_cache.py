@@ -24,10 +24,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import kept_file, plan_cache
-from autopar.cost import hardware
-from autopar.plan_key import key_of
-from autopar.program import program_of
+from autopar.system import checksummed_file as kept_file
+from autopar.planner.cache import plans as plan_cache
+from autopar.cost import hardware_profile as hardware
+from autopar.planner.cache.key import key_of
+from autopar.transforms.program import program_of
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Problem, Solution
 
@@ -169,8 +170,8 @@ def test_lines_may_move_and_are_told_as_they_are_now(tmp_path: Path, request: py
 @pytest.mark.slow
 def test_a_key_is_the_same_in_every_process(tmp_path: Path) -> None:
     text = (
-        "import programs; from autopar.plan_key import key_of; from autopar.program import program_of;"
-        "from autopar.cost.hardware import load;"
+        "import programs; from autopar.planner.cache.key import key_of; from autopar.transforms.program import program_of;"
+        "from autopar.cost.hardware_profile import load;"
         "p = programs.PROGRAMS['bert_layers']();"
         "program = program_of(p.step, p.abstract_args(), carry=None, donate=None);"
         "print(key_of(program, {'hardware': load('h100-sxm'), 'pin': {'b': 1, 'a': (2, None)}}).name)"
@@ -209,7 +210,7 @@ def test_whatever_planning_reads_makes_another_key(mlp: programs.Program, monkey
     ]
     traced = program_of(mlp.step, mlp.abstract_args(), carry=None, donate=[])
     others.append(key_of(traced, {"hardware": profile, "meshes": ("8",)}).name)
-    monkeypatch.setattr("autopar.rules.registered._registered", {})
+    monkeypatch.setattr("autopar.rules.user_rules._registered", {})
     autopar.register_rule("some_primitive_of_mine", "a b -> a")
     others.append(key(mlp))
     monkeypatch.setattr("autopar.version.version", lambda name: "1.2.3")

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.cli import main
-from autopar.plan import CollectiveUse
-from autopar.plan_check import Allowed, check_plan, unlike_collectives
+from autopar.cli.main import main
+from autopar.plans.plan import CollectiveUse
+from autopar.comparison.plan_check import Allowed, check_plan, unlike_collectives
 
 SLOW = str(Path(__file__).parent / "profiles" / "slow_gpu.toml")
 TARGET = """\

@@ -20,10 +20,10 @@ from test_stages import plan as staged_plan
 
 import autopar
 from autopar.errors import PlanFileError
-from autopar.graph.ir import Graph, Node, Value
-from autopar.graph.node_names import NodeNames
+from autopar.ir.graph import Graph, Node, Value
+from autopar.ir.node_names import NodeNames
 from autopar.pipeline.plan import AnyPlan
-from autopar.saved_plans import plan_from_json
+from autopar.pipeline.plan_files import plan_from_json
 
 SLOW_GPU = str(Path(__file__).parent / "profiles" / "slow_gpu.toml")
 

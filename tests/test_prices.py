@@ -17,17 +17,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import autopar
-from autopar.cost.hardware import MATRIX_DTYPES, HardwareProfile, known_names, load
-from autopar.cost.kernels import op_seconds
-from autopar.counted_work import counted_work
-from autopar.device_program import Op
-from autopar.jax_compat import primitive_of
-from autopar.measure_step import model_flops
-from autopar.mesh import parse_mesh
-from autopar.planner import plan_and_parts
-from autopar.program import program_of
+from autopar.cost.hardware_profile import MATRIX_DTYPES, HardwareProfile, known_names, load
+from autopar.cost.kernel_time import op_seconds
+from autopar.frontend.kernel_flops import counted_work
+from autopar.ir.device_program import Op
+from autopar.jax_interop.compat import primitive_of
+from autopar.api.measure_step import model_flops
+from autopar.ir.mesh import parse_mesh
+from autopar.planner.planner import plan_and_parts
+from autopar.transforms.program import program_of
 from autopar.rules.convolution import _meeting_pairs
-from autopar.rules.registry import NodeView
+from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for
 
 PROFILES = {name: load(name) for name in known_names()}
@@ -491,5 +491,5 @@ def test_counted_work_tells_no_programs_apart(monkeypatch: pytest.MonkeyPatch) -
         return autopar.plan(step, x, x, mesh="1", hardware="h100-sxm").program.fingerprint
 
     counted = fingerprint()
-    monkeypatch.setattr("autopar.graph.from_jaxpr.counted_work", lambda _: None)
+    monkeypatch.setattr("autopar.frontend.from_jaxpr.counted_work", lambda _: None)
     assert fingerprint() == counted

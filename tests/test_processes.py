@@ -17,14 +17,16 @@ import pytest
 from several_processes import Ended, run
 
 import autopar
-from autopar import errors, execute
-from autopar.mesh import MeshShape, parse_mesh
-from autopar.partition_spec import partition_spec
-from autopar.processes import device_order, obituary
-from autopar.processes.agreement import with_hosts
-from autopar.processes.exchange import Exchange, Member
-from autopar.processes.service import Service
-from autopar.processes.verdict import Judge, Record, step_times
+from autopar.runtime import jit as execute
+from autopar import errors
+from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.jax_interop.partition_spec import partition_spec
+from autopar.runtime.distributed import device_order
+from autopar.runtime.distributed import process_sentinel as obituary
+from autopar.runtime.distributed.plan_agreement import with_hosts
+from autopar.runtime.distributed.exchange import Exchange, Member
+from autopar.runtime.distributed.coordination_store import Service
+from autopar.runtime.distributed.fault_attribution import Judge, Record, step_times
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +149,7 @@ def test_what_is_priced_inside_a_host_stays_inside_one() -> None:
     from dataclasses import replace
 
     from autopar.cost.collectives import workers_of
-    from autopar.cost.hardware import load
+    from autopar.cost.hardware_profile import load
 
     for per_host in (2, 4):
         profile = replace(load("h100-sxm"), devices_per_host=per_host)

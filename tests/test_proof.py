@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.compiler import CompiledStep
-from autopar.cost.hardware import load
-from autopar.jax_compat import module_bytes
-from autopar.mesh import parse_mesh
+from autopar.xla_compiler.compiler import CompiledStep
+from autopar.cost.hardware_profile import load
+from autopar.jax_interop.compat import module_bytes
+from autopar.ir.mesh import parse_mesh
 from autopar.solve.problem import Edge, Problem
 from benchmarks import compile_cache, proof_summary
 from benchmarks.baselines import pinned

@@ -13,13 +13,13 @@ import programs
 import pytest
 
 import autopar
-from autopar import measure_step
-from autopar.calls import REMEMBERED, Calls
-from autopar.cost.hardware import load
+from autopar.api import measure_step
+from autopar.api.call_clock import REMEMBERED, Calls
+from autopar.cost.hardware_profile import load
 from autopar.errors import StepSignatureError
-from autopar.measure_step import model_flops, report_on
-from autopar.program import program_of
-from autopar.step_report import StepReport
+from autopar.api.measure_step import model_flops, report_on
+from autopar.transforms.program import program_of
+from autopar.api.step_report import StepReport
 
 # -- timing -----------------------------------------------------------------------------------
 

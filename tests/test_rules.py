@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.graph.params import plain_params
+from autopar.ir.params import plain_params
 from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 from autopar.rules.factors import DimFactors, Rule
-from autopar.rules.registry import NodeView
+from autopar.rules.node_view import NodeView
 from autopar.rules.table import RULES, rule_for, unknown_rule
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -235,7 +235,7 @@ def test_rules_need_no_jax() -> None:
     # a bare package in the place of `autopar`, whose own list of public names imports JAX
     program = (
         "import sys, types; package = types.ModuleType('autopar'); package.__path__ = [sys.argv[1]];"
-        "sys.modules['autopar'] = package; import autopar.rules.table, autopar.graph.params;"
+        "sys.modules['autopar'] = package; import autopar.rules.table, autopar.ir.params;"
         "sys.exit('jax' in sys.modules)"
     )
     folder = Path(__file__).parents[1] / "autopar"

@@ -27,21 +27,22 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 
-from autopar import hlo, jax_compat
-from autopar.graph.from_jaxpr import graph_of
-from autopar.inference.kv_pages import KVPages
-from autopar.inference.paged_attention import attend_paged
-from autopar.manual.region import run_region
-from autopar.mesh import MeshShape, parse_mesh
-from autopar.partition_spec import partition_spec
-from autopar.plan import ManualRegion
+from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.jax_interop import compat as jax_compat
+from autopar.frontend.from_jaxpr import graph_of
+from autopar.inference.kv_cache.device_pages import KVPages
+from autopar.inference.kernels.paged_attention import attend_paged
+from autopar.runtime.manual.region import run_region
+from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.jax_interop.partition_spec import partition_spec
+from autopar.plans.plan import ManualRegion
 from autopar.rules.factors import Reduction, Rule
-from autopar.rules.registry import NodeView
+from autopar.rules.node_view import NodeView
 from autopar.rules.strategies import Strategy, enumerate_strategies
-from autopar.rules.structure import BORDERS
+from autopar.rules.control_flow import BORDERS
 from autopar.rules.table import RULES, rule_for
-from autopar.rules.window import Window
-from autopar.trace import Equation, LiteralOperand, trace
+from autopar.rules.halo_window import Window
+from autopar.frontend.trace import Equation, LiteralOperand, trace
 
 Sample = tuple[Callable[..., Any], Sequence[Any]]
 

@@ -16,11 +16,11 @@ from rich.console import Console
 from test_rules import Shapes, text
 
 import autopar
-from autopar import hlo
+from autopar.xla_compiler import hlo_collectives as hlo
 from autopar.errors import RuleError
-from autopar.explain import render_summary
-from autopar.rules.registered import template
-from autopar.rules.registry import NodeView
+from autopar.report.explain import render_summary
+from autopar.rules.user_rules import template
+from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar import planner, side_by_side
+from autopar.planner import planner
+from autopar.planner import fork_pool as side_by_side
 from autopar.errors import BudgetError
-from autopar.side_by_side import Least, each_its_own, lanes, spread
+from autopar.planner.fork_pool import Least, each_its_own, lanes, spread
 from tests import programs
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="copies are made on Linux alone")

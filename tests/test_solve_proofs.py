@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from random_problems import faults, near_tight, optimum
 
-from autopar.solve import search
-from autopar.solve.branch import branch
+from autopar.solve import exact_search as search
+from autopar.solve.branch_and_bound import branch
 from autopar.solve.ilp import Ilp
 from autopar.solve.mip import End
 from autopar.solve.polish import polish
 from autopar.solve.problem import Edge, Problem, Solution, Status, Usage
-from autopar.solve.reduction import delete_forbidden, reduce
+from autopar.solve.presolve import delete_forbidden, reduce
 
 Solve = Callable[[Problem], Solution]
 

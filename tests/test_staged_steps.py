@@ -16,8 +16,8 @@ from staged_steps import StagedStep, staged_step
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.pipeline.instructions import Call
-from autopar.pipeline.piece_programs import is_same_program
+from autopar.pipeline.run.instructions import Call
+from autopar.pipeline.run.piece_programs import is_same_program
 
 TOLERANCE = 3e-5
 

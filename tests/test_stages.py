@@ -17,8 +17,8 @@ import pytest
 from pipelines import tanh_layers
 
 import autopar
-from autopar.cli import main
-from autopar.cost.hardware import HardwareProfile, LinkProfile, load
+from autopar.cli.main import main
+from autopar.cost.hardware_profile import HardwareProfile, LinkProfile, load
 from autopar.errors import (
     AutoparError,
     BudgetError,
@@ -29,8 +29,8 @@ from autopar.errors import (
     ScheduleError,
     StepSignatureError,
 )
-from autopar.pipeline.timeline_svg import timeline_svg
-from autopar.plan_step import cluster_of
+from autopar.pipeline.draw.svg import timeline_svg
+from autopar.api.make_plan import cluster_of
 
 OPTIONS: dict[str, Any] = {"stages": 2, "num_microbatches": 4, "schedule": "1f1b", "hardware": "cpu-host"}
 H100 = load("h100-sxm")

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost.hardware import load
-from autopar.device_program import Buffer, DeviceProgram, Op
-from autopar.merging import Merging
-from autopar.mesh import parse_mesh
-from autopar.timeline import Simulation, Timeline, simulate
+from autopar.cost.hardware_profile import load
+from autopar.ir.device_program import Buffer, DeviceProgram, Op
+from autopar.xla_model.collective_combiner import Merging
+from autopar.ir.mesh import parse_mesh
+from autopar.xla_model.latency_hiding import Simulation, Timeline, simulate
 
 MESH = parse_mesh("x=8")
 H100 = load("h100-sxm")

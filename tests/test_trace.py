@@ -9,8 +9,8 @@ import programs
 import pytest
 
 import autopar
-from autopar.equations import module_path, phase_of
-from autopar.trace import trace
+from autopar.frontend.flat_jaxpr import module_path, phase_of
+from autopar.frontend.trace import trace
 
 
 @pytest.mark.contract

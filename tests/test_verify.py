@@ -22,18 +22,19 @@ from test_hlo import MESH, PROGRAM
 from test_plan import make_plan
 
 import autopar
-from autopar import absent, compiler
-from autopar.absent import target_text, topology_text
-from autopar.cli import main
-from autopar.compare import Collectives, Figure, match_collectives, memory_figures, step_time_figure
-from autopar.compiler import CompiledStep, Compiler, read_times
-from autopar.cost.hardware import load
+from autopar.xla_compiler import gpu_target as absent
+from autopar.xla_compiler import compiler
+from autopar.xla_compiler.gpu_target import target_text, topology_text
+from autopar.cli.main import main
+from autopar.verification.figures import Collectives, Figure, match_collectives, memory_figures, step_time_figure
+from autopar.xla_compiler.compiler import CompiledStep, Compiler, read_times
+from autopar.cost.hardware_profile import load
 from autopar.errors import HardwareError, MeshError, VerifyError
-from autopar.hlo import Collective, collectives
-from autopar.mesh import MeshShape
-from autopar.pairing import Pairing, describe_origin, module_paths, pair
-from autopar.plan import CollectiveUse, Plan
-from autopar.verification import Verification
+from autopar.xla_compiler.hlo_collectives import Collective, collectives
+from autopar.ir.mesh import MeshShape
+from autopar.verification.attribution import Pairing, describe_origin, module_paths, pair
+from autopar.plans.plan import CollectiveUse, Plan
+from autopar.verification.verification import Verification
 
 # -- XLA's log -----------------------------------------------------------------------------
 
@@ -566,8 +567,9 @@ def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
 @pytest.mark.usefixtures("gpu_compiler")
 def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices stand in for GPUs: the same process, the same messages; carried state goes round."""
-    from autopar import execute, jax_compat
-    from autopar.compile_plan import _arguments
+    from autopar.runtime import jit as execute
+    from autopar.jax_interop import compat as jax_compat
+    from autopar.verification.compile_plan import _arguments
 
     monkeypatch.setattr(compiler, "own_flags", lambda text: ["--xla_force_host_platform_device_count=4"])
     program = programs.mlp(batch=64, width=64, num_layers=2, optimizer="adam")
@@ -737,7 +739,7 @@ def test_an_interrupt_while_compiling_leaves_no_process(monkeypatch: pytest.Monk
 def test_the_compiler_ends_with_whoever_started_it(tmp_path: Path) -> None:
     """Killed, it cannot end its compiler; which sees that nobody asks any more, and tidies up."""
     code = (
-        "import os, sys, time\nfrom autopar.compiler import Compiler\nc = Compiler()\n"
+        "import os, sys, time\nfrom autopar.xla_compiler.compiler import Compiler\nc = Compiler()\n"
         "print(c._child.pid, c._folder.name, flush=True)\nos.kill(os.getpid(), 9)\n"
     )
     root = str(Path(__file__).resolve().parent.parent)
@@ -756,7 +758,8 @@ def test_lowering_needs_no_device() -> None:
     """What travels to the compiler's process: bytecode that names modules, made under an abstract mesh."""
     program = two_layers()
     plan, traced = autopar.parallelize(mesh="2x8", hardware="h100-sxm")(program.step).planned(*program.abstract_args())
-    from autopar import execute, jax_compat
+    from autopar.runtime import jit as execute
+    from autopar.jax_interop import compat as jax_compat
 
     jitted = execute.jit_plan(plan, traced.trace, execute.abstract_mesh(plan.mesh))
     module = jax_compat.module_bytes(execute.lower_for("cuda", jitted, program.abstract_args()))

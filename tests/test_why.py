@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from test_plan_check import SLOW, make
 
 import autopar
-from autopar.cli import main
+from autopar.cli.main import main
 from autopar.errors import PinError
-from autopar.why import why
+from autopar.comparison.why import why
 
 
 def of_mlp(path: str, **options: Any) -> Any:

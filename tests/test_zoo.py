@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from same_steps import Trained, assert_same, splits, train
 
-from autopar.program import program_of
+from autopar.transforms.program import program_of
 from benchmarks.run import BENCHMARKS
 from benchmarks.zoo import language, summary
 from benchmarks.zoo.proof import fallbacks

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from autopar.inference import Engine, Options, write_checkpoint
-from autopar.inference.tensor_file import read_header
+from autopar.inference.model.safetensors import read_header
 
 LENGTH = 128
 VOCABULARY = 300

@@ -20,8 +20,8 @@ or by levels, whichever is cheaper.
 from __future__ import annotations
 
 from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Load, Workers, backend_of, cheapest_all_reduce
-from autopar.cost.hardware import HardwareProfile, LinkProfile
-from autopar.mesh import MeshShape
+from autopar.cost.hardware_profile import HardwareProfile, LinkProfile
+from autopar.ir.mesh import MeshShape
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 

@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass
 
 from autopar.cost.collectives import collective_time
-from autopar.cost.hardware import HardwareProfile
-from autopar.graph.ir import Graph
-from autopar.mesh import MeshShape
-from autopar.rules.groups import Group
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import MeshShape
+from autopar.rules.grouping import Group
 from autopar.rules.strategies import Strategy
-from autopar.rules.window import LocalWindow
-from autopar.sharding import TensorSharding
+from autopar.rules.halo_window import LocalWindow
+from autopar.ir.sharding import TensorSharding
 
 KIND = "collective-permute"
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from autopar.moves import Lies, Part
-from autopar.pipeline.cluster import Cluster, Submesh
-from autopar.pipeline.partition_problem import StageCost
-from autopar.pipeline.schedules import any_edges
-from autopar.pipeline.schedules.table import build
-from autopar.pipeline.spans import PipelineTimeline
-from autopar.pipeline.staged_time import Send, staged_timeline, task_seconds
-from autopar.pipeline.tasks import Schedule, chain
-from autopar.plan import Plan, ProgramSignature, TensorPlan, check_plan, check_positions, check_sharding
-from autopar.plan_columns import in_columns, reader, write_document
-from autopar.plan_file import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
-from autopar.sharding import TensorSharding
+from autopar.ir.placement import Lies, Part
+from autopar.pipeline.partition.cluster import Cluster, Submesh
+from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.schedule import dag as any_edges
+from autopar.pipeline.schedule.table import build
+from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.partition.step_time import Send, staged_timeline, task_seconds
+from autopar.pipeline.schedule.tasks import Schedule, chain
+from autopar.plans.plan import Plan, ProgramSignature, TensorPlan, check_plan, check_positions, check_sharding
+from autopar.plans.columnar_numbers import in_columns, reader, write_document
+from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
+from autopar.ir.sharding import TensorSharding
 
 #: What the file of such a plan says it is; from each version of its fields to the next, as in `plan`.
 FORMAT = "autopar-pipeline-plan"

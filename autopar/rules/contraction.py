@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from autopar.rules.factors import Name, Rule, build_rule
-from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.node_view import NodeView, RuleFunction
 
 
 def dot_general(view: NodeView) -> Rule:

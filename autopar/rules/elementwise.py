@@ -13,7 +13,7 @@ import math
 from functools import partial
 
 from autopar.rules.factors import DimNames, Rule, build_rule
-from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.node_view import NodeView, RuleFunction
 
 _MOVES = """
     conj convert_element_type copy imag layout_constraint name random_clone real reduce_precision reshard

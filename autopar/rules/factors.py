@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.rules.window import Halo, Window
+from autopar.rules.halo_window import Halo, Window
 
 #: Reductions a factor can leave pending, by what combines the parts.
 Reduction = Literal["sum", "max", "min", "prod", "and", "or"]

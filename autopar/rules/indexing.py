@@ -18,7 +18,7 @@ from collections.abc import Collection
 from functools import partial
 
 from autopar.rules.factors import Name, Reduction, Rule, build_rule
-from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.node_view import NodeView, RuleFunction
 
 Names = list[tuple[Name, ...]]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from autopar.rules.factors import DimNames, Rule, build_rule
-from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.node_view import NodeView, RuleFunction
 
 
 def _batched(view: NodeView, core: int, flops: Callable[[tuple[int, ...]], float]) -> Rule:

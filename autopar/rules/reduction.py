@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from autopar.rules.factors import DimNames, Elements, Reduction, Rule, Sent, build_rule
-from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.node_view import NodeView, RuleFunction
 
 
 def _named(shape: tuple[int, ...], whole: Collection[int]) -> DimNames:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from autopar.rules.factors import DimNames, Name, Rule, build_rule
-from autopar.rules.registry import NodeView, RuleFunction
+from autopar.rules.node_view import NodeView, RuleFunction
 
 
 def _moves(

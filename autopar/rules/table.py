@@ -18,10 +18,10 @@ from autopar.rules.indexing import INDEXING
 from autopar.rules.linear_algebra import LINEAR_ALGEBRA
 from autopar.rules.pooling import POOLING
 from autopar.rules.reduction import REDUCTION
-from autopar.rules.registered import registered_rule
-from autopar.rules.registry import NodeView, RuleFunction, counted
+from autopar.rules.user_rules import registered_rule
+from autopar.rules.node_view import NodeView, RuleFunction, counted
 from autopar.rules.shape import SHAPE
-from autopar.rules.structure import BORDERS, PINNED
+from autopar.rules.control_flow import BORDERS, PINNED
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(

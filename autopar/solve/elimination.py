@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solve.order import Bucket, Factor, Order
-from autopar.solve.partitions import Partitions
+from autopar.solve.elimination_order import Bucket, Factor, Order
+from autopar.solve.label_classes import Partitions
 from autopar.solve.problem import Problem
 
 _BLOCK = 1 << 16  # entries that are added up at once: they stay in the cache

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.solve.instants import instants_of
+from autopar.solve.live_instants import instants_of
 from autopar.solve.problem import ROUNDING, Edge, Problem
 
 

@@ -3,6 +3,6 @@
 from autopar.vector_search.build import Kind as Kind
 from autopar.vector_search.build import build as build
 from autopar.vector_search.build import load as load
-from autopar.vector_search.index import Found as Found
-from autopar.vector_search.index import Index as Index
-from autopar.vector_search.index import IndexStats as IndexStats
+from autopar.vector_search.data.index import Found as Found
+from autopar.vector_search.data.index import Index as Index
+from autopar.vector_search.data.index import IndexStats as IndexStats

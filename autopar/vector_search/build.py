@@ -18,18 +18,21 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopar.cost.hardware import HardwareProfile
+from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import AutoparError, IndexFileError, SearchError, SearchWarning
-from autopar.mesh import MeshShape
-from autopar.vector_search import exact_index, graph_index, inputs, lists_index
-from autopar.vector_search.asked import Asked
-from autopar.vector_search.choose import choose
-from autopar.vector_search.effort import can_tell
-from autopar.vector_search.exact_index import ExactIndex
-from autopar.vector_search.index import Index
-from autopar.vector_search.index_file import Saved, read
-from autopar.vector_search.place import Place
-from autopar.vector_search.progress import progress_bar
+from autopar.ir.mesh import MeshShape
+from autopar.vector_search.exact import index as exact_index
+from autopar.vector_search.graph import index as graph_index
+from autopar.vector_search.data import inputs
+from autopar.vector_search.ivf import index as lists_index
+from autopar.vector_search.data.build_request import Asked
+from autopar.vector_search.choose_index import choose
+from autopar.vector_search.frame.recall_tuning import can_tell
+from autopar.vector_search.exact.index import ExactIndex
+from autopar.vector_search.data.index import Index
+from autopar.vector_search.data.index_file import Saved, read
+from autopar.vector_search.data.placement import Place
+from autopar.vector_search.data.progress import progress_bar
 
 
 @dataclass(frozen=True, slots=True)

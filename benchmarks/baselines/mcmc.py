@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solve.instants import instants_of
+from autopar.solve.live_instants import instants_of
 from autopar.solve.problem import Problem, Solution, Status
 
 _HEAT = 1e-6  # temperature, by the cost at hand

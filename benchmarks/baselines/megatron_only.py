@@ -15,9 +15,9 @@ from unittest import mock
 
 import numpy as np
 
-from autopar import planner
-from autopar.formulation import Formulation
-from autopar.sharding import TensorSharding
+from autopar.planner import planner
+from autopar.formulate.formulation import Formulation
+from autopar.ir.sharding import TensorSharding
 
 #: Channels of an image.
 COLOURS = 3

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from autopar.mesh import MeshShape
+from autopar.ir.mesh import MeshShape
 
 Pins = dict[str, PartitionSpec]
 Shape = tuple[int, ...]

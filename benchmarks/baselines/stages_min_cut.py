@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.pipeline.partition_problem import Partition, PartitionProblem
+from autopar.pipeline.partition.problem import Partition, PartitionProblem
 from benchmarks.baselines.stages_equal import best_of_equal
 
 _LEAST_SHARE = 1 / 3

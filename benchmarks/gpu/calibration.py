@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from autopar.calibrate import calibrated
-from autopar.calibration import profile_table, to_json
-from autopar.cost.hardware import load
-from autopar.probes import Sizes
+from autopar.calibration.calibrate import calibrated
+from autopar.calibration.calibration import profile_table, to_json
+from autopar.cost.hardware_profile import load
+from autopar.calibration.probes import Sizes
 from benchmarks.gpu.setting import Record, Setting
 
 TINY = Sizes(

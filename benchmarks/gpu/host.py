@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autopar.cost.hardware import detect
+from autopar.cost.hardware_profile import detect
 from autopar.errors import HardwareError
 from benchmarks.machine import machine, versions
 

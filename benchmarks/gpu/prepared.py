@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar import execute
-from autopar.compiler import Compiler
-from autopar.compiler_options import compiler_options
-from autopar.cost.hardware import load
+from autopar.runtime import jit as execute
+from autopar.xla_compiler.compiler import Compiler
+from autopar.runtime.xla_options import compiler_options
+from autopar.cost.hardware_profile import load
 from autopar.errors import AutoparError
-from autopar.jax_compat import module_bytes
-from autopar.plan import Plan
-from autopar.trace import Trace
+from autopar.jax_interop.compat import module_bytes
+from autopar.plans.plan import Plan
+from autopar.frontend.trace import Trace
 from benchmarks.gpu.models import MODELS, ON_SEVERAL
 from benchmarks.zoo.training import Training
 

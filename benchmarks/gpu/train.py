@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 import autopar
-from autopar.execute import make_mesh
+from autopar.runtime.jit import make_mesh
 from benchmarks.gpu.kernels import kernel_times
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.prepared import saved

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from autopar.inference import Engine, Options
-from autopar.inference.generation import Generation
+from autopar.inference.serve.generation import Generation
 from benchmarks.inference.models import SMALL, config_of, params_of, random_prompts
 from benchmarks.inference.rows import Row, row
 from benchmarks.timing import take_turns

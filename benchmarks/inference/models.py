@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.inference import DecoderConfig
-from autopar.inference.decoder import Decoder
+from autopar.inference.model.decoder import Decoder
 
 #: 4 layers, d 256, 8 heads that share 2 of the keys', vocabulary 8,192. Read-only, as all of these.
 SMALL: Mapping[str, Any] = MappingProxyType(

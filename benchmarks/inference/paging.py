@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.inference import Engine, Options
-from autopar.inference.attention import AttendContiguous, ContiguousCache
-from autopar.inference.decoder import Decoder
-from autopar.inference.requests import Shape
-from autopar.inference.runner import Runner
-from autopar.inference.sampling import params_of as sampling_params_of
-from autopar.inference.sampling import sample
+from autopar.inference.model.attention import AttendContiguous, ContiguousCache
+from autopar.inference.model.decoder import Decoder
+from autopar.inference.schedule.requests import Shape
+from autopar.inference.serve.runner import Runner
+from autopar.inference.step.sampling import params_of as sampling_params_of
+from autopar.inference.step.sampling import sample
 from benchmarks.inference.models import SMALL, config_of, params_of
 from benchmarks.inference.rows import Row, row
 from benchmarks.timing import take_turns

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from autopar.inference.page_pool import PagePool
-from autopar.inference.page_tables import PagedCache
-from autopar.inference.requests import Iteration, Options, Request, Result
-from autopar.inference.scheduler import Scheduler
+from autopar.inference.kv_cache.page_pool import PagePool
+from autopar.inference.kv_cache.page_tables import PagedCache
+from autopar.inference.schedule.requests import Iteration, Options, Request, Result
+from autopar.inference.schedule.scheduler import Scheduler
 from benchmarks.inference.models import output_lengths, random_prompts
 from benchmarks.inference.rows import Row, row
 

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.inference import Engine, Options, write_checkpoint
-from autopar.inference.sampling import SamplingParams
-from autopar.inference.speculation import verify
+from autopar.inference.step.sampling import SamplingParams
+from autopar.inference.step.verify_draft import verify
 from benchmarks.inference.models import SMALL, config_of, params_of, random_prompts
 from benchmarks.inference.rows import Row, row
 

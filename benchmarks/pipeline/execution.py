@@ -28,20 +28,21 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from autopar import execute, planner
-from autopar.equations import LiteralOperand
-from autopar.pipeline.cutting import Cuttable, StageProgram
-from autopar.pipeline.flow import Chain
-from autopar.pipeline.held import Held, run_counted
-from autopar.pipeline.in_flight import in_flight
-from autopar.pipeline.instructions import Call
-from autopar.pipeline.measured import run_measured
-from autopar.pipeline.run import Pipeline, PlannedStage
-from autopar.pipeline.schedules.table import build
-from autopar.pipeline.simulate import simulate
-from autopar.pipeline.tasks import Task
-from autopar.plan import Plan
-from autopar.program import Program, program_of
+from autopar.runtime import jit as execute
+from autopar.planner import planner
+from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.cut.flow import Chain
+from autopar.pipeline.run.memory_count import Held, run_counted
+from autopar.pipeline.schedule.in_flight import in_flight
+from autopar.pipeline.run.instructions import Call
+from autopar.pipeline.run.measured import run_measured
+from autopar.pipeline.run.executor import Pipeline, PlannedStage
+from autopar.pipeline.schedule.table import build
+from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.tasks import Task
+from autopar.plans.plan import Plan
+from autopar.transforms.program import Program, program_of
 
 Row = dict[str, Any]
 

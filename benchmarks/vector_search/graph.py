@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.vector_search import beam
-from autopar.vector_search.build_graph import build_graph
+from autopar.vector_search.graph import beam_search as beam
+from autopar.vector_search.graph.build import build_graph
 from benchmarks.vector_search.contenders import CORES, Gate, Row, Searcher, built, is_here, measured
 from benchmarks.vector_search.data import NUM_QUERIES, NUM_VECTORS, K, Searched, searched
 from benchmarks.vector_search.faiss_at_its_best import faiss

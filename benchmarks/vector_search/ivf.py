@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.vector_search import list_search
-from autopar.vector_search.build_lists import build_lists
-from autopar.vector_search.inverted_lists import InvertedLists, fill
+from autopar.vector_search.ivf import search as list_search
+from autopar.vector_search.ivf.build import build_lists
+from autopar.vector_search.ivf.lists import InvertedLists, fill
 from benchmarks.vector_search.contenders import Gate, Row, Searcher, built, measured
 from benchmarks.vector_search.data import NUM_QUERIES, NUM_VECTORS, K, Searched, searched
 from benchmarks.vector_search.faiss_at_its_best import faiss

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.vector_search import list_search
-from autopar.vector_search.build_lists import build_lists
-from autopar.vector_search.inverted_lists import InvertedLists
-from autopar.vector_search.product_quantisation import Codebooks, decode
-from autopar.vector_search.rerank import rerank
+from autopar.vector_search.ivf import search as list_search
+from autopar.vector_search.ivf.build import build_lists
+from autopar.vector_search.ivf.lists import InvertedLists
+from autopar.vector_search.ivf.product_quantization import Codebooks, decode
+from autopar.vector_search.kernels.rerank import rerank
 from benchmarks.vector_search.contenders import Gate, Row, Searcher, built, is_here, measured
 from benchmarks.vector_search.data import NUM_QUERIES, NUM_VECTORS, K, Searched, searched
 from benchmarks.vector_search.faiss_at_its_best import faiss

@@ -1,0 +1,447 @@
+"""Checkpoints of a planned step's state: saved under one plan, restored under another.
+
+In: a folder and a `ParallelStep`. Out: `Checkpoints`: numbered saves by orbax, written whole or not at all, with the
+plan beside the state; a restore reads each device's part straight into the shardings of the plan at hand, whatever
+its mesh, and says which map it did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import jax
+import numpy as np
+
+from autopar.api.checkpoint import state_tree as checkpoint_state
+from autopar.runtime import jit as execute
+from autopar.api.parallelize import ParallelStep
+from autopar.report.diff import PlanDiff, diff
+from autopar.errors import CheckpointError, PlanFileError
+from autopar.frontend.state import makes_state, state_apart
+from autopar.pipeline.run.stacked_leaves import as_arrays
+from autopar.pipeline.plan import AnyPlan
+from autopar.runtime.distributed.exchange import among_processes
+from autopar.pipeline.plan_files import plan_from_json
+from autopar.version import __version__
+
+if TYPE_CHECKING:
+    from autopar.api.checkpoint import orbax_store
+
+#: What a checkpoint says it is, and the version of its fields.
+FORMAT, VERSION = "autopar-checkpoint", 1
+#: Its JSON parts: what it holds, the plan that the state was laid out by, and what the user gave along.
+_ABOUT, _PLAN, _EXTRA = "about", "plan", "extra"
+
+_log = logging.getLogger(__name__)
+
+
+class _DamagedError(CheckpointError):
+    """A checkpoint that is not what was written. `why` says so without the way out."""
+
+    why = ""
+
+
+class Checkpoints:
+    """Numbered checkpoints of one step's state, in one folder.
+
+        checkpoints = autopar.Checkpoints("checkpoints/gpt", train_step)
+        state = checkpoints.restore_or_init(create_state, rng, batch=batch)
+        ...
+        checkpoints.save(number, state)
+
+    Under `jax.distributed` every process makes one, of a folder that all see, and calls the same methods.
+
+    Args:
+        directory: made at the first save. A path, or a bucket's (`gs://...`).
+        step: made by `autopar.parallelize`; its plan says where each part of the state belongs.
+        keep: how many to keep, the newest; None keeps all.
+
+    Raises:
+        CheckpointError: `keep` or the directory makes no sense.
+        TypeError: `step` was not made by `parallelize`.
+    """
+
+    def __init__(self, directory: str | Path, step: ParallelStep, *, keep: int | None = 3) -> None:
+        if not isinstance(step, ParallelStep):
+            raise TypeError(
+                f"`Checkpoints` takes a step made by `autopar.parallelize`, not a {type(step).__name__}: its plan says"
+                " where the state belongs"
+            )
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise CheckpointError(f"`keep` is {keep!r}: give 1 or more, or None to keep all")
+        self._folder = _store().folder_of(directory)
+        if self._folder.exists() and not self._folder.is_dir():
+            raise CheckpointError(f"{self.directory!r} is a file: give a folder for the checkpoints")
+        self._step, self._keep = step, keep
+        self._writer: orbax_store.Writer | None = None
+        self._encoded: tuple[AnyPlan, Any] | None = None
+        self._last_map: PlanDiff | None = None
+
+    # -- what is there -----------------------------------------------------------------------
+
+    @property
+    def directory(self) -> str:
+        """Where they are."""
+        return str(self._folder)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The numbers of those that are whole, in order; not yet one that is being written."""
+        return tuple(_store().steps(self._folder))
+
+    @property
+    def latest(self) -> int | None:
+        """The newest of them, or None."""
+        return max(self.steps, default=None)
+
+    @property
+    def last_map(self) -> PlanDiff | None:
+        """From the plan of the checkpoint that was restored last to the plan that it was restored under."""
+        return self._last_map
+
+    def plan(self, at: int | None = None) -> AnyPlan:
+        """The plan under which a checkpoint was saved, by default the latest."""
+        number = self._existing(at)
+        try:
+            return plan_from_json(self._part(number, _PLAN))
+        except PlanFileError as error:
+            raise self._damaged(number, f"its plan cannot be read: {error}") from error
+
+    def extra(self, at: int | None = None) -> Any:
+        """What was given to `save` along with the state; None where nothing was."""
+        number = self._existing(at)
+        return self._part(number, _EXTRA) if _store().has_part(self._folder, number, _EXTRA) else None
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def save(self, number: SupportsIndex, state: Any, *, extra: Any = None, wait: bool = False) -> None:
+        """Save a state. It is copied off the devices, and then written in the background: the step may go on with it.
+
+        Until a checkpoint is whole its folder has another name, so a process that is killed leaves the one before.
+
+        Args:
+            number: how many steps were made; above those that are there.
+            state: the step's carried state, as `init`, `restore` or the step returned it; where the step carries
+                several arguments, a tuple of them.
+            extra: what JSON takes, e.g. where in the data the next batch starts.
+            wait: whether to return only when all is written.
+
+        Raises:
+            CheckpointError: the state is none of this step's, the number is taken, `extra` is no JSON, or the folder
+                cannot be written to. Where writing failed in the background, the next call says so.
+        """
+        number = _whole_number(number)
+        with state_apart(state) as (arrays, _):
+            plan, names = self._plan_of(arrays)
+            tree = checkpoint_state.stored(as_arrays(arrays))
+            leaves = checkpoint_state.leaves_of(arrays)
+        plan_json, plan_digest = self._plan_json(plan)
+        parts = {_PLAN: plan_json} | ({} if extra is None else {_EXTRA: _json(extra)})
+        about = {
+            "format": FORMAT,
+            "version": VERSION,
+            "arguments": list(names),
+            "leaves": checkpoint_state.to_json(leaves),
+            "versions": {"autopar": __version__, "jax": jax.__version__},
+            "digests": {_PLAN: plan_digest} | {name: _digest(part) for name, part in parts.items() if name != _PLAN},
+        }
+        parts[_ABOUT] = about | {"digest": _digest(about)}
+        self.wait()
+        latest = self.latest
+        if latest is not None and number <= latest:
+            there = "is there already" if number in self.steps else f"comes before step {latest}, which is there"
+            raise CheckpointError(
+                f"step {number} cannot be saved to {self.directory!r}: it {there}. Save to another folder, or remove"
+                f" the checkpoints from {number} on"
+            )
+        try:
+            writer = self._writer or _store().Writer(self._folder, self._keep)
+            self._writer = writer
+            digests = checkpoint_state.parts_started(tree, leaves, once=True)
+            writer.write(number, tree, parts, lambda: checkpoint_state.sums_to_json(digests))
+        except Exception as error:
+            raise self._not_written(number, error) from error
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all that was saved is written.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        if self._writer is None:
+            return
+        try:
+            self._writer.wait()
+        except Exception as error:
+            raise self._not_written(None, error) from error
+
+    def close(self) -> None:
+        """Wait, and end what writes in the background. `with autopar.Checkpoints(...) as checkpoints:` does so."""
+        self.wait()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- restoring ---------------------------------------------------------------------------
+
+    def restore(self, create_state: Any, *create_args: Any, at: int | None = None, **step_args: Any) -> Any:
+        """Restore a state under the plan of this step, whatever plan and mesh it was saved under.
+
+        Each device reads its own part: the state is never whole on one host, unless the plan keeps it so.
+
+        Args:
+            create_state: as for `step.init`; it is not run, only its shapes are taken. Or the state itself, as arrays
+                or `jax.ShapeDtypeStruct`s.
+            create_args: its arguments.
+            at: which checkpoint; by default the latest.
+            step_args: the step's other arguments by name (arrays or `jax.ShapeDtypeStruct`s).
+
+        Returns:
+            The state, bit by bit as it was saved, in the pytree of `create_state`.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged, or it holds another program's state: then the
+                message names what differs.
+        """
+        number = self._existing(at)
+        target = self._step.abstract_state(create_state, *create_args, **step_args)
+        with state_apart(target) as (arrays, _):
+            try:
+                values = self._restored(number, arrays)
+            except _DamagedError as error:
+                raise self._damaged(number, error.why, last_good=self._last_good(number, arrays)) from error.__cause__
+        with state_apart(create_state if not makes_state(create_state) else target) as (arrays, anew):
+            template, structure = jax.tree.flatten(arrays)
+            return anew(jax.tree.unflatten(structure, map(_as_given, values, template)))
+
+    def restore_or_init(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
+        """The latest checkpoint restored; or, where there is none, `step.init` with the same arguments."""
+        self.wait()
+        if self.latest is None:
+            return self._step.init(create_state, *create_args, **step_args)
+        return self.restore(create_state, *create_args, **step_args)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _restored(self, number: int, target: Any) -> list[Any]:
+        """The arrays of a checkpoint, laid out as those of `target`, after they were held against their digests."""
+        about = self._about(number)
+        saved, names_before = about["leaves"], about["arguments"]
+        plan, names = self._plan_of(target)
+        what = checkpoint_state.difference(saved, checkpoint_state.leaves_of(target))
+        if what is not None:
+            raise CheckpointError(
+                f"checkpoint {number} in {self.directory!r} holds the state of another program than"
+                f" `{plan.program.name}` with these arguments: {what}. Build the state as it was when it was saved (the"
+                " same model, sizes and optimizer), or give the folder of this program's checkpoints"
+            )
+        planned = diff(_renamed(self.plan(number), names_before, names), plan)
+        try:
+            read = dict(_store().read_state(self._folder, number, checkpoint_state.wanted(target)))
+            values = checkpoint_state.restored(read, target)
+            found, cause = checkpoint_state.parts_to_json(checkpoint_state.parts_started(read, saved, once=False)), None
+        except Exception as error:
+            values, found, cause = [], [], error
+        why = self._why_damaged(number, about, found, cause)
+        if why is not None:
+            raise self._damaged(number, why) from cause
+        execute.make_own(values)
+        self._last_map = planned
+        _log.info("restored step %d from %s: %s", number, self.directory, planned.words)
+        return values
+
+    def _why_damaged(self, number: int, about: dict[str, Any], found: Any, cause: Exception | None) -> str | None:
+        """What is wrong with the arrays that were read, the same in all processes; None where nothing is.
+
+        Args:
+            found: the digests of this process's parts. cause: why it could not read them.
+        """
+        if "digests" not in about:
+            _log.info("checkpoint %d was saved without digests: its arrays are taken as they are", number)
+
+        def judge(of_all: Sequence[Any]) -> str | None:
+            failed = next((one["failed"] for one in of_all if one["failed"]), None)
+            if failed or "digests" not in about:
+                return failed
+            try:
+                said = _store().read_digests(self._folder, number)
+                changed = checkpoint_state.changed(said, [one["found"] for one in of_all])
+            except (OSError, TypeError, ValueError) as error:
+                return f"its digests cannot be read ({error})"
+            return self._changed_words(number, changed) if changed else None
+
+        mine, processes = {"failed": cause and _first_line(cause), "found": found}, among_processes()
+        if processes is None:
+            return judge([mine])
+        return processes.judged("restoring a checkpoint", mine, lambda given: judge([one.value for one in given]))
+
+    def _changed_words(self, number: int, changed: Sequence[Sequence[str]]) -> str:
+        try:
+            files = sorted({file for keys in changed for file in _store().files_of(self._folder, number, keys)})
+        except Exception:  # of tensorstore: where the array lies is damaged, too
+            files = []
+        named, where = checkpoint_state.some([f"`{'/'.join(keys)}`" for keys in changed]), checkpoint_state.some(files)
+        return f"{named} is not what was written (another digest), in {where or 'its part `state`'}"
+
+    def _last_good(self, number: int, target: Any) -> int | None:
+        """The newest other checkpoint that can be restored; all processes look for it together."""
+        for other in sorted(set(self.steps) - {number}, reverse=True):
+            try:
+                self._restored(other, target)
+            except CheckpointError:
+                continue
+            return other
+        return None
+
+    def _existing(self, at: int | None) -> int:
+        self.wait()  # what was saved just now is there, too
+        steps = self.steps
+        if at is None and steps:
+            return steps[-1]
+        if at in steps and at is not None:
+            return at
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+        asked = "no checkpoint" if at is None else f"no checkpoint {at!r}"
+        raise CheckpointError(
+            f"{asked} in {self.directory!r}: {there}. Give the folder that they were saved to"
+            + ("" if steps else ", or start afresh with `step.init` (`restore_or_init` does whichever it is)")
+        )
+
+    def _about(self, number: int) -> dict[str, Any]:
+        """What a checkpoint says of itself, checked."""
+        if not _store().has_part(self._folder, number, _ABOUT):
+            raise CheckpointError(
+                f"checkpoint {number} in {self.directory!r} was not saved by `autopar.Checkpoints`, or is damaged."
+                " One of orbax's own is restored into `step.abstract_state(create_state, ...)`, which says the shapes"
+                " and shardings: `manager.restore(number, args=ocp.args.StandardRestore(abstract_state))`"
+            )
+        try:
+            about = dict(_store().read_part(self._folder, number, _ABOUT))
+            if (about["format"], about["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"it is a {about['format']} of version {about['version']}")
+            if about.pop("digest", None) != (_digest(about) if "digests" in about else None):
+                raise ValueError("it is not what was written")
+            about["leaves"] = tuple(checkpoint_state.from_json(about["leaves"]))
+            about["arguments"] = tuple(map(str, about["arguments"]))
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._damaged(number, f"what it says of itself cannot be read ({error})") from error
+        return about
+
+    def _part(self, number: int, name: str) -> Any:
+        try:
+            part = _store().read_part(self._folder, number, name)
+        except (OSError, ValueError) as error:
+            raise self._damaged(number, f"its part `{name}` cannot be read ({error})") from error
+        digests = self._about(number).get("digests")
+        if digests is not None and digests.get(name) != _digest(part):
+            raise self._damaged(number, f"its part `{name}`, the file {name}/metadata, is not what was written")
+        return part
+
+    def _plan_of(self, state: Any) -> tuple[AnyPlan, tuple[str, ...]]:
+        """The plan by which the step was called last with such a state."""
+        for plan in reversed(self._step.plans):
+            names = checkpoint_state.arguments_of(plan, state)
+            if names is not None:
+                return plan, names
+        name = getattr(self._step, "__name__", "step")
+        if not self._step.plans:
+            raise CheckpointError(
+                f"`{name}` has no plan yet, so it is not known where its state belongs: build the state with"
+                " `step.init`, restore one, or run the step"
+            )
+        raise CheckpointError(
+            f"the state is no argument of `{name}`, nor several of them in a tuple, as it was planned: save what the"
+            " step takes and returns, whole. Anything else goes along as `extra`, or into an argument of the step"
+        )
+
+    def _plan_json(self, plan: AnyPlan) -> tuple[Any, str]:
+        """A plan as it is written, and its digest: the same at every save."""
+        if self._encoded is None or self._encoded[0] is not plan:
+            encoded = plan.to_json()
+            self._encoded = plan, (encoded, _digest(encoded))
+        return self._encoded[1]
+
+    def _not_written(self, number: int | None, error: Exception) -> CheckpointError:
+        what = "a checkpoint" if number is None else f"checkpoint {number}"
+        good = f"the last good one is {self.latest}" if self.latest is not None else "there is none yet"
+        return CheckpointError(
+            f"{what} could not be written to {self.directory!r} ({_first_line(error)}); {good}. Give a folder that can"
+            " be written to and has room"
+        )
+
+    def _damaged(self, number: int, why: str, last_good: int | None = None) -> _DamagedError:
+        others = [str(step) for step in self.steps if step != number]
+        if last_good is not None:
+            way = f"the last good one is {last_good}: restore it with `at={last_good}`"
+        else:
+            way = f"restore another with `at=` ({', '.join(others)})" if others else "there is no other"
+        error = _DamagedError(f"checkpoint {number} in {self.directory!r} is damaged: {why}. Remove its folder; {way}")
+        error.why = why
+        return error
+
+
+def _store() -> Any:
+    """Orbax takes a second to import, which only those wait for who save."""
+    return import_module("autopar.api.checkpoint.orbax_store")
+
+
+def _whole_number(number: Any) -> int:
+    try:
+        number = operator.index(number)  # NumPy's and JAX's integers too
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError("`save` takes the number of the step first: a whole number of 0 or more")
+    return number
+
+
+def _renamed(plan: AnyPlan, before: Sequence[str], after: Sequence[str]) -> AnyPlan:
+    """A plan with the arguments that are the state called as in another."""
+    names = dict(zip(before, after, strict=False))
+
+    def renamed(path: str) -> str:
+        root, slash, rest = path.partition("/")
+        return f"{names.get(root, root)}{slash}{rest}"
+
+    return replace(plan, inputs=tuple(replace(tensor, path=renamed(tensor.path)) for tensor in plan.inputs))
+
+
+def _digest(part: Any) -> str:
+    """Of JSON types, however they are spaced."""
+    return hashlib.sha256(json.dumps(part).encode()).hexdigest()
+
+
+def _json(extra: Any) -> Any:
+    try:
+        return json.loads(json.dumps(extra, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"`extra` must be what JSON takes: dicts with text as keys, lists, texts and numbers ({error}). Arrays"
+            " belong into the state"
+        ) from error
+
+
+def _as_given(value: Any, template: Any) -> Any:
+    """A Python number where the state has one; else the array."""
+    return type(template)(np.asarray(value).item()) if isinstance(template, bool | int | float | complex) else value
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

@@ -1,0 +1,393 @@
+"""From a step to its plan: of one program on all devices, or of stages.
+
+In: a step and its arguments, or its traced program; what is asked for. Out: `Plan` or `PipelinePlan`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, overload
+
+import jax
+
+from autopar.planner.cache import plans as plan_cache
+from autopar.planner import planner
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.errors import (
+    AutoparError,
+    BudgetError,
+    ClusterError,
+    MicrobatchError,
+    OptionError,
+    PinError,
+    PlanMismatchError,
+)
+from autopar.frontend.sharding_metadata import Rules
+from autopar.planner.layout_hints import Metadata
+from autopar.ir.mesh import MeshShape
+from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
+from autopar.pipeline.partition.problem import Partitioner
+from autopar.pipeline.plan import AnyPlan, PipelinePlan, StagesTried
+from autopar.pipeline.search.plan_stages import StagesAsked, plan_stages
+from autopar.plans.plan import Plan
+from autopar.planner.planner import Progress
+from autopar.transforms.program import Program, program_of
+from autopar.pipeline.plan_files import plan_from_json
+from autopar.solve.problem import Solver
+from autopar.system.units import human_seconds, parse_size
+
+Hardware = str | HardwareProfile | Mapping[str, int]
+
+#: Options of one program that stages do not take, and what they are where they ask for nothing.
+_OF_ONE_PROGRAM = {"mesh": None, "pin": None, "like": None, "rematerialize": True, "dims_as_written": False}
+
+
+@overload
+def plan(step: Callable[..., Any], *args: Any, stages: Literal[1] = 1, **options: Any) -> Plan: ...
+@overload
+def plan(step: Callable[..., Any], *args: Any, stages: int | Literal["auto"], **options: Any) -> Any: ...
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    mesh: str | int | Sequence[int] | Mapping[str, int] | MeshShape | jax.sharding.Mesh | None = None,
+    num_devices: int | None = None,
+    hardware: Hardware | None = None,
+    memory_budget_bytes: float | str | None = None,
+    pin: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    carry: Sequence[str] | None = None,
+    donate: Sequence[str] | None = None,
+    metadata: Metadata = "pin",
+    logical_axis_rules: Rules | None = None,
+    like: Plan | None = None,
+    stages: int | Literal["auto"] = 1,
+    schedule: str = "auto",
+    partitioner: Partitioner | None = None,
+    num_microbatches: int | Literal["auto"] | None = None,
+    per_microbatch_statistics: bool = False,
+    rematerialize: bool = True,
+    dims_as_written: bool = False,
+    solver: Solver | None = None,
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+    cache: bool | str | os.PathLike[str] = False,
+    **unknown: Any,
+) -> Plan | PipelinePlan:
+    """Choose how to split every tensor of a step.
+
+    Args:
+        step: a function of pytrees of arrays, e.g. `(state, batch) -> (state, loss)`, or of objects that it changes in
+            place, as Flax NNX modules. What else is among the leaves (texts, functions, settings) is static.
+        args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
+        mesh: `"2x4"` or `(2, 4)`, `"data=2,model=4"` or `{"data": 2, "model": 4}`, a `MeshShape` or a `jax.sharding.Mesh`.
+        num_devices: with this alone, every mesh of at most two axes is planned and the cheapest kept.
+            With neither, the visible devices are counted.
+        hardware: name of a profile, path of a profile file, or a profile; by default that of the
+            visible devices. For stages on several kinds of device, how many there are of each, by name, in their order:
+            `{"a100-sxm4-40gb": 8, "v100-sxm2-16gb": 16}`.
+        memory_budget_bytes: per device, a number or `"40GB"`; by default what the hardware profile says is usable.
+        pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
+        kwargs: the step's keyword arguments.
+        static_argnames: names of arguments that are no arrays but part of what is traced, as of `jax.jit`.
+        carry: names of arguments that come back updated; by default found by structure.
+        donate: names of arguments whose buffers the step may reuse; by default the carried ones.
+        metadata: what is done with metadata on the arguments that say how to split them (`nn.Partitioned`, logical axis
+            names, NNX `out_sharding`): `"pin"` holds to them; `"hint"` plans with and without, and holds to them unless
+            a plan without is predicted faster by more than 5 %; `"ignore"` does not read them.
+        logical_axis_rules: from logical names in them to mesh axes; by default the active `nn.logical_axis_rules`.
+        like: a plan of another step, on whose mesh this one is planned, and whose layout the state takes that both have.
+        stages: cut the step into so many stages, each a program of its own on its own devices; `"auto"`: as many as are
+            fastest, which may be one. Of stages the planner chooses layers, devices and meshes (`docs/pipelines.md`).
+        schedule: of stages, a name (`docs/schedules.md`); `"auto"`: the fastest that fits.
+        partitioner: what cuts layers into stages; by default the package's, which proves the optimum of its prices.
+        num_microbatches: split the batch over time into so many parts, whose gradients are summed: the same numbers
+            for less memory; by default 1, and of stages `"auto"`. `"auto"`: of the numbers that fit the budget the one whose step is fastest, with forward
+            values computed again where that is needed.
+        per_microbatch_statistics: allow that of a step whose batch feeds back, as batch normalisation does, in which
+            each microbatch then has its own statistics.
+        rematerialize: whether forward values may be computed again in the backward pass, where a step would not
+            fit otherwise.
+        dims_as_written: never see a dim that the step cuts into equal parts as two, each of which may be split: a plan of
+            which each sharding is a `PartitionSpec` of a value that the step has, as `export` needs it.
+        solver: by default `Ilp(time_limit_s)`, which proves the optimum; where memory is short, within half a percent.
+        time_limit_s: seconds for the solver, per problem: one for each mesh, and several where memory is short.
+        progress: called with a stage's name and the fraction done.
+        cache: a folder in which plans are kept, so that the same step asked for in the same way is not planned twice;
+            True is the user's own cache folder. `parallelize` and the command line keep them there by default.
+
+    Raises:
+        AutoparError: one of its subclasses, naming what to change.
+    """
+    check_options(unknown)
+    if progress is not None:
+        progress("trace", 0.0)
+    return plan_program(
+        program_of(step, args, carry=carry, donate=donate, kwargs=kwargs, static_argnames=static_argnames),
+        stages=stages,
+        schedule=schedule,
+        partitioner=partitioner,
+        metadata=metadata,
+        logical_axis_rules=logical_axis_rules,
+        like=like,
+        mesh=mesh,
+        num_devices=num_devices,
+        hardware=hardware,
+        memory_budget_bytes=memory_budget_bytes,
+        pin=pin,
+        num_microbatches=num_microbatches,
+        per_microbatch_statistics=per_microbatch_statistics,
+        rematerialize=rematerialize,
+        dims_as_written=dims_as_written,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        progress=progress,
+        cache=cache,
+    )
+
+
+def plan_program(
+    program: Program,
+    *,
+    stages: int | Literal["auto"] = 1,
+    schedule: str = "auto",
+    partitioner: Partitioner | None = None,
+    num_microbatches: int | Literal["auto"] | None = None,
+    hardware: Hardware | None = None,
+    cache: bool | str | os.PathLike[str] | None = False,
+    **options: Any,
+) -> AnyPlan:
+    """`plan`, for a program already traced."""
+    if stages != "auto" and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
+        raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
+    count: int | Literal["auto"] = ("auto" if stages != 1 else 1) if num_microbatches is None else num_microbatches
+    check_like(options.get("like"))
+    _check_pin(options.get("pin"))
+    if "memory_budget_bytes" in options:
+        options["memory_budget_bytes"] = _budget(options["memory_budget_bytes"])
+    if stages == 1:
+        if schedule != "auto" or partitioner is not None:
+            what = "`schedule`" if schedule != "auto" else "`partitioner`"
+            raise ClusterError(
+                f'{what} is of steps that are cut into stages: give `stages="auto"`, or a number above 1'
+            )
+        one = _only_kind(hardware)
+        return planner.plan_program(
+            program, num_microbatches=count, cache=cache, **({"hardware": one} if one is not None else {}), **options
+        )
+    _refuse(options)
+    cluster, profiles = cluster_of(hardware, options.get("num_devices"), options.get("mesh"))
+    asked = StagesAsked(
+        cluster=cluster,
+        profiles=profiles,
+        stages=stages,
+        num_microbatches=count,
+        schedule=schedule,
+        own_statistics=bool(options.get("per_microbatch_statistics")),
+        memory_budget_bytes=options.get("memory_budget_bytes"),
+        partitioner=partitioner,
+        planning={name: options[name] for name in ("solver", "time_limit_s") if name in options},
+        progress=options.get("progress"),
+    )
+
+    def made() -> AnyPlan:
+        plan = found()
+        if isinstance(plan, PipelinePlan) and program.annotations and options.get("metadata") != "ignore":
+            note = "metadata of the arguments, which say how to split them, are not heeded by stages"
+            plan = replace(plan, notes=(*plan.notes, note))
+        if isinstance(plan, PipelinePlan) and stages != "auto" and len(cluster.groups) == 1:
+            note = 'one program on all devices was not planned: `stages="auto"` plans both, and takes the faster'
+            plan = replace(plan, notes=(*plan.notes, note))
+        return plan
+
+    def found() -> AnyPlan:
+        if stages != "auto" or partitioner is not None or len(cluster.groups) > 1:
+            return plan_stages(program, asked)
+        return _faster(program, asked, lambda: planner.plan_program(program, num_microbatches=count, **one_program))
+
+    one_program = options | {"hardware": next(iter(profiles.values())), "num_devices": cluster.num_devices}
+    folder = plan_cache.folder_of(cache)
+    if folder is None:
+        return made()
+    told = {n: v for n, v in options.items() if n not in ("mesh", "num_devices", "progress")}
+    key = told | {
+        "stages": stages,
+        "schedule": schedule,
+        "partitioner": partitioner,
+        "num_microbatches": count,
+        "cluster": cluster,
+        "profiles": profiles,
+        "meshes": None if options.get("mesh") is None else planner.asked_meshes(options["mesh"], None),
+    }
+    return plan_cache.kept(program, key, folder, made, plan_from_json)
+
+
+def cluster_of(
+    hardware: Hardware | None, num_devices: int | None, mesh: Any = None
+) -> tuple[Cluster, dict[str, HardwareProfile]]:
+    """The devices to cut stages for, and what each kind can do.
+
+    Args:
+        hardware: as of `plan`. num_devices: of them; by default the visible ones.
+        mesh: a `jax.sharding.Mesh` of devices that are to be used.
+
+    Raises:
+        ClusterError: hosts would not be whole, or the numbers disagree.
+    """
+    if isinstance(hardware, Mapping):
+        counts = {planner.asked_profile(name): number for name, number in hardware.items()}
+        total = sum(counts.values())
+        if num_devices is not None and num_devices != total:
+            raise ClusterError(
+                f"`hardware` names {total} devices, but {num_devices} were asked for: leave `num_devices` out"
+            )
+    else:
+        given = mesh.size if isinstance(mesh, jax.sharding.Mesh) else num_devices
+        counts = {planner.asked_profile(hardware): jax.device_count() if given is None else given}
+    groups = []
+    for profile, number in counts.items():
+        per_host = min(profile.devices_per_host, number)
+        if per_host < 1 or number % per_host:
+            raise ClusterError(
+                f"{number} devices of {profile.name!r} are not whole hosts of {profile.devices_per_host}: give a multiple"
+                " of that, or fewer"
+            )
+        groups.append(DeviceGroup(profile.name, number // per_host, per_host))
+    return Cluster(tuple(groups)), {profile.name: profile for profile in counts}
+
+
+def check_like(like: Any) -> None:
+    """Refuse to lay a step out like one in stages.
+
+    Raises:
+        PlanMismatchError: `like` is a plan of stages.
+    """
+    if isinstance(like, PipelinePlan):
+        raise PlanMismatchError(
+            f"`{like.program.name}`, like which a step is to be laid out, runs in {len(like.stages)} stages, each on devices"
+            " of its own: give this step `stages=`, too, or leave `like` out; its state is moved then"
+        )
+
+
+#: Options of JAX's, and others that are not here, and what does the same.
+_INSTEAD = {
+    "devices": "`num_devices=8`, or `mesh=`",
+    "static_argnums": "`static_argnames`, the names of these arguments",
+    "donate_argnums": "`donate`, the names of these arguments",
+    "donate_argnames": "`donate`",
+    "in_shardings": "`pin`, from input paths to `PartitionSpec`s",
+    "out_shardings": "`pin` for what is carried; the planner chooses the other results",
+    "memory_budget": "`memory_budget_bytes`",
+}
+
+
+def option_names() -> list[str]:
+    """Of `plan`."""
+    return [p.name for p in inspect.signature(plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+def check_options(unknown: Iterable[str], *first: str) -> None:
+    """Refuse options that there are not.
+
+    Args:
+        first: others that the caller takes.
+
+    Raises:
+        OptionError: naming one, and what does the same.
+    """
+    known = option_names()
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1)
+        way = _INSTEAD.get(name) or (f"`{near[0]}`" if near else "one of these")
+        raise OptionError(f"unknown option {name!r}; it takes {', '.join((*first, *known))}. Instead of it, give {way}")
+
+
+# -- inside ----------------------------------------------------------------------------------
+
+
+def _check_pin(pin: Any) -> None:
+    if pin is not None and not isinstance(pin, Mapping):
+        raise PinError(
+            f"`pin` is a {type(pin).__name__}: give a dict from input paths, or globs, to `jax.sharding.PartitionSpec`s, e.g."
+            ' `{"state/params/*": P("data")}`'
+        )
+
+
+def _budget(given: Any) -> float | None:
+    """Bytes of a number or of a text.
+
+    Raises:
+        BudgetError: it is neither, or not above zero.
+    """
+    try:
+        if given is None or isinstance(given, bool):
+            found = None if given is None else -1.0
+        else:
+            found = parse_size(given) if isinstance(given, str) else float(given)
+    except (TypeError, ValueError):
+        found = -1.0
+    if found is not None and not found > 0:
+        raise BudgetError(
+            f"`memory_budget_bytes` is {given!r}: give the bytes of each device, above zero, such as 40e9 or '40GB'; leave it"
+            " out for what the device has"
+        )
+    return found
+
+
+def _only_kind(hardware: Hardware | None) -> str | HardwareProfile | None:
+    if not isinstance(hardware, Mapping):
+        return hardware
+    raise ClusterError(
+        f"one program runs on devices of one kind, and `hardware` names {', '.join(hardware) or 'none'}:"
+        ' give `stages="auto"`, or one name'
+    )
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Options that say how one program is split, of which stages have several."""
+    for name, usual in _OF_ONE_PROGRAM.items():
+        given = options.get(name)
+        if given is None or given is usual or (name == "mesh" and isinstance(given, jax.sharding.Mesh)):
+            continue
+        raise ClusterError(
+            f"`{name}` is of a step that is one program, and with `stages` each stage has a mesh of its own, that the"
+            f" planner chooses: leave `{name}` out, or `stages`"
+        )
+
+
+def _faster(program: Program, asked: StagesAsked, whole: Callable[[], Plan]) -> AnyPlan:
+    """The faster one of stages and one program, which may be the only one that fits."""
+    failures: list[AutoparError] = []
+    one, staged = None, None
+    try:
+        one = whole()
+    except (BudgetError, MicrobatchError) as error:
+        failures.append(error)
+    try:
+        staged = plan_stages(program, asked)
+    except (BudgetError, MicrobatchError) as error:
+        failures.append(error)
+    if one is None and staged is None:
+        raise failures[-1]
+    if staged is None:
+        assert one is not None
+        return replace(one, notes=(*one.notes, f"one program, for no stages can be: {failures[0]}"))
+    if one is not None and len(staged.stages) == 1:
+        return replace(one, notes=(*one.notes, "one program: stages would make the step no faster"))
+    if one is not None and one.prediction.step_time_s <= staged.prediction.step_time_s:
+        would = f"{staged.words} would take {human_seconds(staged.prediction.step_time_s)}"
+        return replace(one, notes=(*one.notes, f"one program: {would}"))
+    if one is None:
+        return replace(staged, notes=(*staged.notes, f"one program on all devices: {failures[0]}"))
+    alone = StagesTried(
+        schedule="",
+        num_stages=1,
+        num_microbatches=one.microbatches.count if one.microbatches else 1,
+        step_time_s=one.prediction.step_time_s,
+        peak_bytes=one.prediction.peak_bytes,
+    )
+    return replace(staged, tried=(*staged.tried, alone))

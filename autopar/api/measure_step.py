@@ -1,0 +1,218 @@
+"""A step as it runs, held against what its plan said: so that a wrong hardware profile is seen.
+
+In: a plan, its program and profile, when the step was called, the devices. Out: `StepReport`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh
+
+from autopar.api.call_clock import Calls
+from autopar.cost.hardware_profile import HardwareProfile, load
+from autopar.ir.graph import Graph
+from autopar.plans.plan import Plan
+from autopar.planner.planner import Program, rules_of
+from autopar.rules.grouping import CONTRACTIONS
+from autopar.api.step_report import StepReport, Suspect
+
+#: A prediction that is off by more than this part of what is measured is worth a look at the profile.
+FAR_OFF = 0.30
+#: A median of fewer steps says little.
+FEWEST_STEPS = 3
+#: A part of the predicted step below this cannot be what is off: it would have to be so many times as long.
+_MOST_FACTOR = 100.0
+
+
+def measure(
+    plan: Plan,
+    program: Program,
+    run: Any,
+    arguments: Sequence[Any],
+    calls: Calls,
+    mesh: Mesh,
+    hardware: str | HardwareProfile | None,
+) -> StepReport:
+    """Report on steps that have run.
+
+    Args:
+        run: what ran them, on the devices of a mesh. arguments: shapes of what it was given.
+        hardware: what the plan was made for, where it was not found by its name.
+    """
+    num_steps = calls.num_steps
+    step_time_s, host_was_ahead = calls.step_time_s(wait)
+    peak_bytes, memory_from = _peak_bytes(run, arguments, mesh)
+    return report_on(
+        plan,
+        program.as_traced.graph,
+        hardware if isinstance(hardware, HardwareProfile) else load(hardware or plan.hardware),
+        device_kind=mesh.devices.flat[0].device_kind,
+        num_steps=num_steps,
+        step_time_s=step_time_s,
+        host_was_ahead=host_was_ahead,
+        peak_bytes=peak_bytes,
+        memory_from=memory_from,
+    )
+
+
+def wait() -> None:
+    """Until the devices have done all that was asked of them: no result of a step is kept here to wait for."""
+    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+
+
+def _peak_bytes(
+    run: Any, arguments: Sequence[Any], mesh: Mesh
+) -> tuple[float | None, Literal["devices", "compiled"] | None]:
+    """The most that a device of this process held; or, where devices do not say, what XLA's program takes."""
+    peak = device_peak_bytes([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
+    if peak is not None:
+        return peak, "devices"
+    is_compiled = isinstance(run, jax.stages.Compiled)
+    compiled = run if is_compiled else run.lower(*arguments).compile()  # JAX has it compiled already
+    sizes = compiled.memory_analysis()
+    if sizes is None:
+        return None, None
+    held = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes
+    return float(held - sizes.alias_size_in_bytes), "compiled"
+
+
+def device_peak_bytes(devices: Sequence[Any]) -> float | None:
+    """The most that one of these devices of this process held; None where they do not say."""
+    stats = [device.memory_stats() for device in devices]
+    peaks = [float(each["peak_bytes_in_use"]) for each in stats if each and "peak_bytes_in_use" in each]
+    return max(peaks, default=None)
+
+
+def report_on(
+    plan: Plan,
+    graph: Graph,
+    profile: HardwareProfile,
+    *,
+    device_kind: str,
+    num_steps: int,
+    step_time_s: float,
+    host_was_ahead: bool,
+    peak_bytes: float | None,
+    memory_from: Literal["devices", "compiled"] | None,
+) -> StepReport:
+    """Hold what was measured against a plan.
+
+    Args:
+        graph: of the step as its user wrote it. profile: that the plan was made for.
+    """
+    predicted = plan.prediction
+    flops = model_flops(graph)
+    ideal_s = sum(amount / profile.peak_rate(dtype) for dtype, amount in flops.items()) / plan.mesh.num_devices
+    matrix_s = sum(amount / profile.matrix_rate(dtype) for dtype, amount in flops.items()) / plan.mesh.num_devices
+    far = abs(predicted.step_time_s - step_time_s) > FAR_OFF * step_time_s
+    suspects = (
+        _suspects(plan, profile, step_time_s, matrix_s, max(flops, key=lambda one: flops[one], default=""))
+        if far
+        else ()
+    )
+    other_device = device_kind.lower() not in {kind.lower() for kind in profile.device_kinds}
+    memory_far = peak_bytes is not None and abs(predicted.peak_bytes - peak_bytes) > FAR_OFF * peak_bytes
+    return StepReport(
+        program=plan.program.name,
+        mesh=plan.mesh.describe(),
+        hardware=profile.name,
+        device_kind=device_kind,
+        num_steps=num_steps,
+        step_time_s=step_time_s,
+        predicted_s=predicted.step_time_s,
+        host_was_ahead=host_was_ahead,
+        peak_bytes=peak_bytes,
+        memory_from=memory_from,
+        predicted_peak_bytes=predicted.peak_bytes,
+        model_flops=sum(flops.values()),
+        utilisation=ideal_s / step_time_s,
+        suspects=suspects,
+        advice=tuple(_advice(plan, profile, step_time_s, device_kind, suspects, other_device, memory_far, memory_from)),
+    )
+
+
+def model_flops(graph: Graph) -> Mapping[str, float]:
+    """Operations of a step's matrix products and convolutions, by the dtype that they are in; those inside kernels too, where
+    they could be counted."""
+    found: dict[str, float] = defaultdict(float)
+    for node, rule in zip(graph.nodes, rules_of(graph)[0], strict=True):
+        points = math.prod(factor.size for factor in rule.factors)
+        for dtype, flops in rule.matrix_flops_per_point:
+            found[dtype] += node.repeat * flops * points
+        if node.primitive in CONTRACTIONS:
+            operand = next((value for value in node.operands if value is not None), node.results[0])
+            found[graph.values[operand].dtype] += node.repeat * rule.flops_per_point * points
+    return found
+
+
+def _suspects(
+    plan: Plan, profile: HardwareProfile, measured_s: float, matrix_s: float, dtype: str
+) -> tuple[Suspect, ...]:
+    predicted = plan.prediction
+    exposed_s = sum(predicted.exposed_s.values())
+    rates = f"compute_efficiency = {profile.compute_efficiency:g} of peak_flops_per_s.{dtype}"
+    if 2 * matrix_s < predicted.compute_s or dtype not in profile.peak_flops_per_s:
+        rates = f"hbm_bytes_per_s = {profile.hbm_bytes_per_s:.3g}"
+    network = plan.mesh.num_devices > profile.devices_per_host
+    link, name = (profile.network_link, "network_link") if network else (profile.host_link, "host_link")
+    links = f"{name}.bytes_per_s = {link.bytes_per_s:.3g}, collective_launch_s = {profile.collective_launch_s:.3g}"
+    parts = [
+        ("kernels", predicted.compute_s, measured_s - exposed_s, rates),
+        ("collectives", exposed_s, measured_s - predicted.compute_s, links),
+    ]
+    found = [
+        Suspect(part=part, predicted_s=seconds, factor=needed / seconds, check=check)
+        for part, seconds, needed, check in parts
+        if seconds > 0 and needed > 0 and needed / seconds <= _MOST_FACTOR
+    ]
+    return tuple(sorted(found, key=lambda one: abs(math.log(one.factor))))
+
+
+def of_another_machine(hardware: str, device_kind: str) -> str:
+    """Advice where a plan runs on devices that it was not made for."""
+    return (
+        f"the plan is for {hardware}, but runs on {device_kind!r}, which is no device of that profile: its predictions are"
+        " of another machine. Leave out `hardware`, or give the profile of these devices"
+    )
+
+
+def _advice(
+    plan: Plan,
+    profile: HardwareProfile,
+    measured_s: float,
+    device_kind: str,
+    suspects: tuple[Suspect, ...],
+    other_device: bool,
+    memory_far: bool,
+    memory_from: str | None,
+) -> list[str]:
+    advice = []
+    far = abs(plan.prediction.step_time_s - measured_s) > FAR_OFF * measured_s
+    if other_device:
+        advice.append(of_another_machine(profile.name, device_kind))
+    if far:
+        slower = measured_s > plan.prediction.step_time_s
+        words = "slower" if slower else "faster"
+        waits = (
+            " First see that the step does not wait for its data: time the loop with one and the same batch."
+            if slower
+            else ""
+        )
+        advice.append(
+            f"a step is {words} than predicted by more than {100 * FAR_OFF:.0f} %.{waits} Then measure these devices,"
+            ' `autopar calibrate -o mine.toml`, and plan with `hardware="mine.toml"`: another profile may mean'
+            " another plan"
+        )
+    if memory_far:
+        held = "a device held" if memory_from == "devices" else "XLA's program takes"
+        advice.append(
+            f"{held} another amount of memory than predicted by more than {100 * FAR_OFF:.0f} %: what else lives on the"
+            " devices (a second state, an evaluation) counts too; `autopar verify` holds the step alone against XLA's"
+            " program"
+        )
+    return advice

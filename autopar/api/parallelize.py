@@ -1,0 +1,431 @@
+"""`parallelize`: one decorator over planner and execute.
+
+In: a user's step. Out: a callable that plans at its first call and from then on dispatches like `jit`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, cast, overload
+
+import jax
+from jax.sharding import Mesh
+
+from autopar.runtime import jit as execute
+from autopar.api import make_plan as plan_step
+from autopar.api.call_clock import Calls
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.errors import StepSignatureError
+from autopar.frontend.call import Call, opened
+from autopar.frontend.state import abstract_of, new_state, state_arguments, state_like
+from autopar.frontend.step import Step
+from autopar.jax_interop.compat import is_traced, placed_struct, shape_struct
+from autopar.api.measure_stages import measure_stages
+from autopar.api.measure_step import FEWEST_STEPS, measure, wait
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.run.step import PipelinedStep
+from autopar.plans.plan import Plan
+from autopar.api.prepared_step import Prepared, built, prepared_of
+from autopar.runtime.distributed.argument_layout import shard_batch
+from autopar.runtime.distributed.exchange import among_processes
+from autopar.runtime.distributed.local_batch import check_equal
+from autopar.runtime.distributed.step_clock import StepClock
+from autopar.runtime.distributed.cpu_transport import let_arrays_pass
+from autopar.transforms.program import Program
+from autopar.pipeline.plan_files import load_plan
+from autopar.api.step_plans import StepPlans
+from autopar.api.step_report import StepReport
+from autopar.system.progress import announced
+
+#: The plans of a step: of one program, or, where stages are asked for, of either kind.
+P = TypeVar("P", bound=AnyPlan)
+
+
+@overload
+def parallelize(
+    step: Callable[..., Any], /, *, plan: AnyPlan | str | Path | None = None, **options: Any
+) -> ParallelStep[Plan]: ...
+@overload
+def parallelize(  # pyright: ignore[reportOverlappingOverload]
+    *, plan: AnyPlan | str | Path | None = None, stages: int | Literal["auto"], **options: Any
+) -> Callable[[Callable[..., Any]], ParallelStep[Any]]: ...
+@overload
+def parallelize(
+    *, plan: AnyPlan | str | Path | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], ParallelStep[Plan]]: ...
+def parallelize(
+    step: Callable[..., Any] | None = None, /, *, plan: AnyPlan | str | Path | None = None, **options: Any
+) -> Any:
+    """Run a step sharded over devices, by a plan that autopar finds.
+
+    Use it bare, `@autopar.parallelize`, for every visible device; or with options,
+    `@autopar.parallelize(mesh="2x4", memory_budget_bytes=40e9)`.
+
+    Args:
+        step: a function of pytrees of arrays that runs under `jax.jit`, e.g. a Flax train step
+            `(state, batch) -> (state, loss)`; or of objects that it changes in place, as Flax NNX modules and
+            optimizers. It is not changed.
+        plan: a saved plan (a path, a `Plan` or a `PipelinePlan`) to run instead of planning; refused for another program.
+        options: those of `autopar.plan`: mesh, num_devices, hardware, memory_budget_bytes, stages, num_microbatches,
+            schedule, pin, static_argnames, carry, donate, metadata, logical_axis_rules, solver, time_limit_s, progress,
+            cache; `like` may be another step made by `parallelize`, too. Here `cache` is on unless it is said otherwise: the plan and the compiled
+            program are kept on disk, and a second start finds both.
+
+    Raises:
+        OptionError: an option that `autopar.plan` does not have.
+    """
+    plan_step.check_options([name for name in options if name not in plan_step.option_names()], "plan")
+    if step is None:
+        return lambda decorated: ParallelStep(decorated, plan, options)
+    return ParallelStep(step, plan, options)
+
+
+class ParallelStep(Generic[P]):
+    """A step that runs by a plan. Made by `parallelize`."""
+
+    def __init__(
+        self, step: Callable[..., Any], fixed: AnyPlan | str | Path | None, options: Mapping[str, Any]
+    ) -> None:
+        self.called = Step.of(step, options.get("static_argnames"))
+        functools.update_wrapper(self, self.called.function)
+        given = load_plan(fixed) if isinstance(fixed, str | Path) else fixed
+        like = options.get("like")
+        self._like = {"like": like} if isinstance(like, ParallelStep) else {}
+        own = {**options, "like": like._plans} if isinstance(like, ParallelStep) else options
+        if options.get("stages", 1) != 1 or isinstance(given, PipelinePlan):
+            let_arrays_pass()
+        self._plans = StepPlans(self.called, given, own)
+        self._known: dict[Any, Prepared] = {}  # by what a plan is made for; the last one used comes last
+        self._fast: Any = None  # the jitted replay of the last call, where it takes the arguments as they are
+        self._fast_key: Any = None
+        self._fast_count, self._fast_donates = 0, tuple[int, ...]()  # its arguments, and those it donates
+        self._last: Prepared | None = None  # what ran the last call
+        self._calls = Calls()  # of that
+        self.clock: StepClock | None = None  # set by `watch`
+
+    @property
+    def name(self) -> str:
+        """The step's own."""
+        return self.called.name
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it was decorated with, the plan aside."""
+        return {**self._plans.options, **self._like}
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it runs by a given plan, and makes none."""
+        return self._plans.fixed is not None
+
+    @property
+    def latest_plan(self) -> P | None:
+        """The plan that was made or used last; None before the first."""
+        return cast("P | None", self._plans.latest)
+
+    @property
+    def plans(self) -> tuple[P, ...]:
+        """Those it has run by or laid a state out by, one for each shape of its arguments; the last one used comes last."""
+        return tuple(cast("P", prepared.plan) for prepared in self._known.values())
+
+    def planning_options(self) -> dict[str, Any]:
+        """Its options as `plan_program` takes them: without those that tracing has used, `like` as a plan.
+
+        Raises:
+            PlanMismatchError: `like` is a step that has no plan yet.
+        """
+        return self._plans.planning_options()
+
+    def profiles(self, plan: PipelinePlan) -> dict[str, HardwareProfile]:
+        """Of each kind of device that a plan of stages is for."""
+        return self._plans.profiles(plan)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step. The first call with new shapes traces, plans and compiles.
+
+        Inside a transformation of JAX (`jit`, `grad`, `vmap`, `scan`, `eval_shape`, another planned step) it runs as it was
+        written, under `jax.jit` and without its plan: what is to be planned is the outermost function.
+        """
+        if is_traced():
+            return self._as_written(args, kwargs)
+        if self.clock is None:
+            return self._dispatch(args, kwargs)[0]
+        return self.clock.timed(lambda: self._dispatch(args, kwargs), self._probed)[0]
+
+    def measured(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step in stages once as a call does, with the same results, and see when each of its tasks runs.
+
+        `report()` then holds what was seen against the simulated timeline. Tasks wait for one another on the host, so it
+        takes longer than a call, and does not count among the steps that are timed. Of several processes every one
+        calls it.
+
+        Raises:
+            StepSignatureError: it is one program, or has not run with arguments of these shapes yet.
+        """
+        if self.clock is None:
+            return self._measured(args, kwargs)[0]
+        return self.clock.timed(lambda: self._measured(args, kwargs), self._probed)[0]
+
+    def plan(self, *args: Any, **kwargs: Any) -> P:
+        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is compiled."""
+        return self.planned(*args, **kwargs)[0]
+
+    def planned(self, *args: Any, **kwargs: Any) -> tuple[P, Program]:
+        """The plan, and the traced program it was made for or has been compared with."""
+        with opened(self.called, args, kwargs) as call:
+            planned = self._plans.of(call)
+            return cast("P", planned.plan), planned.program
+
+    def init(self, create_state: Callable[..., Any], /, *create_args: Any, **step_args: Any) -> Any:
+        """Build the carried state already sharded: it never exists whole on one device.
+
+        A step that is one program is compiled meanwhile, for arguments of these shapes; of several processes at its first
+        call.
+
+        Args:
+            create_state: returns the state; must run under `jax.jit`. Where several arguments of the step are state,
+                as a model and its optimizer, it returns them as a tuple in the step's order, or as a dict by name.
+            create_args: its arguments; of several processes, the same on each.
+            step_args: the step's other arguments by name (arrays or `jax.ShapeDtypeStruct`s).
+
+        Raises:
+            StepSignatureError: where it is not clear which arguments of the step the state is.
+            BatchError: where `create_args` are not equal on every process.
+        """
+        with new_state(create_state, create_args) as new:
+            with self._opened_for("init", new.value, step_args) as call:
+                prepared = self._prepare(call)
+                planned = dict(zip(map(id, jax.tree.leaves(call.trees)), prepared.places, strict=True))
+            exchange = among_processes()
+            if exchange is not None:
+                given = zip(new.call.input_paths, jax.tree.leaves(new.call.trees), strict=True)
+                check_equal(exchange, f"`init` of `{self.name}`", dict(given))
+            shapes = jax.tree.leaves(new.shapes)
+            places = [planned.get(id(leaf), prepared.whole) for leaf in shapes]
+            with self._plans.compiled_kept(prepared.plan):
+                compiled = prepared.compiling(call.trees)
+                with self._announced("making the state of"):
+                    arrays = built(new.leaves, new.call.trees, shapes, places)
+                with self._announced("compiling"):
+                    compiled()
+            return new.finish(arrays)
+
+    def abstract_state(self, create_state: Any, /, *create_args: Any, **step_args: Any) -> Any:
+        """The carried state as `jax.ShapeDtypeStruct`s with the shardings of the plan; nothing is run.
+
+        That is what orbax restores into, as `ocp.args.StandardRestore(abstract_state)`.
+
+        Args:
+            create_state: as for `init`, or the state itself, as arrays or `jax.ShapeDtypeStruct`s.
+            create_args, step_args: as for `init`.
+
+        Raises:
+            StepSignatureError: where it is not clear which arguments of the step the state is.
+        """
+        state = abstract_of(create_state, create_args)
+        with self._opened_for("abstract_state", state, step_args) as call:
+            leaves, structure = jax.tree.flatten(call.trees)
+            laid = [
+                jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type, sharding=sharding)
+                for one, sharding in zip(map(shape_struct, leaves), self._prepare(call).in_shardings, strict=True)
+            ]
+            return state_like(state, step_args, call.arguments_anew(jax.tree.unflatten(structure, laid)))
+
+    def shard_batch(self, batch: Any, *, argument: str | None = None) -> Any:
+        """A batch as global arrays, laid out by the plan: what the step takes.
+
+        Each process gives its share of the examples: of each array's first dim one equal part for each process, in
+        the order of processes, whatever the plan. An array that is given whole must be equal on every process; the
+        first batch is checked for that. With one process, the batch is given whole. Of a step in stages, shares go to the
+        processes of the stage that reads the array: call it in the thread that calls the step, for transfers between
+        processes keep one order.
+
+        Args:
+            batch: an argument of the step, or this process's share of it: a pytree of whatever `numpy.asarray` takes.
+            argument: its name, where the pytree does not tell.
+
+        Raises:
+            BatchError: where shapes or dtypes are not the plan's, or what must be equal is not; in the first batch on
+                every process, naming those that differ.
+            StepSignatureError: where there is no plan yet.
+        """
+        if not self._known:
+            raise StepSignatureError(
+                f"`shard_batch` lays a batch out by the plan, and `{self.name}` has none yet: build its state first, by"
+                f" `{self.name}.init(create_state, …)` with the shapes of the whole batch"
+            )
+        return shard_batch([prepared.arguments for prepared in reversed(self._known.values())], batch, argument)
+
+    def lower(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> jax.stages.Lowered:
+        """The planned step as `jax.stages.Lowered`.
+
+        Args:
+            mesh: devices to lower for, real or absent (`jax.experimental.topologies`); by default
+                the visible ones.
+        """
+        plan, program = self.planned(*args, **kwargs)
+        if isinstance(plan, PipelinePlan):
+            raise StepSignatureError(
+                f"`{self.name}` runs in {len(plan.stages)} stages, each of which is several programs: there is none to"
+                " lower. `autopar.verify` compiles those of all stages"
+            )
+        mesh = self._plans.mesh(plan) if mesh is None else mesh
+        return execute.lower(execute.jit_plan(plan, program.trace, mesh), program.trace.arguments, mesh)
+
+    def report(self) -> StepReport:
+        """The steps run last beside what the plan predicted: time, memory, utilisation, and which part may be off; of
+        stages the timeline too, beside its twin where a step was `measured`.
+
+        Waits until the devices have done all that was asked of them. Steps are timed from call to call, from the second
+        call with the same shapes on; the first, which compiles, does not count.
+
+        Raises:
+            StepSignatureError: too few steps have run.
+        """
+        last = self._last
+        if last is None or self._calls.num_steps < FEWEST_STEPS:
+            raise StepSignatureError(
+                f"`{self.name}` has run too few steps to report on: call it at least {FEWEST_STEPS + 2} times with"
+                f" arguments of the same shapes; the first compiles, and {self._calls.num_steps} have been timed since"
+            )
+        if isinstance(last.plan, PipelinePlan):
+            devices = self._plans.devices()
+            profiles = self._plans.profiles(last.plan)
+            return measure_stages(last.plan, last.program, self._calls, devices, profiles, last.measured)
+        hardware = self._plans.options.get("hardware")
+        return measure(last.plan, last.program, last.run, last.compiled_for, self._calls, last.mesh, hardware)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As an attribute of a class it is a method: `self` is the step's first argument."""
+        return self if instance is None else BoundStep(self, instance)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The step without its plan, for a transformation of JAX to go through. Nothing is donated."""
+        with opened(self.called, args, kwargs) as call:
+            arrays = jax.jit(call.function)(*call.trees)
+            assert call.results is not None, "it has been traced"
+            return call.finish(call.results, arrays)
+
+    @property
+    def _may_take(self) -> bool:
+        """Whether the user has said what is donated: then arrays that the user made are, too."""
+        return self._plans.options.get("donate") is not None
+
+    def _takes_only_own(self, args: Sequence[Any]) -> bool:
+        """Whether all that a call as the last one would donate is the step's own, and there: JAX 0.10 crashes over a PRNG
+        key that was donated before."""
+        leaves = jax.tree.leaves([args[n] for n in self._fast_donates])
+        return all((self._may_take or execute.is_own(leaf)) and not _is_gone(leaf) for leaf in leaves)
+
+    def _dispatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """What the step returns, and the arrays that the planned one returned."""
+        failed: Exception | None = None
+        if self._fast is not None and not kwargs and len(args) == self._fast_count and self._takes_only_own(args):
+            self._calls.note()
+            try:
+                result = self._fast(*args)
+            except Exception as error:  # other shapes; arrays that lie elsewhere; or the step's own
+                failed = error
+            else:
+                assert self._last is not None, "it made the fast one"
+                self._last.own(result)
+                return result, result
+        with opened(self.called, args, kwargs) as call:
+            execute.check_not_deleted(call.input_paths, jax.tree.leaves(call.trees))
+            known = call.key == self._fast_key
+            prepared = self._prepare(call)
+            trees = prepared.placed(call.trees, may_take=self._may_take)
+            if failed is not None and known and all(map(operator.is_, jax.tree.leaves(trees), jax.tree.leaves(args))):
+                raise failed
+            is_fast = call.is_plain and prepared.results.is_plain
+            self._fast, self._fast_key = (prepared.run, call.key) if is_fast else (None, None)
+            self._fast_count, self._fast_donates = len(call.trees), prepared.donates
+            if prepared is not self._last or not prepared.is_compiled:
+                self._calls.start_anew()
+            elif failed is None:  # else it has been noted
+                self._calls.note()
+            self._last = prepared
+            arrays = self._run(prepared, trees)
+            prepared.own(arrays)
+            return call.finish(prepared.results, arrays), arrays
+
+    def _measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """As `_dispatch`."""
+        with opened(self.called, args, kwargs) as call:
+            prepared = self._prepare(call)
+            if not isinstance(prepared.run, PipelinedStep):
+                raise StepSignatureError(
+                    f"`{self.name}` is one program, whose time `report()` tells: `measured` is of steps in stages"
+                )
+            if not prepared.is_compiled or prepared is not self._last:
+                raise StepSignatureError(
+                    f"`{self.name}` is compiled at its first call: make one with arguments of these shapes before it is"
+                    " `measured`"
+                )
+            self._calls.interrupt(wait)
+            arrays, prepared.measured = prepared.run.measured(*call.trees)
+            prepared.own(arrays)
+            return call.finish(prepared.results, arrays), arrays
+
+    def _run(self, prepared: Prepared, trees: Sequence[Any]) -> Any:
+        if prepared.is_compiled:
+            return prepared.run(*trees)
+        prepared.compiled_for = jax.tree.map(placed_struct, tuple(trees))
+        with self._announced("compiling"), self._plans.compiled_kept(prepared.plan):
+            arrays = prepared.run(*trees)
+        prepared.is_compiled = True
+        return arrays
+
+    def _announced(self, doing: str) -> AbstractContextManager[None]:
+        return announced(f"{doing} `{self.name}`", shown=self._plans.options.get("progress") is None)
+
+    def _probed(self, dispatched: tuple[Any, Any]) -> Any:
+        """Of a call that was made, an array to wait for."""
+        position = None if self._last is None else self._last.probe
+        return None if position is None else jax.tree.leaves(dispatched[1])[position]
+
+    def _opened_for(self, caller: str, state: Any, step_args: Mapping[str, Any]) -> AbstractContextManager[Call]:
+        """A call with a state and the other arguments by name."""
+        args, kwargs = self.called.by_name(state_arguments(self.called, state, step_args, caller))
+        return opened(self.called, args, kwargs)
+
+    def _prepare(self, call: Call) -> Prepared:
+        prepared = self._known.pop(call.key, None)
+        if prepared is None:
+            planned = self._plans.of(call, to_run=True)
+            plan, program = planned.plan, planned.program
+            devices = self._plans.devices() if isinstance(plan, PipelinePlan) else self._plans.mesh(plan)
+            prepared = prepared_of(self.name, plan, program, planned.results, devices, may_take=self._may_take)
+        else:
+            self._plans.latest = prepared.plan
+        self._known[call.key] = prepared
+        return prepared
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+class BoundStep:
+    """A planned step as a method of an object: the object is the first argument of each call. What is no array of it is part
+    of what a plan is made for, as of any argument."""
+
+    def __init__(self, step: ParallelStep[Any], instance: Any) -> None:
+        self._step, self._instance = step, instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self._instance, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._step, name)
+        if name in ("plan", "planned", "lower", "measured"):
+            return functools.partial(found, self._instance)
+        if name in ("init", "abstract_state"):
+            return functools.partial(found, **{self._step.called.parameters[0]: self._instance})
+        return found

@@ -1,0 +1,129 @@
+"""A function of arrays, planned for a mesh and ready to run there.
+
+In: a function, the shapes of its arguments, and what is asked of the planner. Out: `Planned`: its plan, where each
+argument is to lie, and what runs it. `Compiled`, which is what is left of it once it is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.runtime import jit as execute
+from autopar.jax_interop.partition_spec import named_shardings
+from autopar.plans.plan import Plan
+from autopar.planner.cache.plans import quietly
+from autopar.api.make_plan import plan_program
+from autopar.transforms.program import Program, program_of
+
+
+def plan_of(
+    function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any], carry: Sequence[str] = ()
+) -> Plan:
+    """The plan alone, for any devices, whether or not they are there.
+
+    Args:
+        arguments: shapes of arrays, or pytrees of these. options: of `autopar.plan`. carry: names of arguments that come
+            back updated, whose buffers are used again.
+
+    Raises:
+        AutoparError: one of its subclasses, naming what to change.
+    """
+    return _planned(function, arguments, options, carry)[1]
+
+
+def _planned(
+    function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any], carry: Sequence[str]
+) -> tuple[Program, Plan]:
+    program = program_of(function, arguments, carry=carry, donate=carry)
+    with quietly():
+        plan = plan_program(program, **options)
+    assert isinstance(plan, Plan)
+    return program.of(plan), plan
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A planned function.
+
+    Args:
+        function: as it was written. arguments: shapes of arrays, or pytrees of these.
+        shardings: of each array, on `mesh`.
+        run: the planned function, jitted; its arguments lie as `shardings` say, or nowhere yet.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    plan: Plan
+    program: Program
+    mesh: Mesh
+    shardings: tuple[NamedSharding, ...]
+    run: Any
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+        carry: Sequence[str] = (),
+    ) -> Planned:
+        """Trace and plan; nothing is compiled.
+
+        Args:
+            options: of `autopar.plan`; a `mesh` that is a `jax.sharding.Mesh` is run on, else the visible devices.
+            carry: names of arguments that come back updated, whose buffers are used again.
+
+        Raises:
+            AutoparError: one of its subclasses, naming what to change.
+        """
+        program, plan = _planned(function, arguments, options, carry)
+        given = options.get("mesh")
+        mesh = execute.auto_mesh(given) if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
+        shardings = shardings_of(plan, mesh)
+        return cls(function, arguments, plan, program, mesh, shardings, execute.jit_plan(plan, program.trace, mesh))
+
+    def compiled(self) -> Compiled:
+        """Compiled for the shapes of its arguments."""
+        return Compiled(self.plan, self.mesh, self.run.lower(*self.arguments).compile())
+
+
+class Compilable(Protocol):
+    """A planned program that is to be compiled, or has been before."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def compiled(self) -> Compiled:
+        """On the devices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A planned function that JAX has compiled: no call compiles anything, and one of other shapes is refused.
+
+    Args:
+        run: its arguments are arrays that lie as `shardings` say, or NumPy's.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    run: jax.stages.Compiled
+
+    @property
+    def shardings(self) -> tuple[NamedSharding, ...]:
+        """Of each array."""
+        return shardings_of(self.plan, self.mesh)
+
+
+def shardings_of(plan: Plan, mesh: Mesh) -> tuple[NamedSharding, ...]:
+    """Of each array that a planned function takes, on a mesh."""
+    return tuple(named_shardings([tensor.sharding for tensor in plan.inputs], mesh))

@@ -1,0 +1,197 @@
+"""What runs a plan: one jitted program on a mesh, or the stages of a step on theirs.
+
+In: a plan, the program it is of, devices. Out: `Prepared`: called with the step's arguments as pytrees of arrays, it returns
+its results; where each array of the arguments lies; and a new state built there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.runtime import jit as execute
+from autopar.frontend.call import Results
+from autopar.jax_interop.compat import compiled_to_draw, compiling, shape_struct
+from autopar.jax_interop.partition_spec import named_shardings
+from autopar.pipeline.run.batches import Gathering
+from autopar.pipeline.run.transfers import is_mine, without_shards
+from autopar.pipeline.run.stacked_leaves import joined, rows_of
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.run.step import PipelinedStep
+from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.runtime.distributed.argument_layout import Arguments
+from autopar.transforms.program import Program
+
+#: Where an array lies, or each part of it.
+Place = NamedSharding | dict[Rows, NamedSharding]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What runs a plan.
+
+    Args:
+        results: what the step's result is beside its arrays.
+        run: from pytrees of arrays to those of the result; where it is one program, jitted or compiled.
+        in_shardings: of each array of the arguments. uneven: of those, stacks of layers that lie in unequal parts on the
+            submeshes of several stages, which no sharding says: how each part does.
+        mesh: of all devices of one program; of stages, of the first.
+        probe: position of the smallest output that no later call takes over.
+        renewed: positions of the outputs whose buffers a later call takes over.
+        compiled_for: shapes and shardings of what it was given first.
+        measured: of stages, when the tasks of the step ran that was measured last.
+    """
+
+    plan: AnyPlan
+    program: Program
+    results: Results
+    run: Any
+    in_shardings: list[NamedSharding]
+    mesh: Mesh
+    arguments: Arguments
+    probe: int | None
+    uneven: dict[int, dict[Rows, NamedSharding]] = field(default_factory=dict)
+    renewed: tuple[int, ...] = ()
+    is_compiled: bool = False
+    compiled_for: tuple[Any, ...] = field(default=())
+    measured: PipelineTimeline | None = None
+
+    def placed(self, trees: Sequence[Any], *, may_take: bool = False) -> tuple[Any, ...]:
+        """Arguments as they must lie.
+
+        Args:
+            may_take: whether arrays that the user made may be donated.
+        """
+        if isinstance(self.plan, PipelinePlan):  # which takes each part from where it lies
+            return tuple(trees)
+        return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees), may_take=may_take)
+
+    def compiling(self, trees: Sequence[Any]) -> Callable[[], None]:
+        """Starts to compile the program for arguments like these, beside what this thread goes on with.
+
+        Returns:
+            What waits for it. Not of stages; nor of several processes, which compile one program after another, for XLA
+            lets them exchange what it measures; nor where JAX is to look for NaNs, which only what is jitted can name.
+        """
+        looks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+        if self.is_compiled or isinstance(self.run, PipelinedStep) or jax.process_count() > 1 or looks:
+            return lambda: None
+        wait = compiling(self.run.lower(*jax.tree.map(shape_struct, tuple(trees))))
+
+        def use() -> None:
+            with suppress(jax.errors.JaxRuntimeError):  # which the first call meets again
+                self.run, self.is_compiled = wait(), True
+
+        return use
+
+    @property
+    def donates(self) -> tuple[int, ...]:
+        """Positions of the arguments that have donated arrays."""
+        donated, found, start = set(self.plan.donated), list[int](), 0
+        for n, tree in enumerate(self.plan.in_tree.children()):
+            stop = start + tree.num_leaves
+            found += [n] if donated & set(range(start, stop)) else []
+            start = stop
+        return tuple(found)
+
+    def own(self, arrays: Any) -> None:
+        """Let later calls take over, of what a call has returned, the state that is donated."""
+        leaves = jax.tree.leaves(arrays)
+        execute.make_own(leaves[position] for position in self.renewed)
+
+    @property
+    def places(self) -> list[Place]:
+        """Where each array of the arguments lies."""
+        return [self.uneven.get(position, sharding) for position, sharding in enumerate(self.in_shardings)]
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Where an array goes that the plan does not know: to every device of the mesh."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def prepared_of(
+    name: str,
+    plan: AnyPlan,
+    program: Program,
+    results: Results,
+    devices: Mesh | Sequence[Any],
+    *,
+    may_take: bool = False,
+) -> Prepared:
+    """What runs a plan.
+
+    Args:
+        name: of the step.
+        devices: the mesh of one program; or of stages, all devices in their order.
+        may_take: whether stages may be donated arrays that the user made; one program is told at each call.
+    """
+    if isinstance(plan, PipelinePlan):
+        assert not isinstance(devices, Mesh)
+        run = PipelinedStep(plan, program, devices, may_take=may_take)
+        shardings, mesh = run.in_shardings, run.meshes[0]
+    else:
+        assert isinstance(devices, Mesh)
+        run, mesh = execute.jit_plan(plan, program.trace, devices), devices
+        shardings = named_shardings([tensor.sharding for tensor in plan.inputs], devices)
+    uneven = run.uneven if isinstance(run, PipelinedStep) else {}
+    gathers = Gathering if isinstance(run, PipelinedStep) and jax.process_count() > 1 else None
+    carried = {position for _, position in plan.carried}
+    free = [(tensor.num_bytes, i) for i, tensor in enumerate(plan.outputs) if i not in carried]
+    return Prepared(
+        plan=plan,
+        program=program,
+        results=results,
+        run=run,
+        in_shardings=list(shardings),
+        mesh=mesh,
+        arguments=Arguments(name, plan, shardings, gathers),
+        probe=min(free)[1] if free else None,
+        uneven=uneven,
+        renewed=tuple(output for position, output in plan.carried if position in set(plan.donated)),
+    )
+
+
+def built(
+    create: Callable[..., list[Any]], trees: Sequence[Any], shapes: Sequence[Any], places: Sequence[Place]
+) -> list[Any]:
+    """Arrays that a function makes, each made where it is to lie.
+
+    Args:
+        create: from pytrees to as many arrays, of these shapes, as there are places. It is compiled once for each mesh
+            among these, to what lies there; of what lies in other processes alone there are arrays without shards.
+    """
+    by_mesh: dict[Any, list[tuple[int, Rows | None, NamedSharding]]] = {}
+    for position, place in enumerate(places):
+        parts = {None: place} if isinstance(place, NamedSharding) else place
+        for rows, sharding in parts.items():
+            by_mesh.setdefault(sharding.mesh, []).append((position, rows, sharding))
+    found: list[dict[Rows | None, Any]] = [{} for _ in places]
+    for own in by_mesh.values():
+        if not is_mine(own[0][2]):
+            for position, rows, sharding in own:
+                struct = (
+                    shapes[position] if rows is None else jax.eval_shape(partial(rows_of, rows=rows), shapes[position])
+                )
+                found[position][rows] = without_shards(struct.shape, struct.dtype, sharding)
+            continue
+
+        def some(*given: Any, own: Sequence[tuple[int, Rows | None, Any]] = tuple(own)) -> list[Any]:
+            made = create(*given)
+            return [made[position] if rows is None else rows_of(made[position], rows) for position, rows, _ in own]
+
+        some.__name__ = getattr(create, "__name__", "create")
+        run = jax.jit(some, out_shardings=[sharding for _, _, sharding in own])
+        is_on_cpus = next(iter(own[0][2].device_set)).platform == "cpu"
+        arrays = (compiled_to_draw(run, trees) if is_on_cpus else run)(*trees)
+        execute.make_own(arrays)
+        for (position, rows, _), array in zip(own, arrays, strict=True):
+            found[position][rows] = array
+    return [joined(parts) for parts in found]

@@ -1,0 +1,216 @@
+"""The plans of one step: found again by what they were made for, given, or made, once for all processes.
+
+In: a step, its options or a given plan; a call of it. Out: `Planned`: the plan, the traced program that goes with it,
+and what the step's result is beside its arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from autopar.runtime import jit as execute
+from autopar.planner.cache import plans as plan_cache
+from autopar.api import make_plan as plan_step
+from autopar.planner import planner
+from autopar.jax_interop.compilation_cache import compiled_kept_in
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.errors import PlanMismatchError
+from autopar.frontend.call import Call, Results
+from autopar.frontend.step import Step
+from autopar.planner.layout_hints import options_like
+from autopar.ir.mesh import MeshShape
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.plans.plan import Plan
+from autopar.runtime.distributed.plan_agreement import agreed_plan, with_hosts
+from autopar.runtime.distributed.device_order import in_host_order
+from autopar.runtime.distributed.exchange import among_processes
+from autopar.transforms.program import Program, program_of_call
+from autopar.pipeline.plan_files import plan_from_json
+from autopar.system.progress import announced_by_progress
+
+#: After how many plans for the same shapes a user is told of it.
+_MANY = 4
+
+
+def _of(program: Program, plan: AnyPlan) -> Program:
+    """The step in the form that a plan is of; of stages, as it was written."""
+    if isinstance(plan, PipelinePlan):
+        return program.as_traced.forms[-1]
+    return program.of(plan)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, what it was made for, and what the step's result is beside its arrays."""
+
+    plan: AnyPlan
+    program: Program
+    results: Results
+
+
+class StepPlans:
+    """The plans of one step.
+
+    Args:
+        called: the step. fixed: a plan to run by instead of making one.
+        options: of `autopar.plan`; `like` may be another step's plans.
+    """
+
+    def __init__(self, called: Step, fixed: AnyPlan | None, options: Mapping[str, Any]) -> None:
+        self.called, self.fixed = called, fixed
+        like = options.get("like")
+        shared = (
+            {k: v for k, v in like.options.items() if k in ("mesh", "hardware")} if isinstance(like, StepPlans) else {}
+        )
+        self.options: dict[str, Any] = shared | dict(options)  # on its devices, unless others are given
+        self.latest: AnyPlan | None = None  # made or used last
+        self._known: dict[Any, Planned] = {}  # by what a plan is made for
+
+    def of(self, call: Call, *, to_run: bool = False) -> Planned:
+        """The plan of a call.
+
+        Args:
+            to_run: whether the devices it is for must be here.
+
+        Raises:
+            AutoparError: one of its subclasses, naming what to change.
+        """
+        if call.key not in self._known:
+            self._warn_of_many(call)
+            plan, program = self._made(call, to_run)
+            assert call.results is not None, "it has been traced"
+            self._known[call.key] = Planned(plan, program, call.results)
+        self.latest = self._known[call.key].plan
+        return self._known[call.key]
+
+    def mesh(self, plan: Plan) -> Mesh:
+        """The devices that a plan of one program runs on."""
+        given = self.options.get("mesh")
+        return execute.auto_mesh(given) if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
+
+    def devices(self) -> list[Any]:
+        """Those that stages stand on, in their order."""
+        given = self.options.get("mesh")
+        return list(given.devices.flat) if isinstance(given, Mesh) else in_host_order(jax.devices())
+
+    def profiles(self, plan: PipelinePlan) -> dict[str, HardwareProfile]:
+        """Of each kind of device of a plan's cluster; those that it was planned for, where they were given."""
+        given = self.options.get("hardware")
+        if isinstance(given, HardwareProfile):
+            return {given.name: given}
+        names = given if isinstance(given, Mapping) else [given] if given is not None else plan.cluster.kinds
+        return {profile.name: profile for profile in map(planner.asked_profile, names)}
+
+    def planning_options(self) -> dict[str, Any]:
+        """The options as `plan_program` takes them: without those that tracing has used, `like` as a plan.
+
+        Raises:
+            PlanMismatchError: `like` is a step that has no plan yet.
+        """
+        used = ("carry", "donate", "static_argnames")
+        options: dict[str, Any] = {"cache": True} | {n: v for n, v in self.options.items() if n not in used}
+        like = options.get("like")
+        if isinstance(like, StepPlans):
+            if like.latest is None:
+                raise PlanMismatchError(
+                    f"`{self.called.name}` is to be laid out like `{like.called.name}`, which has no plan yet: call that"
+                    " first, or its `init` or `plan`"
+                )
+            plan_step.check_like(like.latest)
+            options["like"] = like.latest
+        return options
+
+    def compiled_kept(self, plan: AnyPlan) -> AbstractContextManager[None]:
+        """While entered, what is compiled for a plan is kept on disk, and looked for there."""
+        folder = plan_cache.folder_of(self.options.get("cache", True))
+        return compiled_kept_in(folder and folder / "compiled" / plan.program.fingerprint)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _made(self, call: Call, to_run: bool) -> tuple[AnyPlan, Program]:
+        def traced() -> Program:
+            if to_run and not isinstance(self.options.get("mesh"), Mesh):
+                self._check_devices()  # before the time it takes to plan
+            return program_of_call(call, carry=self.options.get("carry"), donate=self.options.get("donate"))
+
+        def planned(program: Program) -> AnyPlan:
+            options = self.planning_options()
+            if options.get("progress") is None:
+                options["progress"] = announced_by_progress(f"planning `{self.called.name}`")
+            hardware = options.get("hardware")
+            if exchange is not None and not isinstance(hardware, Mapping) and self._num_devices() == jax.device_count():
+                options["hardware"] = with_hosts(hardware)
+            return plan_step.plan_program(program, **options)
+
+        exchange = among_processes()
+        if exchange is not None:
+            options = self.options | ({} if self.fixed is not None else self.planning_options())
+            plan, program = agreed_plan(
+                exchange, self.called.name, traced, planned, plan_from_json, options, self.fixed
+            )
+        else:
+            program = traced()
+            plan = planned(program) if self.fixed is None else self.fixed
+        return (plan, _of(program, plan)) if self.fixed is None else self._held(self.fixed, program)
+
+    def _held(self, fixed: AnyPlan, program: Program) -> tuple[AnyPlan, Program]:
+        """A given plan, held against the program."""
+        program = _of(program, fixed)
+        difference = fixed.program.difference(program.signature)
+        if difference is not None:
+            raise PlanMismatchError(
+                f"the given plan was made for another program than `{self.called.name}` with these arguments:"
+                f" {difference}. Plan again, or call with what it was made for."
+            )
+        trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # not in the file
+        return dataclasses.replace(fixed, **trees), program
+
+    def _check_devices(self) -> None:
+        """Refuse to plan for devices that are not here."""
+        if self._is_staged():
+            num_devices = self._num_devices()
+            if len(jax.devices()) != num_devices:
+                execute.check_devices(MeshShape(("device",), (num_devices,)), jax.devices())
+        else:
+            execute.check_devices(self._mesh_shape(), jax.devices())
+
+    def _is_staged(self) -> bool:
+        if self.fixed is not None:
+            return isinstance(self.fixed, PipelinePlan)
+        return self.options.get("stages", 1) != 1
+
+    def _num_devices(self) -> int:
+        """That it runs on."""
+        if isinstance(self.fixed, PipelinePlan):
+            return self.fixed.cluster.num_devices
+        if not self._is_staged():
+            return self._mesh_shape().num_devices
+        given = (self.options.get(name) for name in ("hardware", "num_devices", "mesh"))
+        return plan_step.cluster_of(*given)[0].num_devices
+
+    def _mesh_shape(self) -> MeshShape:
+        """Of the mesh that one program runs on; or one of as many devices, where the planner chooses."""
+        if isinstance(self.fixed, Plan):
+            return self.fixed.mesh
+        options = self.planning_options()
+        if options.get("like") is not None:
+            options = options_like(options["like"], options)
+        return planner.asked_meshes(options.get("mesh"), options.get("num_devices"))[0]
+
+    def _warn_of_many(self, call: Call) -> None:
+        """Say it once, where plan after plan is made for other values of what is no array."""
+        alike = [key for key in self._known if call.differs_in(key) is not None]
+        if len(alike) == _MANY:
+            warnings.warn(
+                f"`{self.called.name}` is planned for the {_MANY + 1}th time with the same shapes, because"
+                f" {call.differs_in(alike[-1])} is not what it was: what is no array is part of what a plan is made for."
+                " Leave it out of the arguments if the step does not need it, or make it an array",
+                stacklevel=5,
+            )

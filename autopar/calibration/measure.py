@@ -1,0 +1,149 @@
+"""Times what the devices of this process do: products, convolutions, attention, memory, launches, collectives, copies.
+
+In: devices, what to try, a rough profile, seconds. Out: `Sample`s.
+
+How a time is taken. A program repeats its operation, each on the result of the one before, often enough to outlast
+its dispatch tenfold; the dispatch of an empty program is subtracted. Programs are compiled and run twice before the
+clock; then each runs once a round, so that a disturbance hits all alike; the median of the rounds counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.calibration.fit import Sample
+from autopar.calibration.layer_probes import attention_points, convolution_points
+from autopar.calibration.probes import Point, Sizes, collective_points, copy_points, empty_program, launch_points, matmul_points, memory_points, reduction_points, wide_matmul_points
+
+Progress = Callable[[str, float], None]
+
+_MOST_ROUNDS = 25
+#: A loop first copies what it carries; more repetitions make that a small part.
+_FEWEST_REPETITIONS = 4
+_FEWEST_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """What was not timed, and why."""
+
+    group: str
+    name: str
+    reason: str
+
+
+def measure(
+    devices: Sequence[Any], sizes: Sizes, base: HardwareProfile, seconds: float, progress: Progress | None = None
+) -> tuple[tuple[Sample, ...], tuple[Skipped, ...]]:
+    """Time all that `sizes` says, within about so many seconds.
+
+    Args:
+        base: roughly what the devices can do; it decides how often an operation is repeated, never a result.
+        progress: called with what is being timed and the fraction of the time that has gone.
+    """
+    start, report = time.perf_counter(), progress or (lambda stage, fraction: None)
+    sweeps = [
+        ("launch", 0.1, launch_points(devices, sizes)),
+        ("memory bandwidth", 0.2, memory_points(devices, sizes, base)),
+        ("matrix products", 0.35, matmul_points(devices, sizes, base)),
+        ("matrix products with wide results", 0.05, wide_matmul_points(devices, sizes, base)),
+        ("reductions", 0.05, reduction_points(devices, sizes, base)),
+        ("convolutions", 0.1, convolution_points(devices, sizes, base)),
+        ("attention", 0.1, attention_points(devices, sizes, base)),
+        ("collectives", 0.3 if len(devices) > 1 else 0.0, collective_points(devices, sizes, base)),
+        ("copies between host and device", 0.05, copy_points(devices, sizes)),
+    ]
+    samples: list[Sample] = []
+    skipped: list[Skipped] = []
+    for position, (stage, weight, points) in enumerate(sweeps):
+        if not weight:
+            continue
+        now = time.perf_counter() - start
+        # What a sweep leaves of its time goes to those after it.
+        share = (seconds - now) * weight / sum(w for _, w, _ in sweeps[position:])
+        tell = partial(_tell, report, stage, start, seconds)
+        found, left_out = _sweep(devices, points, max(share, 0.0), tell)
+        samples += found
+        skipped += left_out
+        gc.collect()  # the arrays of this sweep, before the next makes its own
+    return tuple(samples), tuple(skipped)
+
+
+def _tell(report: Progress, stage: str, start: float, seconds: float) -> None:
+    report(stage, min(1.0, (time.perf_counter() - start) / seconds))
+
+
+def _sweep(
+    devices: Sequence[Any], points: Iterator[Point], seconds: float, tell: Callable[[], None]
+) -> tuple[list[Sample], list[Skipped]]:
+    """Compile every point, then run them in turn until the time is up."""
+    start = time.perf_counter()
+    empty = empty_program(devices)
+    least_s = max(2e-3, 10 * min(_timed(empty) for _ in range(5)))
+    ready: list[tuple[Point, int, Callable[[], object]]] = []
+    skipped: list[Skipped] = []
+    for point in points:
+        tell()
+        if time.perf_counter() - start > 0.6 * seconds and len(ready) >= 1:
+            skipped.append(Skipped(point.group, point.name, "no time left"))
+            continue
+        repetitions = min(point.most, max(_FEWEST_REPETITIONS, round(least_s / point.guess_s)))
+        try:
+            call = point.make(repetitions)
+            call()
+            took = _timed(call)
+        except Exception as error:  # a device may refuse a dtype, or have no room; that is a finding, not a failure
+            skipped.append(Skipped(point.group, point.name, f"{type(error).__name__}: {error}"[:200]))
+            continue
+        if took > max(0.25 * seconds, 1.0):
+            skipped.append(Skipped(point.group, point.name, f"one run takes {took:.1f} s"))
+            continue
+        ready.append((point, repetitions, call))
+    runs = _rounds([empty, *(call for _, _, call in ready)], start + seconds, tell)
+    dispatch_s = float(np.median(runs[0]))
+    samples = []
+    for (point, repetitions, _), times in zip(ready, runs[1:], strict=True):
+        net = (float(np.median(times)) - (0.0 if point.with_dispatch else dispatch_s)) / repetitions
+        if math.isnan(net):
+            skipped.append(Skipped(point.group, point.name, "failed when run again"))
+        elif net > 0:
+            samples.append(_sample(point, repetitions, times, net))
+        else:
+            skipped.append(Skipped(point.group, point.name, "too short to tell from its dispatch"))
+    return samples, skipped
+
+
+def _rounds(calls: Sequence[Callable[[], object]], deadline: float, tell: Callable[[], None]) -> list[list[float]]:
+    runs: list[list[float]] = [[] for _ in calls]
+    for number in range(_MOST_ROUNDS):
+        if number >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
+            break
+        for call, times in zip(calls, runs, strict=True):
+            try:
+                times.append(_timed(call))
+            except RuntimeError:  # out of memory, now that the programs after it have theirs
+                times.append(math.nan)
+        tell()
+    return runs
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _sample(point: Point, repetitions: int, times: Sequence[float], seconds: float) -> Sample:
+    low, middle, high = np.percentile(times, (25, 50, 75))
+    rounded = tuple(float(f"{t:.4g}") for t in times)
+    spread = float((high - low) / middle)
+    return Sample(point.group, point.name, point.counts, seconds, round(spread, 4), repetitions, rounded)

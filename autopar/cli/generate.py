@@ -1,0 +1,229 @@
+"""`autopar generate`: text from a model's folder, printed as it comes.
+
+In: a folder, prompts, options. Out: text on standard output; what it took, on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import InferenceError
+
+if TYPE_CHECKING:
+    from autopar.inference import Engine, Generation
+
+#: By default at most so many are generated.
+_MOST_TOKENS = 128
+#: A bar for planning and reading, as `with`.
+Progress = Callable[[], AbstractContextManager[Callable[[str, float], None] | None]]
+
+
+def add_generate_command(added: Any, run: Callable[[argparse.Namespace], Any], size: Any) -> None:
+    """The command and its options.
+
+    Args:
+        added: `argparse`'s sub-parsers. size: what reads a size.
+    """
+    about = "generate text from a model's folder, on the devices that are here"
+    generate = added.add_parser("generate", help=about, description=about)
+    about = "a model as Hugging Face writes it: config.json, *.safetensors, tokenizer.json"
+    generate.add_argument("model", metavar="MODEL_DIR", help=about)
+    group = generate.add_argument_group("what to generate")
+    about = "text to go on from; may be repeated: all are generated at once; - reads standard input"
+    group.add_argument("--prompt", action="append", metavar="TEXT", help=about)
+    about = "instead of text: tokens, as numbers with commas between; their continuation is printed as tokens"
+    group.add_argument("--tokens", action="append", metavar="N,N...", help=about)
+    about = "at most so many (default: 128, or what the longest text leaves)"
+    group.add_argument("--max-tokens", type=int, metavar="N", help=about)
+    about = "0 takes the most probable token each time (default: 0; with --best-of: 1)"
+    group.add_argument("--temperature", type=float, metavar="T", help=about)
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most probable (default: all)")
+    about = "draw from the most probable that make up P together (default: 1, all)"
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help=about)
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be repeated")
+    about = "draw N texts from each prompt, and print that which the model itself finds most probable"
+    group.add_argument("--best-of", type=int, default=1, metavar="N", help=about)
+    group = generate.add_argument_group("how to serve it")
+    group.add_argument(
+        "--mesh", metavar="MESH", help="of the devices: 8, 2x4 or data=2,model=4 (default: all in a row)"
+    )
+    about = "per device: 40GB, 512MiB or bytes (default: what the device has)"
+    group.add_argument("--memory-budget", type=size, metavar="SIZE", help=about)
+    group.add_argument(
+        "--dtype", metavar="NAME", help="of weights and cache, e.g. bfloat16 (default: the checkpoint's)"
+    )
+    group.add_argument("--slots", type=int, metavar="N", help="texts that are generated at once (default: 16)")
+    about = "tokens of the longest text, prompt and all (default: what the model was made for, at most 4096)"
+    group.add_argument("--max-length", type=int, metavar="N", help=about)
+    about = (
+        "who guesses tokens, which are verified several at once: n-gram, or the folder of a small model with the same"
+    )
+    about += " tokenizer; what comes out is the same"
+    group.add_argument("--propose", metavar="n-gram|MODEL_DIR", help=about)
+    about = "how it is computed: gather, blocks or pallas (default: the fastest that is right here, tried at the start)"
+    group.add_argument("--attention", metavar="NAME", help=about)
+    generate.add_argument("--json", action="store_true", help="print JSON when all is there: texts, tokens, logprobs")
+    generate.set_defaults(run=run)
+
+
+def run_generate(options: argparse.Namespace, progress: Progress) -> None:
+    """Generate, and print."""
+    from autopar.inference import Engine, SamplingOptions
+
+    prompts, serving = _prompts(options), _serving(options)
+    temperature = options.temperature if options.temperature is not None else float(options.best_of > 1)
+    sampling = SamplingOptions(temperature, options.top_k, options.top_p, options.seed)
+    asked = [
+        {"max_tokens": most, "stop": options.stop, "sampling": sampling}
+        for most in _most_tokens(options, prompts, serving["options"].max_length)
+    ]
+    with progress() as report:
+        engine = Engine.open(options.model, **serving, progress=report)
+    started = time.perf_counter()
+    told = list(_told(engine, prompts, options, asked))
+    if options.json:
+        print(json.dumps(told, indent=2, allow_nan=False))
+    seconds, stats = time.perf_counter() - started, engine.stats
+    print(
+        f"{stats.num_tokens} tokens in {seconds:.2f} s ({stats.num_tokens / seconds:,.1f} per second,"
+        f" {stats.num_steps} steps); of {stats.num_prompt_tokens + stats.num_cached_tokens} prompt tokens"
+        f" {stats.num_cached_tokens} were in the cache",
+        file=sys.stderr,
+    )
+
+
+def _prompts(options: argparse.Namespace) -> list[str | list[int]]:
+    texts = [sys.stdin.read() if text == "-" else text for text in options.prompt or []]
+    tokens = [_numbers(text) for text in options.tokens or []]
+    if not texts and not tokens:
+        raise InferenceError("`autopar generate` needs a text to go on from: --prompt TEXT, or --tokens N,N...")
+    return [*texts, *tokens]
+
+
+def _most_tokens(options: argparse.Namespace, prompts: list[str | list[int]], longest: int) -> list[int]:
+    """How many tokens to generate from each prompt. What can be refused is, before the model is opened."""
+    from autopar.inference.model.config import DecoderConfig
+    from autopar.inference.schedule.stop_strings import TextUntilStop
+    from autopar.inference.model.tokenizer import load_tokenizer, tokens_of
+
+    vocab_size = DecoderConfig.read(options.model).vocab_size
+    TextUntilStop(options.stop)
+    needs_tokenizer = options.stop or any(isinstance(prompt, str) for prompt in prompts)
+    tokenizer = load_tokenizer(options.model) if needs_tokenizer else None
+    wanted: list[int] = []
+    for number, prompt in enumerate(prompts, 1):
+        length = len(tokens_of(prompt, tokenizer, vocab_size))
+        if length == 0:
+            raise InferenceError(f"prompt {number} has no tokens: give some text to go on from")
+        most = options.max_tokens or max(1, min(_MOST_TOKENS, longest - length))
+        if length + most > longest:
+            raise InferenceError(
+                f"prompt {number} has {length} tokens, and {most} more are wanted (--max-tokens), but a text has at most"
+                f" {longest}: shorten the prompt, ask for fewer, or give a larger --max-length, if the model was made for it"
+            )
+        wanted.append(most)
+    return wanted
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InferenceError(f"--tokens {text!r} is no list of tokens: write numbers with commas between") from None
+
+
+def _serving(options: argparse.Namespace) -> dict[str, Any]:
+    from autopar.inference import Options
+    from autopar.inference.model.config import DecoderConfig
+    from autopar.inference.serve.setup import options_for
+
+    config = DecoderConfig.read(options.model)
+    served = options_for(config, None)
+    if options.max_length is not None:
+        served = replace(served, max_length=options.max_length)
+    if options.slots is not None:
+        served = replace(served, num_slots=options.slots)
+    counts = {
+        "--slots": served.num_slots,
+        "--max-length": served.max_length,
+        "--max-tokens": options.max_tokens,
+        "--best-of": options.best_of,
+    }
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise InferenceError(f"{name} is {value}: give 1 or more")
+    assert isinstance(served, Options)
+    return {
+        "options": options_for(config, served),
+        "mesh": options.mesh,
+        "propose": options.propose,
+        "attention": options.attention,
+        "memory_budget_bytes": options.memory_budget,
+        "dtype": _dtype(options.dtype),
+    }
+
+
+def _dtype(name: str | None) -> Any:
+    import jax.numpy as jnp
+
+    if name is None:
+        return None
+    known = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+    if name not in known:
+        raise InferenceError(f"--dtype {name!r} is none of {', '.join(known)}")
+    return known[name]
+
+
+def _told(
+    engine: Engine, prompts: list[str | list[int]], options: argparse.Namespace, asked: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """What comes of each prompt, printed on the way unless JSON is wanted."""
+    if options.best_of > 1:
+        from autopar.inference import best_of
+
+        for prompt, how in zip(prompts, asked, strict=True):
+            chain = best_of(engine, prompt, options.best_of, **how).best
+            _print(_text_of(engine, chain.text, chain.tokens), options, len(prompts))
+            yield {"prompt": prompt, **{k: v for k, v in asdict(chain).items() if k not in ("prompt", "error")}}
+        return
+    generations = [engine.submit(prompt, **how) for prompt, how in zip(prompts, asked, strict=True)]
+    try:
+        for prompt, generation in zip(prompts, generations, strict=True):
+            _stream(engine, generation, options, len(prompts))
+            yield {
+                "prompt": prompt,
+                "text": generation.text,
+                "tokens": generation.tokens,
+                "logprobs": generation.logprobs,
+                "ended": generation.ended,
+            }
+    finally:
+        for generation in generations:
+            generation.abort()
+
+
+def _stream(engine: Engine, generation: Generation, options: argparse.Namespace, num: int) -> None:
+    if options.json:
+        generation.result()
+        return
+    for number, piece in enumerate(generation):
+        separator = "," if engine.tokenizer is None and number else ""
+        print(separator + _text_of(engine, piece.text, piece.tokens), end="", flush=True)
+    print("\n" if num > 1 else "", flush=True)
+
+
+def _print(text: str, options: argparse.Namespace, num: int) -> None:
+    if not options.json:
+        print(text, end="\n\n" if num > 1 else "\n", flush=True)
+
+
+def _text_of(engine: Engine, text: str, tokens: Any) -> str:
+    return ",".join(map(str, tokens)) if engine.tokenizer is None else text

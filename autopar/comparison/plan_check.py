@@ -1,0 +1,207 @@
+"""New code held against the plan in git: which collectives it adds, and how much memory and time.
+
+In: a saved plan, the step as it is now. Out: `PlanCheck`, which holds or not, and says why, by module and source line. The
+step is planned anew as the saved plan was: on its mesh and hardware, under its budget and pins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autopar.errors import BudgetError, PlanMismatchError
+from autopar.system.text_tables import finite, short_source
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.plans.plan import CollectiveUse, Plan
+from autopar.api.make_plan import plan as plan_of
+from autopar.system.units import human_bytes, human_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """How much more a step may take than planned: a fraction of that, or so much."""
+
+    fraction: float = 0.0
+    amount: float = 0.0
+
+    def of(self, planned: float) -> float:
+        """The most that it may take."""
+        return planned * (1 + self.fraction) + self.amount
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCheck:
+    """What came of it.
+
+    Args:
+        now: the plan of the step as it is; None where none fits any more, as `refused` says.
+        added, gone: collectives of the one plan that have no like in the other.
+        memory, time: what is allowed; None where it is not held.
+    """
+
+    saved: Plan
+    now: Plan | None
+    refused: str = ""
+    added: tuple[CollectiveUse, ...] = ()
+    gone: tuple[CollectiveUse, ...] = ()
+    memory: Allowed | None = field(default_factory=lambda: Allowed(fraction=0.05))
+    time: Allowed | None = None
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why the check does not hold, a line each."""
+        if self.now is None:
+            return (f"the step fits no more: {self.refused}",)
+        found = [f"a collective more: {described(use)}" for use in self.added]
+        before, after = self.saved.prediction, self.now.prediction
+        if self.memory is not None and after.peak_bytes > self.memory.of(before.peak_bytes):
+            found.append(_more("peak memory", before.peak_bytes, after.peak_bytes, self.memory, human_bytes))
+        if self.time is not None and after.step_time_s > self.time.of(before.step_time_s):
+            found.append(_more("step time", before.step_time_s, after.step_time_s, self.time, human_seconds))
+        return tuple(found)
+
+    @property
+    def holds(self) -> bool:
+        return not self.failures
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """As text."""
+        name = self.saved.program.name
+        if self.now is None or not self.holds:
+            head = f"`{name}` is no longer as planned on mesh {self.saved.mesh} ({self.saved.hardware}):"
+            return [head, *(f"  {line}" for line in self.failures), *self._beside(), _WAY_OUT]
+        return [f"`{name}` is as planned on mesh {self.saved.mesh} ({self.saved.hardware}).", *self._beside()]
+
+    def _beside(self) -> list[str]:
+        if self.now is None:
+            return []
+        before, after = self.saved.prediction, self.now.prediction
+        memory = f"peak memory {human_bytes(before.peak_bytes)} -> {human_bytes(after.peak_bytes)}"
+        time = f"step time {human_seconds(before.step_time_s)} -> {human_seconds(after.step_time_s)}"
+        count = f"{len(self.saved.collectives)} -> {len(self.now.collectives)} collectives"
+        gone = [f"  a collective less: {described(use)}" for use in self.gone]
+        return [*gone, f"  planned -> now: {memory}, {time}, {count}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types."""
+        sides = {"planned": self.saved, "now": self.now}
+        document: dict[str, Any] = {
+            "format": "autopar-check",
+            "version": 1,
+            "holds": self.holds,
+            "failures": list(self.failures),
+            "added": [asdict(use) for use in self.added],
+            "gone": [asdict(use) for use in self.gone],
+        }
+        for name, plan in sides.items():
+            told = None if plan is None else plan.prediction
+            document[name] = told and asdict(told) | {"peak_bytes": told.peak_bytes}
+        return finite(document)
+
+
+_WAY_OUT = "If this is meant, plan anew and commit that plan: `autopar plan TARGET ... -o PLAN.json`."
+
+
+def check_plan(
+    saved: AnyPlan,
+    step: Callable[..., Any],
+    *args: Any,
+    memory: Allowed | None = Allowed(fraction=0.05),
+    time: Allowed | None = None,
+    **options: Any,
+) -> PlanCheck:
+    """Hold a step against the plan that was made of it.
+
+    Args:
+        step, args: as of `autopar.plan`.
+        memory, time: how much more it may take, as predicted; None: it is not held.
+        options: of `autopar.plan`, in place of the saved plan's: `hardware` where that is a file, `time_limit_s`, `cache`.
+
+    Raises:
+        PlanMismatchError: the plan is one of stages.
+        AutoparError: the step cannot be planned.
+    """
+    if isinstance(saved, PipelinePlan):
+        raise PlanMismatchError(
+            f"the plan of `{saved.program.name}` is of {len(saved.stages)} stages, and only plans of one program are held"
+            " against new code: compare two saved plans by `autopar diff A.json B.json`"
+        )
+    try:
+        now = plan_of(step, *args, **options_of(saved) | options)
+    except BudgetError as error:
+        return PlanCheck(saved, None, str(error), memory=memory, time=time)
+    added, gone = unlike_collectives(saved.collectives, now.collectives)
+    return PlanCheck(saved, now, added=added, gone=gone, memory=memory, time=time)
+
+
+def options_of(saved: Plan) -> dict[str, Any]:
+    """Of `autopar.plan`: as a saved plan was made, as far as it says."""
+    pins = {tensor.path: tensor.sharding for tensor in saved.inputs if tensor.pinned}
+    options: dict[str, Any] = {"mesh": saved.mesh, "hardware": saved.hardware, "pin": pins}
+    options |= {"memory_budget_bytes": saved.memory_budget_bytes, "dims_as_written": saved.dims_as_written}
+    if saved.microbatches is not None:
+        options["num_microbatches"] = saved.microbatches.count
+        options["per_microbatch_statistics"] = saved.microbatches.own_statistics
+    return options
+
+
+def unlike_collectives(
+    before: Sequence[CollectiveUse], after: Sequence[CollectiveUse]
+) -> tuple[tuple[CollectiveUse, ...], tuple[CollectiveUse, ...]]:
+    """Collectives of the second list that have no like in the first, and the reverse.
+
+    Those of one place and kind are alike, whatever their bytes. What is left is alike if only its place is another: a module
+    that was renamed sends nothing new. What XLA merges with its like adds nothing where there is such a one before.
+    """
+    old, new = list(before), list(after)
+    for alike in (_by_place, _by_size):
+        old, new = _without_common(old, new, alike)
+    merged = {(use.kind, use.axes) for use in before if use.combinable}
+    added = [use for use in new if not (use.combinable and (use.kind, use.axes) in merged)]
+    left = {(use.kind, use.axes) for use in after if use.combinable}
+    gone = [use for use in old if not (use.combinable and (use.kind, use.axes) in left)]
+    return tuple(added), tuple(gone)
+
+
+def _by_place(use: CollectiveUse) -> Hashable:
+    return use.kind, use.axes, use.phase, use.path, use.cause, use.num_times
+
+
+def _by_size(use: CollectiveUse) -> Hashable:
+    return use.kind, use.axes, use.phase, use.num_bytes, use.num_times
+
+
+def _without_common(
+    old: Sequence[CollectiveUse], new: Sequence[CollectiveUse], alike: Callable[[CollectiveUse], Hashable]
+) -> tuple[list[CollectiveUse], list[CollectiveUse]]:
+    """Two lists without as many of each kind as are in both."""
+    common = Counter(map(alike, old)) & Counter(map(alike, new))
+    out: list[list[CollectiveUse]] = []
+    for uses in (old, new):
+        left: dict[Hashable, int] = defaultdict(int, common)
+        kept = []
+        for use in uses:
+            left[alike(use)] -= 1
+            if left[alike(use)] < 0:
+                kept.append(use)
+        out.append(kept)
+    return out[0], out[1]
+
+
+def described(use: CollectiveUse) -> str:
+    """A collective in a line: what, how much, where and why."""
+    times = f" x {use.num_times}" if use.num_times > 1 else ""
+    where = f"{use.phase} of `{use.path}`" if use.path else use.phase
+    line = f" ({short_source(use.source)})" if use.source else ""
+    size = f"{human_bytes(use.num_bytes)}{times}"
+    return f"{use.kind} over {', '.join(use.axes)} of {size}, {where}{line}: {use.cause}; {human_seconds(use.time_s)}"
+
+
+def _more(name: str, before: float, after: float, allowed: Allowed, human: Callable[[float], str]) -> str:
+    percent = f", {100 * (after / before - 1):+.1f} %" if before else ""
+    return f"more {name}: {human(after)} instead of {human(before)}{percent}; {human(allowed.of(before))} are allowed"

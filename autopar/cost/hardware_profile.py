@@ -1,0 +1,394 @@
+"""Hardware profiles: what one device and the links between devices can do, as numbers.
+
+In: a name (`"h100-sxm"`) or the path of a TOML file laid out as `cost_models/README.md` says.
+Out: `HardwareProfile`, an argument of the whole cost model. No JAX: a profile is never looked up
+from live devices; `detect` maps what JAX calls a device to the name of its profile.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.xla_latency_estimator import EstimatorProfile, read_estimator
+from autopar.errors import HardwareError
+from autopar.rules.elementwise import FLOPS_PER_ELEMENT
+
+#: Dtypes whose matrix rate a profile must state; `float8` stands for every 8-bit float.
+MATRIX_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "float8")
+
+#: Dtypes multiplied on the units of another.
+_RUNS_AS = {"uint8": "int8", "int4": "int8", "uint4": "int8", "complex64": "float32", "complex128": "float64"}
+
+#: What a profile must state an element to count as, in operations at its vector rate; `default` stands for every other.
+OPERATIONS = [
+    "default",
+    "add",
+    "mul",
+    "div",
+    "exp",
+    "exp_bfloat16",
+    "exp2",
+    "expm1",
+    "log",
+    "log_bfloat16",
+    "log1p",
+    "logistic",
+    "pow",
+    "integer_pow",
+    "rsqrt",
+    "sqrt",
+    "cbrt",
+    "tanh",
+    "atan2",
+    "sin",
+    "cos",
+    "tan",
+    "erf",
+    "erfc",
+    "erf_inv",
+    "random_bits",
+]
+#: What XLA's performance model takes to stay near one core (openxla/xla, gpu_performance_model_base.cc).
+_NEAR_BYTES_OF_CORE = 2048
+_COUNTS_AS = {"sub": "add", "add_any": "add", "threefry2x32": "random_bits"}
+
+#: What joins the devices of a host: a switch between all, links between some, the bus of the machine,
+#: or its memory, where the devices are virtual.
+LINK_KINDS = ("nvswitch", "nvlink", "pcie", "memory")
+
+_HOW_TO_ADD = "or describe yours in a TOML file (cost_models/README.md) and pass its path"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """One kind of link between devices.
+
+    Args:
+        bytes_per_s: what a device sends per second in one direction while a ring runs over the
+            link; rates that are reached, not those of the wire.
+        latency_s: seconds per ring step, however few the bytes.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """One kind of device with its links. Rates and sizes are per device.
+
+    Args:
+        name: what users write, e.g. `h100-sxm`.
+        description: one line for people.
+        platform: JAX's platform, `cpu` or `gpu`.
+        device_kinds: JAX's `device_kind` strings that mean this device.
+        peak_flops_per_s: dense matrix rate per dtype of `MATRIX_DTYPES`; read it through
+            `matrix_rate`, which knows every dtype.
+        vector_flops_per_s: rate outside the matrix units, float32.
+        compute_efficiency: part of `peak_flops_per_s` that a large matrix product reaches.
+        kernel_launch_s: fixed seconds per kernel.
+        operations: what an element counts as, by name of `OPERATIONS`; read it through `flops_per_element`.
+        hbm_bytes: device memory.
+        usable_fraction: part of it that a program may fill.
+        hbm_bytes_per_s: device memory bandwidth, read and written bytes together.
+        cache_bytes, near_cache_bytes: what is read again out of the device's cache, and out of those of its cores; 0:
+            there is none.
+        host_link: between devices of one host.
+        network_link: between devices of different hosts.
+        host_link_kind: one of `LINK_KINDS`.
+        devices_per_host: how many devices `host_link` joins.
+        storage_read_bytes_per_s, storage_write_bytes_per_s: of one host's own drives, all together.
+        collective_launch_s: fixed seconds per collective.
+        combine_threshold_bytes: XLA merges collectives of one kind until they reach this many
+            bytes, and the merged one pays `collective_launch_s` once.
+        combined_launch_fraction: the part of launch and latency that a collective pays at least,
+            however many it is merged with: its buffer is still one more call.
+        all_to_all_efficiency: part of a link's rate that an all-to-all reaches.
+        sources: where the numbers of each block of the file come from, and when.
+        usd_per_device_hour: what a device is rented for; None where the file says nothing of it.
+        xla_target: what XLA needs to compile for this GPU where there is none; None for a CPU.
+        xla_estimator: what XLA's own latency estimator charges on this GPU; None where it has no figures
+            of its own, as for a CPU or a GPU before Hopper.
+    """
+
+    name: str
+    description: str
+    platform: str
+    device_kinds: tuple[str, ...]
+    peak_flops_per_s: Mapping[str, float] = field(hash=False)
+    vector_flops_per_s: float
+    compute_efficiency: float
+    kernel_launch_s: float
+    operations: Mapping[str, float] = field(hash=False)
+    hbm_bytes: int
+    usable_fraction: float
+    hbm_bytes_per_s: float
+    cache_bytes: int
+    near_cache_bytes: int
+    host_link: LinkProfile
+    network_link: LinkProfile
+    host_link_kind: str
+    devices_per_host: int
+    storage_read_bytes_per_s: float
+    storage_write_bytes_per_s: float
+    collective_launch_s: float
+    combine_threshold_bytes: int
+    combined_launch_fraction: float
+    all_to_all_efficiency: float
+    sources: Mapping[str, str] = field(compare=False, repr=False)
+    usd_per_device_hour: float | None = None
+    xla_target: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    xla_estimator: EstimatorProfile | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Device memory that a program may fill, in bytes: the default memory budget."""
+        return self.hbm_bytes * self.usable_fraction
+
+    def matrix_rate(self, dtype: str) -> float:
+        """FLOP/s that a large matrix product of this dtype reaches.
+
+        A dtype that no matrix unit takes runs at the vector rate: unknown is never free.
+
+        >>> h100 = load("h100-sxm")
+        >>> h100.matrix_rate("bfloat16") == h100.compute_efficiency * h100.peak_flops_per_s["bfloat16"]
+        True
+        >>> h100.matrix_rate("int32") == h100.vector_flops_per_s
+        True
+        """
+        family = _matrix_dtype(dtype)
+        if family not in self.peak_flops_per_s:
+            return self.vector_flops_per_s
+        return self.peak_flops_per_s[family] * self.compute_efficiency
+
+    def flops_per_element(self, primitive: str, dtype: str) -> float:
+        """Operations at the vector rate that one element of a primitive's result counts as.
+
+        >>> h100 = load("h100-sxm")
+        >>> h100.flops_per_element("sub", "float32"), h100.flops_per_element("exp", "bfloat16")
+        (7.0, 3.0)
+        """
+        name = _COUNTS_AS.get(primitive, primitive)
+        known = self.operations
+        return known.get(f"{name}_{dtype}", known.get(name, known["default"]))
+
+    def peak_rate(self, dtype: str) -> float:
+        """FLOP/s of the matrix units at their best, of the vector units where they do not take this dtype: what
+        utilisation is measured by.
+
+        >>> load("h100-sxm").peak_rate("bfloat16") == load("h100-sxm").peak_flops_per_s["bfloat16"]
+        True
+        """
+        return self.peak_flops_per_s.get(_matrix_dtype(dtype), self.vector_flops_per_s)
+
+
+def _matrix_dtype(dtype: str) -> str:
+    """The dtype whose rate matrix units take it at."""
+    return "float8" if dtype.startswith(("float8", "float6", "float4")) else _RUNS_AS.get(dtype, dtype)
+
+
+def load(name_or_path: str | Path) -> HardwareProfile:
+    """Read a profile by name, or from a TOML file.
+
+    Args:
+        name_or_path: one of `known_names()`, or a path: a `Path`, or text that ends in `.toml`.
+
+    Raises:
+        HardwareError: an unknown name, no such file, damaged TOML, a key missing or senseless.
+
+    >>> load("a100-sxm-80").devices_per_host
+    8
+    """
+    path = Path(name_or_path)
+    if isinstance(name_or_path, str) and path.suffix != ".toml":
+        path = _data_folder() / f"{name_or_path}.toml"
+        if name_or_path not in known_names():
+            raise HardwareError(_unknown(name_or_path))
+    return _profile(_Reader(path, _parse(path)))
+
+
+def known_names() -> tuple[str, ...]:
+    """Names of the profiles that come with autopar, sorted."""
+    return tuple(sorted(path.stem for path in _data_folder().glob("*.toml")))
+
+
+def detect(device_kind: str, platform: str) -> str:
+    """The name of the profile for a live device.
+
+    Args:
+        device_kind: `jax.Device.device_kind`, e.g. `"NVIDIA H100 80GB HBM3"`.
+        platform: `jax.Device.platform`, `"cpu"` or `"gpu"` (`"cuda"` is taken as `"gpu"`).
+
+    Raises:
+        HardwareError: no profile names this kind of device.
+
+    >>> detect("NVIDIA H200", "gpu")
+    'h200'
+    """
+    wanted = (device_kind.lower(), "gpu" if platform == "cuda" else platform)
+    for name in known_names():
+        profile = load(name)
+        if wanted in {(kind.lower(), profile.platform) for kind in profile.device_kinds}:
+            return name
+    raise HardwareError(
+        f"no hardware profile for a {platform} device of kind {device_kind!r};"
+        f" pass hardware= one of {', '.join(known_names())}, {_HOW_TO_ADD}"
+    )
+
+
+def _data_folder() -> Path:
+    """`cost_models/hardware`: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    places = (package / "cost_models" / "hardware", package.parent / "cost_models" / "hardware")
+    for place in places:
+        if place.is_dir():
+            return place
+    raise HardwareError(f"the hardware profiles are missing: looked in {places[0]} and {places[1]}; reinstall autopar")
+
+
+def _unknown(name: str) -> str:
+    known = known_names()
+    # A prefix says more than likeness: `h100` is meant as `h100-sxm`, though `h200` looks closer.
+    stem = name.strip().lower() or "?"
+    close = [k for k in known if k.startswith(stem)] or difflib.get_close_matches(stem, known, n=1)
+    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return f"unknown hardware {name!r}.{hint} Known: {', '.join(known)}; {_HOW_TO_ADD}"
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HardwareError(f"cannot read hardware profile {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise HardwareError(f"hardware profile {path} is no valid TOML: {error}") from error
+
+
+def _profile(read: _Reader) -> HardwareProfile:
+    blocks = ("compute", "memory", "links.host", "links.network", "storage", "collectives")
+    operations, source = _operations(read)
+    return HardwareProfile(
+        name=read.text("name"),
+        description=read.text("description"),
+        platform=read.text("platform"),
+        device_kinds=read.texts("device_kinds"),
+        peak_flops_per_s={d: read.positive(f"compute.peak_flops_per_s.{d}") for d in MATRIX_DTYPES},
+        vector_flops_per_s=read.positive("compute.vector_flops_per_s"),
+        compute_efficiency=read.fraction("compute.compute_efficiency"),
+        kernel_launch_s=read.not_negative("compute.kernel_launch_s"),
+        operations=operations,
+        hbm_bytes=read.count("memory.hbm_bytes"),
+        usable_fraction=read.fraction("memory.usable_fraction"),
+        hbm_bytes_per_s=read.positive("memory.hbm_bytes_per_s"),
+        cache_bytes=_cache(read, "cache_bytes", "l2_cache_size", 1),
+        near_cache_bytes=_cache(read, "near_cache_bytes", "core_count", _NEAR_BYTES_OF_CORE),
+        host_link=read.link("links.host"),
+        network_link=read.link("links.network"),
+        host_link_kind=read.one_of("links.host.kind", LINK_KINDS),
+        devices_per_host=read.count("links.host.devices_per_host"),
+        storage_read_bytes_per_s=read.positive("storage.read_bytes_per_s"),
+        storage_write_bytes_per_s=read.positive("storage.write_bytes_per_s"),
+        collective_launch_s=read.not_negative("collectives.launch_s"),
+        combine_threshold_bytes=read.count("collectives.combine_threshold_bytes"),
+        combined_launch_fraction=read.fraction("collectives.combined_launch_fraction"),
+        all_to_all_efficiency=read.fraction("collectives.all_to_all_efficiency"),
+        sources={block: read.source(block) for block in blocks} | {"operations": source},
+        usd_per_device_hour=read.positive("price.usd_per_device_hour") if "price" in read.table else None,
+        xla_target=read.table.get("xla_target"),
+        xla_estimator=_estimator(read),
+    )
+
+
+def _operations(read: _Reader) -> tuple[dict[str, float], str]:
+    """What elements count as, and whence; where a file does not say it, as the rules count, for so a calibration fits the
+    vector rate."""
+    if "operations" in read.table:
+        return {name: read.positive(f"operations.{name}") for name in OPERATIONS}, read.source("operations")
+    counted = {name: FLOPS_PER_ELEMENT.get(name.removesuffix("_bfloat16"), 1.0) for name in OPERATIONS}
+    counted["random_bits"] = FLOPS_PER_ELEMENT["threefry2x32"]
+    return (
+        counted,
+        "the file says nothing: as the rules count, 1 an element, 4 of a division, 10 of a transcendental function",
+    )
+
+
+def _cache(read: _Reader, key: str, of_target: str, times: int) -> int:
+    """Bytes of a cache; where a file does not say it, by its `xla_target`, and without that there is none."""
+    if key in read.table.get("memory", {}):
+        return read.count(f"memory.{key}")
+    return times * read.count(f"xla_target.{of_target}") if "xla_target" in read.table else 0
+
+
+def _estimator(read: _Reader) -> EstimatorProfile | None:
+    if "xla_estimator" not in read.table:
+        return None
+    num_cores, per_host = read.count("xla_target.core_count"), read.count("links.host.devices_per_host")
+    try:
+        return read_estimator(read.table["xla_estimator"], num_cores, per_host)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise HardwareError(
+            f"hardware profile {read.path}: `xla_estimator` cannot be read ({error}); cost_models/README.md lists its keys"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads checked values by dotted key, and blames file and key for what is wrong."""
+
+    path: Path
+    table: Mapping[str, Any]
+
+    def value(self, key: str) -> Any:
+        found: Any = self.table
+        for part in key.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                raise HardwareError(
+                    f"hardware profile {self.path} lacks `{key}`; cost_models/README.md lists every key and its unit"
+                )
+            found = found[part]
+        return found
+
+    def source(self, block: str) -> str:
+        return f"{self.text(f'{block}.source')} ({self.text(f'{block}.date')})"
+
+    def text(self, key: str) -> str:
+        return self._must(key, "text", lambda v: isinstance(v, str) and bool(v))
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        return tuple(
+            self._must(key, "a list of texts", lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v))
+        )
+
+    def one_of(self, key: str, allowed: tuple[str, ...]) -> str:
+        return self._must(key, f"one of {', '.join(allowed)}", lambda v: v in allowed)
+
+    def positive(self, key: str) -> float:
+        return float(self._must(key, "a number above 0", lambda v: _is_number(v) and v > 0))
+
+    def not_negative(self, key: str) -> float:
+        return float(self._must(key, "a number of at least 0", lambda v: _is_number(v) and v >= 0))
+
+    def fraction(self, key: str) -> float:
+        return float(self._must(key, "a number above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1))
+
+    def count(self, key: str) -> int:
+        return int(self._must(key, "a whole number of at least 1", lambda v: _is_number(v) and v == int(v) and v >= 1))
+
+    def link(self, key: str) -> LinkProfile:
+        return LinkProfile(self.positive(f"{key}.bytes_per_s"), self.not_negative(f"{key}.latency_s"))
+
+    def _must(self, key: str, rule: str, holds: Callable[[Any], bool]) -> Any:
+        value = self.value(key)
+        if not holds(value):
+            raise HardwareError(f"hardware profile {self.path}: `{key}` must be {rule}; got {value!r}")
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

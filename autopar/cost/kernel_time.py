@@ -1,0 +1,304 @@
+"""Seconds of one kernel or one collective of a device's program.
+
+In: an `Op`, the mesh, a hardware profile. Out: seconds. A profile with an estimator is priced as
+XLA's own GPU latency estimator prices (`autopar verify` reads its sum); any other by the device's own
+rates: the roofline of `compute` and the collectives of `collectives`.
+
+What XLA's estimator charges, found in its log and sources (openxla/xla, sol_latency_estimator.cc,
+matmul_interpolator.cc, gpu_performance_model.cc, sol_gpu_cost_model.cc), with JAX 0.12.0.1:
+
+- Loop and input fusions: `c + m - f min(c, m)`, where `c` is operations over the scalar rate, `m` is
+  bytes read and written over the memory's rate and bytes read again over a cache's, and `f` is 0.95.
+  Operations are XLA's cycles per element (`EstimatorProfile.cycles`). No launch. A kernel in few thread
+  blocks reads and computes at their joint rate, so sums down few columns are slow.
+- Matrix products, whatever is fused into them: operations over a rate. XLA looks the rate up in a
+  table of measured products with dims of 256 to 4,096 (batch 1 to 4): the mean of a product's 16
+  neighbours, weighted by 1/(1 + distance squared), dims outside the table moved to its edge. So far
+  outside, time is proportional to operations. A fit stands for the table here. Where operands and
+  result differ in dtype, or for dtypes that the table lacks, XLA counts dims in bytes of the result,
+  and so multiplies bfloat16's time by the cube of the result's itemsize: by 64 for a float32 result of
+  bfloat16 operands, by 8 for float16.
+- Library calls (cuDNN convolutions and attention): 10 us each, whatever they compute. Triton's kernels (an attention's
+  softmax, forward and backward), copies, sorts, and whole loops: 0.01 us. The device's own rates price what they compute.
+- Collectives of one host: bytes over the rate of the nearest power of two of bytes in another table. A
+  fit stands for that too. An all-reduce of one buffer of at most 32 MiB / n is one kernel: its reads
+  and writes, a launch, and up to 2 MiB / n `(n-1) B/w + barrier`, beyond `2 ((n-1)/n B/w + barrier)`.
+- Collectives between hosts: `r (d-1)/l (B/d/w + chunks + latency) + launch` and the memory's time; `d`
+  devices of a communicator, `l` of them in one host, `r` rounds: 2 for an all-reduce. An all-to-all
+  sends B/(d-1) to each device of other hosts in turn; a permute sends its buffer once. All this only
+  if XLA is told how many devices a host has, else each is 5 ms.
+- Each collective that runs beside kernels takes 2 us of their time: 1 to start, 1 to end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import lru_cache
+from operator import truediv
+
+from autopar.cost.collectives import collective_time
+from autopar.cost.xla_latency_estimator import CollectiveFit, EstimatorProfile, GemmFit
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.ir.device_program import Gemm, Op
+from autopar.ir.mesh import MeshShape
+
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "uint8": 1}
+
+#: Dims of the products in XLA's table: the smallest and the largest.
+_BATCH_RANGE, _DIM_RANGE = (1, 4), (256, 4096)
+#: Elements of the result that one core makes at a time.
+_TILE = 128 * 128
+#: Bytes of the collectives in XLA's table.
+_PAYLOAD_RANGE = (1 << 10, 1 << 30)
+_SMALL_BYTES = 16 << 10
+
+
+def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
+    """Seconds of one operation by itself: of a collective, with nothing to hide it.
+
+    Args:
+        profile: without `xla_estimator`, the device's own rates are used.
+    """
+    estimator = profile.xla_estimator
+    if op.kind in ("view", "border", "loop"):
+        return 0.0
+    if op.kind == "collective":
+        if estimator is None:
+            return collective_time(op.collective, op.payload_bytes, op.axes, mesh, profile)
+        return collective_seconds(op.collective, op.payload_bytes, op.axes, mesh, estimator, num_buffers=len(op.writes))
+    if estimator is None:
+        return _roofline(op, profile)
+    if op.unpriced:
+        return estimator.unpriced_s
+    if op.kind == "gemm":
+        assert op.gemm is not None
+        return gemm_seconds(op.gemm, estimator)
+    if op.kind == "convolution":
+        return estimator.custom_call_s
+    return fusion_seconds(op, estimator)
+
+
+def is_unestimated(op: Op) -> bool:
+    """Whether XLA's estimator has one price for a kernel however much it computes."""
+    return op.kind in ("convolution", "other")
+
+
+def cycles(primitive: str, dtype: str, estimator: EstimatorProfile) -> float:
+    """Operations that XLA counts for one element of a primitive.
+
+    Args:
+        primitive: JAX's name.
+        dtype: of the operand. Short floats have few figures of their own.
+    """
+    short = dtype in ("bfloat16", "float16")
+    table = estimator.cycles
+    if short and f"{primitive}_short" in table:
+        return table[f"{primitive}_short"]
+    return table.get(primitive, table["default"])
+
+
+def fusion_seconds(op: Op, estimator: EstimatorProfile) -> float:
+    """Seconds of a loop or input fusion."""
+    rate, scalar = estimator.memory_bytes_per_s, estimator.scalar_flops_per_s
+    rates = (rate, rate * estimator.cache_speedup, rate * estimator.near_cache_speedup)
+    if op.num_blocks:
+        most = op.num_blocks * estimator.block_bytes_per_s
+        rates = tuple(min(each, most) for each in rates)
+        scalar *= min(1.0, op.num_blocks / estimator.num_cores)
+    reads = (op.read_bytes + op.spared_bytes, op.reread_bytes, op.broadcast_bytes)
+    memory = sum(map(truediv, reads, rates)) + (op.written_bytes + op.spared_bytes) / rate
+    arithmetic = op.flops / scalar
+    return arithmetic + memory - estimator.parallel_fraction * min(arithmetic, memory)
+
+
+def column_blocks(num_rows: float, num_columns: float, itemsize: float, num_outer: float = 1.0) -> float:
+    """Thread blocks of a kernel that sums down columns: few, where there are few columns.
+
+    XLA gives a block 32 columns times the elements of 8 bytes. It cuts more than 4,096 rows into parts first,
+    the power of two below their square root, which a second kernel adds (tree_reduction_rewriter.cc).
+
+    Args:
+        num_rows: summed. num_columns: kept, contiguous. num_outer: kept, outside the summed.
+        itemsize: of the narrowest operand.
+
+    >>> column_blocks(2048, 1024, 4), column_blocks(2048, 1024, 2), column_blocks(8192, 768, 2)
+    (16, 8, 384)
+    """
+    wide = 32 * min(4, int(8 // max(1, itemsize)))
+    if num_rows > 4096:
+        num_outer *= 1 << math.isqrt(int(num_rows)).bit_length() - 1
+    return max(1, int(num_outer) * math.ceil(num_columns / wide))
+
+
+# -- matrix products -------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def gemm_seconds(gemm: Gemm, estimator: EstimatorProfile) -> float:
+    """Seconds of a matrix product, as XLA interpolates them."""
+    same = gemm.dtype == gemm.out_dtype
+    if gemm.dtype.startswith("float8") and gemm.out_dtype == "bfloat16" and "float8" in estimator.gemms:
+        family, size = "float8", 1
+    elif same and gemm.dtype in estimator.gemms:
+        family, size = gemm.dtype, 1
+    else:
+        family, size = "bfloat16", _ITEMSIZE.get(gemm.out_dtype, 2)
+    sizes = (gemm.batch, gemm.m * size, gemm.n * size, gemm.k * size)
+    operations = 2.0 * math.prod(sizes)
+    scale = 1 if size == 1 else 2  # the fallback's table is in bytes of bfloat16
+    return operations / _interpolated_rate(sizes, scale, family, estimator)
+
+
+def _interpolated_rate(sizes: tuple[int, ...], scale: int, family: str, estimator: EstimatorProfile) -> float:
+    ranges = (_BATCH_RANGE, *(((low * scale, high * scale) for low, high in [_DIM_RANGE] * 3)))
+    ends = [
+        (_clamped(_power_below(size), bounds), _clamped(_power_above(size), bounds))
+        for size, bounds in zip(sizes, ranges, strict=True)
+    ]
+    total = weights = 0.0
+    for corner in itertools.product(*ends):
+        weight = 1.0 / (1.0 + sum((a - b) ** 2 for a, b in zip(corner, sizes, strict=True)))
+        batch, m, n, k = corner[0], *(dim // scale for dim in corner[1:])
+        total += weight * _table_rate(batch, m, n, k, estimator.gemms[family], family, estimator.num_cores)
+        weights += weight
+    return total / weights
+
+
+@lru_cache(maxsize=4096)
+def _table_rate(batch: int, m: int, n: int, k: int, fit: GemmFit, family: str, num_cores: int) -> float:
+    """Operations per second of a product that is in XLA's table."""
+    size = 1 if family == "float8" else _ITEMSIZE[family]
+    out_size = 2 if family == "float8" else size
+    operations = 2.0 * batch * m * n * k
+    seconds = (
+        fit.launch_s
+        + fit.s_per_flop * operations
+        + fit.s_per_input_byte * batch * (m * k + k * n) * size
+        + fit.s_per_output_byte * batch * m * n * out_size
+        + fit.s_per_wave * k * math.ceil(batch * m * n / _TILE / num_cores)
+    )
+    return operations / seconds
+
+
+def _power_above(size: int) -> int:
+    return 1 << max(0, (size - 1).bit_length())
+
+
+def _power_below(size: int) -> int:
+    return _power_above((size >> 1) + 1)
+
+
+def _clamped(size: int, bounds: tuple[int, int]) -> int:
+    return min(max(size, bounds[0]), bounds[1])
+
+
+# -- collectives -----------------------------------------------------------------------------
+
+
+def collective_seconds(
+    kind: str,
+    num_bytes: float,
+    axes: tuple[str, ...],
+    mesh: MeshShape,
+    estimator: EstimatorProfile,
+    *,
+    num_buffers: int = 1,
+) -> float:
+    """Seconds of a collective with nothing beside it.
+
+    Args:
+        num_bytes: payload per device, by the convention of `collectives`; of all buffers where they are merged.
+        num_buffers: how many are merged.
+    """
+    devices = mesh.sizes(axes)
+    if devices == 1 or num_bytes <= 0:
+        return 0.0
+    small, network = estimator.small_all_reduce, estimator.network
+    is_one_kernel = _is_small(kind, num_bytes, devices, num_buffers, estimator)
+    if _crosses_hosts(axes, mesh, estimator.devices_per_host):
+        if not network.always_flat:
+            return _between_hosts(kind, num_bytes, devices, mesh.num_devices // devices, estimator)
+        if not is_one_kernel and kind != "collective-permute":
+            return network.flat_s
+    if is_one_kernel:
+        traffic = 2 * num_bytes / estimator.memory_bytes_per_s
+        if num_bytes * devices <= small.one_shot_bytes:
+            return traffic + small.launch_s + (devices - 1) * num_bytes / small.bytes_per_s + small.barrier_s
+        phase = (devices - 1) / devices * num_bytes / small.bytes_per_s + small.barrier_s
+        return traffic + small.launch_s + 2 * phase
+    fits = estimator.collectives[kind]
+    fit = fits[min(fits, key=lambda measured: abs(math.log(measured / devices)))]
+    nearest = min(max(_nearest_power(num_bytes), _PAYLOAD_RANGE[0]), _PAYLOAD_RANGE[1])
+    return num_bytes / nearest * _measured_collective(fit, nearest)
+
+
+def _measured_collective(fit: CollectiveFit, num_bytes: int) -> float:
+    """Seconds of a collective that is in XLA's table."""
+    if num_bytes <= _PAYLOAD_RANGE[0]:
+        return fit.tiny_s
+    if num_bytes <= _SMALL_BYTES:
+        return fit.small_s
+    return fit.launch_s + fit.s_per_root_byte * math.sqrt(num_bytes) + fit.s_per_byte * num_bytes
+
+
+def is_small(op: Op, mesh: MeshShape, estimator: EstimatorProfile) -> bool:
+    """Whether XLA writes a kernel of its own for this collective: a small all-reduce, merged with no other."""
+    return _is_small(op.collective, op.payload_bytes, mesh.sizes(op.axes), len(op.writes), estimator)
+
+
+def _is_small(kind: str, num_bytes: float, devices: int, num_buffers: int, estimator: EstimatorProfile) -> bool:
+    return kind == "all-reduce" and num_buffers == 1 and num_bytes * devices <= estimator.small_all_reduce.max_bytes
+
+
+def _between_hosts(kind: str, num_bytes: float, devices: int, num_groups: int, estimator: EstimatorProfile) -> float:
+    """XLA's ring over hosts, by its own count of who takes part."""
+    network, per_host = estimator.network, estimator.devices_per_host
+    copies = {"all-reduce": 2.0, "all-to-all": 2.0, "collective-permute": 2.0}.get(kind, 3.0 - 1.0 / devices)
+    memory = copies * num_bytes / estimator.memory_bytes_per_s
+    if kind == "collective-permute":
+        return memory + network.launch_s + _message(num_bytes, estimator)
+    if per_host % num_groups:
+        return network.flat_s
+    # One group is priced by its hosts; several as if each device were a host.
+    hosts = max(1, devices // per_host) if num_groups == 1 else devices
+    members = hosts * per_host // num_groups
+    local = members // hosts
+    if kind == "all-to-all":
+        peers = local * (hosts - 1)
+        return memory + network.launch_s + peers * _message(num_bytes // (members - 1), estimator)
+    rounds = 2 if kind == "all-reduce" else 1
+    steps = rounds * (members - 1) / local
+    return memory + network.launch_s + steps * _message(num_bytes // members, estimator)
+
+
+def _message(num_bytes: float, estimator: EstimatorProfile) -> float:
+    network = estimator.network
+    chunks = math.ceil(num_bytes / network.chunk_bytes)
+    return num_bytes / network.bytes_per_s + chunks * network.chunk_s + network.latency_s
+
+
+def _crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, per_host: int) -> bool:
+    if mesh.num_devices <= per_host:
+        return False
+    spans = [mesh.size(axis) * mesh.stride(axis) for axis in axes if mesh.size(axis) > 1]
+    return any(span > per_host or per_host % span for span in spans)
+
+
+def _nearest_power(num_bytes: float) -> int:
+    below = 1 << int(math.log2(num_bytes)) if num_bytes >= 1 else 1
+    return below if num_bytes - below < 2 * below - num_bytes else 2 * below
+
+
+# -- by the device's own rates ---------------------------------------------------------------
+
+
+def _roofline(op: Op, profile: HardwareProfile) -> float:
+    """The units and the memory work side by side: the longest of them, and a launch."""
+    inside = op.matrix_flops
+    if op.gemm is not None:
+        inside = ((op.gemm.dtype, 2.0 * op.gemm.batch * op.gemm.m * op.gemm.n * op.gemm.k),)
+    matrix = sum(flops / profile.matrix_rate(dtype) for dtype, flops in inside)
+    vector = 0.0 if op.gemm is not None else op.flops / profile.vector_flops_per_s
+    memory = (op.read_bytes + op.written_bytes) / profile.hbm_bytes_per_s
+    return max(matrix, vector, memory) + profile.kernel_launch_s

@@ -1,0 +1,229 @@
+"""Seconds of every resharding between two lists of shardings, at once.
+
+In: the shardings that the makers of a tensor give it, those that its readers want, the tensor's shape and bytes. Out:
+a matrix.
+
+Which steps lead from one sharding to another (`resharding_steps`) depends neither on the dtype nor on dims that are
+split on neither side. What is left is a *pattern*, of which a mesh has few: each one's steps are found once. Then a
+matrix is arithmetic on whole arrays: what each step moves, by pair, and the seconds of what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autopar.cost.collectives import collective_time
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.cost.resharding_paths import divisibility, resharding_steps
+from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding
+
+_Shardings = tuple[TensorSharding, ...]
+#: What kernels can hide: the gather of what a step is given, and the sum of what only its update reads.
+Hideable = Literal["gather", "sum"]
+#: On top of the price of each collective: where two ways are priced alike (a reduce-scatter and an all-gather behind a
+#: reshape, or one all-reduce), the one with fewer is taken.
+EACH_S = 1e-9
+_LARGEST = 1 << 48  # elements of a tensor: leaves room for a collective's number beside them
+
+
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """How two lists of shardings are turned into one another, whatever the tensor's size.
+
+    Args:
+        dims: of each pair the tensor's dims, those first that are split on either side, int[pairs, dims].
+        steps: (pairs that have an i-th step, the number of its collective, the parts of each of their `dims`).
+    """
+
+    dims: np.ndarray
+    steps: tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]
+
+
+class _Patterns:
+    """The steps of each pattern met: the collectives' numbers, int[patterns, steps], -1 where there is none, and the
+    parts of each dim that is split on either side, in order, int[patterns, steps, dims].
+
+    Attributes:
+        named: kind and axes of a collective, and which of those dims it gathers or scatters; -1 for none.
+    """
+
+    def __init__(self, mesh: MeshShape) -> None:
+        self.collectives = np.empty((0, 0), np.int64)
+        self.parts = np.empty((0, 0, 0), np.int64)
+        self.named: dict[tuple[str, tuple[str, ...], int], int] = {}
+        self._mesh = mesh
+        self._sizes: dict[tuple[str, ...], int] = {}
+        self._numbers: dict[bytes, int] = {}
+
+    def find(
+        self,
+        keys: Sequence[bytes],
+        pairs: Sequence[tuple[TensorSharding, TensorSharding, Sequence[int]]],
+        divisors: tuple[int, ...],
+    ) -> np.ndarray:
+        """The numbers of some patterns, given what tells them apart, and a pair of shardings that follows each with
+        the dims that are split."""
+        new: list[list[tuple[int, list[int]]]] = []
+        for key, (made, wanted, dims) in zip(keys, pairs, strict=True):
+            if key not in self._numbers:
+                self._numbers[key] = len(self._numbers)
+                new.append(self._steps(made, wanted, divisors, dims))
+        self._add(new)
+        return np.array([self._numbers[key] for key in keys], int)
+
+    def _steps(
+        self, made: TensorSharding, wanted: TensorSharding, divisors: tuple[int, ...], dims: Sequence[int]
+    ) -> list[tuple[int, list[int]]]:
+        found: list[tuple[int, list[int]]] = []
+        for step in resharding_steps(made, wanted, divisors, self._mesh):
+            if step.payload is not None:
+                at = -1 if step.dim is None else dims.index(step.dim)
+                number = self.named.setdefault((step.kind, step.axes, at), len(self.named))
+                found.append((number, [self._size(step.payload.dims[d]) for d in dims]))
+        return found
+
+    def moved(self) -> np.ndarray:
+        """By a collective's number, which of the dims it gathers or scatters."""
+        return np.array([at for _, _, at in self.named], int)
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        if axes not in self._sizes:
+            self._sizes[axes] = self._mesh.sizes(axes)
+        return self._sizes[axes]
+
+    def _add(self, new: Sequence[list[tuple[int, list[int]]]]) -> None:
+        old, most, rank = self.parts.shape
+        most = max((most, *map(len, new)))
+        rank = max((rank, *(len(parts) for steps in new for _, parts in steps)))
+        collectives = np.full((old + len(new), most), -1, np.int64)
+        parts = np.ones((old + len(new), most, rank), np.int64)
+        collectives[:old, : self.collectives.shape[1]] = self.collectives
+        parts[:old, : self.parts.shape[1], : self.parts.shape[2]] = self.parts
+        for row, steps in enumerate(new, old):
+            for i, (number, of_dims) in enumerate(steps):
+                collectives[row, i] = number
+                parts[row, i, : len(of_dims)] = of_dims
+        self.collectives, self.parts = collectives, parts
+
+
+class ReshardingTimes:
+    """What resharding takes on one mesh. It remembers patterns and times, nothing else changes in it.
+
+    Args:
+        exposed: by what need not be waited for, the part of its collectives that counts.
+    """
+
+    def __init__(
+        self, mesh: MeshShape, profile: HardwareProfile, exposed: Mapping[Hideable, float] | None = None
+    ) -> None:
+        self._mesh, self._profile, self._exposed = mesh, profile, exposed or {}
+        self._axes: dict[tuple[str, ...], int] = {(): 0}  # numbers of lists of axes
+        self._patterns = _Patterns(mesh)
+        self._structures: dict[tuple[object, ...], _Structure] = {}
+        self._times: dict[tuple[object, ...], float] = {}
+
+    def matrix(
+        self,
+        made: _Shardings,
+        wanted: _Shardings,
+        shape: tuple[int, ...],
+        itemsize: float,
+        *,
+        combinable: bool,
+        hideable: Hideable | None = None,
+    ) -> np.ndarray:
+        """Seconds from each of `made` to each of `wanted`, `EACH_S` for each collective included, float[made, wanted]."""
+        divisors = divisibility(shape, self._mesh)
+        key = (made, wanted, divisors)
+        if key not in self._structures:
+            self._structures[key] = self._structure(made, wanted, divisors)
+        structure = self._structures[key]
+        total = np.zeros(len(structure.dims))
+        sizes = np.array(shape, np.int64)[structure.dims]
+        for pairs, collectives, parts in structure.steps:  # in the order in which a path adds them up
+            parts_of_dims = -(-sizes[pairs] // parts)
+            local = np.prod(parts_of_dims, axis=1)
+            total[pairs] += self._seconds(collectives, local, itemsize, combinable)
+            inner = _is_inner(self._patterns.moved()[collectives], structure.dims[pairs], parts_of_dims)
+            total[pairs] += inner * local * (2 * itemsize / self._profile.hbm_bytes_per_s)
+        if hideable is not None:
+            total *= self._exposed.get(hideable, 1.0)
+        return total.reshape(len(made), len(wanted))
+
+    def _seconds(self, collectives: np.ndarray, local: np.ndarray, itemsize: float, combinable: bool) -> np.ndarray:
+        """The time of each collective of so many elements; few of them differ."""
+        assert local.max(initial=0) < _LARGEST, f"a tensor of {local.max()} elements"
+        distinct, labels = np.unique(collectives * _LARGEST + local, return_inverse=True)
+        named = tuple(self._patterns.named)
+        seconds = np.empty(len(distinct))
+        for i, (collective, elements) in enumerate(zip(*np.divmod(distinct, _LARGEST), strict=True)):
+            key = (int(collective), itemsize * int(elements), combinable)
+            if key not in self._times:
+                kind, axes, _ = named[key[0]]
+                self._times[key] = EACH_S + collective_time(
+                    kind, key[1], axes, self._mesh, self._profile, combinable=combinable
+                )
+            seconds[i] = self._times[key]
+        return seconds[labels]
+
+    def _structure(self, made: _Shardings, wanted: _Shardings, divisors: tuple[int, ...]) -> _Structure:
+        rank = len(divisors)
+        (first, kept), (second, left) = self._encoded(made, rank), self._encoded(wanted, rank)
+        first, second = np.repeat(first, len(wanted), axis=0), np.tile(second, (len(made), 1))
+        split = (first != 0) | (second != 0)
+        dims = np.argsort(~split, axis=1, kind="stable")  # those that are split first, in order
+        most = int(split.sum(axis=1).max(initial=0))
+        # A divisor matters only where axes leave a dim and others enter it (`resharding_steps`).
+        crossed = np.where((first != second) & (first != 0) & (second != 0), np.array(divisors, np.int64), 0)
+        columns = [np.take_along_axis(each, dims, axis=1)[:, :most] for each in (first, second, crossed)]
+        pending = [np.repeat(kept, len(wanted))[:, None], np.tile(left, len(made))[:, None]]
+        labels, examples, keys = _distinct_rows(np.hstack([*pending, *np.stack(columns, axis=2).swapaxes(0, 1)]))
+        pairs = [(made[p // len(wanted)], wanted[p % len(wanted)], dims[p, :most].tolist()) for p in examples.tolist()]
+        patterns = self._patterns.find(keys, pairs, divisors)[labels]
+        return _Structure(dims, tuple(self._aligned(patterns, rank)))
+
+    def _encoded(self, shardings: Sequence[TensorSharding], rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """The number of the axes that split each dim, int[shardings, dims], and of those a tensor is unreduced along."""
+        number = self._axes
+        rows = [[number.setdefault(axes, len(number)) for axes in (*s.dims, s.unreduced)] for s in shardings]
+        table = np.array(rows, np.int64).reshape(len(shardings), rank + 1)
+        return table[:, :rank], table[:, rank]
+
+    def _aligned(self, patterns: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The steps of all pairs, one each at a time."""
+        known = self._patterns
+        for i in range(known.collectives.shape[1]):
+            pairs = np.flatnonzero(known.collectives[patterns, i] >= 0)
+            if len(pairs):
+                parts = np.ones((len(pairs), rank), np.int64)
+                width = min(rank, known.parts.shape[2])
+                parts[:, :width] = known.parts[patterns[pairs], i, :width]
+                yield pairs, known.collectives[patterns[pairs], i], parts
+
+
+def _is_inner(at: np.ndarray, dims: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """`resharding.is_inner` of many steps.
+
+    Args:
+        at: the place in `dims` of what each gathers or scatters, int[steps]; -1 for nothing. dims: the order of a tensor's dims,
+            int[steps, dims]. sizes: of each on one device.
+    """
+    rank = dims.shape[1]
+    moved = np.take_along_axis(dims, np.maximum(at, 0)[:, None], axis=1) if rank else np.zeros((len(at), 1), int)
+    outside = np.where(dims < moved, sizes, 1).prod(axis=1)
+    return (at >= 0) & (moved[:, 0] > 0) & (moved[:, 0] < rank - 1) & (outside > 1)
+
+
+def _distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[bytes]]:
+    """Which distinct row each row is, the position of one of each, and its bytes without zeros at its end."""
+    labels = np.zeros(len(rows), np.int64)
+    for column in rows.T:
+        if column.any():
+            _, labels = np.unique(labels * (int(column.max()) + 1) + column, return_inverse=True)
+    _, examples = np.unique(labels, return_index=True)
+    return labels, examples, [rows[i].tobytes().rstrip(b"\0") for i in examples]

@@ -1,0 +1,242 @@
+"""A step that its user has sharded by hand, read.
+
+In: a function jitted with `in_shardings` (or one whose arguments lie sharded already), and its arguments, arrays or
+shapes. Out: `HandSharded`: the one mesh that all of it is over, the sharding of each input and output as far as the
+program says it, what it donates; and the very program, lowered for another platform. Nothing is compiled, and the mesh
+may be one without devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.errors import MeshError, PinError, StepSignatureError, TraceError
+from autopar.frontend.pytree_paths import leaf_paths
+from autopar.frontend.step import Step
+from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
+from autopar.ir.sharding import TensorSharding
+
+#: A mesh that is expected, or its number of devices.
+Asked = str | int | MeshShape | Mesh | AbstractMesh | None
+#: A mesh that was found, and where.
+_Found = tuple[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HandSharded:
+    """A step and what it says itself of shardings. Positions are those of its arguments' leaves, or its result's.
+
+    Args:
+        args: shapes and dtypes, with a sharding where the argument had one.
+        mesh: what all of its shardings are over.
+        inputs, outputs: None where the program leaves it to XLA.
+        donated: positions of inputs.
+        names: of the arguments. paths: of the inputs, as a plan names them.
+        named_mesh: the mesh itself, as the program has it.
+    """
+
+    step: Any
+    args: tuple[Any, ...]
+    mesh: MeshShape
+    inputs: tuple[TensorSharding | None, ...]
+    outputs: tuple[TensorSharding | None, ...]
+    donated: tuple[int, ...]
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+    named_mesh: Any
+
+    def lower(self, platform: str) -> jax.stages.Lowered:
+        """The program as its user wrote it, lowered for a platform (`"cuda"`)."""
+        return self.step.trace(*self.args).lower(lowering_platforms=(platform,))
+
+    def lower_otherwise(
+        self,
+        platform: str,
+        inputs: Sequence[TensorSharding | None],
+        outputs: Sequence[TensorSharding | None],
+    ) -> jax.stages.Lowered:
+        """The same program with other shardings of its inputs and outputs; None leaves one to XLA."""
+
+        def named(one: TensorSharding | None) -> NamedSharding | None:
+            return None if one is None else NamedSharding(self.named_mesh, partition_spec(one))
+
+        leaves = [jax_compat.shape_struct(leaf) for leaf in jax.tree.leaves(self.args)]
+        flat = jax.jit(
+            jax_compat.as_function(self.step.trace(*self.args).jaxpr),
+            in_shardings=tuple(map(named, inputs)),
+            out_shardings=[named(one) for one in outputs],
+            donate_argnums=self.donated,
+        )
+        return flat.trace(*leaves).lower(lowering_platforms=(platform,))
+
+    @property
+    def donated_arguments(self) -> tuple[int, ...]:
+        """Positions of the arguments all of whose leaves are donated."""
+        found, offset = [], 0
+        for position, arg in enumerate(self.args):
+            leaves = range(offset, offset + len(jax.tree.leaves(arg)))
+            if leaves and set(leaves) <= set(self.donated):
+                found.append(position)
+            offset = leaves.stop
+        return tuple(found)
+
+
+def read_hand_sharded(step: Callable[..., Any], args: Sequence[Any], mesh: Asked = None) -> HandSharded:
+    """Read a step.
+
+    Args:
+        step: what `jax.jit` gives, or a function of arguments that lie sharded, which is then jitted.
+        mesh: what the shardings are expected to be over, or of how many devices.
+
+    Raises:
+        StepSignatureError: it is not sharded at all, or is given what is neither array nor number.
+        MeshError: its shardings are over several meshes, or another than was asked for.
+        PinError: a sharding that is no `NamedSharding`.
+        TraceError: JAX cannot trace it.
+    """
+    names = Step.of(step).bind(args, {}).names
+    paths = tuple(path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, name))
+    _check_leaves(paths, jax.tree.leaves(tuple(args)))
+    name = getattr(step, "__qualname__", None) or type(step).__name__
+    jitted: Any = step if _is_jitted(step) else jax.jit(step)
+    placed = jax.tree.map(jax_compat.placed_struct, tuple(args))
+    with _translated(name):
+        call, equations = jax_compat.jit_call(jitted, placed)
+    leaves = jax.tree.leaves(placed)
+    found: list[_Found] = []
+    inputs = []
+    for path, leaf, said in zip(paths, leaves, call.in_shardings, strict=True):
+        where, sharding = ("in_shardings", said) if said is not None else ("the argument", leaf.sharding)
+        inputs.append(_named(sharding, len(leaf.shape), f"{where} of `{path}`", found))
+    outputs = [
+        _named(said, len(shape), f"out_shardings of output {n}", found)
+        for n, (said, shape) in enumerate(zip(call.out_shardings, call.out_shapes, strict=True))
+    ]
+    found += jax_compat.meshes_named(equations)
+    if not found:
+        raise StepSignatureError(_not_sharded(name, jitted is step))
+    return HandSharded(
+        step=jitted,
+        args=placed,
+        mesh=_one_mesh(name, found, mesh),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        donated=call.donated,
+        names=names,
+        paths=paths,
+        named_mesh=found[0][1],
+    )
+
+
+def _check_leaves(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            raise StepSignatureError(
+                f"`{path}` is a {type(leaf).__name__}, but a step sharded by hand is read with arrays, numbers and pytrees"
+                " of them as arguments, all by position. Close over it in the step, or leave it out of the pytree"
+            )
+
+
+def _is_jitted(step: Any) -> bool:
+    return callable(getattr(step, "trace", None)) and callable(getattr(step, "lower", None))
+
+
+def _not_sharded(name: str, is_jitted: bool) -> str:
+    jitted = "is jitted without shardings" if is_jitted else "is not jitted, nor do its arguments lie sharded"
+    return (
+        f"`{name}` {jitted}, so there is nothing to diagnose: no `in_shardings`, no sharded argument, no"
+        " `with_sharding_constraint`, no `shard_map`. Give the function that `jax.jit(step, in_shardings=...)` returns,"
+        " or find a sharding with `autopar.plan` (`autopar verify` without --as-is)"
+    )
+
+
+@contextlib.contextmanager
+def _translated(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        text = str(error)
+        if "non-empty mesh in context" in text or "mesh context" in text:
+            raise MeshError(
+                f"`{name}` is sharded by bare `PartitionSpec`s, which take their mesh from the context, and there is"
+                " none: call it inside `with jax.set_mesh(mesh):`, or make them `NamedSharding(mesh, spec)`; for GPUs"
+                ' that are not here, `jax.sharding.AbstractMesh((2, 4), ("data", "model"),'
+                " axis_types=(jax.sharding.AxisType.Auto,) * 2)` will do."
+                f" JAX said: {text}"
+            ) from error
+        raise TraceError(
+            f"JAX could not trace `{name}` with its shardings and these arguments. JAX said:\n\n"
+            f"{type(error).__name__}: {text}"
+        ) from error
+
+
+def _named(sharding: Any, num_dims: int, where: str, found: list[_Found]) -> TensorSharding | None:
+    """A sharding in our words; its mesh is added to those found."""
+    if sharding is None or isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return None
+    if not isinstance(sharding, NamedSharding):
+        raise PinError(
+            f"{where} is a {type(sharding).__name__}, which names no mesh axes: make it a `NamedSharding(mesh, spec)`"
+        )
+    found.append((where, sharding.mesh))
+    try:
+        return tensor_sharding(sharding.spec, num_dims)
+    except PinError as error:
+        raise PinError(f"{where}: {error}") from None
+
+
+def _one_mesh(name: str, found: Sequence[_Found], asked: Asked) -> MeshShape:
+    """The mesh that all shardings are over, and that was asked for."""
+    where, first = found[0]
+    mesh = MeshShape(tuple(first.axis_names), tuple(first.axis_sizes))
+    for other_where, other in found[1:]:
+        if (tuple(other.axis_names), tuple(other.axis_sizes)) != (mesh.axis_names, mesh.axis_sizes):
+            there = MeshShape(tuple(other.axis_names), tuple(other.axis_sizes))
+            raise MeshError(
+                f"`{name}` is sharded over two meshes: {where} over {mesh.describe()}, but {other_where} over"
+                f" {there.describe()}. One mesh is priced at a time: use the same axes, in name, size and order,"
+                " everywhere"
+            )
+    explicit = [
+        axis for axis, kind in zip(first.axis_names, first.axis_types, strict=True) if kind == AxisType.Explicit
+    ]
+    if explicit:
+        raise MeshError(
+            f"{where} is over a mesh whose axes {', '.join(explicit)} are of type {first.axis_types[0].name}, as"
+            " `jax.make_mesh` makes them: there JAX itself checks and places every operation, and XLA's partitioner"
+            " decides nothing. Diagnosed are meshes of type Auto: make it with"
+            f" `axis_types=(jax.sharding.AxisType.Auto,) * {len(first.axis_names)}`"
+        )
+    if mesh.num_devices == 1:
+        raise MeshError(f"`{name}` is sharded over mesh {mesh.describe()}, which is one device: nothing is sent")
+    if asked is not None:
+        _check_asked(name, mesh, asked)
+    return mesh
+
+
+def _check_asked(name: str, mesh: MeshShape, asked: str | int | MeshShape | Mesh | AbstractMesh) -> None:
+    if isinstance(asked, int):
+        same, words = mesh.num_devices == asked, f"for {asked} devices"
+    else:
+        shape = asked if isinstance(asked, MeshShape) else None
+        if isinstance(asked, str):
+            shape = parse_mesh(asked)
+        elif shape is None:
+            shape = MeshShape(tuple(asked.axis_names), tuple(asked.axis_sizes))
+        # Sizes alone (2x4) say nothing of names.
+        unnamed = isinstance(asked, str) and "=" not in asked
+        same = shape.axis_sizes == mesh.axis_sizes and (unnamed or shape.axis_names == mesh.axis_names)
+        words = f"for mesh {asked if unnamed else shape.describe()}"
+    if not same:
+        raise MeshError(
+            f"the shardings of `{name}` are over mesh {mesh.describe()}, of {mesh.num_devices} devices, but you asked"
+            f" {words}: as it is, the program has that one mesh. Leave out the mesh, or change it in the program"
+        )

@@ -1,0 +1,74 @@
+"""Plans of a step sharded by hand, under its user's pins and under others, each made once.
+
+In: a traced step, what its user has pinned, the mesh and the hardware. Out: `Plan`s, and their prices for `changes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.diagnosis.sharding_changes import Pins, Priced
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.errors import BudgetError, TimeLimitError
+from autopar.diagnosis.hand_sharded import HandSharded
+from autopar.plans.plan import Plan
+from autopar.planner.planner import Program, plan_program
+
+#: A budget that any plan keeps to.
+_NO_BUDGET = 1e18
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPlans:
+    """Plans under pins; the one mutable thing is which have been made."""
+
+    program: Program
+    hand: HandSharded
+    profile: HardwareProfile
+    budget: float
+    time_limit_s: float
+    _made: dict[tuple[Any, ...], Plan] = field(default_factory=dict, repr=False)
+
+    @property
+    def own(self) -> Pins:
+        """What the user has pinned."""
+        return {n: sharding for n, sharding in enumerate(self.hand.inputs) if sharding is not None}
+
+    def plan(self, pins: Pins, *, rematerialize: bool = False) -> Plan:
+        """The plan of the step so pinned.
+
+        Raises:
+            BudgetError: none fits.
+        """
+        return self._plan(pins, self.budget, rematerialize)
+
+    def that_may_not_fit(self, pins: Pins) -> tuple[Plan, bool]:
+        """The plan of the step so pinned, and whether it fits."""
+        try:
+            return self.plan(pins), True
+        except BudgetError:
+            return self._plan(pins, _NO_BUDGET, rematerialize=False), False
+
+    def price(self, pins: Pins) -> Priced:
+        """Seconds of a step so pinned; `inf` where it does not fit, or is not found in time."""
+        try:
+            plan = self.plan(pins)
+        except (BudgetError, TimeLimitError):
+            return Priced(float("inf"), ())
+        return Priced(plan.prediction.step_time_s, tuple(tensor.sharding for tensor in plan.inputs))
+
+    def _plan(self, pins: Pins, budget: float, rematerialize: bool) -> Plan:
+        key = tuple(sorted(pins.items(), key=lambda pin: pin[0])), budget, rematerialize
+        if key not in self._made:
+            self._made[key] = plan_program(
+                self.program,
+                mesh=self.hand.mesh,
+                hardware=self.profile,
+                memory_budget_bytes=budget,
+                pin={self.hand.paths[n]: sharding for n, sharding in pins.items()},
+                metadata="ignore",  # the shardings say it
+                rematerialize=rematerialize,
+                time_limit_s=self.time_limit_s,
+            )
+        return self._made[key]

@@ -1,0 +1,125 @@
+"""Collectives of a compiled program that the shardings it was given do not need, by where they come from.
+
+In: compiled collectives that no decision of a plan with the same shardings accounts for. Out: `Extra` rows: those of one
+kind, over the same axes, from one place in every layer, merged; with what they send, and how long that takes by a hardware
+profile. A sum over devices follows from how a product was split, though another split may need none. What only moves
+values (an all-to-all, a permute, a gather of what was split already) nobody meant: XLA's partitioner put it in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.verification.figures import Collectives, CompiledCollective, sent_bytes
+from autopar.cost.collectives import KINDS, collective_time
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.frontend.flat_jaxpr import module_path
+from autopar.ir.mesh import MeshShape
+from autopar.system.name_patterns import collapse
+from autopar.plans.plan import Plan
+
+_SUMS = ("all-reduce", "reduce-scatter")
+#: Kinds that a profile has no rates of its own for, and the nearest that it has.
+_PRICED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
+_NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """Compiled collectives alike but for the number of their layer.
+
+    Args:
+        axes: None for groups of devices that follow no mesh axes.
+        path: where XLA says that it comes from, `jvp(GPT)/h/{0..11}/attn/split`.
+        source: the line of the user's own code; library_source: the innermost line outside JAX and Flax, which may be
+            a library's of models.
+        count: how many XLA's program runs in a step.
+        num_bytes: what one device sends in a step.
+        time_s: seconds of all of them by the hardware profile, one after the other.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    path: str
+    source: str
+    library_source: str
+    count: int
+    num_bytes: float
+    time_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} over {'no mesh axes' if self.axes is None else ', '.join(self.axes)}"
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it adds up what devices have, and does not only move it."""
+        return self.kind in _SUMS
+
+
+def extras(found: Collectives, mesh: MeshShape, profile: HardwareProfile) -> tuple[Extra, ...]:
+    """The rows, the longest first."""
+    alike: dict[tuple[object, ...], list[CompiledCollective]] = defaultdict(list)
+    for one in found.unpredicted:
+        alike[one.kind, one.axes, without_numbers(one.path), one.source, one.library_source].append(one)
+    rows = []
+    for members in alike.values():
+        first = members[0]
+        patterns = [pattern for pattern, _ in collapse(list(dict.fromkeys(one.path for one in members)))]
+        rows.append(
+            Extra(
+                kind=first.kind,
+                axes=first.axes,
+                path=patterns[0] if len(patterns) == 1 else without_numbers(first.path),
+                source=first.source,
+                library_source=first.library_source,
+                count=sum(one.num_times for one in members),
+                num_bytes=sum(one.unpredicted_bytes for one in members),
+                time_s=sum(compiled_time(one, mesh, profile) for one in members),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -row.time_s))
+
+
+def compiled_time(one: CompiledCollective, mesh: MeshShape, profile: HardwareProfile) -> float:
+    """Seconds in a step of what no decision accounts for in a compiled collective."""
+    axes = mesh.axis_names if one.axes is None else one.axes
+    kind = _PRICED_AS.get(one.kind, one.kind)
+    assert kind in KINDS
+    each = one.unpredicted_bytes / one.num_times
+    payload = each / sent_bytes(kind, 1.0, mesh.sizes(axes))
+    return one.num_times * collective_time(kind, payload, axes, mesh, profile)
+
+
+def missing_time(found: Collectives, plan: Plan) -> float:
+    """Seconds in a step of what a plan pays for, and the compiled program does not send."""
+    total = 0.0
+    for position, rest in found.missing:
+        use = plan.collectives[position]
+        whole = sent_bytes(use.kind, use.bytes_per_step, plan.mesh.sizes(use.axes))
+        total += use.time_s * min(1.0, rest / whole)
+    return total
+
+
+def origins_of(rows: Sequence[Extra]) -> tuple[tuple[str, str], ...]:
+    """The modules and primitives that rows come from, as a plan names them, without numbers.
+
+    >>> row = Extra(kind="all-to-all", axes=("x",), path="transpose(jvp(GPT))/h/{0..11}/attn/split", source="",
+    ...             library_source="", count=1, num_bytes=1.0, time_s=1.0)
+    >>> origins_of([row])
+    (('GPT/h/*/attn', 'split'),)
+    """
+    parts = (re.sub(r"\{[^}]*\}", "*", row.path).rpartition("/") for row in rows)
+    return tuple(dict.fromkeys((without_numbers(module_path(module)), primitive) for module, _, primitive in parts))
+
+
+def without_numbers(path: str) -> str:
+    """A path with the numbers of its layers as stars.
+
+    >>> without_numbers("GPT/h/3/attn"), without_numbers("params/block_12/qkv"), without_numbers("fc1/kernel")
+    ('GPT/h/*/attn', 'params/block_*/qkv', 'fc1/kernel')
+    """
+    return _NUMBER.sub("*", path)

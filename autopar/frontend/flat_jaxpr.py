@@ -1,0 +1,501 @@
+"""A program as one list of equations, loops and branches laid open in it.
+
+In: a jaxpr, opened by `trace`. Out: `Equation`s over numbered values, and `Region`s that say which of them are
+the body of a loop, or a branch. Calls are inlined. What has a program of its own (`scan`, `while`, `cond`) stands
+in the list as its *pieces*: one for each value that goes in, then its sections (a body, the branches), then one
+for each value that comes out. So each tensor that crosses the border of a loop is a decision of its own, the body
+is planned once, and together with all the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.errors import EffectError
+from autopar.ir.graph import UNKNOWN_TRIPS, Phase
+from autopar.frontend.gather_gradient import as_comparison
+
+#: What a value does at the border of a region. Going in: `enter_const` is the same in every trip, `enter_carry` what
+#: the first trip starts with, `enter_slice` one element of a stack for each trip, `enter_branch` for all branches.
+#: Coming out: `exit_carry` is what the last trip left, `exit_stack` what all trips made, `exit_branch` what the branch
+#: taken made. `index` and `predicate` choose a branch and end a loop; `barrier` is one of several values that
+#: the compiler must take to be made together.
+Piece = Literal[
+    "enter_const",
+    "enter_carry",
+    "enter_slice",
+    "enter_branch",
+    "exit_carry",
+    "exit_stack",
+    "exit_branch",
+    "index",
+    "predicate",
+    "barrier",
+]
+RegionKind = Literal["scan", "while", "cond", "barrier"]
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralOperand:
+    """A scalar written into the program."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One primitive application, or one piece of a region; operands and results are positions in `Trace.avals`.
+
+    Args:
+        repeat: how often a step runs it.
+        layer: where the program is cut into layers, the one that it belongs to; None of what belongs to each that
+            reads it.
+    """
+
+    source: Any  # JAX's own equation: primitive, parameters, context
+    operands: tuple[int | LiteralOperand, ...]
+    results: tuple[int, ...]
+    name_stack: Any
+    path: str
+    phase: Phase
+    repeat: float = 1.0
+    piece: Piece | None = None
+    layer: int | None = None
+
+    @property
+    def primitive(self) -> str:
+        return self.piece or self.source.primitive.name
+
+    @property
+    def effects(self) -> bool:
+        return bool(self.source.effects) and self.piece is None
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where the pieces and the sections of a loop, of branches or of a barrier stand in the list.
+
+    Args:
+        enter: [start, stop) of the pieces that go in.
+        sections: [start, stop) of each: the body of a `scan`; condition and body of a `while`; the branches.
+        exit: [start, stop) of the pieces that come out. The operand of one is of the last section, but a `predicate`'s
+            of the first, and an `exit_branch` has one for each section.
+    """
+
+    kind: RegionKind
+    source: Any
+    enter: tuple[int, int]
+    sections: tuple[tuple[int, int], ...]
+    exit: tuple[int, int]
+
+    def leaving(self, section: int, equations: Sequence[Equation]) -> Iterator[tuple[int, int]]:
+        """What a section gives out: the pieces that take it, and which of their operands it is.
+
+        Args:
+            equations: the list that the region stands in.
+        """
+        for n in range(*self.exit):
+            if equations[n].piece == "exit_branch":
+                yield n, section
+            elif section == (0 if equations[n].piece == "predicate" else len(self.sections) - 1):
+                yield n, 0
+
+
+@dataclass(slots=True)
+class Nest:
+    """A region as a whole, without a place in the list: so equations can be dropped from it, and added."""
+
+    kind: RegionKind
+    source: Any
+    enter: list[Equation]
+    sections: list[list[Equation | Nest]]
+    exit: list[Equation]
+
+
+Item = Equation | Nest
+
+
+def equations_of(item: Item) -> Iterator[Equation]:
+    """All equations of an item, those of regions too, in order."""
+    if isinstance(item, Equation):
+        yield item
+        return
+    yield from item.enter
+    for section in item.sections:
+        for one in section:
+            yield from equations_of(one)
+    yield from item.exit
+
+
+class Flattener:
+    """Collects equations while nested calls are inlined; the one mutable object of this module."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self.avals: list[Any] = []
+        self.repeats: list[float] = []
+        self.constants: dict[int, Any] = {}
+        self.zeros: set[int] = set()
+        self.repeat = 1.0
+
+    def new_value(self, aval: Any) -> int:
+        """A fresh value, made as often as what is being flattened runs."""
+        self.avals.append(aval)
+        self.repeats.append(self.repeat)
+        return len(self.avals) - 1
+
+    def inline(self, jaxpr: Any, env: dict[Any, Any], outer_stack: Any) -> list[int | LiteralOperand]:
+        """Append a jaxpr's equations. `env` is one call's own: JAX shares `Var`s between calls of a
+        cached jaxpr, so values are numbered afresh each time."""
+
+        def read(atom: Any) -> int | LiteralOperand:
+            return LiteralOperand(atom.val) if isinstance(atom, jax_compat.Literal) else env[atom]
+
+        for source in jaxpr.eqns:
+            own = jax_compat.name_stack_of(source)
+            stack = own if outer_stack is None else outer_stack + own  # inner stacks are relative
+            operands = tuple(read(atom) for atom in source.invars)
+            results = self._equation(source, operands, stack)
+            env.update(zip(source.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
+        open_as = _REGIONS.get(source.primitive.name)
+        if open_as is not None:
+            return open_as(self, source, operands, stack)
+        called = jax_compat.called(source, operands)
+        if called is not None:
+            return self._call(*called, stack)
+        of_zeros = bool(operands) and isinstance(operands[0], int) and operands[0] in self.zeros
+        compared = as_comparison(source) if of_zeros else None
+        if compared is not None:
+            return self._call(compared, operands, stack)
+        _refuse_ordered_effects(source)
+        results = tuple(self.new_value(v.aval) for v in source.outvars)
+        if (source.primitive.name == "broadcast_in_dim" and _is_zero(operands[0])) or (of_zeros and _is_name(source)):
+            self.zeros.update(results)
+        self.items.append(self._made(source, tuple(operands), results, stack))
+        return results
+
+    def _call(self, called: Any, operands: Sequence[Any], stack: Any) -> list[int | LiteralOperand]:
+        jaxpr, constants = jax_compat.open_jaxpr(called)
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+        for var, constant in zip(jax_compat.constant_vars(jaxpr), constants, strict=True):
+            env[var] = self.new_value(var.aval)
+            self.constants[env[var]] = constant
+        return self.inline(jaxpr, env, stack)
+
+    def _made(
+        self, source: Any, operands: tuple[Any, ...], results: tuple[int, ...], stack: Any, piece: Piece | None = None
+    ) -> Equation:
+        text = str(stack)
+        return Equation(source, operands, results, stack, module_path(text), phase_of(text), self.repeat, piece)
+
+    # -- regions -----------------------------------------------------------------------------
+
+    def scan(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
+        """Constants, carry and stacks go in; carry and stacks come out."""
+        num_consts, num_carry = jax_compat.scan_counts(source)
+        trips = float(source.params["length"])
+        kinds: list[Piece] = _so_many("enter_const", num_consts) + _so_many("enter_carry", num_carry)
+        kinds += _so_many("enter_slice", len(operands) - len(kinds))
+        nest = Nest("scan", source, [], [], [])
+        body = source.params["jaxpr"]
+        inner = self._enter(
+            nest, zip(kinds, operands, jax_compat.open_jaxpr(body)[0].invars, strict=True), stack, trips
+        )
+        outs = self._section(nest, body, inner, stack, trips)
+        kinds = [*_so_many("exit_carry", num_carry), *_so_many("exit_stack", len(outs) - num_carry)]
+        return self._exit(nest, kinds, [(out,) for out in outs], stack, trips)
+
+    def while_loop(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
+        """The constants of both programs and the carry go in; the carry comes out."""
+        params = source.params
+        num_test, num_body = params["cond_nconsts"], params["body_nconsts"]
+        test, _ = jax_compat.open_jaxpr(params["cond_jaxpr"])
+        body, _ = jax_compat.open_jaxpr(params["body_jaxpr"])
+        invars = [*test.invars[:num_test], *body.invars]
+        kinds: list[Piece] = _so_many("enter_const", num_test + num_body)
+        kinds += _so_many("enter_carry", len(operands) - len(kinds))
+        nest = Nest("while", source, [], [], [])
+        inner = self._enter(nest, zip(kinds, operands, invars, strict=True), stack, UNKNOWN_TRIPS)
+        carry = inner[num_test + num_body :]
+        go_on = self._section(nest, params["cond_jaxpr"], [*inner[:num_test], *carry], stack, UNKNOWN_TRIPS)
+        outs = self._section(nest, params["body_jaxpr"], inner[num_test:], stack, UNKNOWN_TRIPS)
+        kinds = ["predicate", *_so_many("exit_carry", len(outs))]
+        return self._exit(nest, kinds, [(go_on[0],), *((out,) for out in outs)], stack, UNKNOWN_TRIPS)
+
+    def cond(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
+        """Every branch is planned, and priced as if it ran."""
+        branches = source.params["branches"]
+        invars = jax_compat.open_jaxpr(branches[0])[0].invars
+        nest = Nest("cond", source, [], [], [])
+        nest.enter.append(self._made(source, (operands[0],), (), stack, "index"))
+        kinds: list[Piece] = _so_many("enter_branch", len(invars))
+        inner = self._enter(nest, zip(kinds, operands[1:], invars, strict=True), stack, 1.0)
+        outs = [self._section(nest, branch, inner, stack, 1.0) for branch in branches]
+        kinds = _so_many("exit_branch", len(outs[0]))
+        return self._exit(nest, kinds, list(zip(*outs, strict=True)), stack, 1.0)
+
+    def barrier(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
+        """Each operand passes by itself. The compiler sees them pass together, in replay."""
+        values = [operand for operand in operands if isinstance(operand, int)]
+        passed = {value: self.new_value(self.avals[value]) for value in values}
+        pieces = [self._made(source, (value,), (passed[value],), stack, "barrier") for value in passed]
+        self.items.append(Nest("barrier", source, pieces, [], []))
+        return [passed[operand] if isinstance(operand, int) else operand for operand in operands]
+
+    def remat(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
+        """What is computed anew is inlined, behind a barrier: the compiler would find it computed before."""
+        barred = jax_compat.barred_operands(source)
+        passed = iter(
+            self.barrier(source, [o for o, is_barred in zip(operands, barred, strict=True) if is_barred], stack)
+        )
+        inner = [next(passed) if is_barred else o for o, is_barred in zip(operands, barred, strict=True)]
+        return self._call(source.params["jaxpr"], inner, stack)
+
+    def _enter(
+        self, nest: Nest, pieces: Iterable[tuple[Piece, Any, Any]], stack: Any, trips: float
+    ) -> list[int | LiteralOperand]:
+        """Pieces that go in. A scalar of the program that no trip changes needs none."""
+        inner: list[int | LiteralOperand] = []
+        source = nest.source
+        for kind, operand, var in pieces:
+            if isinstance(operand, LiteralOperand) and kind in ("enter_const", "enter_branch"):
+                inner.append(operand)
+                continue
+            with _Repeated(self, trips):
+                value = self.new_value(var.aval)
+            inner.append(value)
+            with _Repeated(self, trips if kind == "enter_slice" else 1.0):
+                nest.enter.append(self._made(source, (operand,), (value,), stack, kind))
+        return inner
+
+    def _section(
+        self, nest: Nest, jaxpr: Any, operands: Sequence[Any], stack: Any, trips: float
+    ) -> list[int | LiteralOperand]:
+        outside, self.items = self.items, []
+        with _Repeated(self, trips):
+            outs = self._call(jaxpr, operands, stack)
+        nest.sections.append(self.items)
+        self.items = outside
+        return outs
+
+    def _exit(
+        self, nest: Nest, kinds: Sequence[Piece], operands: Sequence[tuple[Any, ...]], stack: Any, trips: float
+    ) -> Sequence[int]:
+        """Pieces that come out; the outer equation's results, in order."""
+        outvars = iter(nest.source.outvars)
+        results: list[int] = []
+        for kind, operand in zip(kinds, operands, strict=True):
+            if kind == "predicate":
+                nest.exit.append(self._made(nest.source, operand, (), stack, kind))
+                continue
+            results.append(self.new_value(next(outvars).aval))
+            with _Repeated(self, trips if kind == "exit_stack" else 1.0):
+                nest.exit.append(self._made(nest.source, operand, (results[-1],), stack, kind))
+        self.items.append(nest)
+        return results
+
+    # -- the list ----------------------------------------------------------------------------
+
+    def finished(
+        self, outputs: Iterable[int | LiteralOperand]
+    ) -> tuple[tuple[Equation, ...], tuple[Region, ...], set[int]]:
+        """Equations and regions without what nothing reads, and all values read. An effect always stays."""
+        live = {v for v in outputs if isinstance(v, int)}
+        equations, regions = laid(without_dead(self.items, live))
+        return equations, regions, live
+
+
+_REGIONS: dict[str, Callable[..., Sequence[Any]]] = {
+    "scan": Flattener.scan,
+    "while": Flattener.while_loop,
+    "cond": Flattener.cond,
+    "optimization_barrier": Flattener.barrier,
+    "remat2": Flattener.remat,
+    "checkpoint": Flattener.remat,
+}
+
+
+class _Repeated:
+    """While entered, what is made is made so many times as often."""
+
+    def __init__(self, flattener: Flattener, trips: float) -> None:
+        self.flattener, self.trips = flattener, trips
+
+    def __enter__(self) -> None:
+        self.before = self.flattener.repeat
+        self.flattener.repeat *= self.trips
+
+    def __exit__(self, *exception: object) -> None:
+        self.flattener.repeat = self.before
+
+
+def _is_name(source: Any) -> bool:
+    """Whether it gives a value a name for `jax.checkpoint`'s policies, and does nothing."""
+    return bool(source.primitive.name == "name")
+
+
+def _is_zero(operand: Any) -> bool:
+    if not isinstance(operand, LiteralOperand):
+        return False
+    value = np.asarray(operand.value)
+    return value.ndim == 0 and value.dtype.names is None and bool(value == 0)  # JAX's `float0` has names
+
+
+def _so_many(piece: Piece, count: int) -> list[Piece]:
+    return [piece] * count
+
+
+def _refuse_ordered_effects(source: Any) -> None:
+    if jax_compat.ordered_effects(source):
+        raise EffectError(
+            f"`{source.primitive.name}` at {jax_compat.user_source(source) or 'an unknown line'} has an ordered side"
+            " effect, which JAX cannot run on several devices. Drop `ordered=True`, or move it out of the step."
+        )
+
+
+# -- dead equations --------------------------------------------------------------------------
+
+
+def without_dead(items: Sequence[Item], live: set[int]) -> list[Item]:
+    """What is read, or has an effect; `live` grows by all that these read."""
+    kept: list[Item] = []
+    for item in reversed(items):
+        if isinstance(item, Equation):
+            if item.effects or any(r in live for r in item.results):
+                kept.append(item)
+                live.update(_read(item))
+        elif (nest := _living(item, live)) is not None:
+            kept.append(nest)
+    kept.reverse()
+    return kept
+
+
+def _living(nest: Nest, live: set[int]) -> Nest | None:
+    """A region without the pieces that nothing reads: neither after it, nor in a later trip of it."""
+    if nest.kind == "barrier":
+        enter = [piece for piece in nest.enter if piece.results[0] in live]
+        live.update(v for piece in enter for v in _read(piece))
+        return Nest(nest.kind, nest.source, enter, [], []) if enter else None
+    acts = nest.source.effects or any(equation.effects for equation in equations_of(nest))
+    if not acts and not any(r in live for piece in nest.exit for r in piece.results):
+        return None
+    carries = [piece for piece in nest.enter if piece.piece == "enter_carry"]
+    state_of = dict(zip(_carried_out(nest), carries, strict=True))
+    before = -1
+    sections = nest.sections
+    exits: list[Equation] = []
+    while len(live) != before:  # a value carried on makes live what the trip before it reads
+        before = len(live)
+        exits = [
+            piece
+            for piece in nest.exit
+            if piece.piece == "predicate"
+            or piece.results[0] in live
+            or (id(piece) in state_of and state_of[id(piece)].results[0] in live)
+        ]
+        live.update(v for piece in exits for v in _read(piece))
+        sections = [without_dead(section, live) for section in reversed(nest.sections)][::-1]
+    kept = {id(piece) for piece in exits}
+    needed = {id(enter) for out, enter in state_of.items() if out in kept}
+    enter = [p for p in nest.enter if id(p) in needed or not p.results or p.results[0] in live]
+    live.update(v for piece in enter for v in _read(piece))
+    return Nest(nest.kind, nest.source, enter, sections, exits)
+
+
+def _carried_out(nest: Nest) -> Iterator[int]:
+    return (id(piece) for piece in nest.exit if piece.piece == "exit_carry")
+
+
+def _read(equation: Equation) -> Iterator[int]:
+    return (v for v in equation.operands if isinstance(v, int))
+
+
+def laid(items: Sequence[Item]) -> tuple[tuple[Equation, ...], tuple[Region, ...]]:
+    """Items as one list, and where the regions among them stand."""
+    equations: list[Equation] = []
+    regions: list[Region] = []
+    _lay(items, equations, regions)
+    return tuple(equations), tuple(regions)
+
+
+def items_of(equations: Sequence[Equation], regions: Sequence[Region]) -> list[Item]:
+    """The inverse of `laid`."""
+    starts = {region.enter[0]: region for region in regions}
+
+    def between(start: int, stop: int) -> list[Item]:
+        items: list[Item] = []
+        n = start
+        while n < stop:
+            region = starts.get(n)
+            if region is None:
+                items.append(equations[n])
+                n += 1
+                continue
+            enter, leave = list(equations[slice(*region.enter)]), list(equations[slice(*region.exit)])
+            sections = [between(*span) for span in region.sections]
+            items.append(Nest(region.kind, region.source, enter, sections, leave))
+            n = region.exit[1]
+        return items
+
+    return between(0, len(equations))
+
+
+def _lay(items: Sequence[Item], equations: list[Equation], regions: list[Region]) -> None:
+    """Write items one after another, and where the regions among them stand."""
+    for item in items:
+        if isinstance(item, Equation):
+            equations.append(item)
+            continue
+        start = len(equations)
+        equations += item.enter
+        entered = len(equations)
+        sections: list[tuple[int, int]] = []
+        for section in item.sections:
+            begun = len(equations)
+            _lay(section, equations, regions)
+            sections.append((begun, len(equations)))
+        left = len(equations)
+        equations += item.exit
+        regions.append(Region(item.kind, item.source, (start, entered), tuple(sections), (left, len(equations))))
+
+
+# -- where an equation comes from ------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=65536)
+def phase_of(name_stack: str) -> Phase:
+    """Forward, backward or update, read off a name stack.
+
+    >>> phase_of("transpose(jvp(GPT))/h_0"), phase_of("jvp(GPT)/h_0"), phase_of("")
+    ('backward', 'forward', 'update')
+    """
+    if "transpose(" in name_stack:
+        return "backward"
+    return "forward" if "jvp(" in name_stack else "update"
+
+
+@functools.lru_cache(maxsize=65536)
+def module_path(name_stack: str) -> str:
+    """The module path in a name stack, without the transformations around its parts.
+
+    >>> module_path("transpose(jvp(GPT))/h_0/attn")
+    'GPT/h_0/attn'
+    """
+    parts = []
+    for part in name_stack.split("/"):
+        bare = part
+        while match := re.fullmatch(r"(?:jvp|transpose|vmap|checkpoint|remat)\((.*)\)", bare):
+            bare = match.group(1)
+        if bare:
+            parts.append(bare)
+    return "/".join(parts)

@@ -1,0 +1,105 @@
+"""From a trace to the graph: the same equations in the same order, without JAX.
+
+In: `Trace`. Out: `Graph`, whose node *n* is equation *n*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.frontend.kernel_flops import WORK, counted_work
+from autopar.frontend.flat_jaxpr import Equation, Region
+from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Loop, Node, Value
+from autopar.ir.params import plain_params
+from autopar.frontend.accumulators import Sums
+from autopar.frontend.user_shardings import constraint_params, shard_map_params
+from autopar.frontend.trace import Trace
+
+
+def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
+    """Build the graph; `carried` pairs positions of inputs and outputs that hold one state."""
+    nodes = tuple(_node(equation) for equation in trace.equations)
+    if all(node.phase == "update" for node in nodes):  # nothing is differentiated: a forward pass
+        nodes = tuple(dataclasses.replace(node, phase="forward") for node in nodes)
+    return Graph(
+        values=tuple(_value(aval, repeat) for aval, repeat in zip(trace.avals, trace.repeats, strict=True)),
+        nodes=nodes,
+        inputs=trace.inputs,
+        input_paths=trace.input_paths,
+        outputs=tuple(v if isinstance(v, int) else None for v in trace.outputs),
+        output_paths=trace.output_paths,
+        constants=tuple(v for v, _ in trace.constants),
+        carried=carried,
+        loops=_loops(trace),
+        barriers=tuple(region.enter for region in trace.regions if region.kind == "barrier"),
+    )
+
+
+def _value(aval: Any, repeat: float) -> Value:
+    if not hasattr(aval, "shape"):  # a token: it has an order, but no size
+        return Value((), "token", 0.0)
+    return Value(tuple(int(size) for size in aval.shape), str(aval.dtype), jax_compat.itemsize(aval), repeat)
+
+
+def _loops(trace: Trace) -> tuple[Loop, ...]:
+    regions = [region for region in trace.regions if region.kind in ("scan", "while")]
+    sums = Sums(trace.equations if regions else ())
+    return tuple(_loop(region, trace.equations, sums) for region in regions)
+
+
+def _loop(region: Region, equations: Sequence[Equation], sums: Sums) -> Loop:
+    def pieces(span: tuple[int, int], piece: str) -> list[int]:
+        return [n for n in range(*span) if equations[n].piece == piece]
+
+    carries = tuple(zip(pieces(region.enter, "enter_carry"), pieces(region.exit, "exit_carry"), strict=True))
+    trips = float(region.source.params.get("length", UNKNOWN_TRIPS))
+    stacks = tuple(pieces(region.exit, "exit_stack"))
+    return Loop(region.enter[0], region.exit[0], trips, carries, stacks, sums.of(region, carries))
+
+
+def _node(equation: Equation) -> Node:
+    return Node(
+        primitive=equation.primitive,
+        params={} if equation.piece else _params(equation),
+        operands=tuple(v if isinstance(v, int) else None for v in equation.operands),
+        results=equation.results,
+        path=equation.path,
+        phase=equation.phase,
+        source=_source(_Traceback(equation)),
+        effect=equation.effects,
+        repeat=equation.repeat,
+    )
+
+
+def _params(equation: Equation) -> dict[str, Any]:
+    """What shapes a result; and of what the program splits itself, how."""
+    if equation.primitive == "sharding_constraint":
+        return constraint_params(equation.source)
+    if equation.primitive == "shard_map":
+        return shard_map_params(equation.source)
+    params = plain_params(equation.primitive, equation.source.params)
+    work = counted_work(equation.source)
+    return params if work is None else {**params, WORK: work}
+
+
+class _Traceback:
+    """Hashes an equation by its traceback, which thousands of equations share."""
+
+    def __init__(self, equation: Equation) -> None:
+        self.equation = equation.source
+        self.traceback = equation.source.source_info.traceback
+
+    def __hash__(self) -> int:
+        return hash(id(self.traceback))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Traceback) and self.traceback is other.traceback
+
+
+@functools.lru_cache(maxsize=1024)
+def _source(key: _Traceback) -> str:
+    return jax_compat.user_source(key.equation)

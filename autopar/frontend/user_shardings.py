@@ -1,0 +1,122 @@
+"""What a program says itself about how it is split: `with_sharding_constraint` and `shard_map`.
+
+In: JAX's equations. Out: plain parameters for the rules (which dims, over which axes; what a device computes and
+sends inside a `shard_map`); and the same program run over another mesh of the same axes, which may be of absent devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.frontend.kernel_flops import WORK, every_equation, work_of
+from autopar.jax_interop.partition_spec import tensor_sharding
+
+#: A collective of a `shard_map`'s program: the kind it is compiled to, and whose buffer is the full one.
+_COLLECTIVES = {
+    "psum": ("all-reduce", "operand"),
+    "psum2": ("all-reduce", "operand"),
+    "psum_invariant": ("all-reduce", "operand"),
+    "pmax": ("all-reduce", "operand"),
+    "pmin": ("all-reduce", "operand"),
+    "all_gather": ("all-gather", "result"),
+    "all_gather_invariant": ("all-gather", "result"),
+    "all_gather_reduced": ("all-gather", "result"),
+    "reduce_scatter": ("reduce-scatter", "operand"),
+    "unreduced_reduce_scatter": ("reduce-scatter", "operand"),
+    "all_to_all": ("all-to-all", "operand"),
+    "ppermute": ("collective-permute", "operand"),
+}
+
+Dims = tuple[tuple[str, ...], ...]
+
+
+def constraint_params(equation: Any) -> dict[str, Any]:
+    """Of a `sharding_constraint`: `dims`, per dim its mesh axes, None where the program leaves it open; and
+    `axis_sizes`. Nothing where it is no `NamedSharding`."""
+    sharding = equation.params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return {}
+    rank = equation.invars[0].aval.ndim
+    free = equation.params["unconstrained_dims"]
+    entries = [None if d in free else entry for d, entry in enumerate(sharding.spec)]
+    dims = tensor_sharding(PartitionSpec(*entries), rank).dims
+    told = tuple(None if d in free else axes for d, axes in enumerate(dims))
+    return {"dims": told, "axis_sizes": _axis_sizes(sharding.mesh, (axes for axes in told if axes))}
+
+
+def shard_map_params(equation: Any) -> dict[str, Any]:
+    """Of a `shard_map`: `in_dims` and `out_dims`, `axis_sizes`, `flops` and `work` of one device, and `collectives` as
+    (kind, axes, bytes of the full local buffer, times)."""
+    params = equation.params
+    in_dims, out_dims = (
+        tuple(tensor_sharding(spec, var.aval.ndim).dims for spec, var in zip(params[specs], variables, strict=True))
+        for specs, variables in (("in_specs", equation.invars), ("out_specs", equation.outvars))
+    )
+    jaxpr, _ = jax_compat.open_jaxpr(params["jaxpr"])
+    return {
+        "in_dims": in_dims,
+        "out_dims": out_dims,
+        "axis_sizes": _axis_sizes(params["mesh"], [tuple(params["newly_manual_axes"])]),
+        # Nothing reads them but the fingerprint of plans that were saved before work was told apart by its unit.
+        "flops": sum(_flops(one) * times for one, times in every_equation(jaxpr)),
+        WORK: work_of(jaxpr),
+        "collectives": tuple(_collective(one, times) for one, times in every_equation(jaxpr) if _is_collective(one)),
+    }
+
+
+def run_shard_map(equation: Any, operands: Sequence[Any], mesh: Mesh | AbstractMesh) -> Sequence[Any]:
+    """A `shard_map` over another mesh of the same axes.
+
+    Where that has no devices, the abstract mesh of the program's own stands for it: the types inside name it.
+    """
+    params = equation.params
+    if isinstance(mesh, AbstractMesh):
+        own = params["mesh"]
+        mesh = own if isinstance(own, AbstractMesh) else own.abstract_mesh
+    body = jax_compat.as_function(params["jaxpr"])
+    mapped = jax.shard_map(
+        lambda *parts: tuple(body(*parts)),
+        mesh=mesh,
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return mapped(*operands)
+
+
+def _axis_sizes(mesh: Any, named: Any) -> tuple[tuple[str, int], ...]:
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    axes = {axis for axes in named for axis in axes}
+    return tuple((axis, sizes[axis]) for axis in mesh.axis_names if axis in axes)
+
+
+def _flops(equation: Any) -> float:
+    """Operations: of a matrix product, two for each point; of anything else, one for each element."""
+    size = float(sum(math.prod(getattr(var.aval, "shape", ())) for var in equation.outvars))
+    if equation.primitive.name != "dot_general":
+        return size
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    return 2.0 * size * math.prod(equation.invars[0].aval.shape[d] for d in contracting)
+
+
+def _is_collective(equation: Any) -> bool:
+    return equation.primitive.name in _COLLECTIVES and bool(_axes(equation))
+
+
+def _axes(equation: Any) -> tuple[str, ...]:
+    named = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return tuple(axis for axis in ((named,) if isinstance(named, str) else named) if isinstance(axis, str))
+
+
+def _collective(equation: Any, times: float) -> tuple[str, tuple[str, ...], float, float]:
+    kind, whose = _COLLECTIVES[equation.primitive.name]
+    variables = equation.invars if whose == "operand" else equation.outvars
+    num_bytes = sum(math.prod(var.aval.shape) * jax_compat.itemsize(var.aval) for var in variables)
+    return kind, _axes(equation), float(num_bytes), times

@@ -1,0 +1,145 @@
+"""What a checkpoint calls each parameter, and how it holds it.
+
+In: a decoder's configuration, and the path and shape of one of its parameters. Out: a `Source`: the tensor's name and shape
+in the file, and the part of it that the parameter is. A parameter is a view of what is stored, so that a slice of the one is
+read as a slice of the other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from autopar.inference.model.config import DecoderConfig
+
+Path = tuple[str, ...]
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one parameter lies.
+
+    Args:
+        name: of the tensor. stored_shape: of that; shape: of the parameter.
+        part: which of `parts` equal parts of the tensor's outputs it is. transposed: the tensor is [in, out].
+    """
+
+    name: str
+    stored_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    part: int
+    parts: int
+    transposed: bool
+
+    def view(self, stored: NDArray[Any]) -> NDArray[Any]:
+        """The parameter as a view of its tensor; nothing is copied."""
+        outs_first = stored.T if self.transposed else stored
+        return outs_first.reshape(self.parts, *self.shape)[self.part]
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """A family's names.
+
+    Args:
+        prefix: of all but the head; checkpoints of the bare model lack it.
+        modules: by the decoder's own names, `{}` for the number of a layer.
+        fused: modules that are a part of their tensor: which, and of how many.
+        transposed: linear weights are [in, out].
+        not_weights: pattern of tensors that some checkpoints hold beside their weights.
+    """
+
+    prefix: str
+    modules: Mapping[str, str]
+    fused: Mapping[str, tuple[int, int]]
+    transposed: bool
+    not_weights: str
+
+
+_LLAMA = _Names(
+    prefix="model.",
+    modules={
+        "embed": "embed_tokens",
+        "norm": "norm",
+        "attention_norm": "layers.{}.input_layernorm",
+        "query": "layers.{}.self_attn.q_proj",
+        "key": "layers.{}.self_attn.k_proj",
+        "value": "layers.{}.self_attn.v_proj",
+        "out": "layers.{}.self_attn.o_proj",
+        "query_norm": "layers.{}.self_attn.q_norm",
+        "key_norm": "layers.{}.self_attn.k_norm",
+        "mlp_norm": "layers.{}.post_attention_layernorm",
+        "gate": "layers.{}.mlp.gate_proj",
+        "up": "layers.{}.mlp.up_proj",
+        "down": "layers.{}.mlp.down_proj",
+    },
+    fused={},
+    transposed=False,
+    not_weights=r".*rotary_emb\.inv_freq",
+)
+_GPT2 = _Names(
+    prefix="transformer.",
+    modules={
+        "embed": "wte",
+        "embed_positions": "wpe",
+        "norm": "ln_f",
+        "attention_norm": "h.{}.ln_1",
+        "query": "h.{}.attn.c_attn",
+        "key": "h.{}.attn.c_attn",
+        "value": "h.{}.attn.c_attn",
+        "out": "h.{}.attn.c_proj",
+        "mlp_norm": "h.{}.ln_2",
+        "up": "h.{}.mlp.c_fc",
+        "down": "h.{}.mlp.c_proj",
+    },
+    fused={"query": (0, 3), "key": (1, 3), "value": (2, 3)},
+    transposed=True,
+    not_weights=r".*\.attn\.(masked_)?bias",
+)
+_FAMILIES = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
+
+
+def prefix(config: DecoderConfig) -> str:
+    """What tensors' names begin with, as `transformers` writes them."""
+    return _FAMILIES[config.family].prefix
+
+
+def source(config: DecoderConfig, path: Path, shape: tuple[int, ...]) -> Source:
+    """Where a parameter lies.
+
+    Args:
+        path: in the decoder's parameters, `("layers_3", "query", "weight")`. shape: its own.
+    """
+    *outer, module, leaf = path
+    if module == "head":
+        return Source(HEAD, shape, shape, 0, 1, False)
+    names = _FAMILIES[config.family]
+    layer = outer[0].removeprefix("layers_") if outer else ""
+    part, parts = names.fused.get(module, (0, 1))
+    transposed = names.transposed and leaf == "weight" and not module.startswith("embed")
+    flat = _flat(shape, module, leaf)
+    stored = (flat[0] * parts, *flat[1:])
+    name = f"{names.prefix}{names.modules[module].format(layer)}.{leaf}"
+    return Source(name, stored[::-1] if transposed else stored, shape, part, parts, transposed)
+
+
+def is_no_weight(config: DecoderConfig, name: str) -> bool:
+    """Whether a checkpoint may hold this tensor though no parameter needs it: masks, and the head of a tied model."""
+    return (config.tied and name == HEAD) or bool(re.fullmatch(_FAMILIES[config.family].not_weights, name))
+
+
+def _flat(shape: tuple[int, ...], module: str, leaf: str) -> tuple[int, ...]:
+    """A parameter's shape with its heads as one dim, [out, in], which is how checkpoints have it; biases [out]."""
+    if leaf == "bias":
+        return (math.prod(shape),)
+    if len(shape) == 1:
+        return shape
+    if module == "out":
+        return (shape[0], math.prod(shape[1:]))
+    return (math.prod(shape[:-1]), shape[-1])

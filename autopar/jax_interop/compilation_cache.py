@@ -1,0 +1,101 @@
+"""Compiled steps kept on disk, by JAX's own compilation cache.
+
+In: a folder for one program. Out: a context in which this thread's compiles use it. JAX's setting is not changed for
+anything else in the process, and where the user has set `jax_compilation_cache_dir`, that folder is used and this one
+is not. JAX keeps what took it at least `jax_persistent_cache_min_compile_time_secs` (a second) to compile. It is machine
+code, so what others may have written is not run, by the rule of `kept_file`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.system.checksummed_file import make_private, refuse_of_others, refuse_status_of_others
+
+#: How many programs' folders are kept; those that were used longest ago go first.
+MOST_PROGRAMS = 50
+
+#: Seconds within which another process may still be writing an entry.
+_JUST_NOW_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def compiled_kept_in(folder: Path | None) -> Iterator[None]:
+    """While entered, what JAX compiles is looked for in a folder, and kept there.
+
+    Args:
+        folder: for one program; its neighbours are those of others. None keeps nothing.
+    """
+    users_own = jax.config.jax_compilation_cache_dir
+    if folder is None or users_own or not jax.config.jax_enable_compilation_cache or not _opened(folder):
+        yield
+        return
+    _drop_unusable(folder)
+    _prune(folder.parent)
+    try:
+        with jax_compat.compiled_programs_in(str(folder)):
+            yield
+    finally:
+        _close_to_others(folder)
+
+
+def _opened(folder: Path) -> bool:
+    way_out = "give another folder as `cache=`, or `cache=False`"
+    try:
+        make_private(folder)
+        refuse_of_others(folder)
+        os.utime(folder)  # it is used now
+    except OSError as error:
+        _log.warning("compiled steps cannot be kept in %s (%s): %s", folder.parent, error.strerror, way_out)
+        return False
+    except ValueError as error:
+        _log.warning("compiled steps are not kept in %s (%s), or %s", folder, error, way_out)
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _drop_unusable(folder: Path) -> None:
+    """What others may have written; and what is damaged: JAX writes an entry where it stands, so a process killed in it
+    leaves a part, which JAX never writes again."""
+    for entry in folder.glob("*-cache"):
+        with contextlib.suppress(OSError):
+            try:
+                refuse_status_of_others(entry.lstat(), "it")
+            except ValueError as error:
+                entry.unlink()
+                _log.warning("the compiled step kept in %s is not used (%s): it is compiled anew", entry, error)
+                continue
+            being_written = time.time() - entry.stat().st_mtime < _JUST_NOW_S
+            if not being_written and not jax_compat.is_compiled_program(entry.read_bytes()):
+                entry.unlink()
+                _log.warning("a compiled step kept in %s is damaged: it is compiled anew", entry)
+
+
+def _close_to_others(folder: Path) -> None:
+    """JAX writes entries as the process's umask says, which may let a group write them. What was there before them was
+    looked at, and nobody else writes the folder: so they are this user's."""
+    for entry in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            entry.chmod(0o600)
+
+
+def _prune(programs: Path) -> None:
+    def last_used(path: Path) -> float:
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime
+        return 0.0
+
+    folders = sorted(programs.iterdir(), key=last_used)
+    for folder in folders[: max(0, len(folders) - MOST_PROGRAMS)]:
+        shutil.rmtree(folder, ignore_errors=True)

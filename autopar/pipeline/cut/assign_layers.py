@@ -1,0 +1,253 @@
+"""Which layer each equation of a step belongs to.
+
+In: a step's flow, and the layer of each unit of its forward pass. Out: of each unit, its layer. A backward unit belongs
+to the layer whose forward values it reads, as far as cotangents allow, which run from layers to those that these read:
+it reads what that layer made or was given, so that nothing but cotangents passes between layers. Layers need be no chain:
+where some fork and join, the cotangents of branches meet in the layer that all of them come from. What runs around the loop
+over microbatches belongs where most of what it reads lies: an optimizer's update to the layer of the gradient. Module
+names play no part.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.transforms.microbatch.classify import PARTIAL
+from autopar.pipeline.cut.flow import Flow
+from autopar.pipeline.cut.recompute_aliases import twins_of
+from autopar.frontend.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where everything belongs.
+
+    Args:
+        layers: by unit, its layer; None of what each layer that reads it makes for itself.
+        lies: by value that no unit makes, its layer.
+        is_chain: whether each layer comes, perhaps through others, from all before it.
+        twins: of values that are computed again (`twins_of`).
+    """
+
+    layers: tuple[int | None, ...]
+    lies: dict[int, int]
+    is_chain: bool
+    twins: dict[int, int]
+
+
+def homes_of(flow: Flow, layer_of: Sequence[int]) -> Homes:
+    """Find the layer of each unit.
+
+    Args:
+        layer_of: of each unit in `Flow.forward`, its layer; a layer reads none with a higher number.
+    """
+    return _Homes(flow, layer_of).run()
+
+
+def labelled(flow: Flow, homes: Homes) -> Trace:
+    """The trace with the layer of each equation. What one layer computes again another does not read: it has what it was
+    given in the forward pass."""
+    equations = list(flow.trace.equations)
+    layer_of = dict[int, int | None]()
+    for unit, layer in zip(flow.units, homes.layers, strict=True):
+        layer_of.update(dict.fromkeys(unit.results, layer))
+    for unit, layer in zip(flow.units, homes.layers, strict=True):
+        elsewhere = {v: t for v in unit.operands if (t := homes.twins.get(v)) is not None and layer_of[v] != layer}
+        for n in range(unit.start, unit.stop):
+            operands = tuple(elsewhere.get(a, a) if isinstance(a, int) else a for a in equations[n].operands)
+            equations[n] = replace(equations[n], layer=layer, operands=operands)
+    return replace(flow.trace, equations=tuple(equations))
+
+
+class _Homes:
+    """Finds the layers; the one mutable object of this module."""
+
+    def __init__(self, flow: Flow, layer_of: Sequence[int]) -> None:
+        self.flow = flow
+        self.layer = dict(zip(flow.forward, layer_of, strict=True))  # by unit
+        self.last = max(layer_of, default=0)
+        #: Of each layer, those that it comes from, and itself.
+        self.sources = self._sources()
+        #: By value that comes from outside the loop, its layer.
+        self.lies: dict[int, int] = {}
+        self.present = self._present()
+        self.twins = twins_of(flow)
+
+    def run(self) -> Homes:
+        flow = self.flow
+        for i in sorted(flow.backward - flow.free):
+            self.layer[i] = self._backward(i)
+        self._settle_undecided()
+        self._pull_down()
+        self._outside()
+        layers = tuple(None if i in flow.free else self.layer.get(i, 0) for i in range(len(flow.units)))
+        is_chain = all(len(found) == layer + 1 for layer, found in enumerate(self.sources))
+        return Homes(layers, self.lies, is_chain, self.twins)
+
+    def _sources(self) -> list[frozenset[int]]:
+        flow = self.flow
+        read: dict[int, set[int]] = defaultdict(set)
+        for i in flow.forward:
+            for value in flow.units[i].operands:
+                maker = flow.maker.get(value)
+                if maker in self.layer and self.layer[maker] != self.layer[i]:
+                    assert self.layer[maker] < self.layer[i], "a layer reads one with a higher number"
+                    read[self.layer[i]].add(self.layer[maker])
+        found: list[frozenset[int]] = []
+        for layer in range(self.last + 1):
+            found.append(frozenset({layer}).union(*(found[one] for one in read[layer])))
+        return found
+
+    # -- the loop over microbatches ----------------------------------------------------------
+
+    def _present(self) -> dict[int, set[int]]:
+        """By value that is no cotangent, the layers that have it in the forward pass: they make it or read it."""
+        present: dict[int, set[int]] = defaultdict(set)
+        for i in self.flow.forward:
+            unit = self.flow.units[i]
+            for value in (*unit.operands, *unit.results):
+                if value not in self.flow.free_values:
+                    present[value].add(self.layer[i])
+        # What is made before the loop makes what it is made of present too.
+        for i in range(len(self.flow.units) - 1, -1, -1):
+            if i in self.flow.inside:
+                continue
+            unit = self.flow.units[i]
+            found = set[int]().union(*(present.get(v, set()) for v in unit.results))
+            for value in unit.operands:
+                if found and value not in self.flow.free_values:
+                    present[value] |= found
+        # And what the backward pass alone reads, such as a kernel turned round, is where it is made of.
+        for i, unit in enumerate(self.flow.units):
+            if unit.start not in self.flow.split.before or i in self.flow.free:
+                continue
+            made_of = [present[v] for v in unit.operands if present.get(v)]
+            for value in unit.results if made_of else ():
+                if not present.get(value):
+                    present[value] |= set.intersection(*made_of) or set.union(*made_of)
+        return present
+
+    def _backward(self, i: int) -> int:
+        flow, unit = self.flow, self.flow.units[i]
+        again = {self.layer.get(flow.maker.get(self.twins[v], -1)) for v in unit.results if v in self.twins}
+        if len(again) == 1 and None not in again:
+            return max(layer for layer in again if layer is not None)
+        read = dict.fromkeys(self.twins.get(v, v) for v in unit.operands)
+        known = [(v, flow.maker.get(v)) for v in read if v not in flow.free_values]
+        before = {self.layer[maker] for _, maker in known if maker in flow.backward and maker in self.layer}
+        may = frozenset(range(self.last + 1)).intersection(*(self.sources[layer] for layer in before))
+        most = max(may, default=min(before, default=self.last))
+        held = [(v, self.present[v]) for v, maker in known if maker not in flow.backward and self.present.get(v)]
+        if not held:
+            are_terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.operands)
+            of_parameter = set[int]() if are_terms else self._renews(unit.results)
+            return max(of_parameter & may, default=most)
+        common = set.intersection(*(where for _, where in held)) & may
+        if common:
+            return max(common)
+        largest = max(held, key=lambda one: flow.graph.values[one[0]].num_bytes)[1]
+        return max(largest & may, default=most)
+
+    def _renews(self, terms: Sequence[int]) -> set[int]:
+        """The layers of the parameter that terms of a gradient go to: the first that meets values of their size after
+        the loop."""
+        flow = self.flow
+        if not any(flow.split.kinds.get(v) in PARTIAL for v in terms):
+            return set()
+        size = max(flow.graph.values[v].size for v in terms)
+        waiting, seen = list(terms), set(terms)
+        for value in waiting:
+            for reader in flow.readers.get(value, ()):
+                unit = flow.units[reader]
+                for other in unit.operands:
+                    if other not in flow.maker and flow.graph.values[other].size == size and self.present.get(other):
+                        return self.present[other]
+                new = [v for v in unit.results if flow.graph.values[v].size == size and v not in seen]
+                seen.update(new)
+                waiting += new
+        return set()
+
+    def _settle_undecided(self) -> None:
+        """A backward unit that reads no cotangent, as what is computed again, may stand where it is read."""
+        flow = self.flow
+        for i in sorted(flow.backward - flow.free, reverse=True):
+            unit = flow.units[i]
+            if self.twins or any(flow.maker.get(v) in flow.backward - flow.free for v in unit.operands):
+                continue
+            readers = [self.layer[r] for v in unit.results for r in flow.readers.get(v, ()) if r in self.layer]
+            held = [self.present[v] for v in unit.operands if self.present.get(v)]
+            if readers and (not held or max(readers) in set.intersection(*held)):
+                self.layer[i] = max(readers)
+
+    def _pull_down(self) -> None:
+        """Let a backward unit that reads cotangents alone run below, where what it makes is read, if no more passes
+        between layers then: what it reads may pass there anyway."""
+        flow = self.flow
+        for i in sorted(flow.backward - flow.free, reverse=True):
+            unit = flow.units[i]
+            own = {v for v in unit.operands if v not in flow.free_values}
+            if any(flow.maker.get(v) not in flow.backward for v in own):
+                continue
+            below = [self.layer[r] for v in unit.results for r in flow.readers.get(v, ()) if r in self.layer]
+            if not below or max(below) >= self.layer[i]:
+                continue
+            to = max(below)
+            if to not in self.sources[self.layer[i]] or not self.sources[to].issuperset(below):
+                continue
+            anyway = {v for v in own if any(self.layer.get(r) in self.sources[to] for r in flow.readers[v] if r != i)}
+            terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.results)  # whose sum passes once a step
+            if flow.num_bytes(iter(own - anyway)) <= (0 if terms else flow.num_bytes(iter(unit.results))):
+                self.layer[i] = to
+
+    # -- around it ---------------------------------------------------------------------------
+
+    def _outside(self) -> None:
+        """Go through what is outside to and fro until nothing is found any more."""
+        flow = self.flow
+        for value, where in self.present.items():
+            if value not in flow.maker:
+                self.lies[value] = min(where)
+        outside = [i for i in range(len(flow.units)) if i not in flow.inside and i not in flow.free]
+        carried = [(flow.graph.inputs[a], flow.graph.outputs[b]) for a, b in flow.graph.carried]
+        found = -1
+        while found != len(self.layer) + len(self.lies):
+            found = len(self.layer) + len(self.lies)
+            for i in outside:
+                self._try(i, flow.units[i].operands)
+            for start, end in carried:
+                if end is not None and start not in self.lies and self._of(end) is not None:
+                    self.lies[start] = self._of(end) or 0
+            for i in reversed(outside):
+                self._try_readers(i)
+
+    def _of(self, value: int) -> int | None:
+        return self.lies.get(value, self.layer.get(self.flow.maker.get(value, -1)))
+
+    def _try(self, i: int, values: Iterable[int]) -> None:
+        """Let a unit stand where most of what it reads lies, and what else it reads lie there."""
+        if i not in self.layer:
+            weight: dict[int, float] = defaultdict(float)
+            for value in values:
+                layer = self._of(value)
+                if layer is not None and value not in self.flow.free_values:
+                    weight[layer] += self.flow.graph.values[value].num_bytes
+            before = [min(where) for v in self.flow.units[i].results if (where := self.present.get(v))]
+            if before:  # what the loop reads
+                self.layer[i] = min(before)
+            elif weight:
+                self.layer[i] = max(weight, key=lambda layer: (weight[layer], -layer))
+        if i in self.layer:
+            for value in self.flow.units[i].operands:
+                if self._of(value) is None and value not in self.flow.maker and value not in self.flow.free_values:
+                    self.lies[value] = self.layer[i]
+
+    def _try_readers(self, i: int) -> None:
+        if i in self.layer:
+            return
+        flow = self.flow
+        readers = [self.layer[r] for v in flow.units[i].results for r in flow.readers.get(v, ()) if r in self.layer]
+        if readers:
+            self.layer[i] = min(readers)
+            self._try(i, ())

@@ -1,0 +1,219 @@
+"""Branches of a model: where its forward pass forks and joins.
+
+In: a step's flow. Out: of each unit of the forward pass, its layer, such that branches are layers of their own. Between
+two places where one large value alone passes, units belong to a branch if all that they read of this stretch does; what
+reads several branches joins them. Layers are numbered so that none reads a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.pipeline.partition.cluster_layers import cluster_layers
+from autopar.pipeline.cut.flow import Chain, Flow, chain_of
+
+#: What of the forward pass must run beside the rest, at the least, for branches to be worth a search.
+_LEAST_BESIDE = 0.05
+#: Of the largest value, what another must have for branches not to begin or end where it passes, too.
+_LEAST_PASSING = 1e-3
+#: A layer with more than such a part of the forward pass is cut further.
+_FINEST = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """What a layer makes and others read; bytes of the whole batch."""
+
+    maker: int
+    readers: tuple[int, ...]
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedLayers:
+    """Layers that fork and join.
+
+    Args:
+        layer_of: of each unit of the forward pass. None reads a layer with a higher number.
+        passing: from layer to layer, forward.
+        keys: layers with equal keys are equal.
+    """
+
+    layer_of: tuple[int, ...]
+    passing: tuple[Passing, ...]
+    keys: tuple[int, ...]
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of layers, the first of which the second reads."""
+        return tuple(sorted({(one.maker, reader) for one in self.passing for reader in one.readers}))
+
+    @property
+    def made_bytes(self) -> list[float]:
+        """Of what each layer makes and others read."""
+        return [sum(one.num_bytes for one in self.passing if one.maker == layer) for layer in range(len(self.keys))]
+
+    def sends(self, stage_of: Sequence[int]) -> dict[tuple[int, int], float]:
+        """Bytes that pass between stages, each value once.
+
+        Args:
+            stage_of: of each layer.
+        """
+        found: dict[tuple[int, int], float] = {}
+        for one in self.passing:
+            source = stage_of[one.maker]
+            for target in {stage_of[reader] for reader in one.readers} - {source}:
+                found[source, target] = found.get((source, target), 0.0) + one.num_bytes
+        return found
+
+
+def forked_layers(flow: Flow, chain: Chain) -> ForkedLayers | None:
+    """The layers of a model with branches that are worth a search; None where it has none.
+
+    Args:
+        chain: the forward pass.
+    """
+    coarse = branch_layers(flow, chain)
+    if max(coarse) == 0 or _beside(coarse, chain.flops, passing_of(flow, coarse)) < _LEAST_BESIDE:
+        return None
+    layer_of = _finer(flow, chain, coarse)
+    passing = passing_of(flow, layer_of)
+    return ForkedLayers(tuple(layer_of), passing, _keys(flow, chain, layer_of, passing))
+
+
+def passing_of(flow: Flow, layer_of: Sequence[int]) -> tuple[Passing, ...]:
+    """What passes between layers of the forward pass."""
+    layer = dict(zip(flow.forward, layer_of, strict=True))
+    found: list[Passing] = []
+    for i, own in layer.items():
+        for value in flow.units[i].results:
+            readers = {layer[r] for r in flow.readers.get(value, ()) if r in layer} - {own}
+            if readers:
+                found.append(Passing(own, tuple(sorted(readers)), flow.num_bytes(iter((value,)))))
+    return tuple(found)
+
+
+def _beside(layer_of: Sequence[int], flops: Sequence[float], passing: Sequence[Passing]) -> float:
+    """The share of the work that is not on the longest way through the layers."""
+    work = np.bincount(layer_of, weights=flops)
+    longest = np.zeros(len(work))
+    for layer in range(len(work)):
+        before = [longest[one.maker] for one in passing if layer in one.readers]
+        longest[layer] = work[layer] + max(before, default=0.0)
+    return 1 - float(longest.max() / work.sum()) if work.any() else 0.0
+
+
+def _finer(flow: Flow, chain: Chain, layer_of: Sequence[int]) -> list[int]:
+    """Layers with much work cut further, each into a chain of its own."""
+    layers, flops = np.asarray(layer_of), np.asarray(chain.flops)
+    finer, number = np.zeros(len(layers), int), 0
+    for layer in range(int(layers.max()) + 1):
+        (mine,) = np.nonzero(layers == layer)
+        most = min(
+            round(_FINEST * float(flops[mine].sum() / flops.sum())),
+            int((flops[mine] > flops.sum() / (2 * _FINEST)).sum()),  # what is cheap is none by itself
+        )
+        own = chain_of(flow, [chain.units[position] for position in mine])
+        cuts = [0.0, *own.cut_bytes]
+        starts = cluster_layers(own.flops, cuts, most_layers=most).starts if most > 1 else (0,)
+        begun = np.zeros(len(mine), int)
+        begun[list(starts[1:])] = 1
+        finer[mine] = number + np.cumsum(begun)
+        number += len(starts)
+    return finer.tolist()
+
+
+def _keys(flow: Flow, chain: Chain, layer_of: Sequence[int], passing: Sequence[Passing]) -> tuple[int, ...]:
+    """Layers of equal units that read and make as much have one number; where one reads the layer before it, all do."""
+    signs: list[list[Hashable]] = [[] for _ in range(max(layer_of) + 1)]
+    for i, flops, layer in zip(chain.units, chain.flops, layer_of, strict=True):
+        unit = flow.units[i]
+        names = tuple(equation.primitive for equation in flow.trace.equations[unit.start : unit.stop])
+        shapes = tuple(flow.graph.values[value].shape for value in (*unit.operands, *unit.results))
+        signs[layer].append((names, shapes, flops))
+    for one in passing:
+        signs[one.maker].append(("makes", one.num_bytes))
+        for reader in one.readers:
+            signs[reader].append(("reads", one.maker == reader - 1, one.num_bytes))
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(tuple(sign), len(numbers)) for sign in signs)
+
+
+def branch_layers(flow: Flow, chain: Chain, *, least_share: float = 0.01) -> list[int]:
+    """The layer of each unit of the forward pass.
+
+    Args:
+        chain: the forward pass.
+        least_share: of the forward pass's FLOPs, what the second largest branch of a fork must have for its branches to
+            be layers of their own.
+    """
+    least = least_share * sum(chain.flops)
+    stretches = _stretches(flow)
+    head = _until_all_has_begun(flow, stretches)
+    if head > 1:
+        whole = (0, stretches[head - 1][1])
+        if len(_heavy(flow, chain, whole, least)[1]) > 1:
+            stretches = [whole, *stretches[head:]]
+    layers: list[int] = []
+    layer = 0
+    for start, stop in stretches:
+        labels, heavy = _heavy(flow, chain, (start, stop), least)
+        if len(heavy) < 2:
+            layers += [layer] * (stop - start)
+            continue
+        first = layer + 1 if layers else layer
+        number = {label: first + n for n, label in enumerate(heavy)}
+        layer = first + len(heavy)
+        layers += [layer if label is None else number.get(label, first) for label in labels]
+    dense = {layer: number for number, layer in enumerate(sorted(set(layers)))}  # what joins nothing is none
+    return [dense[layer] for layer in layers]
+
+
+def _heavy(flow: Flow, chain: Chain, stretch: tuple[int, int], least: float) -> tuple[list[int | None], list[int]]:
+    """Of a stretch, the branch of each unit, and the branches that have so many FLOPs at the least."""
+    labels = _labels(flow, chain.units[slice(*stretch)])
+    work: dict[int, float] = {}
+    for flops, label in zip(chain.flops[slice(*stretch)], labels, strict=True):
+        if label is not None:
+            work[label] = work.get(label, 0.0) + flops
+    return labels, sorted(label for label, flops in work.items() if flops >= least)
+
+
+def _until_all_has_begun(flow: Flow, stretches: Sequence[tuple[int, int]]) -> int:
+    """How many stretches there are until nothing begins anew, as another tower does that reads data of its own."""
+    made = {value for i in flow.forward for value in flow.units[i].results}
+    begins = [n for n, i in enumerate(flow.forward) if made.isdisjoint(flow.units[i].operands)]
+    last = max(begins, default=0)
+    return 1 + next((n for n, (start, stop) in enumerate(stretches) if start <= last < stop), 0)
+
+
+def _stretches(flow: Flow) -> list[tuple[int, int]]:
+    """Runs of the forward pass between which one large value passes."""
+    at = {i: position for position, i in enumerate(flow.forward)}
+    passing = [0] * (len(at) + 1)
+    sizes = {v: flow.num_bytes(iter((v,))) for i in flow.forward for v in flow.units[i].results}
+    least = _LEAST_PASSING * max(sizes.values(), default=0.0)
+    for i, position in at.items():
+        for value in flow.units[i].results:
+            last = max((at[r] for r in flow.readers.get(value, ()) if r in at), default=position)
+            if sizes[value] > least and last > position:
+                passing[position] += 1
+                passing[last] -= 1
+    bounds, count = [0], 0
+    for position in range(len(at) - 1):
+        count += passing[position]
+        if count <= 1:
+            bounds.append(position + 1)
+    return list(zip(bounds, [*bounds[1:], len(at)], strict=True))
+
+
+def _labels(flow: Flow, units: Sequence[int]) -> list[int | None]:
+    """Of each unit of a stretch, its branch; None of what several have led to."""
+    label: dict[int, int | None] = {}
+    for i in units:
+        read = {label[m] for v in flow.units[i].operands if (m := flow.maker.get(v)) is not None and m in label}
+        label[i] = i if not read else next(iter(read)) if len(read) == 1 else None
+    return [label[i] for i in units]

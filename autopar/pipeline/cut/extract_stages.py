@@ -1,0 +1,370 @@
+"""A step cut into the programs of its stages.
+
+In: a trace with a loop over microbatches whose equations know their layers, and the layers of each stage. Out:
+`StageTrace`s: of each stage, what it runs before the loop, in it and after it, as a trace of its own that can be planned
+like any other, and what crosses its borders. What needs nothing but data and small values is in each stage that reads it.
+
+In the trace of a stage, what another stage sends in each microbatch is the same in all trips, and what it sends is the last
+trip's: each trip costs what it costs in the pipeline, and only one microbatch's are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand, Nest, equations_of, items_of, laid, without_dead
+from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.rules.grouping import CONTRACTIONS
+from autopar.frontend.trace import Trace
+
+#: What crosses a border: an argument or a result of the step; a value from another stage, or for one, that passes once a
+#: step (`outside`) or once a microbatch (`inside`); the place that the latter is sent from (`buffer`).
+PortKind = Literal["argument", "result", "outside", "inside", "buffer"]
+
+
+#: An argument or a result by its position, or some layers of it.
+LeafKey = tuple[int, Rows | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A value that crosses the border of a stage.
+
+    Args:
+        value: its number in the trace of the whole step; of an argument or a result, its position.
+        rows: of an argument or a result of which layers are stacked, those that it is; None for the whole.
+    """
+
+    kind: PortKind
+    value: int
+    rows: Rows | None = None
+
+    @property
+    def leaf(self) -> LeafKey:
+        """Of an argument or a result, which it is."""
+        return self.value, self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class StageTrace:
+    """The program of one stage.
+
+    Args:
+        inputs, outputs: of the trace, what they are.
+        carried: positions of inputs and outputs that hold the same state, or the same buffer.
+    """
+
+    trace: Trace
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    carried: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a step is cut.
+
+    Args:
+        stage_of: of each layer, its stage.
+        free: of the step's inputs, those that every stage may have.
+        homes: of the other inputs, the layer.
+        carried: positions of inputs and outputs that hold the same state.
+    """
+
+    stage_of: tuple[int, ...]
+    free: frozenset[int]
+    homes: dict[int, int]
+    carried: tuple[tuple[int, int], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return max(self.stage_of) + 1
+
+
+def stage_traces(trace: Trace, cut: Cut) -> tuple[StageTrace, ...]:
+    """The programs of all stages, in order."""
+    return _Cutting(trace, cut).run()
+
+
+def stage_trace(trace: Trace, cut: Cut, stage: int) -> StageTrace:
+    """The program of one stage, by who wants no other."""
+    return _Cutting(trace, cut).one(stage)
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What a stage runs, as far as it has been found."""
+
+    before: list[Item] = field(default_factory=list)
+    body: list[Item] = field(default_factory=list)
+    after: list[Item] = field(default_factory=list)
+    carries: list[tuple[Equation, Equation]] = field(default_factory=list)
+    stacks: list[Equation] = field(default_factory=list)
+    #: What it reads of other stages.
+    outside: dict[int, None] = field(default_factory=dict)
+    inside: dict[int, Equation] = field(default_factory=dict)  # and its first reader
+    #: What others read of it.
+    sent_outside: dict[int, None] = field(default_factory=dict)
+    sent_inside: dict[int, Equation] = field(default_factory=dict)  # and what makes it
+
+
+class _Cutting:
+    """Builds the stages; the one mutable object of this module."""
+
+    def __init__(self, trace: Trace, cut: Cut) -> None:
+        self.trace, self.cut = trace, cut
+        self.free = {*cut.free, *(value for value, _ in trace.constants)}
+        self.stage: dict[int, int] = {}  # by value that one stage makes
+        self.stages = [_Stage() for _ in range(cut.num_stages)]
+        for value in trace.inputs:
+            if value not in self.free:
+                self.stage[value] = cut.stage_of[cut.homes.get(value, 0)]
+        items = items_of(trace.equations, trace.regions)
+        at = next(i for i, item in enumerate(items) if isinstance(item, Nest) and item.source is trace.microbatches)
+        loop = items[at]
+        assert isinstance(loop, Nest)
+        self.loop = loop
+        self.shared_enters: list[Equation] = []
+        self._add(items[:at], "before")
+        self._add_loop()
+        self._add(items[at + 1 :], "after")
+
+    def run(self) -> tuple[StageTrace, ...]:
+        self._find_imports()
+        while True:
+            made = tuple(self._finished(s, stage) for s, stage in enumerate(self.stages))
+            if not self._drop_unread(made):
+                return made
+
+    def one(self, stage: int) -> StageTrace:
+        """One stage alone; it may send what none reads."""
+        self._find_imports()
+        return self._finished(stage, self.stages[stage])
+
+    def _drop_unread(self, made: Sequence[StageTrace]) -> bool:
+        """Let no stage send what none reads: of what it was to read, a stage may drop some as dead. Whether any was."""
+        taken = {port for stage in made for port in stage.inputs}
+        dropped = False
+        for stage in self.stages:
+            for kind, sent in (("outside", stage.sent_outside), ("inside", stage.sent_inside)):
+                for value in [v for v in sent if Port(kind, v) not in taken]:  # type: ignore[arg-type]
+                    del sent[value]
+                    dropped = True
+        return dropped
+
+    # -- who runs what -----------------------------------------------------------------------
+
+    def _add(self, items: Iterable[Item], where: Literal["before", "body", "after"]) -> None:
+        for item in (part for whole in items for part in self._parts(whole)):
+            if self._is_free(item):
+                self.free.update(_made(item))
+                runs: Sequence[_Stage] = self.stages
+            else:
+                s = self._stage_of(item)
+                self.stage.update(dict.fromkeys(_made(item), s))
+                runs = [self.stages[s]]
+            for stage in runs:
+                getattr(stage, where).append(item)
+
+    def _parts(self, item: Item) -> Iterator[Item]:
+        """What a barrier holds up, stage by stage."""
+        if isinstance(item, Equation) or item.kind != "barrier":
+            yield item
+            return
+        pieces: dict[int, list[Equation]] = {}
+        for piece in item.enter:
+            pieces.setdefault(-1 if piece.layer is None else self._stage_of(piece), []).append(piece)
+        for own in pieces.values():
+            yield Nest(item.kind, item.source, own, [], [])
+
+    def _add_loop(self) -> None:
+        leaving = [piece for piece in self.loop.exit if piece.piece == "exit_carry"]
+        for enter in self.loop.enter:
+            if enter.piece == "enter_carry":
+                leave = leaving.pop(0)
+                s = self._stage_of(leave)
+                self.stages[s].carries.append((enter, leave))
+                self.stage.update(dict.fromkeys((*enter.results, *leave.results), s))
+                continue
+            self.shared_enters.append(enter)  # each stage that reads it takes it in
+            if all(value in self.free for value in _read(enter)):
+                self.free.update(enter.results)
+        self._add(self.loop.sections[0], "body")
+        for piece in self.loop.exit:
+            if piece.piece == "exit_stack":
+                s = self._stage_of(piece)
+                self.stages[s].stacks.append(piece)
+                self.stage.update(dict.fromkeys(piece.results, s))
+
+    def _is_free(self, item: Item) -> bool:
+        equations = list(equations_of(item))
+        if any(equation.effects or equation.primitive in CONTRACTIONS for equation in equations):
+            return False
+        made = set[int]().union(*(equation.results for equation in equations))
+        return all(v in self.free or v in made for equation in equations for v in _read(equation))
+
+    def _stage_of(self, item: Item) -> int:
+        return self.cut.stage_of[next(equations_of(item)).layer or 0]
+
+    # -- what crosses ------------------------------------------------------------------------
+
+    def _find_imports(self) -> None:
+        inside = {v for item in self.loop.sections[0] for v in _made(item)}
+        enters = {piece.results[0]: piece for piece in self.shared_enters}
+        for s, stage in enumerate(self.stages):
+            entered: dict[int, None] = {}
+            for item in stage.body:
+                for equation in equations_of(item):
+                    for value in _read(equation):
+                        if value in enters:
+                            entered[value] = None
+                        if self.stage.get(value, s) != s and value in inside:
+                            stage.inside.setdefault(value, equation)
+            self._import_outside(s, [*stage.before, *stage.after, *(enter for enter, _ in stage.carries)])
+            self._import_outside(s, [enters[value] for value in entered])
+        makers = {v: e for item in self.loop.sections[0] for e in equations_of(item) for v in e.results}
+        for stage in self.stages:
+            for value in stage.outside:
+                if value not in self.trace.inputs:
+                    self.stages[self.stage[value]].sent_outside[value] = None
+            for value in stage.inside:
+                self.stages[self.stage[value]].sent_inside[value] = makers[value]
+
+    def _import_outside(self, s: int, items: Iterable[Item]) -> None:
+        for item in items:
+            for equation in equations_of(item):
+                for value in _read(equation):
+                    if self.stage.get(value, s) != s:
+                        self.stages[s].outside[value] = None
+
+    # -- a stage's trace ---------------------------------------------------------------------
+
+    def _finished(self, s: int, stage: _Stage) -> StageTrace:
+        new = _Renumbered(self.trace)
+        inputs: list[tuple[Port, int]] = [
+            (Port("argument", position), value) for position, value in enumerate(self.trace.inputs)
+        ]
+        inputs = [one for one in inputs if self._may_take(s, stage, one[1])]
+        inputs += [(Port("outside", v), v) for v in stage.outside if v not in self.trace.inputs]
+        outputs: list[tuple[Port, int | LiteralOperand]] = [
+            (Port("result", i), atom) for i, atom in enumerate(self.trace.outputs) if self._gives(s, atom)
+        ]
+        outputs += [(Port("outside", v), v) for v in stage.sent_outside]
+        enter, leave = list(self.shared_enters), []
+        for value, reader in stage.inside.items():
+            outer = new.fresh(self.trace.avals[value], 1.0)
+            enter.append(self._piece(reader, "enter_const", outer, value))
+            inputs.append((Port("inside", value), outer))
+        for begin, end in stage.carries:
+            enter.append(begin)
+            leave.append(end)
+        for value, maker in stage.sent_inside.items():
+            aval = self.trace.avals[value]
+            buffer, within, last = (new.fresh(aval, times) for times in (1.0, self.trace.repeats[value], 1.0))
+            enter.append(self._piece(maker, "enter_carry", buffer, within))
+            leave.append(self._piece(maker, "exit_carry", value, last))
+            inputs.append((Port("buffer", value), buffer))
+            outputs.append((Port("inside", value), last))
+        nest = Nest(self.loop.kind, self.loop.source, enter, [list(stage.body)], [*leave, *stage.stacks])
+        items: list[Item] = [*stage.before, nest, *stage.after]
+        live = {atom for _, atom in outputs if isinstance(atom, int)}
+        kept = without_dead(items, live)
+        inputs = [one for one in inputs if one[1] in live]
+        return new.stage_trace(f"stage {s} of {self.trace.name}", kept, inputs, outputs, self.cut.carried, self.trace)
+
+    def _may_take(self, s: int, stage: _Stage, value: int) -> bool:
+        return value in self.cut.free or self.stage.get(value) == s or value in stage.outside
+
+    def _gives(self, s: int, atom: int | LiteralOperand) -> bool:
+        """Whether a result of the step comes from a stage; what all could give comes from the first."""
+        return s == (self.stage.get(atom, 0) if isinstance(atom, int) else 0)
+
+    def _piece(self, like: Equation, piece: Any, operand: int, result: int) -> Equation:
+        source = jax_compat.placed_as(self.loop.source, like.source)
+        return replace(like, source=source, operands=(operand,), results=(result,), repeat=1.0, piece=piece)
+
+
+class _Renumbered:
+    """Gives a stage's values numbers of their own, in the order in which they are made: equal stages are equal traces."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.avals, self.repeats = list(trace.avals), list(trace.repeats)
+
+    def fresh(self, aval: Any, repeat: float) -> int:
+        self.avals.append(aval)
+        self.repeats.append(repeat)
+        return len(self.avals) - 1
+
+    def stage_trace(
+        self,
+        name: str,
+        items: Sequence[Item],
+        inputs: Sequence[tuple[Port, int]],
+        outputs: Sequence[tuple[Port, int | LiteralOperand]],
+        carried: Sequence[tuple[int, int]],
+        whole: Trace,
+    ) -> StageTrace:
+        equations, regions = laid(items)
+        order = dict.fromkeys(value for _, value in inputs)
+        read = dict.fromkeys(v for equation in equations for v in _read(equation))
+        constants = [(value, constant) for value, constant in whole.constants if value in read]
+        order.update(dict.fromkeys(value for value, _ in constants))
+        for equation in equations:
+            order.update(dict.fromkeys(equation.results))
+        number = {value: i for i, value in enumerate(order)}
+
+        def renamed(atom: int | LiteralOperand) -> int | LiteralOperand:
+            return number[atom] if isinstance(atom, int) else atom
+
+        equations = tuple(
+            replace(e, operands=tuple(map(renamed, e.operands)), results=tuple(number[v] for v in e.results))
+            for e in equations
+        )
+        in_ports, out_ports = tuple(port for port, _ in inputs), tuple(port for port, _ in outputs)
+        trace = Trace(
+            name=name,
+            equations=equations,
+            regions=regions,
+            avals=tuple(self.avals[value] for value in order),
+            repeats=tuple(self.repeats[value] for value in order),
+            inputs=tuple(number[value] for _, value in inputs),
+            outputs=tuple(renamed(atom) for _, atom in outputs),
+            constants=tuple((number[value], constant) for value, constant in constants),
+            input_paths=tuple(_path(port, whole.input_paths) for port in in_ports),
+            output_paths=tuple(_path(port, whole.output_paths) for port in out_ports),
+            in_tree=jax.tree.structure((0,) * len(inputs)),
+            out_tree=jax.tree.structure((0,) * len(outputs)),
+            microbatches=whole.microbatches,
+        )
+        return StageTrace(trace, in_ports, out_ports, tuple(_carried(in_ports, out_ports, carried)))
+
+
+def _carried(
+    inputs: Sequence[Port], outputs: Sequence[Port], whole: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    result_of, at = dict(whole), {port: i for i, port in enumerate(outputs)}
+    for i, port in enumerate(inputs):
+        twin = None
+        if port.kind == "argument" and port.value in result_of:
+            twin = Port("result", result_of[port.value])
+        elif port.kind == "buffer":
+            twin = Port("inside", port.value)
+        if twin in at:
+            yield i, at[twin]
+
+
+def _path(port: Port, paths: Sequence[str]) -> str:
+    return paths[port.value] if port.kind in ("argument", "result") else f"{port.kind} {port.value}"
+
+
+def _made(item: Item) -> Iterator[int]:
+    return (v for equation in equations_of(item) for v in equation.results)
+
+
+def _read(equation: Equation) -> Iterator[int]:
+    return (v for v in equation.operands if isinstance(v, int))

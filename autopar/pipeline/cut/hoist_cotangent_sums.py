@@ -1,0 +1,121 @@
+"""Cotangents that one layer adds up, added where they are made.
+
+In: a step whose equations know their layers. Out: the same, in which a layer that reads several terms of a sum from
+another one reads their sum. A program adds cotangents in an order of its own: where branches of two layers take turns in
+it, no two neighbours are of one layer, and all would pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.frontend.flat_jaxpr import Equation, Item, equations_of, items_of, laid
+from autopar.transforms.microbatch.classify import PARTIAL
+from autopar.pipeline.cut.flow import Flow
+from autopar.frontend.trace import Trace
+
+_ADDS = frozenset(["add", "add_any"])
+
+
+def added_where_made(flow: Flow, trace: Trace) -> Trace:
+    """The trace with such sums in another order; itself, where there are none.
+
+    Args:
+        flow: of the step. trace: the same with the layer of each equation.
+    """
+    return _Additions(flow, trace).run()
+
+
+class _Additions:
+    """Finds the sums; the one mutable object of this module."""
+
+    def __init__(self, flow: Flow, trace: Trace) -> None:
+        self.flow, self.trace = flow, trace
+        self.outputs = frozenset(atom for atom in trace.outputs if isinstance(atom, int))
+        self.adds = {v: i for i in flow.backward for v in self._added(i)}
+
+    def run(self) -> Trace:
+        written: dict[int, list[Item]] = {}  # by the last equation of a sum
+        gone: set[int] = set()
+        for value, i in self.adds.items():
+            if self._goes_on(value, self._layer(i)):
+                continue
+            inner, terms = self._terms(value)
+            layer, by_layer = self._layer(i), defaultdict[int | None, list[int]](list)
+            for term in terms:
+                maker = self.flow.maker.get(term)
+                is_cotangent = maker in self.flow.backward
+                by_layer[self._layer(maker) if maker is not None and is_cotangent else layer].append(term)
+            own = by_layer.pop(layer, [])
+            if all(len(one) == 1 for one in by_layer.values()) or (not own and len(by_layer) == 1):
+                continue
+            last = self.flow.units[i].start
+            written[last] = list(self._written(self.trace.equations[last], own, by_layer, inner))
+            gone.update(self.flow.units[self.adds[v]].start for v in inner)
+        if not written:
+            return self.trace
+        items: list[Item] = []
+        n = 0
+        for item in items_of(self.trace.equations, self.trace.regions):
+            if isinstance(item, Equation):
+                items += written.get(n, [] if n in gone else [item])
+                n += 1
+            else:
+                items.append(item)
+                n += sum(1 for _ in equations_of(item))
+        equations, regions = laid(items)
+        return replace(self.trace, equations=equations, regions=regions)
+
+    def _added(self, i: int) -> Iterator[int]:
+        unit = self.flow.units[i]
+        equation = self.trace.equations[unit.start]
+        is_add = unit.region is None and equation.primitive in _ADDS and len(set(_operands(equation))) == 2
+        if is_add and self.flow.split.kinds.get(unit.results[0]) not in PARTIAL:
+            yield unit.results[0]
+
+    def _layer(self, i: int) -> int | None:
+        return self.trace.equations[self.flow.units[i].start].layer
+
+    def _goes_on(self, value: int, layer: int | None) -> bool:
+        """Whether a sum is nothing but a part of a longer one."""
+        readers = self.flow.readers.get(value, [])
+        return (
+            len(readers) == 1
+            and value not in self.outputs
+            and any(v in self.adds for v in self.flow.units[readers[0]].results)
+            and self._layer(readers[0]) == layer
+        )
+
+    def _terms(self, value: int) -> tuple[list[int], list[int]]:
+        """The sums that a sum is made of, itself among them, and what is added."""
+        layer, inner, terms = self._layer(self.adds[value]), [value], list[int]()
+        for one in inner:
+            for operand in _operands(self.trace.equations[self.flow.units[self.adds[one]].start]):
+                part_of_it = operand in self.adds and self._layer(self.adds[operand]) == layer
+                (inner if part_of_it and self._goes_on(operand, layer) else terms).append(operand)
+        return inner, terms
+
+    def _written(
+        self, like: Equation, own: list[int], by_layer: dict[int | None, list[int]], inner: list[int]
+    ) -> Iterator[Item]:
+        """As many additions as there were: of each other layer's terms there, then of all."""
+        free = inner[1:]  # the names of sums; the first is that of the whole
+        for layer, terms in by_layer.items():
+            total, *others = terms
+            for term in others:
+                made = free.pop()
+                yield replace(like, operands=(total, term), results=(made,), layer=layer)
+                total = made
+            own.append(total)
+        total, *others = own
+        assert others, "a sum of terms of one layer is that layer's"
+        for n, term in enumerate(others):
+            made = inner[0] if n == len(others) - 1 else free.pop()
+            yield replace(like, operands=(total, term), results=(made,))
+            total = made
+
+
+def _operands(equation: Equation) -> list[int]:
+    return [atom for atom in equation.operands if isinstance(atom, int)]

@@ -1,0 +1,284 @@
+"""From a step to the programs of its stages.
+
+In: a `Program`, where layers begin, which stage each belongs to, and how many microbatches. Out: `StageProgram`s, which
+are planned like any other program. A loop over layers counts as many units of the forward pass as it has trips; once it
+is known which of them belong together, it is cut into loops of so many trips.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import MicrobatchError
+from autopar.frontend.from_jaxpr import graph_of
+from autopar.ir.graph import Graph
+from autopar.transforms.microbatch.classify import Split, classify
+from autopar.transforms.microbatch.batch_dims import Places
+from autopar.transforms.microbatch.rewrite import check_divides, laid_for_parts, rewritten
+from autopar.pipeline.cut.hoist_cotangent_sums import added_where_made
+from autopar.pipeline.cut.extract_stages import Cut, Port, StageTrace, stage_trace, stage_traces
+from autopar.pipeline.cut.flow import Chain, Flow, chain_of
+from autopar.pipeline.cut.assign_layers import Homes, homes_of, labelled
+from autopar.pipeline.cut.layer_loops import Stack, stack_of, stacks_of
+from autopar.pipeline.cut.unroll_layers import Unstacked, as_it_is, unstacked
+from autopar.transforms.program import Program, program_of_trace
+from autopar.frontend.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """What one stage runs in a step.
+
+    Args:
+        program: to be planned. Its inputs and outputs are `inputs` and `outputs`.
+    """
+
+    program: Program
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A step before any loop of it is cut."""
+
+    step: Unstacked
+    graph: Graph
+    places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """A step whose equations know their layers; the names are those of `Layers` and of `rewritten`."""
+
+    cut: Unstacked
+    trace: Trace
+    graph: Graph
+    places: Places
+    split: Split
+    free: frozenset[int]
+    homes: Homes
+
+
+@dataclass(frozen=True)
+class Cuttable:
+    """A step that may be cut between any two units of its forward pass.
+
+    Args:
+        whole: the step, its loops uncut. stacks: of its loops, those that can be cut.
+        cut: the same, with loops cut; all that follows is of it.
+        own_statistics: as in `classify`.
+        refusal: why it runs in one microbatch only; None where it may run in more.
+    """
+
+    whole: Whole
+    stacks: tuple[Stack, ...]
+    cut: Unstacked
+    flow: Flow
+    places: Places
+    own_statistics: bool
+    refusal: MicrobatchError | None
+    #: With the layers that were asked for last: what does not change with the number of microbatches.
+    _labelled: dict[tuple[int, ...], _Labelled] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, program: Program, *, own_statistics: bool = False) -> Cuttable:
+        """A step as traced."""
+        traced = program.as_traced
+        form = traced.whole or traced
+        trace, graph = form.trace, form.graph
+        with suppress(MicrobatchError):  # it has no batch
+            trace, graph = laid_for_parts(trace, graph)
+        places = Places(graph)
+        stacks = tuple(stacks_of(trace, graph, places))
+        each = [_equal_starts(stack.length) for stack in stacks]
+        return cls._with(Whole(as_it_is(trace, graph), graph, places), stacks, each, own_statistics)
+
+    @classmethod
+    def _with(
+        cls, whole: Whole, stacks: tuple[Stack, ...], starts: Sequence[Sequence[int]], own_statistics: bool
+    ) -> Cuttable:
+        """A step whose loops are cut.
+
+        Args:
+            starts: of each stack, the first trips of its parts.
+        """
+        cut, graph, places = whole.step, whole.graph, whole.places
+        for stack, firsts in zip(stacks, starts, strict=True):
+            if len(firsts) > 1:
+                loops = [cut.origins.index((loop, 0)) for loop in stack.loops]
+                cut = unstacked(cut, places, stack_of(cut.trace, graph, places, loops), firsts)
+                graph = graph_of(cut.trace, cut.carried)
+                places = Places(graph)
+        refusal = None
+        try:
+            split = classify(cut.trace, graph, places, own_statistics=own_statistics)
+        except MicrobatchError as error:
+            split, refusal = classify(cut.trace, graph, places, alone=True), error
+        flow = Flow.of(cut.trace, graph, split, places)
+        return cls(whole, stacks, cut, flow, places, own_statistics, refusal)
+
+    @functools.cached_property
+    def chain(self) -> Chain:
+        """Its forward pass."""
+        return chain_of(self.flow)
+
+    def layers(self, starts: Sequence[int], num_microbatches: int) -> Layers:
+        """The step with a loop over microbatches, and the layer of all that it does.
+
+        Args:
+            starts: of each layer, the position in the chain of its first unit; the first is 0.
+
+        Raises:
+            MicrobatchError: where the batch has not so many equal parts, or cannot be split over time at all.
+        """
+        begun = itertools.accumulate(int(position in starts[1:]) for position in range(len(self.flow.forward)))
+        return self.layered(list(begun), num_microbatches)
+
+    def layered(self, layer_of: Sequence[int], num_microbatches: int) -> Layers:
+        """The same with layers that are any units, branches of a model for instance.
+
+        Args:
+            layer_of: of each unit of the chain, its layer. A layer reads none with a higher number.
+        """
+        if num_microbatches > 1:
+            if self.refusal is not None:
+                raise self.refusal
+            check_divides(self.flow.graph, num_microbatches)
+        layer_of = tuple(layer_of)
+        if layer_of not in self._labelled:
+            self._labelled.clear()  # of one clustering at a time
+            self._labelled[layer_of] = self._label(layer_of)
+        known = self._labelled[layer_of]
+        looped = rewritten(known.trace, known.graph, known.places, known.split, num_microbatches)
+        return Layers(self, known.cut, looped, known.free, known.homes, layer_of, num_microbatches)
+
+    def settled(
+        self, layer_of: Sequence[int], stage_of: Sequence[int], num_microbatches: int
+    ) -> tuple[StageProgram, ...]:
+        """The programs of the stages, once it is known which these are: trips of a loop that share a stage are one loop
+        then, and the cotangents of branches that do pass as one. Where there are neither, layers keep their numbers, so
+        that what is computed again is so layer by layer.
+
+        Args:
+            layer_of: as in `layered`. stage_of: of each layer, its stage; a stage reads none with a higher number.
+        """
+        if not self.stacks:
+            layers = self.layered(layer_of, num_microbatches)
+            if layers.homes.is_chain:
+                return layers.stages(stage_of)
+        merged = self.layered([stage_of[layer] for layer in layer_of], num_microbatches)
+        return merged.stages(range(merged.num_layers))
+
+    def _label(self, layer_of: Sequence[int]) -> _Labelled:
+        """The step whose equations know their layers, before it has microbatches."""
+        coarse, coarsely = self._joined(layer_of)
+        flow = coarse.flow
+        homes = homes_of(flow, coarsely)
+        trace, graph, places = labelled(flow, homes), flow.graph, coarse.places
+        summed = added_where_made(flow, trace)
+        if homes.twins or summed is not trace:  # it reads other values now
+            trace = summed
+            graph = graph_of(trace, graph.carried)
+            places = Places(graph)
+        alone = self.refusal is not None
+        split = classify(trace, graph, places, own_statistics=self.own_statistics, alone=alone)
+        free = frozenset(flow.graph.inputs) & flow.free_values
+        return _Labelled(coarse.cut, trace, graph, places, split, free, homes)
+
+    def _joined(self, layer_of: Sequence[int]) -> tuple[Cuttable, Sequence[int]]:
+        """The step with those trips of a loop in one that are in one layer, and the layer of each unit of that."""
+        if not self.stacks:
+            return self, layer_of
+        known: dict[tuple[int, int], int] = {}
+        for origin, layer in zip(self._chain_origins(), layer_of, strict=True):
+            known.setdefault(origin, layer)
+        bounds: list[Sequence[int]] = []
+        for stack in self.stacks:
+            of_trip = {trip: layer for (n, trip), layer in known.items() if n in stack.loops}
+            cuts = [b for a, b in itertools.pairwise(sorted(of_trip)) if of_trip[a] != of_trip[b]]
+            bounds.append((0, *cuts))
+        coarse = Cuttable._with(self.whole, self.stacks, bounds, self.own_statistics)
+        layers: list[int] = []
+        for origin in coarse._chain_origins():
+            layers.append(known.get(origin, layers[-1] if layers else 0))
+        return coarse, layers
+
+    def _chain_origins(self) -> list[tuple[int, int]]:
+        """Of each unit of the chain, what it is in the step whose loops are whole."""
+        return [self.cut.origins[self.flow.units[i].start] for i in self.flow.forward]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A step in microbatches whose equations know their layers. Made by `Cuttable.layers`.
+
+    Args:
+        cuttable: the step. cut: with its loops cut where layers begin.
+        trace: in microbatches.
+        free: inputs that every stage may have. homes: of all else, the layer.
+        layer_of: of each unit of the step's chain, its layer.
+    """
+
+    cuttable: Cuttable
+    cut: Unstacked
+    trace: Trace
+    free: frozenset[int]
+    homes: Homes
+    layer_of: tuple[int, ...]
+    num_microbatches: int
+
+    @property
+    def num_layers(self) -> int:
+        return max(self.layer_of) + 1
+
+    def stages(self, stage_of: Sequence[int]) -> tuple[StageProgram, ...]:
+        """The programs of the stages. `edges_of` says which feeds which.
+
+        Args:
+            stage_of: of each layer, its stage. A stage reads none with a higher number.
+        """
+        return tuple(map(self._program, stage_traces(self.trace, self._cut(stage_of))))
+
+    def run_of(self, first: int, last: int) -> StageProgram:
+        """The program of a stage of the layers from `first` to `last`, wherever the others are."""
+        stage_of = [0 if layer < first else 1 if layer <= last else 2 for layer in range(self.num_layers)]
+        used = sorted(set(stage_of))
+        cut = self._cut([used.index(stage) for stage in stage_of])
+        return self._program(stage_trace(self.trace, cut, used.index(1)))
+
+    def _cut(self, stage_of: Sequence[int]) -> Cut:
+        return Cut(tuple(stage_of), self.free, self.homes.lies, self.cut.carried)
+
+    def _program(self, stage: StageTrace) -> StageProgram:
+        positions = tuple(position for position, _ in stage.carried)
+        program = program_of_trace(stage.trace, stage.carried, positions, positions)
+        return StageProgram(program, *(tuple(map(self._of_leaf, ports)) for ports in (stage.inputs, stage.outputs)))
+
+    def _of_leaf(self, port: Port) -> Port:
+        """A port by the leaf of the step as it was traced."""
+        if port.kind not in ("argument", "result"):
+            return port
+        leaf = (self.cut.inputs if port.kind == "argument" else self.cut.outputs)[port.value]
+        return replace(port, value=leaf.position, rows=leaf.rows)
+
+
+def edges_of(stages: Sequence[StageProgram]) -> tuple[tuple[int, int], ...]:
+    """Which stage feeds which in each microbatch, as a schedule takes it: cotangents run the other way."""
+    makers = {port: s for s, stage in enumerate(stages) for port in stage.outputs if port.kind == "inside"}
+    between = {(makers[port], s) for s, stage in enumerate(stages) for port in stage.inputs if port.kind == "inside"}
+    return tuple(sorted({(min(pair), max(pair)) for pair in between}))
+
+
+def _equal_starts(length: int) -> Sequence[int]:
+    """Where the parts of a loop begin that are as fine as they get."""
+    parts = min(length, _FINEST)
+    return sorted({length * i // parts for i in range(parts)})
+
+
+#: A loop of more trips is cut between some of them only.
+_FINEST = 96

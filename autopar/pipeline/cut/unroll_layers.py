@@ -1,0 +1,460 @@
+"""Loops over layers, cut between trips.
+
+In: a trace, a `Stack` of it, and at which trips it is cut. Out: `Unstacked`: the same step, in which each loop of n trips
+is several of fewer, one after another, and what is stacked for them is in as many parts: slices of parameters come in,
+those of the renewed ones go out, and what an optimizer does to a stack of gradients it does to each part. What cannot
+be done to parts is done to the whole, put together again.
+
+A part reads no part but its own, and what a loop carries. What a loop only adds to, such as the gradient of a weight that
+all trips share, each part adds up by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax import lax
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand, Nest, Region, equations_of, items_of, laid, without_dead
+from autopar.ir.graph import Graph
+from autopar.frontend.accumulators import Sums
+from autopar.transforms.microbatch.slices import COMBINE
+from autopar.transforms.microbatch.batch_dims import Place, Places
+from autopar.transforms.microbatch.resize import is_as_written, resized
+from autopar.transforms.rewriting.equation_writer import Atom, Writer
+from autopar.pipeline.cut.layer_loops import Stack
+from autopar.frontend.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rows:
+    """Some layers of a stack.
+
+    Args:
+        dim: of the stacked array, which counts layers. start, stop: of the layers.
+    """
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An argument or a result of a step, or a part of it.
+
+    Args:
+        position: of the leaf. rows: of it; None for the whole.
+    """
+
+    position: int
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unstacked:
+    """A step whose loops over layers are cut.
+
+    Args:
+        inputs, outputs: what those of the trace are.
+        carried: positions of inputs and outputs of the trace that hold the same state.
+        origins: of each equation, which of the step's it is, and of which layer on: 0 of what is not in parts.
+    """
+
+    trace: Trace
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    carried: tuple[tuple[int, int], ...]
+    origins: tuple[tuple[int, int], ...]
+
+
+def as_it_is(trace: Trace, graph: Graph) -> Unstacked:
+    """A step as it is."""
+    inputs, outputs = (tuple(map(Leaf, range(len(side)))) for side in (trace.inputs, trace.outputs))
+    return Unstacked(trace, inputs, outputs, graph.carried, tuple((n, 0) for n in range(len(trace.equations))))
+
+
+def unstacked(before: Unstacked, places: Places, stack: Stack, starts: Sequence[int]) -> Unstacked:
+    """The step with the loops of a stack cut.
+
+    Args:
+        places: of the trace's graph. stack: of the trace.
+        starts: the first trip of each part; the first is 0.
+    """
+    return _Unstacking(before, places, stack, starts).run()
+
+
+class _Unstacking:
+    """Collects the new equations; the one mutable object of this module."""
+
+    def __init__(self, before: Unstacked, places: Places, stack: Stack, starts: Sequence[int]) -> None:
+        self.before, self.trace, self.places, self.dims = before, before.trace, places, stack.dims
+        self.loops = frozenset(stack.loops)
+        self.bounds = tuple(itertools.pairwise((*starts, stack.length)))
+        self.writer = Writer(self.trace)
+        self.items: list[Item] = []
+        self.origins: dict[int, tuple[int, int]] = {}  # by id of an equation
+        self.like = self.trace.equations[0]  # what is being written now
+        self.at = (0, 0)  # the origin of that
+        self.parts: dict[int, list[Atom]] = {}  # of a value, for each part of the stack
+        self.wholes: dict[int, Atom] = {}  # what stands for a value
+        self.sums = Sums(self.trace.equations)
+        self.region_at = {region.enter[0]: region for region in self.trace.regions}
+        #: The inputs that come in parts; those that were in parts before stay as they are.
+        self.split = {p for p in stack.dims.inputs if before.inputs[p].rows is None}
+
+    def run(self) -> Unstacked:
+        """The whole trace anew."""
+        for value in (self.trace.inputs[position] for position in self.split):
+            avals = [self._part_aval(value, bounds) for bounds in self.bounds]
+            self.parts[value] = [self.writer.new(aval, self.trace.repeats[value]) for aval in avals]
+        n = 0
+        for item in items_of(self.trace.equations, self.trace.regions):
+            self._stand_at(n)
+            if isinstance(item, Equation):
+                if not self._in_parts(n, item):
+                    self._add(self._reading_wholes(item))
+                n += 1
+                continue
+            if n in self.loops:
+                self._loop(self.region_at[n], item)
+            elif item.kind == "barrier":
+                self._barrier(item)
+            else:
+                enter = [self._reading_wholes(piece) for piece in item.enter]
+                self._add(Nest(item.kind, item.source, enter, item.sections, item.exit))
+            region = self.region_at[n]
+            n = max(region.exit[1], region.enter[1])
+        return self._finished()
+
+    def _stand_at(self, n: int) -> None:
+        equation = self.trace.equations[n]
+        self.like = replace(equation, repeat=1.0, piece=None)
+        self.at = self.before.origins[n]
+
+    # -- one equation ------------------------------------------------------------------------
+
+    def _in_parts(self, n: int, equation: Equation) -> bool:
+        """Write an equation for each part, where it can be and any of what it reads is in parts."""
+        dims, places = self.dims, self.places
+        held = [isinstance(atom, int) and atom in dims.places for atom in equation.operands]
+        if not any(held) and not any(v in dims.places for v in equation.results):
+            return False
+        factor = places.factor(n, dims)
+        if factor is None or places.created(n, factor):
+            return False
+        if any(held) and not any(isinstance(atom, int) and atom in self.parts for atom in equation.operands):
+            return False
+        kind = places.reduction(n, factor)
+        stacked = [] if kind is not None else list(equation.results)
+        if any(dims.of(value) is None for value in stacked):
+            return False
+        if not any(held):  # it makes a stack of none: whoever wants the whole has it
+            self._add(equation)
+            self.wholes.update({v: v for v in equation.results})
+        shapes = [self.trace.avals[atom].shape if isinstance(atom, int) else () for atom in equation.operands]
+        made = [self._one_part(equation, held, shapes, bounds, kind) for bounds in self.bounds]
+        if any(one is None for one in made):
+            return False
+        for j, value in enumerate(equation.results):
+            terms = [one[j] for one in made if one is not None]
+            if kind is None:
+                self.parts[value] = terms
+            else:
+                self.wholes[value] = self._combined(kind, terms)
+        return True
+
+    def _one_part(
+        self,
+        equation: Equation,
+        held: Sequence[bool],
+        whole: Sequence[tuple[int, ...]],
+        bounds: tuple[int, int],
+        kind: str | None,
+    ) -> list[Atom] | None:
+        """What an equation makes of a part; None where that has another shape than it should have."""
+        i = self.bounds.index(bounds)
+        avals = [self.trace.avals[v] if kind else self._part_aval(v, bounds) for v in equation.results]
+        atoms = [
+            self._part(a, i) if is_held and isinstance(a, int) else self._whole(a)
+            for a, is_held in zip(equation.operands, held, strict=True)
+        ]
+        self.at = (self.at[0], bounds[0])
+        if equation.piece is None and is_as_written(equation.source):
+            results = [self.writer.new(aval, equation.repeat) for aval in avals]
+            self._add(replace(equation, operands=tuple(atoms), results=tuple(results)))
+            return list(results)
+        params = sorted(equation.source.params.items(), key=lambda item: item[0])
+        shapes = [aval.shape for aval in avals]
+        made = self._write(
+            ("part", repr(params), repr(whole), repr(shapes)),
+            atoms,
+            lambda values: resized(equation.source, values, whole, shapes),
+        )
+        found = [self.writer.avals[one] for one in made if isinstance(one, int)]
+        alike = [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in avals]
+        return made if alike else None
+
+    def _combined(self, kind: str, terms: Sequence[Atom]) -> Atom:
+        total = terms[0]
+        for term in terms[1:]:
+            (total,) = self._write(("combine", kind), [total, term], lambda values: [COMBINE[kind](*values)])
+        return total
+
+    # -- regions -----------------------------------------------------------------------------
+
+    def _loop(self, region: Region, nest: Nest) -> None:
+        enters, leaves = (
+            [n for n in range(*span) if self.trace.equations[n].piece == piece]
+            for span, piece in ((region.enter, "enter_carry"), (region.exit, "exit_carry"))
+        )
+        summed = {enter for enter, _ in self.sums.of(region, list(zip(enters, leaves, strict=True)))}
+        adds = [enter in summed for enter in enters]
+        carry = [self._whole(self.trace.equations[n].operands[0]) for n in enters]
+        terms: list[list[Atom]] = [[] for _ in carry]
+        stacks: dict[int, list[Atom]] = {}
+        order = reversed(self.bounds) if nest.source.params["reverse"] else iter(self.bounds)
+        for bounds in order:
+            self.at = (self.at[0], bounds[0])
+            last = self._trips(nest, bounds, carry, stacks)
+            for one, term in zip(terms, last, strict=True):
+                one.append(term)
+            carry = [start if is_sum else end for start, is_sum, end in zip(carry, adds, last, strict=True)]
+        for n, is_sum, one in zip(leaves, adds, terms, strict=True):
+            (result,) = self.trace.equations[n].results
+            self.wholes[result] = self._combined("sum", one) if is_sum else one[-1]
+        for result, parts in stacks.items():
+            in_order = parts[::-1] if nest.source.params["reverse"] else parts
+            if self.dims.of(result) == Place(0):
+                self.parts[result] = in_order
+            else:
+                (self.wholes[result],) = self._write("join", in_order, lambda values: [lax.concatenate(values, 0)])
+
+    def _trips(
+        self, nest: Nest, bounds: tuple[int, int], carry: Sequence[Atom], stacks: dict[int, list[Atom]]
+    ) -> list[Atom]:
+        """Write some of a loop's trips; what they hand on."""
+        share = (bounds[1] - bounds[0]) / self.dims.size
+        env: dict[int, int] = {}
+        starts = iter(carry)
+        enter: list[Equation] = []
+        for piece in nest.enter:
+            (atom,) = piece.operands
+            if piece.piece == "enter_slice" and isinstance(atom, int):
+                operand = self._part_at(atom, Place(0), self.bounds.index(bounds))
+            else:
+                operand = next(starts) if piece.piece == "enter_carry" else self._whole(atom)
+            repeat = piece.repeat * (share if piece.piece == "enter_slice" else 1.0)
+            enter.append(replace(piece, operands=(operand,), results=self._renewed(piece, env, share), repeat=repeat))
+        sections = [[self._again(item, env, share) for item in section] for section in nest.sections]
+        leave: list[Equation] = []
+        last: list[Atom] = []
+        for piece in nest.exit:
+            (value,) = piece.results
+            is_stack = piece.piece == "exit_stack"
+            aval = self.trace.avals[value]
+            if is_stack:
+                aval = aval.update(shape=(bounds[1] - bounds[0], *aval.shape[1:]))
+            result = self.writer.new(aval, self.trace.repeats[value])
+            operands = tuple(env.get(a, a) if isinstance(a, int) else a for a in piece.operands)
+            repeat = piece.repeat * (share if is_stack else 1.0)
+            leave.append(replace(piece, operands=operands, results=(result,), repeat=repeat))
+            if is_stack:
+                stacks.setdefault(value, []).append(result)
+            else:
+                last.append(result)
+        source = jax_compat.scan_with_length(nest.source, bounds[1] - bounds[0])
+        self._add(Nest(nest.kind, source, enter, sections, leave))
+        return last
+
+    def _again(self, item: Item, env: dict[int, int], share: float) -> Item:
+        """What stands in a loop's body, in another one."""
+        if isinstance(item, Equation):
+            operands = tuple(env.get(a, a) if isinstance(a, int) else a for a in item.operands)
+            return replace(item, operands=operands, results=self._renewed(item, env, share), repeat=item.repeat * share)
+
+        def all_of(items: Iterable[Item]) -> list[Any]:
+            return [self._again(one, env, share) for one in items]
+
+        enter = all_of(item.enter)
+        sections = [all_of(section) for section in item.sections]
+        return Nest(item.kind, item.source, enter, sections, all_of(item.exit))
+
+    def _renewed(self, equation: Equation, env: dict[int, int], share: float) -> tuple[int, ...]:
+        for value in equation.results:
+            env[value] = self.writer.new(self.trace.avals[value], self.trace.repeats[value] * share)
+        return tuple(env[value] for value in equation.results)
+
+    def _barrier(self, nest: Nest) -> None:
+        """What is in parts waits for the others of its part only."""
+        nests = [Nest(nest.kind, nest.source, [], [], []) for _ in range(len(self.bounds) + 1)]
+        for piece in nest.enter:
+            (atom,), (value,) = piece.operands, piece.results
+            place = self.dims.of(value)
+            if not isinstance(atom, int) or atom not in self.parts or place is None or place != self.dims.of(atom):
+                nests[-1].enter.append(self._reading_wholes(piece))
+                continue
+            self.parts[value] = []
+            for part, bounds, one in zip(self.parts[atom], self.bounds, nests, strict=False):
+                new = self.writer.new(self._part_aval(value, bounds), self.trace.repeats[value])
+                one.enter.append(replace(piece, operands=(part,), results=(new,)))
+                self.parts[value].append(new)
+        for one, (start, _) in zip(nests, (*self.bounds, (0, 0)), strict=True):
+            self.at = (self.at[0], start)
+            if one.enter:
+                self._add(one)
+
+    # -- operands ----------------------------------------------------------------------------
+
+    def _reading_wholes(self, equation: Equation) -> Equation:
+        return replace(equation, operands=tuple(map(self._whole, equation.operands)))
+
+    def _whole(self, atom: Atom) -> Atom:
+        """What stands for a value as it was."""
+        if isinstance(atom, LiteralOperand) or (atom not in self.wholes and atom not in self.parts):
+            return atom
+        if atom not in self.wholes:
+            place, shape = self.dims.of(atom), self.trace.avals[atom].shape
+            assert place is not None
+            (self.wholes[atom],) = self._write(
+                ("join", place, shape), self.parts[atom], lambda values: [self._joined(values, place, shape)]
+            )
+        return self.wholes[atom]
+
+    def _part(self, value: int, i: int) -> Atom:
+        """A part of a value; of what is not in parts, a slice."""
+        if value not in self.parts:
+            place = self.dims.of(value)
+            assert place is not None
+            self.parts[value] = [self._part_at(value, place, j) for j in range(len(self.bounds))]
+        return self.parts[value][i]
+
+    def _part_at(self, value: int, place: Place, i: int) -> Atom:
+        if value in self.parts and self.dims.of(value) == place:
+            return self.parts[value][i]
+        (start, stop), whole, at = self.bounds[i], self._whole(value), self.at
+        self.at = (at[0], start)
+        (part,) = self._write(
+            ("slice", place, start, stop), [whole], lambda values: [self._cut(values[0], place, start, stop)]
+        )
+        self.at = at
+        return part
+
+    def _part_aval(self, value: int, bounds: tuple[int, int]) -> Any:
+        place, aval = self.dims.of(value), self.trace.avals[value]
+        assert place is not None
+        size = aval.shape[place.dim] // self.dims.size * (bounds[1] - bounds[0])
+        return aval.update(shape=(*aval.shape[: place.dim], size, *aval.shape[place.dim + 1 :]))
+
+    def _apart(self, shape: Sequence[int], place: Place) -> tuple[tuple[int, ...], int]:
+        """A shape in which layers are a dim of their own, and its position."""
+        dim, minor = place.dim, place.minor
+        of_layers = shape[dim] // minor
+        major = max(1, of_layers // self.dims.size)
+        outer = (*shape[:dim], *(size for size in (major,) if size > 1))
+        inner = (*(size for size in (minor,) if size > 1), *shape[dim + 1 :])
+        return (*outer, of_layers // major, *inner), len(outer)
+
+    def _cut(self, value: Any, place: Place, start: int, stop: int) -> Any:
+        shape, at = self._apart(value.shape, place)
+        part = lax.slice_in_dim(lax.reshape(value, shape), start, stop, axis=at)
+        size = value.shape[place.dim] // self.dims.size * (stop - start)
+        return lax.reshape(part, (*value.shape[: place.dim], size, *value.shape[place.dim + 1 :]))
+
+    def _joined(self, values: Sequence[Any], place: Place, shape: tuple[int, ...]) -> Any:
+        apart, at = self._apart(shape, place)
+        lengths = (stop - start for start, stop in self.bounds)
+        shapes = [(*apart[:at], length, *apart[at + 1 :]) for length in lengths]
+        parts = [lax.reshape(value, one) for value, one in zip(values, shapes, strict=True)]
+        return lax.reshape(lax.concatenate(parts, at), shape)
+
+    # -- the list ----------------------------------------------------------------------------
+
+    def _add(self, item: Item) -> None:
+        self.items.append(item)
+        self.origins.update({id(equation): self.at for equation in equations_of(item)})
+
+    def _write(self, what: Any, atoms: Sequence[Atom], function: Any) -> list[Atom]:
+        items: list[Item] = []
+        made = self.writer.write(items, self.like, what, atoms, function)
+        for item in items:
+            self._add(item)
+        return made
+
+    # -- the step's border -------------------------------------------------------------------
+
+    def _finished(self) -> Unstacked:
+        self._stand_at(len(self.trace.equations) - 1)
+        outputs: list[tuple[Leaf, Atom, str]] = []
+        given: list[range] = []
+        renews = {b: a for a, b in self.before.carried}
+        leaves = zip(self.before.outputs, self.trace.outputs, self.trace.output_paths, strict=True)
+        for position, (leaf, atom, path) in enumerate(leaves):
+            place, start = self._leaves_in_parts(leaf, atom, renews.get(position)), len(outputs)
+            if place is None or not isinstance(atom, int):
+                outputs.append((leaf, self._whole(atom), path))
+            else:
+                values = [self._part_at(atom, place, i) for i in range(len(self.bounds))]
+                outputs += self._rows(leaf, place, values, path)
+            given.append(range(start, len(outputs)))
+        inputs: list[tuple[Leaf, Atom, str]] = []
+        carried: list[tuple[int, int]] = []
+        state = dict(self.before.carried)
+        leaves = zip(self.before.inputs, self.trace.inputs, self.trace.input_paths, strict=True)
+        for position, (leaf, value, path) in enumerate(leaves):
+            place, start = self.dims.of(value), len(inputs)
+            if position in self.split and place is not None:
+                inputs += self._rows(leaf, place, self.parts[value], path)
+            else:
+                inputs.append((leaf, value, path))
+            if position in state:
+                carried += zip(range(start, len(inputs)), given[state[position]], strict=True)
+        return self._with(inputs, outputs, carried)
+
+    def _with(
+        self,
+        inputs: Sequence[tuple[Leaf, Atom, str]],
+        outputs: Sequence[tuple[Leaf, Atom, str]],
+        carried: Sequence[tuple[int, int]],
+    ) -> Unstacked:
+        live = {atom for _, atom, _ in outputs if isinstance(atom, int)}
+        equations, regions = laid(without_dead(self.items, live))
+        trace = replace(
+            self.trace,
+            equations=equations,
+            regions=regions,
+            avals=tuple(self.writer.avals),
+            repeats=tuple(self.writer.repeats),
+            inputs=tuple(value for _, value, _ in inputs if isinstance(value, int)),
+            outputs=tuple(atom for _, atom, _ in outputs),
+            constants=tuple((value, constant) for value, constant in self.trace.constants if value in live),
+            input_paths=tuple(path for *_, path in inputs),
+            output_paths=tuple(path for *_, path in outputs),
+            in_tree=jax.tree.structure((0,) * len(inputs)),
+            out_tree=jax.tree.structure((0,) * len(outputs)),
+        )
+        return Unstacked(
+            trace,
+            tuple(leaf for leaf, *_ in inputs),
+            tuple(leaf for leaf, *_ in outputs),
+            tuple(carried),
+            tuple(self.origins[id(equation)] for equation in equations),
+        )
+
+    def _rows(self, leaf: Leaf, place: Place, values: Sequence[Atom], path: str) -> Iterator[tuple[Leaf, Atom, str]]:
+        for (start, stop), value in zip(self.bounds, values, strict=True):
+            yield Leaf(leaf.position, Rows(place.dim, start, stop)), value, f"{path}[{':, ' * place.dim}{start}:{stop}]"
+
+    def _leaves_in_parts(self, leaf: Leaf, atom: Atom, renewed: int | None) -> Place | None:
+        """Where a result of the step is cut: state as it comes in, all else where it is made in parts."""
+        if renewed is not None:
+            return self.dims.of(self.trace.inputs[renewed]) if renewed in self.split else None
+        if leaf.rows is not None or not isinstance(atom, int) or atom not in self.parts:
+            return None
+        place, shape = self.dims.of(atom), self.trace.avals[atom].shape
+        return place if place is not None and shape[place.dim] == self.dims.size else None

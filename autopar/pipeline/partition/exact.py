@@ -1,0 +1,184 @@
+"""Layers to stages on submeshes, proven optimal: dynamic programming along the line of devices.
+
+In: a `PartitionProblem`. Out: a `Partition`. For a limit on `repeated` the dynamic programme (`line_program.py`) finds
+the least sum of `once`; the search (`bottleneck.py`) finds the limit, and asks prices as late as it can
+(`prices.py`). Every order of the cluster's groups is a line of its own. Devices stay idle only where that makes the
+objective smaller: among equal partitions stages get the larger submesh.
+
+The memory that a stage needs depends on how many stages come after it. So stages are counted, which makes a dynamic
+programme that many times as large; it is only done where the cheapest partition without the count does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.pipeline.partition.bottleneck import PROVEN, Budget, Progress, Stages, searched
+from autopar.pipeline.partition.cluster import Line, lines
+from autopar.pipeline.partition.dynamic_program import Found, Hops, solve
+from autopar.pipeline.partition.problem import Partition, PartitionProblem, Shortage, Stage
+from autopar.pipeline.partition.price_tables import Prices
+from autopar.pipeline.partition.transfer_tables import Transfers
+from autopar.solve.problem import Status
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPartitioner:
+    """The package's `Partitioner`.
+
+    Args:
+        time_limit_s: seconds; then the best partition so far is returned, with its bound. Ctrl-C does the same.
+        progress: called with the best cost and the lower bound, in seconds, when one of them changed.
+        relative_gap: cost and bound as close as that end the search.
+    """
+
+    time_limit_s: float = math.inf
+    progress: Progress | None = None
+    relative_gap: float = PROVEN
+
+    def partition(self, problem: PartitionProblem) -> Partition:
+        """The cheapest partition.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C before any was found.
+        """
+        prices, transfers = Prices(problem), Transfers(problem)
+        counts = _num_stages(problem)
+        variants = [
+            _OnLine(line, prices, transfers, count)
+            for line in lines(problem.cluster, problem.all_shapes)
+            for count in counts
+        ]
+        budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap)
+        search = searched(variants, prices, budget, self.progress)
+        reason, shortage = "", None
+        if search.status is Status.INFEASIBLE:
+            shortage = _least_shortage(variants)
+            reason = str(shortage) if shortage else _unplaced(prices)
+        return Partition(
+            stages=search.best,
+            cost_s=search.cost,
+            lower_bound_s=math.inf if search.status is Status.INFEASIBLE else search.bound,
+            status=search.status,
+            num_queries=prices.num_queries,
+            others=search.others(),
+            reason=reason,
+            shortage=shortage,
+            slack_s=prices.slack_s,
+        )
+
+
+def _num_stages(problem: PartitionProblem) -> list[int | None]:
+    """Numbers of stages that must be looked at one by one: the one that is asked for, or all where the microbatches in
+    flight depend on it."""
+    if problem.num_stages is not None:
+        return [problem.num_stages]
+    in_flight, most = problem.objective.in_flight, problem.most_stages
+    for after in range(most):
+        if len({in_flight(after, count) for count in range(after + 1, most + 1)}) > 1:
+            return list(range(1, most + 1))
+    return [None]
+
+
+@dataclass(slots=True)
+class _OnLine:
+    """All partitions on one line, of some number of stages or of any."""
+
+    line: Line
+    prices: Prices
+    transfers: Transfers
+    num_stages: int | None
+    _in_flight: np.ndarray = field(init=False)  # by the number of stages from one to the end; 0 is not used
+
+    def __post_init__(self) -> None:
+        problem = self.prices.problem
+        counts = range(1, problem.most_stages + 1)
+        flights = [problem.objective.in_flight(n - 1, self.num_stages or problem.most_stages) for n in counts]
+        self._in_flight = np.array([flights[0], *flights], float)
+
+    def cheapest(self, limit: float) -> tuple[float, Stages | None] | None:
+        """See `bottleneck.Variant`."""
+        prices = self.prices
+        hops, above = self.transfers.hops(prices.repeated, limit)
+        once = np.where(above, np.inf, prices.once)
+        if self.num_stages is None:
+            least = np.array([self._in_flight.min()])
+            found = solve(self.line, np.where(prices.fitting(least), once[..., None], np.inf), hops)
+            if found is None or self._all_fit(found):
+                return self._outcome(found)
+        fitting = prices.fitting(self._in_flight)
+        found = solve(self.line, np.where(fitting, once[..., None], np.inf), hops, num_stages=self.num_stages)
+        return self._outcome(found)
+
+    def least_limit(self) -> float:
+        """See `bottleneck.Variant`; transfers and the number of stages are left out."""
+        prices = self.prices
+        fitting = prices.fitting(np.array([self._in_flight.min()]))
+        found = solve(
+            self.line, np.where(fitting, prices.repeated[..., None], np.inf), self._free(), combine=np.maximum
+        )
+        return math.inf if found is None else found.cost
+
+    def ask(self, stages: Stages) -> bool:
+        """See `bottleneck.Variant`."""
+        return self.prices.ask(self.prices.runs(stages))
+
+    def figures(self, stages: Stages) -> tuple[float, float]:
+        """See `bottleneck.Variant`."""
+        return self.prices.figures(stages)
+
+    def least_shortage(self) -> tuple[float, Shortage] | None:
+        """The partition whose worst stage lacks least, and that stage; None where some layer can be nowhere."""
+        prices = self.prices
+        while True:
+            lacking = np.maximum(prices.holding(self._in_flight) - prices.budget[:, None], 0.0)
+            lacking = np.where(np.isfinite(prices.once)[..., None], lacking, np.inf)
+            found = solve(self.line, lacking, self._free(), combine=np.maximum, num_stages=self.num_stages)
+            if found is None:
+                return None
+            stages = self._stages(found)
+            if not self.ask(stages):
+                break
+        worst, shortage = -math.inf, None
+        for number, (stage, run) in enumerate(zip(stages, prices.runs(stages), strict=True)):
+            in_flight = float(self._in_flight[len(stages) - number])
+            needed, budget = prices.holds(run, in_flight), float(prices.budget[run[2]])
+            if needed - budget > worst:
+                worst, shortage = needed - budget, Shortage(stage, in_flight, needed, budget)
+        assert shortage is not None
+        return found.cost, shortage
+
+    def _all_fit(self, found: Found) -> bool:
+        last = len(found.stages)
+        return last < len(self._in_flight) and all(
+            self.prices.fits((i, j, int(self.line.shape[place])), self._in_flight[last - number])
+            for number, (i, j, place) in enumerate(found.stages)
+        )
+
+    def _outcome(self, found: Found | None) -> tuple[float, Stages] | None:
+        return None if found is None else (found.cost, self._stages(found))
+
+    def _stages(self, found: Found) -> Stages:
+        return tuple(Stage(i, j, self.line.submeshes[place]) for i, j, place in found.stages)
+
+    def _free(self) -> Hops:
+        return Hops.free(self.prices.problem.num_layers, len(self.prices.shapes))
+
+
+def _least_shortage(variants: list[_OnLine]) -> Shortage | None:
+    found = [shortage for variant in variants if (shortage := variant.least_shortage()) is not None]
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _unplaced(prices: Prices) -> str:
+    """Why no partition is possible, whatever the memory."""
+    nowhere = [
+        layer for layer in range(prices.problem.num_layers) if not np.isfinite(prices.once[: layer + 1, layer:]).any()
+    ]
+    if nowhere:
+        return f"no submesh of {prices.problem.cluster} can run layer {nowhere[0]}"
+    return f"no way to cut the layers leaves every stage a submesh of {prices.problem.cluster} that can run it"

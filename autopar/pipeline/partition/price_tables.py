@@ -1,0 +1,234 @@
+"""Prices of stages as tables: exact where they were asked, optimistic everywhere else.
+
+In: a `PartitionProblem`. Out: `Prices`, whose tables hold for every run of layers and every shape either the price or a
+bound from below, by the problem's `bound` and by what its `growth` lets one infer from prices that are known. A search
+that is optimal by these tables, and whose stages were all asked, is optimal. So only the stages of partitions that look
+best are asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+
+from autopar.pipeline.partition.cluster import SubmeshShape
+from autopar.pipeline.partition.problem import Growth, PartitionProblem, Stage, StageCost
+
+Run = tuple[int, int, int]  # first layer, last layer, number of the shape
+ROUNDING = 1e-12  # relative
+_HALVINGS = 20
+_MARGIN = 1.1
+
+
+class Prices:
+    """Tables over first layer, last layer and shape; float[layers, layers, shapes], `inf` where a run cannot be.
+
+    Attributes:
+        once, repeated: what the objective makes of a stage, but for transfers.
+        state, working, flight: bytes always held, besides while working, and per microbatch in flight.
+        asked: which prices are known.
+        num_queries: how many were asked, equal runs once.
+        overstated: whether a price was found to be below what `growth` says.
+        budget: float[shapes].
+    """
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        self.problem, self.shapes = problem, problem.all_shapes
+        n, num_shapes = problem.num_layers, len(self.shapes)
+        self._number = {shape: index for index, shape in enumerate(self.shapes)}
+        self.budget = np.array([problem.budget_bytes[shape.kind] for shape in self.shapes], float)
+        empty = np.arange(n)[:, None] > np.arange(n)
+        self.once, self.repeated, self.state, self.working, self.flight = (
+            np.where(empty[:, :, None], np.inf, np.zeros((n, n, num_shapes))) for _ in range(5)
+        )
+        self._tables = (self.once, self.repeated, self.state, self.working, self.flight)
+        self._base = tuple(table.copy() for table in self._tables)  # what is known without `growth`
+        self.asked = np.zeros((n, n, num_shapes), bool)
+        self.num_queries = 0
+        self._all = list(range(num_shapes))
+        self.overstated = False
+        self._slack = np.zeros((len(self._tables), num_shapes))
+        self._costs: dict[Run, StageCost | None] = {}
+        self._equal = _equal_runs(n, problem.layer_keys)
+        self._bound_all()
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def ask(self, runs: Iterable[Run]) -> bool:
+        """Ask the prices of runs; whether any was not known before."""
+        new = {run for run in runs if not self.asked[run]}
+        if self.problem.together:
+            shapes, n = {shape for _, _, shape in new}, self.problem.num_layers
+            new = {
+                (i, j, shape) for shape in shapes for i in range(n) for j in range(i, n) if not self.asked[i, j, shape]
+            }
+        for first, last, shape in sorted(new):
+            if not self.asked[first, last, shape]:
+                self._ask(first, last, shape)
+        if new:
+            self._infer(sorted({shape for _, _, shape in new}))
+        return bool(new)
+
+    def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+        """One price, asked where it is not known."""
+        run = first, last, self._number[shape]
+        if run not in self._costs:
+            self._ask(*run)
+        return self._costs[run]
+
+    def _ask(self, first: int, last: int, shape: int) -> None:
+        cost = self.problem.cost(first, last, self.shapes[shape])
+        self.num_queries += 1
+        before = [float(table[first, last, shape]) for table in self._tables]
+        for one, other in self._equal[first, last]:
+            self._costs[one, other, shape] = cost
+            self.asked[one, other, shape] = True
+            self._put(one, other, shape, cost)
+        if cost is not None:
+            for table, base, bound in zip(self._tables, self._base, before, strict=True):
+                inferred = bound > base[first, last, shape]
+                self.overstated |= inferred and float(table[first, last, shape]) < bound * (1 - ROUNDING)
+
+    def _put(self, first: int, last: int, shape: int, cost: StageCost | None) -> None:
+        at, objective = (first, last, shape), self.problem.objective
+        if cost is None:
+            self.once[at] = self.repeated[at] = np.inf
+            return
+        self.once[at], self.repeated[at] = objective.once_s(cost), objective.repeated_s(cost)
+        self.state[at], self.working[at], self.flight[at] = cost.state_bytes, cost.working_bytes, cost.flight_bytes
+
+    # -- bounds ----------------------------------------------------------------------------------
+
+    def loosen(self) -> None:
+        """Trust `growth` less: let joining two runs save as much as it does by the prices that are known, and some
+        more."""
+        for number in range(len(self._tables)):
+            none, most = np.zeros(len(self.shapes)), self._saved(number, np.zeros(len(self.shapes)))
+            if not most.any():
+                continue
+            for _ in range(_HALVINGS):  # what is left of the largest excess when that much may be saved
+                middle = (none + most) / 2
+                holds = self._saved(number, middle) <= 0
+                none, most = np.where(holds, none, middle), np.where(holds, middle, most)
+            self._slack[number] = np.maximum(self._slack[number], _MARGIN * most)
+        self.overstated = False
+        self._infer(self._all)
+
+    @property
+    def slack_s(self) -> float:
+        """What two runs may save by being one, seconds of the objective's figures, on some shape."""
+        return float(self._slack[:2].max())
+
+    def _saved(self, number: int, slack: np.ndarray) -> np.ndarray:
+        """How far known prices are below what `growth` makes of others, by shape."""
+        table = self._tables[number]
+        inferred = self._inferred(number, slack, self._all)
+        known = self.asked & np.isfinite(inferred) & np.isfinite(table)
+        excess = np.where(known, inferred, 0.0) - np.where(known, table, 0.0)
+        return np.where(excess > ROUNDING * np.where(known, table, 0.0), excess, 0.0).max(axis=(0, 1), initial=0.0)
+
+    def _bound_all(self) -> None:
+        """Before anything is asked: the problem's bounds; what has none is asked."""
+        n, bound = self.problem.num_layers, self.problem.bound
+        if bound is not None:
+            for i, j, c in self._every_run():
+                self._put(i, j, c, bound(i, j, self.shapes[c]))
+                for base, table in zip(self._base, self._tables, strict=True):
+                    base[i, j, c] = table[i, j, c]
+            self._infer(self._all)
+        elif self.problem.growth is Growth.UNKNOWN:
+            self.ask(self._every_run())
+        else:
+            self.ask([(i, i, c) for i in range(n) for c in range(len(self.shapes))])
+
+    def _every_run(self) -> list[Run]:
+        n = self.problem.num_layers
+        return [(i, j, c) for i in range(n) for j in range(i, n) for c in range(len(self.shapes))]
+
+    def _infer(self, shapes: list[int]) -> None:
+        """Bounds of longer runs on these shapes, by those of the runs in them."""
+        if self.problem.growth is Growth.UNKNOWN:
+            return
+        known = self.asked[..., shapes]
+        for number, (table, base) in enumerate(zip(self._tables, self._base, strict=True)):
+            inferred = np.maximum(base[..., shapes], self._inferred(number, self._slack[number, shapes], shapes))
+            table[..., shapes] = np.where(known, table[..., shapes], inferred)
+
+    def _inferred(self, number: int, slack: np.ndarray, shapes: list[int]) -> np.ndarray:
+        """Bounds of all runs on some shapes by those of shorter ones.
+
+        Args:
+            number: of the table.
+            slack: what joining two runs may save; float[shapes].
+        """
+        adds = np.array([self.shapes[shape].parts == 1 for shape in shapes])  # parts of a submesh work side by side
+        adds &= self.problem.growth is Growth.SUPERADDITIVE and self._tables[number] is not self.working
+        table, base, known = (t[..., shapes] for t in (self._tables[number], self._base[number], self.asked))
+        start = np.where(known, table, base)
+        found = np.zeros(start.shape)
+        loops = importlib.import_module("autopar.pipeline.partition.dynamic_program_numba")
+        loops.from_shorter(start, known, adds, slack, start.copy(), found)
+        return found
+
+    # -- a partition -----------------------------------------------------------------------------
+
+    def runs(self, stages: Sequence[Stage]) -> list[Run]:
+        """Their entries in the tables."""
+        return [(stage.first, stage.last, self._number[stage.submesh.shape]) for stage in stages]
+
+    def holds(self, run: Run, in_flight: float) -> float:
+        """Bytes per device, by the tables."""
+        return float(self.state[run] + self.working[run] + in_flight * self.flight[run])
+
+    def fits(self, run: Run, in_flight: float) -> bool:
+        """Whether the budget of its kind of device has room for that, but for rounding."""
+        return self.holds(run, in_flight) <= self.budget[run[2]] * (1 + ROUNDING)
+
+    def fitting(self, in_flight: np.ndarray) -> np.ndarray:
+        """The same for all runs and each of these numbers: bool[layers, layers, shapes, numbers]."""
+        return self.holding(in_flight) <= (self.budget * (1 + ROUNDING))[:, None]
+
+    def holding(self, in_flight: np.ndarray) -> np.ndarray:
+        """Bytes per device of all runs with each of these numbers: float[layers, layers, shapes, numbers]."""
+        return (self.state + self.working)[..., None] + self.flight[..., None] * in_flight
+
+    def figures(self, stages: Sequence[Stage]) -> tuple[float, float]:
+        """The sum of `once` and the largest `repeated` by the tables, transfers included; memory is not looked at."""
+        objective, transfer_s = self.problem.objective, self.problem.transfer_s
+        total, largest = 0.0, 0.0
+        for number, (stage, run) in enumerate(zip(stages, self.runs(stages), strict=True)):
+            sent = 0.0
+            if number + 1 < len(stages):
+                mesh, following = stage.submesh, stages[number + 1].submesh
+                sent = transfer_s(stage.last + 1, mesh.shape, following.shape, mesh.shares_host(following))
+            total += float(self.once[run]) + objective.transfer_once * sent
+            largest = max(largest, float(self.repeated[run]) + objective.transfer_repeated * sent)
+        return total, largest
+
+    def evaluate(self, stages: Sequence[Stage]) -> float:
+        """The objective of a chain of stages, all prices asked; `inf` where one does not fit."""
+        runs = self.runs(stages)
+        for run in runs:
+            if not self.asked[run]:
+                self._ask(*run)
+        in_flight = self.problem.objective.in_flight
+        for number, run in enumerate(runs):
+            if not self.fits(run, in_flight(len(stages) - 1 - number, len(stages))):
+                return float("inf")
+        return sum(self.figures(stages))
+
+
+def _equal_runs(num_layers: int, keys: Sequence[Hashable] | None) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Of each run, all runs of equal layers."""
+    numbers: dict[Hashable, int] = {}
+    layers = [numbers.setdefault(key, len(numbers)) for key in (range(num_layers) if keys is None else keys)]
+    alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for first in range(num_layers):
+        for last in range(first, num_layers):
+            members = alike.setdefault(tuple(layers[first : last + 1]), [])
+            members.append((first, last))
+            found[first, last] = members
+    return found

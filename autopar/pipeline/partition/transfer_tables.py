@@ -1,0 +1,89 @@
+"""Seconds between stages as tables, and which transfers a limit forbids.
+
+In: a `PartitionProblem`. Out: `Transfers`, asked once of every pair of shapes; for a limit, the `Hops` of the dynamic
+programme: a run whose own time leaves little below the limit may only go on over quick transfers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.pipeline.partition.dynamic_program import Hops
+from autopar.pipeline.partition.problem import PartitionProblem
+
+
+class Transfers:
+    """Tables over the first layer of the target, and the shapes of source and target; seconds of one microbatch.
+
+    Attributes:
+        inside: in one host, `inf` where both cannot be in one. across: otherwise. float[layers, shapes, shapes]
+    """
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        shapes, objective = problem.all_shapes, problem.objective
+        self.inside = np.full((problem.num_layers, len(shapes), len(shapes)), np.inf)
+        self.across = np.full(self.inside.shape, np.inf)
+        most = {
+            kind: max(g.devices_per_host for g in problem.cluster.groups if g.kind == kind)
+            for kind in problem.cluster.kinds
+        }
+        for i, source in enumerate(shapes):
+            for j, target in enumerate(shapes):
+                alone = source.num_hosts == target.num_hosts == 1 and source.kind == target.kind
+                together = alone and source.num_devices + target.num_devices <= most[source.kind]
+                for layer in range(1, problem.num_layers):
+                    self.across[layer, i, j] = problem.transfer_s(layer, source, target, False)
+                    if together:
+                        self.inside[layer, i, j] = problem.transfer_s(layer, source, target, True)
+        self._once, self._repeated = objective.transfer_once, objective.transfer_repeated
+        self._steps = np.sort(np.concatenate([self.inside, self.across], axis=2), axis=2)
+
+    def hops(self, repeated: np.ndarray, limit: float) -> tuple[Hops, np.ndarray]:
+        """Transfers under a limit.
+
+        Args:
+            repeated: of each run, without its transfer; float[layers, layers, shapes].
+
+        Returns:
+            The hops, and the runs that are above the limit, even with the quickest transfer: bool, as `repeated`.
+        """
+        inside, across = (np.where(np.isfinite(t), self._once * t, np.inf)[:, None] for t in (self.inside, self.across))
+        level = np.zeros(repeated.shape, int)
+        if self._repeated == 0 or np.isinf(limit):
+            return Hops(inside, across, level), repeated > limit
+        num_layers = len(repeated)
+        allowed = self._num_allowed(limit - repeated)
+        above = (repeated > limit) | (allowed == 0)
+        # Of the transfers before a layer, those in the first steps of each shape, so many; a level is such a number.
+        used = [np.unique(allowed[:, layer - 1][~above[:, layer - 1]]) for layer in range(1, num_layers)]
+        most = np.full((num_layers, max([len(counts) for counts in used], default=0) or 1, repeated.shape[2]), np.inf)
+        for layer, counts in enumerate(used, start=1):
+            if len(counts):
+                level[:, layer - 1] = np.minimum(np.searchsorted(counts, allowed[:, layer - 1]), len(counts) - 1)
+            for number, count in enumerate(counts.tolist()):
+                if count < self._everything:
+                    most[layer, number] = self._steps[layer, :, count - 1]
+        inside, across = (
+            np.where(seconds[:, None] <= most[..., None], costs, np.inf)
+            for seconds, costs in ((self.inside, inside), (self.across, across))
+        )
+        return Hops(inside, across, level), above
+
+    @property
+    def _everything(self) -> int:
+        """Stands for all steps, however many a shape has."""
+        return self._steps.shape[2] + 1
+
+    def _num_allowed(self, slack: np.ndarray) -> np.ndarray:
+        """Of each run, how many of its steps its slack leaves room for."""
+        steps = self._repeated * self._steps[1:]
+        finite = np.isfinite(steps)
+        before = slack[:, :-1]  # by the last layer, so of the transfer before the next
+        allowed = np.full(slack.shape, self._everything)
+        allowed[:, :-1] = np.where(before < steps[..., 0], 0, self._everything)
+        between = (before >= steps[..., 0]) & (before < np.where(finite, steps, -np.inf).max(axis=2))
+        for layer, shape in np.argwhere(between.any(axis=0)).tolist():
+            runs = between[:, layer, shape]
+            count = np.searchsorted(steps[layer, shape], before[runs, layer, shape], side="right")
+            allowed[runs, layer, shape] = count
+        return allowed

@@ -1,0 +1,93 @@
+"""Shares of a batch on their way to the stage that reads it.
+
+In: of an array this process's share of the first dim, one equal part for each process in their order. Out: the array as
+it lies at its home, the submesh of a stage; in other processes without local shards. Each share goes from one device of
+its process to one of each process that has rows of it, and is laid out there. Every process makes every move, in one
+order (see `crossings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.pipeline.run.transfers import Crossing, Wire, devices_of, is_mine, without_shards
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A share's to a process that has rows of it. `crossing` is None where that process gives it itself."""
+
+    sender: int
+    receiver: int
+    crossing: Crossing | None
+
+
+class Gathering:
+    """Brings the shares of arrays to their home.
+
+    Args:
+        sharding: of the whole array there.
+    """
+
+    def __init__(self, sharding: NamedSharding) -> None:
+        self.sharding = sharding
+        first: dict[int, Any] = {}
+        for device in jax.devices():
+            first.setdefault(device.process_index, device)
+        self.ends = {
+            process: NamedSharding(
+                Mesh(np.array([device], dtype=object), ("one",), axis_types=(AxisType.Auto,)), PartitionSpec()
+            )
+            for process, device in first.items()
+        }
+        self._known: dict[tuple[Shape, np.dtype], list[_Way]] = {}
+
+    def __call__(self, share: np.ndarray, shape: Shape) -> jax.Array:
+        """The array of this process's share.
+
+        Args:
+            shape: of the whole; its first dim has as many equal parts as there are processes.
+        """
+        key = (share.shape, share.dtype)
+        if key not in self._known:
+            self._known[key] = list(self._ways(share.shape, share.dtype, shape))
+        here, arrived = jax.process_index(), []
+        own = jax.device_put(share, self.ends[here])
+        for way in self._known[key]:
+            moved = own if way.crossing is None else way.crossing.move(own if way.sender == here else None)
+            if way.receiver == here:
+                arrived.append(moved)
+        if not is_mine(self.sharding):
+            return without_shards(shape, share.dtype, self.sharding)
+        rows = jax.numpy.concatenate(arrived) if len(arrived) > 1 else arrived[0]
+        offset = self._senders(here, share.shape[0], shape).start * share.shape[0]
+        parts = []
+        for device, index in self.sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None
+            start, stop, _ = index[0].indices(shape[0])
+            parts.append(jax.device_put(rows[(slice(start - offset, stop - offset), *index[1:])], device))
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, parts, dtype=share.dtype)
+
+    def _ways(self, share: Shape, dtype: Any, shape: Shape) -> Iterator[_Way]:
+        """All, in the order in which every process goes them."""
+        for receiver in sorted({device.process_index for device in devices_of(self.sharding).flat}):
+            for sender in self._senders(receiver, share[0], shape):
+                wire = Wire(self.ends[sender], self.ends[receiver])
+                yield _Way(sender, receiver, None if sender == receiver else Crossing(share, dtype, wire))
+
+    def _senders(self, receiver: int, num_rows: int, shape: Shape) -> range:
+        """The processes whose shares have rows that a process has at home."""
+        rows = [
+            index[0].indices(shape[0])
+            for device, index in self.sharding.devices_indices_map(shape).items()
+            if device.process_index == receiver and index is not None
+        ]
+        return range(min(start for start, _, _ in rows) // num_rows, -(-max(stop for _, stop, _ in rows) // num_rows))

@@ -1,0 +1,391 @@
+"""A step in stages as a list of instructions over registers: all that can be known before it runs.
+
+In: the pieces of all stages, the tasks in the order of dispatch, how arguments are placed. Out: `Instructions`: calls of
+pieces and moves between submeshes. A register holds one array at a time; it is let go after the last instruction that
+reads it, and the piece that does may use its memory again where no other register can hold the same array. The list is
+the same in every process; what is not for this process does nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.errors import ScheduleError
+from autopar.pipeline.run.arguments import PipelineArguments, Values
+from autopar.pipeline.run.transfers import Crossing, is_mine, wire, without_shards
+from autopar.pipeline.run.broadcast import Everywhere, is_small
+from autopar.pipeline.cut.extract_stages import LeafKey, Port
+from autopar.pipeline.run.piece_programs import Compiled, Key, PieceProgram, Send, StagePieces
+from autopar.pipeline.cut.pieces import Slot
+from autopar.pipeline.schedule.tasks import PHASES, Task
+
+
+@dataclass(slots=True)
+class Call:
+    """A piece is run.
+
+    Args:
+        task: None around the loop.
+        reads, writes: registers. frees: those that nobody reads after it.
+        donated: places among `reads` that it may write over, known once what comes before it has run. after_first: to be
+            called when it has been compiled.
+    """
+
+    program: PieceProgram
+    stage: int
+    key: Key
+    task: Task | None
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    is_mine: bool
+    frees: tuple[int, ...] = ()
+    donated: Callable[[], Sequence[int]] = tuple
+    after_first: Callable[[], None] = lambda: None
+
+    def run(self, values: Values) -> None:
+        if not self.is_mine:
+            return
+        jitted, given = self.program.jitted, [values[i] for i in self.reads]
+        if jitted is None:
+            made = self.program.first_call(self.donated(), given)
+            self.after_first()
+        else:
+            made = jitted(*given)
+        for i, value in zip(self.writes, made, strict=True):
+            values[i] = value
+        for i in self.frees:
+            values[i] = None
+
+
+@dataclass(slots=True)
+class Move:
+    """An array goes to another submesh. `task` is that which made it."""
+
+    crossing: Crossing
+    task: Task | None
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+
+    def run(self, values: Values) -> None:
+        values[self.writes[0]] = self.crossing.move(values[self.reads[0]])
+        for i in self.frees:
+            values[i] = None
+
+
+@dataclass(slots=True)
+class Spread:
+    """A small result goes to every process."""
+
+    everywhere: Everywhere
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    task: Task | None = None
+    frees: tuple[int, ...] = ()
+
+    def run(self, values: Values) -> None:
+        values[self.writes[0]] = self.everywhere.spread(values[self.reads[0]])
+        for i in self.frees:
+            values[i] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where a result of the step is.
+
+    Args:
+        absent: what stands for it where it lies in other processes alone.
+    """
+
+    register: int
+    absent: Any = None
+
+    def read(self, values: Values) -> Any:
+        """The result, after the last instruction."""
+        value = values[self.register]
+        return self.absent if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """A step in stages.
+
+    Args:
+        results: by position, and layers where it is in parts. out_shardings: the same, how they lie.
+        stage_of: of each register, the stage on whose devices it lies.
+    """
+
+    steps: tuple[Call | Move | Spread, ...]
+    num_registers: int
+    results: Mapping[LeafKey, Result]
+    out_shardings: Mapping[LeafKey, NamedSharding]
+    stage_of: tuple[int, ...]
+
+
+def instructions_of(
+    stages: Sequence[StagePieces],
+    tasks: Sequence[Task],
+    arguments: PipelineArguments,
+    carried: Mapping[LeafKey, LeafKey],
+    compiler_options: Mapping[str, Any] | None,
+) -> Instructions:
+    """All that a step does after its arguments have been placed.
+
+    Args:
+        tasks: in the order of dispatch.
+        carried: by argument, the result that takes its place.
+    """
+    return _Listing(stages, tasks, arguments, carried, compiler_options).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """What a stage sends another: laid by the one, moved, taken by the other."""
+
+    target: int
+    slot: Slot
+    crossing: Crossing
+
+
+@dataclass(slots=True)
+class _Sends:
+    """Of a piece, what it sends: each laid once for all who take it so."""
+
+    sends: list[Send] = field(default_factory=list)
+    paths: list[list[_Path]] = field(default_factory=list)
+
+
+class _Listing:
+    """Builds the list; the one mutable object of this module."""
+
+    def __init__(
+        self,
+        stages: Sequence[StagePieces],
+        tasks: Sequence[Task],
+        arguments: PipelineArguments,
+        carried: Mapping[LeafKey, LeafKey],
+        compiler_options: Mapping[str, Any] | None,
+    ) -> None:
+        self.stages, self.tasks, self.arguments = stages, tasks, arguments
+        self.num_microbatches = 1 + max(task.microbatch for task in tasks)
+        self.steps: list[Call | Move | Spread] = []
+        self.stage_of = list(arguments.stage_of)
+        self.at: dict[tuple[int, Slot, int | None], int] = {
+            (s, slot, None): register for (s, slot), register in arguments.registers.items()
+        }
+        self.kept = set(carried.values())
+        self.results: dict[LeafKey, Result] = {}
+        self.out_shardings: dict[LeafKey, NamedSharding] = {}
+        self.here = jax.process_index()
+        self.sends = [{key: self._sends(s, key) for key in stage.whole} for s, stage in enumerate(stages)]
+        compiled: dict[Mesh, Compiled] = {}
+        self.programs = [
+            {
+                key: stage.program(
+                    key,
+                    self.sends[s][key].sends,
+                    self._arrivals(s),
+                    self.num_microbatches,
+                    compiler_options,
+                    compiled.setdefault(stage.stage.mesh, {}),
+                )
+                for key in stage.whole
+            }
+            for s, stage in enumerate(stages)
+        ]
+        self._check_covered()
+        #: Registers that may hold the same array as another.
+        self.shared = set(arguments.shared)
+
+    def run(self) -> Instructions:
+        for s, stage in enumerate(self.stages):
+            for result, slot in stage.passed_through.items():
+                port = Port("result", *result)
+                self._result(port, s, self.at[s, slot, None], stage.out_shardings[port])
+        around = sorted((key, s) for s, stage in enumerate(self.stages) for key in stage.pieces.around)
+        for level, s in around:
+            if not level[0]:
+                self._call(s, level, None)
+        for task in self.tasks:
+            if task.phase in self.stages[task.stage].pieces.each:
+                self._call(task.stage, task.phase, task)
+        for level, s in around:
+            if level[0]:
+                self._call(s, level, None)
+        self._free()
+        return Instructions(
+            tuple(self.steps), len(self.stage_of), self.results, self.out_shardings, tuple(self.stage_of)
+        )
+
+    def _check_covered(self) -> None:
+        """Refuse a schedule that leaves out what a stage has to run."""
+        tasks = set(self.tasks)
+        needed = (
+            Task(s, microbatch, phase)
+            for s, stage in enumerate(self.stages)
+            for phase in PHASES
+            if phase in stage.pieces.each and phase in stage.whole
+            for microbatch in range(self.num_microbatches)
+        )
+        for task in needed:
+            if task not in tasks:
+                raise ScheduleError(
+                    f"the schedule never runs the {task}, which is a part of the step: its results would be wrong. Order"
+                    " all tasks of every stage, or take a schedule of the package"
+                )
+
+    # -- what passes -------------------------------------------------------------------------
+
+    def _sends(self, s: int, key: Key) -> _Sends:
+        """What a piece sends, and to whom."""
+        stage = self.stages[s]
+        piece, ports = stage.whole[key], stage.stage.program.outputs
+        found = _Sends()
+        made: list[tuple[Port, Slot | int]] = [
+            (Port("inside", value), slot)
+            for value, inner in stage.pieces.gives_inside.items()
+            for slot in piece.gives
+            if slot.value == inner
+        ]
+        made += [(ports[i], i) for i in piece.outputs if ports[i].kind == "outside"]
+        avals = stage.avals()
+        for port, what in made:
+            for t, other in enumerate(self.stages):
+                inner = other.pieces.takes_inside.get(port.value) if port.kind == "inside" else None
+                slot = other.outside.get(port) if inner is None else Slot("each", inner)
+                if slot is None or t == s:
+                    continue
+                raw = jax_compat.raw_struct(avals[port])
+                passing = wire(raw.shape, stage.out_shardings[port], other.shardings[port])
+                path = _Path(t, slot, Crossing(raw.shape, raw.dtype, passing))
+                self._add(found, Send(what, passing.source), path)
+        return found
+
+    def _add(self, found: _Sends, send: Send, path: _Path) -> None:
+        for known, paths in zip(found.sends, found.paths, strict=True):
+            if known == send and not (path.crossing.is_here or paths[0].crossing.is_here):
+                paths.append(path)
+                return
+        found.sends.append(send)
+        found.paths.append([path])
+
+    def _arrivals(self, t: int) -> dict[Slot, NamedSharding]:
+        """Of what reaches a stage in another layout than it wants, that which it wants."""
+        found = self.arguments.arrivals(t)
+        stage = self.stages[t]
+        wanted = {Slot("each", inner): Port("inside", value) for value, inner in stage.pieces.takes_inside.items()}
+        wanted.update({slot: port for port, slot in stage.outside.items()})
+        for sends in self.sends:
+            for one in sends.values():
+                for path in (path for paths in one.paths for path in paths if path.target == t):
+                    sharding = stage.shardings[wanted[path.slot]]
+                    if (
+                        path.crossing.wire.target != sharding
+                        or stage.layout.trace.avals[path.slot.value].dtype != path.crossing.dtype
+                    ):
+                        found[path.slot] = sharding
+        return found
+
+    # -- instructions ------------------------------------------------------------------------
+
+    def _call(self, s: int, key: Key, task: Task | None) -> None:
+        stage, program = self.stages[s], self.programs[s].get(key)
+        if program is None:
+            return
+        microbatch = None if task is None else task.microbatch
+        reads = self._registers(s, program.takes, program.counts[0], microbatch)
+        gives = self._registers(s, program.gives, program.counts[1], microbatch)
+        sends = [self._new(s) for _ in program.sends]
+        results = [self._new(s) for _ in program.results]
+        writes = (*gives, *sends, *results)
+        devices = stage.stage.mesh.devices.flat
+        call = Call(program, s, key, task, reads, writes, any(d.process_index == self.here for d in devices))
+        self.steps.append(call)
+        for register, paths in zip(sends, self.sends[s][key].paths, strict=True):
+            for path in paths:
+                place = (path.target, path.slot, microbatch if path.slot.kind == "each" else None)
+                if path.crossing.is_here:
+                    self.at[place] = register
+                    continue
+                self.at[place] = self._new(path.target)
+                self.steps.append(Move(path.crossing, task, (register,), (self.at[place],)))
+        for (i, sharding), register in zip(program.results, results, strict=True):
+            self._result(stage.stage.program.outputs[i], s, register, sharding)
+
+    def _registers(
+        self, s: int, slots: Sequence[Slot], counts: Sequence[int], microbatch: int | None
+    ) -> tuple[int, ...]:
+        found: list[int] = []
+        for slot, count in zip(slots, counts, strict=True):
+            each = range(count) if microbatch is None else [microbatch]
+            for m in each if slot.kind == "each" else [None]:
+                place = (s, slot, m)
+                if place not in self.at:
+                    self.at[place] = self._new(s)
+                found.append(self.at[place])
+        return tuple(found)
+
+    def _new(self, s: int) -> int:
+        self.stage_of.append(s)
+        return len(self.stage_of) - 1
+
+    def _result(self, port: Port, s: int, register: int, sharding: NamedSharding) -> None:
+        result, aval = port.leaf, self.stages[s].avals()[port]
+        if jax.process_count() > 1 and result not in self.kept and is_small(aval):
+            whole = NamedSharding(sharding.mesh, PartitionSpec())
+            everywhere = Everywhere(aval, whole)
+            copy = self._new(s)
+            self.steps.append(Spread(everywhere, (register,), (copy,)))
+            self.results[result], self.out_shardings[result] = Result(copy), everywhere.sharding
+            return
+        absent = None if is_mine(sharding) else without_shards(aval.shape, aval.dtype, sharding)
+        self.results[result], self.out_shardings[result] = Result(register, absent), sharding
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def _free(self) -> None:
+        """Say after which instruction each register is let go, and which of them a piece may write over."""
+        last: dict[int, int] = {}
+        for n, one in enumerate(self.steps):
+            last.update(dict.fromkeys((*one.reads, *one.writes), n))
+        for result in self.results.values():
+            last.pop(result.register, None)
+        frees: list[list[int]] = [[] for _ in self.steps]
+        for register, n in last.items():
+            frees[n].append(register)
+        calls: dict[int, list[Call]] = {}
+        for n, one in enumerate(self.steps):
+            one.frees = tuple(frees[n])
+            if isinstance(one, Call):
+                calls.setdefault(id(one.program), []).append(one)
+        for alike in calls.values():
+            for one in alike:
+                one.donated = lambda alike=alike: self._donated(alike)
+                one.after_first = lambda alike=alike: self._mark(alike)
+
+    def _donated(self, calls: Sequence[Call]) -> list[int]:
+        """Places among what a piece takes that it may write over, in all its calls: those of the step's arguments, whose
+        registers come first, before those of the stages' own, for the caller may hold the former until the step ends."""
+        return [
+            i
+            for i in sorted(range(len(calls[0].reads)), key=lambda i: calls[0].reads[i])
+            if all(
+                (one.reads[i] in one.frees or one.reads[i] in one.writes)
+                and one.reads[i] not in self.shared
+                and one.reads.count(one.reads[i]) == 1
+                for one in calls
+            )
+        ]
+
+    def _mark(self, calls: Sequence[Call]) -> None:
+        """Note what a piece gives that is no array of its own, once that is known."""
+        gives, taken = calls[0].program.shared
+        for one in calls:
+            self.shared.update(one.writes[i] for i in gives)
+            self.shared.update(one.reads[i] for i in taken)

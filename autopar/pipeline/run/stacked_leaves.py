@@ -1,0 +1,165 @@
+"""An array of stacked layers whose layers lie on several submeshes.
+
+In: its parts, each split over the submesh of a stage. Out: the leaf that the user has between two steps. Where all
+parts have as many layers and are laid out alike on equal submeshes, that is one `jax.Array`: the dim that counts layers
+is split over an axis of a mesh that spans the submeshes, and nothing is copied. JAX has no array in unequal parts: there
+the leaf is `StackedLeaf`, which holds the parts and puts them together for who asks for an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import ProcessError
+from autopar.pipeline.cut.unroll_layers import Rows
+
+#: The mesh axis over the stages' submeshes.
+STAGE_AXIS = "stage"
+
+
+class StackedLeaf:
+    """An array in parts that lie on several submeshes. For a pytree it is a leaf; `numpy.asarray` and
+    `jax.numpy.asarray` give the whole.
+
+    Args:
+        parts: by their layers, in order; none is missing.
+    """
+
+    def __init__(self, parts: Mapping[Rows, jax.Array]) -> None:
+        self.parts = dict(sorted(parts.items()))
+
+    @property
+    def dim(self) -> int:
+        """That counts layers."""
+        return next(iter(self.parts)).dim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        first = next(iter(self.parts.values()))
+        length = sum(rows.stop - rows.start for rows in self.parts)
+        return (*first.shape[: self.dim], length, *first.shape[self.dim + 1 :])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def dtype(self) -> Any:
+        return next(iter(self.parts.values())).dtype
+
+    def joined(self) -> jax.Array:
+        """The whole, on the devices of its first part.
+
+        Raises:
+            ProcessError: some parts lie in other processes.
+        """
+        parts = list(self.parts.values())
+        if not all(part.is_fully_addressable for part in parts):
+            raise ProcessError(
+                f"{self!r} lies in unequal parts on the devices of several processes, and none has it whole: it cannot be"
+                " saved or read as one array. Ask for a number of `stages` that divides its layers"
+            )
+        sharding = parts[0].sharding
+        if isinstance(sharding, NamedSharding):  # as that is, but for layers: of others there may be other numbers
+            spec = [None if d == self.dim else names for d, names in enumerate(sharding.spec)]
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        return jnp.concatenate([jax.device_put(part, sharding) for part in parts], axis=self.dim)
+
+    def block_until_ready(self) -> StackedLeaf:
+        jax.block_until_ready(list(self.parts.values()))
+        return self
+
+    def __jax_array__(self) -> jax.Array:
+        return self.joined()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = np.concatenate([np.asarray(part) for part in self.parts.values()], axis=self.dim)
+        return whole if dtype is None else whole.astype(dtype)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{rows.start}:{rows.stop}" for rows in self.parts)
+        return f"StackedLeaf({self.dtype}{list(self.shape)}, layers {parts})"
+
+
+def as_arrays(tree: Any) -> Any:
+    """A state all of whose leaves are `jax.Array`s, to be saved or handed to others."""
+    return jax.tree.map(lambda leaf: leaf.joined() if isinstance(leaf, StackedLeaf) else leaf, tree)
+
+
+def part_of(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> Any:
+    """Some layers of a leaf, or all of it. Nothing is copied where they lie as `sharding` says."""
+    if rows is None:
+        return leaf.joined() if isinstance(leaf, StackedLeaf) else leaf
+    if isinstance(leaf, StackedLeaf):
+        if rows in leaf.parts:
+            return leaf.parts[rows]
+        leaf = leaf.joined()
+    if isinstance(leaf, jax.Array):
+        shape = tuple(rows.stop - rows.start if d == rows.dim else size for d, size in enumerate(leaf.shape))
+        here = {shard.device: shard for shard in leaf.addressable_shards}
+        wanted = sharding.addressable_devices_indices_map(shape)
+        if all(d in here and at and _lies(here[d].index, at, rows, leaf.shape) for d, at in wanted.items()):
+            shards = [here[device].data for device in wanted]
+            return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=leaf.dtype)
+    return rows_of(leaf, rows)
+
+
+def rows_of(leaf: Any, rows: Rows) -> Any:
+    """Some layers of an array."""
+    return leaf[tuple(slice(rows.start, rows.stop) if d == rows.dim else slice(None) for d in range(leaf.ndim))]
+
+
+def joined(parts: Mapping[Rows | None, Any]) -> Any:
+    """A leaf of its parts; what is in one part is that."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    arrays = {rows: parts[rows] for rows in sorted(rows for rows in parts if rows is not None)}
+    sharding = sharding_of_parts({rows: array.sharding for rows, array in arrays.items()})
+    leaf = StackedLeaf(arrays)
+    if sharding is None:
+        return leaf
+    shards = [shard.data for array in arrays.values() for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards, dtype=leaf.dtype)
+
+
+def sharding_of_parts(parts: Mapping[Rows | None, Any]) -> NamedSharding | None:
+    """How a leaf lies whose parts lie so; None where no sharding of JAX's says it."""
+    if set(parts) == {None}:
+        return parts[None]
+    rows = sorted(one for one in parts if one is not None)
+    shardings = [parts[one] for one in rows]
+    first = shardings[0]
+    if not all(isinstance(one, NamedSharding) for one in shardings) or len({r.stop - r.start for r in rows}) != 1:
+        return None
+    meshes = [one.mesh for one in shardings]
+    alike = {(one.spec, one.mesh.axis_names, one.mesh.devices.shape) for one in shardings}
+    devices = [device for mesh in meshes for device in mesh.devices.flat]
+    if len(alike) != 1 or len(set(devices)) != len(devices) or STAGE_AXIS in first.mesh.axis_names:
+        return None
+    mesh = Mesh(np.stack([one.devices for one in meshes]), (STAGE_AXIS, *first.mesh.axis_names))
+    dim = rows[0].dim
+    spec = [*first.spec, *(None,) * (dim + 1 - len(first.spec))]
+    within = spec[dim] if isinstance(spec[dim], tuple) else () if spec[dim] is None else (spec[dim],)
+    spec[dim] = (STAGE_AXIS, *within)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _lies(held: tuple[slice, ...], wanted: tuple[slice, ...], rows: Rows, shape: tuple[int, ...]) -> bool:
+    """Whether what a device holds of the whole is what it is to hold of some layers."""
+    for d, (one, other, size) in enumerate(zip(held, wanted, shape, strict=True)):
+        offset, length = (rows.start, rows.stop - rows.start) if d == rows.dim else (0, size)
+        start, stop, _ = other.indices(length)
+        if one.indices(size)[:2] != (start + offset, stop + offset):
+            return False
+    return True

@@ -1,0 +1,97 @@
+"""A step that runs in stages: from its plan and its program to a callable.
+
+In: `PipelinePlan`, the traced program, devices. Out: `PipelinedStep`: the step's arguments as pytrees in, its results out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.runtime import jit as execute
+from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.errors import PlanMismatchError
+from autopar.jax_interop.partition_spec import named_shardings
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.run.measured import run_measured
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.run.executor import Pipeline, PlannedStage
+from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.transforms.program import Program
+
+
+def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, ...]:
+    """The programs of a plan's stages, each in the form that it was planned in.
+
+    Raises:
+        PlanMismatchError: the plan was made by another autopar, or of another program.
+    """
+    cuttable = Cuttable.of(program, own_statistics=plan.own_statistics)
+    layer_of = plan.layers_of_units(len(cuttable.flow.forward))
+    stages = cuttable.settled(layer_of, plan.stage_of, plan.num_microbatches)
+    for number, (stage, planned) in enumerate(zip(stages, plan.stages, strict=True)):
+        here = stage.program.of(planned.plan)
+        difference = planned.plan.program.difference(here.signature)
+        if difference is not None:
+            raise PlanMismatchError(
+                f"stage {number} of the plan of `{plan.program.name}` is another program than the step makes here:"
+                f" {difference}. Plan again."
+            )
+    return stages
+
+
+class PipelinedStep:
+    """A step that runs in stages on devices that are here.
+
+    Args:
+        devices: as many as the plan's cluster has, host after host.
+        may_take: whether arrays that the user made may be donated.
+    """
+
+    def __init__(self, plan: PipelinePlan, program: Program, devices: Sequence[Any], *, may_take: bool = False) -> None:
+        self.plan = plan
+        trace = program.as_traced.trace
+        self.out_tree = trace.out_tree
+        self.meshes = [execute.make_mesh(stage.plan.mesh, [devices[i] for i in stage.devices]) for stage in plan.stages]
+        stages = [
+            PlannedStage(stage, planned.plan, mesh)
+            for stage, planned, mesh in zip(stage_programs(plan, program), plan.stages, self.meshes, strict=True)
+        ]
+        literals = {i: out.value for i, out in enumerate(trace.outputs) if isinstance(out, LiteralOperand)}
+        self.pipeline = Pipeline(
+            stages, plan.tasks(), len(trace.outputs), literals, donated=plan.donated, may_take=may_take
+        )
+
+    @property
+    def in_shardings(self) -> list[NamedSharding]:
+        """Of each array of the arguments; of a stack of layers that lies in unequal parts, how it is made whole."""
+        known = self.pipeline.in_shardings
+        whole = NamedSharding(self.meshes[0], PartitionSpec())
+        return [known.get(position, whole) for position in range(len(self.plan.inputs))]
+
+    @property
+    def uneven(self) -> dict[int, dict[Rows, NamedSharding]]:
+        """Stacks of layers that lie in unequal parts on several submeshes, and how each part does."""
+        known = self.pipeline.in_shardings
+        return {
+            position: {
+                Rows(*part.rows): named_shardings([part.sharding], self.meshes[part.stage])[0]
+                for part in parts
+                if part.rows is not None
+            }
+            for position, parts in enumerate(self.plan.input_parts)
+            if len(parts) > 1 and position not in known
+        }
+
+    def __call__(self, *trees: Any) -> Any:
+        """The step: pytrees of arrays as it was planned for."""
+        return jax.tree.unflatten(self.out_tree, self.pipeline.run(jax.tree.leaves(trees)))
+
+    def measured(self, *trees: Any) -> tuple[Any, PipelineTimeline]:
+        """The same of a step that has run before, task by task, and when its tasks ran."""
+        leaves, timeline = run_measured(self.pipeline, jax.tree.leaves(trees))
+        return jax.tree.unflatten(self.out_tree, leaves), timeline

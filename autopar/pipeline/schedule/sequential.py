@@ -1,0 +1,66 @@
+"""Schedules without an order of their own: one microbatch after another, and all forward before all backward.
+
+`none` is what stages on several submeshes cost without pipelining; `inference` (forward only) and `gpipe` (Huang et al.,
+GPipe, 2019) fill the pipeline and drain it.
+"""
+
+from __future__ import annotations
+
+from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind, one_stage_each
+from autopar.pipeline.schedule.tasks import Orders, Task
+
+
+def _one_after_another(shape: PipelineShape) -> Orders:
+    """Backward right after forward: the next microbatch's forward pass waits behind it on the first stage."""
+    return tuple(
+        tuple(task for m in range(shape.num_microbatches) for task in (Task(s, m, "forward"), Task(s, m, "backward")))
+        for s in range(shape.num_submeshes)
+    )
+
+
+def _forward_only(shape: PipelineShape) -> Orders:
+    return tuple(
+        tuple(Task(s, m, "forward") for m in range(shape.num_microbatches)) for s in range(shape.num_submeshes)
+    )
+
+
+def _forward_then_backward(shape: PipelineShape) -> Orders:
+    """Backward in the order of forward, so that gradients are summed in the order of the unpipelined loop."""
+    return tuple(
+        (*forward, *(Task(task.stage, task.microbatch, "backward") for task in forward))
+        for forward in _forward_only(shape)
+    )
+
+
+def _of_each(number: int, shape: PipelineShape) -> tuple[int, ...]:
+    return (number,) * shape.num_submeshes
+
+
+NONE = ScheduleKind(
+    name="none",
+    words="One microbatch after another through all stages: one submesh works at a time.",
+    orders=_one_after_another,
+    requires=one_stage_each,
+    bubble="m(p - 1)(F + B)",
+    bubble_s=lambda even: even.shape.num_microbatches * even.filling_and_draining_s,
+    in_flight=lambda shape: _of_each(1, shape),
+)
+INFERENCE = ScheduleKind(
+    name="inference",
+    words="Forward passes only, one microbatch behind the other.",
+    orders=_forward_only,
+    backward="none",
+    requires=one_stage_each,
+    bubble="(p - 1)F",
+    bubble_s=lambda even: (even.shape.num_submeshes - 1) * even.forward_s,
+    in_flight=lambda shape: _of_each(1, shape),
+)
+GPIPE = ScheduleKind(
+    name="gpipe",
+    words="All forward passes, then all backward passes: every microbatch is held at once.",
+    orders=_forward_then_backward,
+    requires=one_stage_each,
+    bubble="(p - 1)(F + B)",
+    bubble_s=lambda even: even.filling_and_draining_s,
+    in_flight=lambda shape: _of_each(shape.num_microbatches, shape),
+)

@@ -1,0 +1,69 @@
+"""What a legal schedule is.
+
+In: a `Schedule`. Out: nothing, or a `ScheduleError` that names the tasks. It is asked of every schedule that is built, so
+that whoever writes one learns at once what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from autopar.errors import ScheduleError
+from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.tasks import Phase, Schedule, Task
+
+#: What each stage may run of each microbatch.
+_WHOLE: tuple[frozenset[Phase], ...] = (
+    frozenset({"forward"}),
+    frozenset({"forward", "backward"}),
+    frozenset({"forward", "input", "weight"}),
+)
+
+
+def check(schedule: Schedule) -> None:
+    """Every task once, every microbatch through every stage, its backward pass where its forward pass was, no waiting in
+    a circle.
+
+    Raises:
+        ScheduleError: one of these does not hold.
+    """
+    twice = [task for task, count in Counter(schedule.tasks).items() if count > 1]
+    if twice:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} runs the {twice[0]} {_times(schedule, twice[0])}; each task runs once"
+        )
+    phases = defaultdict[tuple[int, int], set[Phase]](set)
+    places = defaultdict[tuple[int, int], set[int]](set)
+    for task, submesh in schedule.submesh_of().items():
+        if task.phase != "update":
+            phases[task.stage, task.microbatch].add(task.phase)
+            places[task.stage, task.microbatch].add(submesh)
+    trains = any(phase != "forward" for found in phases.values() for phase in found)
+    num_microbatches = schedule.num_microbatches
+    for stage in range(schedule.num_stages):
+        for microbatch in range(num_microbatches):
+            _check_one(schedule, stage, microbatch, phases[stage, microbatch], places[stage, microbatch], trains)
+    simulate(schedule, lambda task: 1)
+
+
+def _check_one(
+    schedule: Schedule, stage: int, microbatch: int, phases: set[Phase], places: set[int], trains: bool
+) -> None:
+    if phases not in _WHOLE or trains == (phases == {"forward"}):
+        has = " and ".join(sorted(phases)) or "nothing"
+        wants = "forward and backward, or forward, input and weight" if trains else "forward"
+        raise ScheduleError(
+            f"schedule {schedule.name!r} runs {has} of microbatch {microbatch} on stage {stage}, which needs {wants}:"
+            " every stage runs every microbatch, whole"
+        )
+    if len(places) > 1:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} runs microbatch {microbatch} of stage {stage} on submeshes"
+            f" {' and '.join(map(str, sorted(places)))}; its backward pass must run where its forward pass has left what it"
+            " needs"
+        )
+
+
+def _times(schedule: Schedule, task: Task) -> str:
+    at = [submesh for submesh, order in enumerate(schedule.orders) for one in order if one == task]
+    return f"{len(at)} times, on submesh {' and '.join(map(str, sorted(set(at))))}"

@@ -1,0 +1,53 @@
+"""ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): the backward pass in two parts.
+
+The stage before waits for the gradients of what it sent, and for nothing else; those of the parameters can be computed
+at any time. So only the input part stands where 1F1B has its whole backward pass, and submesh i puts off i weight parts,
+which fill the time when the pipeline drains. No submesh holds more microbatches than 1F1B's first.
+"""
+
+from __future__ import annotations
+
+from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind, one_stage_each
+from autopar.pipeline.schedule.tasks import Orders, Task
+
+
+def _weights_put_off(shape: PipelineShape) -> Orders:
+    p, m = shape.num_submeshes, shape.num_microbatches
+    orders = []
+    for stage in range(p):
+        warm_up = min(p - 1 - stage, m)
+        order = [Task(stage, microbatch, "forward") for microbatch in range(warm_up)]
+        for microbatch in range(m):
+            if microbatch + warm_up < m:
+                order.append(Task(stage, microbatch + warm_up, "forward"))
+            order.append(Task(stage, microbatch, "input"))
+            if microbatch >= stage:
+                order.append(Task(stage, microbatch - stage, "weight"))
+        order += [Task(stage, microbatch, "weight") for microbatch in range(max(0, m - stage), m)]
+        orders.append(tuple(order))
+    return tuple(orders)
+
+
+def _bubble_s(even: EvenPipeline) -> float:
+    """(p - 1)(F + B - W), B the input part; or (p - 1)(F + B' - 2W), B' the whole backward pass."""
+    return (even.shape.num_submeshes - 1) * (even.forward_s + even.input_s - even.weight_s)
+
+
+def _holds(even: EvenPipeline) -> bool:
+    """A longer weight part does not fit into the gaps that it is put into; too few microbatches leave gaps open."""
+    enough = even.shape.num_microbatches >= even.shape.num_submeshes
+    return enough and even.weight_s <= min(even.forward_s, even.input_s)
+
+
+ZB_H1 = ScheduleKind(
+    name="zb-h1",
+    words="1f1b with the backward pass split: weight gradients are put off to where the pipeline would idle.",
+    orders=_weights_put_off,
+    backward="split",
+    requires=one_stage_each,
+    bubble="(p - 1)(F + B - 2W)",
+    where="m of at least p; W, the weight part of B, no longer than F or than the rest of B",
+    bubble_s=_bubble_s,
+    holds=_holds,
+    in_flight=lambda shape: (min(shape.num_submeshes, shape.num_microbatches),) * shape.num_submeshes,
+)

@@ -1,0 +1,219 @@
+"""Stages that fork and join, found beside the chains of `search.py`.
+
+In: a step whose forward pass has branches, their layers, a cluster. Out: `BranchSearch`, which finds for a number of
+microbatches the `StagedStep` whose simulated step is shortest among those whose branches run side by side and that fit.
+The partition is that of a chain whose submeshes may be split into parts for branches (`branches.py`); the best of its
+partitions, as stages in the order in which their tasks come, are then simulated, at the prices that chains have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.pipeline.partition.branches import Branches, on_part
+from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, edges_of
+from autopar.pipeline.cut.branches import ForkedLayers
+from autopar.pipeline.partition.objectives import forward_only, one_f_one_b
+from autopar.pipeline.partition.exact import ExactPartitioner
+from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage, StageCost
+from autopar.pipeline.schedule.dag import NAMES, Backward, as_they_come, backward_in
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, joined, sent, sent_s
+from autopar.pipeline.search.stage_costs import HELD_PRICES, PlannedRun, StageCosts
+from autopar.pipeline.partition.step_time import Send, staged_peaks, staged_timeline, task_seconds
+
+#: Of the partitions so many are simulated.
+_MOST_SIMULATED = 3
+#: Of the search for a partition.
+_RELATIVE_GAP = 5e-3
+
+
+@dataclass(slots=True)
+class BranchSearch:
+    """What is looked for.
+
+    Args:
+        layers: branches are layers of their own.
+        profiles: by kind of device.
+        time_limit_s: seconds for one partition.
+        planning: options of `StageCosts`.
+    """
+
+    cuttable: Cuttable
+    layers: ForkedLayers
+    cluster: Cluster
+    profiles: Mapping[str, HardwareProfile]
+    time_limit_s: float
+    planning: Mapping[str, Any] = field(default_factory=dict)
+    _costs: dict[int, StageCosts] = field(default_factory=dict)
+    _num_planned: int = 0
+
+    @property
+    def num_planned(self) -> int:
+        """How many runs of layers and stages have been planned."""
+        return self._num_planned + sum(costs.num_planned for costs in self._costs.values())
+
+    def outcomes(
+        self, count: int, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]
+    ) -> list[tuple[str, Outcome]]:
+        """The shortest step that fits, or why there is none: by the schedule's name, for each that there is.
+
+        Args:
+            count: of microbatches.
+            shapes: of submeshes, before they are split.
+            budget_bytes: what a device of each kind may hold.
+        """
+        costs = self._costs_for(count)
+        objective = one_f_one_b if self._trains else forward_only
+        problem = PartitionProblem(
+            num_layers=len(self.layers.keys),
+            cluster=self.cluster,
+            cost=costs.cost,
+            transfer_s=self._transfer_s(count),
+            objective=objective(count),
+            budget_bytes=budget_bytes,
+            together=True,
+            layer_keys=self.layers.keys,
+            shapes=costs.in_options(shapes, budget_bytes),
+            bound=costs.bound,
+        )
+
+        made = self.layers.made_bytes
+
+        def to_and_fro_s(layer: int, part: SubmeshShape, same_host: bool) -> float:
+            return 2 * sent_s(made[layer] / count, part, part, same_host, self.profiles)
+
+        branches = Branches(problem, self.layers.edges, to_and_fro_s)
+        partitioner = ExactPartitioner(time_limit_s=self.time_limit_s, relative_gap=_RELATIVE_GAP)
+        widened = branches.widened()
+        split = tuple(shape for shape in widened.shapes if shape.parts > 1 and _differs(shape, problem.shapes))
+        ways: list[Backward] = ["whole", "split"] if self._trains else ["none"]
+        steps: list[StagedStep] = []
+        for shapes in ((*problem.shapes, *split), split) if split else ():
+            partition = partitioner.partition(replace(widened, shapes=shapes))
+            found = dict.fromkeys((partition.stages, *partition.others))
+            forked = [stages for stages in found if any(stage.submesh.shape.parts > 1 for stage in stages)]
+            laid = [self._laid_out(branches, stages, partition, count) for stages in forked[:_MOST_SIMULATED]]
+            steps += [one.run(way) for one in laid for way in ways]
+        fitting = [step for step in steps if step.over(budget_bytes) <= 1]
+        outcomes: list[tuple[str, Outcome]] = []
+        for name in (NAMES[way] for way in ways):
+            own = [step for step in fitting if step.schedule.name == name]
+            best = min(own, key=lambda step: step.step_time_s, default=None)
+            outcomes.append((name, Outcome(best, "no branches side by side fit")))
+        return outcomes
+
+    def planned(self, count: int, step: StagedStep) -> tuple[tuple[StageProgram, ...], list[PlannedRun], StagedStep]:
+        """The programs of a step's stages, their plans, and the step at the prices of these."""
+        assert step.layer_of is not None
+        stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
+        layers = self.cuttable.layered([stage_of[layer] for layer in step.layer_of], count)
+        numbers = range(len(step.stages))
+        programs = self.cuttable.settled(step.layer_of, stage_of, count)
+        costs = StageCosts(layers, self.profiles, numbers, splits_backward=True, **self.planning)
+        runs = [
+            costs.planned(number, number, stage.submesh.shape, program)
+            for number, stage, program in zip(numbers, step.stages, programs, strict=True)
+        ]
+        self._num_planned += costs.num_planned + len(runs)
+        sizes = {(one.source, one.target): one.num_bytes for one in step.sends}
+        sends = self._sends({edge: sizes.get(edge, 0.0) for edge in edges_of(programs)}, step.stages)
+        prices = tuple(run.cost for run in runs)
+        again = _Laid(step.stages, prices, sends, step.partition, count, step.layer_of)
+        return programs, runs, again.run(backward_in(step.schedule.name))
+
+    # -- inside ------------------------------------------------------------------------------
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self.cuttable.flow.backward)
+
+    def _costs_for(self, count: int) -> StageCosts:
+        if count not in self._costs:
+            layers = self.cuttable.layered(self.layers.layer_of, count)
+            keys = self.layers.keys
+            self._costs[count] = StageCosts(layers, self.profiles, keys, splits_backward=True, **self.planning)
+        return self._costs[count]
+
+    def _transfer_s(self, count: int) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
+        """Of what passes there and back where a chain of these layers is cut."""
+        across = [
+            sum(one.num_bytes for one in self.layers.passing if one.maker < boundary <= one.readers[-1]) / count
+            for boundary in range(len(self.layers.keys))
+        ]
+
+        def transfer_s(boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
+            return 2 * sent_s(across[boundary], source, target, same_host, self.profiles)
+
+        return transfer_s
+
+    def _laid_out(self, branches: Branches, stages: Sequence[Stage], partition: Partition, count: int) -> _Laid:
+        """Stages in parts as stages of their own, whose layers are numbered anew, stage after stage."""
+        laid = branches.laid_out(stages)
+        layers_of: list[list[int]] = [[] for _ in laid.place_of]
+        for layer, stage in enumerate(laid.stage_of):
+            layers_of[stage].append(layer)
+        number = {layer: n for n, layer in enumerate(layer for layers in layers_of for layer in layers)}
+        own: list[Stage] = []
+        costs: list[StageCost] = []
+        for layers, (whole, part) in zip(layers_of, laid.place_of, strict=True):
+            submesh = on_part(stages[whole].submesh, part)
+            own.append(Stage(number[layers[0]], number[layers[-1]], submesh))
+            costs.append(_together(branches.costs_of(layers, submesh.shape)))
+        sizes = self.layers.sends(laid.stage_of)
+        sends = self._sends({edge: size / count for edge, size in sizes.items()}, own)
+        layer_of = tuple(number[layer] for layer in self.layers.layer_of)
+        return _Laid(tuple(own), tuple(costs), sends, partition, count, layer_of)
+
+    def _sends(self, sizes: Mapping[tuple[int, int], float], stages: Sequence[Stage]) -> tuple[Send, ...]:
+        return tuple(
+            sent(a, b, size, stages[a].submesh, stages[b].submesh, self.profiles)
+            for (a, b), size in sorted(sizes.items())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """Stages that fork and join, before it is said in which order they run.
+
+    Args:
+        costs: their backward pass in two parts.
+        count: of microbatches.
+        layer_of: of each unit of the forward pass.
+    """
+
+    stages: tuple[Stage, ...]
+    costs: tuple[StageCost, ...]
+    sends: tuple[Send, ...]
+    partition: Partition
+    count: int
+    layer_of: tuple[int, ...]
+
+    def run(self, backward: Backward) -> StagedStep:
+        """The step, simulated."""
+        costs = self.costs if backward == "split" else tuple(map(joined, self.costs))
+        places: dict[range, int] = {}
+        schedule = as_they_come(
+            [(one.source, one.target) for one in self.sends],
+            [places.setdefault(stage.submesh.devices, len(places)) for stage in self.stages],
+            self.count,
+            seconds=task_seconds(costs),
+            backward=backward,
+        )
+        timeline, peaks = staged_timeline(schedule, costs, self.sends), staged_peaks(schedule, costs)
+        return StagedStep(self.stages, costs, self.sends, schedule, timeline, peaks, self.partition, self.layer_of)
+
+
+def _differs(shape: SubmeshShape, plain: Sequence[SubmeshShape]) -> bool:
+    """Whether no cheaper option of a shape in parts is the same: the price of state is none to a device by itself."""
+    cheapest = min(one.option for one in plain if one.kind == shape.kind)
+    return shape.num_devices > shape.parts or shape.option < cheapest + len(HELD_PRICES)
+
+
+def _together(costs: Sequence[StageCost]) -> StageCost:
+    """The price of several runs of layers as one stage, which works on one at a time."""
+    sums = {one.name: sum(getattr(cost, one.name) for cost in costs) for one in fields(StageCost)}
+    return replace(StageCost(**sums), working_bytes=max(cost.working_bytes for cost in costs))

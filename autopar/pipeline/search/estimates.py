@@ -1,0 +1,112 @@
+"""What a planned stage takes: seconds of each phase of a microbatch, and bytes.
+
+In: the program of a stage as it was planned, and its device's program. Out: `StageCost`s, one for each price of what is
+held from the forward to the backward pass. The device's program runs all phases in one loop; here each is scheduled by
+itself, as it will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.ir.device_program import DeviceProgram, Op
+from autopar.pipeline.search.residuals import Crossing, Crossings
+from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.cut.pieces import Layout
+from autopar.xla_model.latency_hiding import simulate
+from autopar.planner.memory_search import Made
+
+
+class StageFigures:
+    """Of one planned stage.
+
+    Args:
+        layout: of the trace that was planned.
+        splits_backward: whether the backward pass runs in two parts.
+        apart: whether forward and backward pass are programs of their own.
+    """
+
+    def __init__(self, made: Made, layout: Layout, *, splits_backward: bool = False, apart: bool = True) -> None:
+        self.made, self.layout = made, layout
+        self.phases = layout.phases(splits_backward)
+        self.crossings = Crossings(made, layout, self.phases, apart=apart)
+        inside, phase_of = range(layout.loop.enter[0], layout.loop.exit[1]), self.phases
+        self.forward_s = self._seconds(lambda op: phase_of.get(op.node) == "forward")
+        self.backward_s = self._seconds(lambda op: phase_of.get(op.node) in ("backward", "input"))
+        self.weight_s = self._seconds(lambda op: phase_of.get(op.node) == "weight")
+        self.update_s = self._seconds(lambda op: op.node not in inside)
+        told = made.parts.prediction
+        state = told.parameter_bytes + told.optimizer_bytes + told.data_bytes + told.output_bytes
+        self.state_bytes = state + self._accumulated() + self._made_before() - self._passing()
+
+    def cost(self, crossing: Crossing) -> StageCost:
+        """The price, where that passes between forward and backward pass."""
+        told, state = self.made.parts.prediction, self.state_bytes
+        return StageCost(
+            forward_s=self.forward_s + crossing.written_s,
+            backward_s=self.backward_s + crossing.written_s + crossing.again_s,
+            weight_s=self.weight_s,
+            update_s=self.update_s,
+            state_bytes=state,
+            flight_bytes=crossing.num_bytes + self._arriving(lambda value: value in crossing.read),
+            working_bytes=max(0.0, told.peak_bytes - state - self._held()) + crossing.again_bytes,
+        )
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _seconds(self, wanted: Callable[[Op], bool]) -> float:
+        device, start = self.made.parts.device, self.layout.loop.enter[0]
+        ops = tuple(op for op in device.ops if wanted(op))
+        if not ops:
+            return 0.0
+        loops = tuple(one for one in device.loops if one.start != start)
+        f = self.made.formulation
+        return simulate(
+            DeviceProgram(ops, device.buffers, loops), f.mesh, replace(f.profile, xla_estimator=None)
+        ).step_time_s
+
+    def _passing(self) -> float:
+        """What comes from other stages, or is sent to them: it is there once for each microbatch."""
+        layout = self.layout
+        return sum(
+            tensor.num_bytes
+            for tensor, value in zip(self.made.parts.inputs, layout.trace.inputs, strict=True)
+            if layout.inputs[value].kind in ("inside", "buffer")
+        )
+
+    def _arriving(self, is_kept: Callable[[int], bool]) -> float:
+        """Of what comes in the forward pass, what the backward pass reads."""
+        layout, found = self.layout, 0.0
+        read = {v for unit in layout.body if self.phases[unit.start] == "forward" for v in unit.operands}
+        for tensor, value in zip(self.made.parts.inputs, layout.trace.inputs, strict=True):
+            port = layout.inputs[value]
+            if port.kind == "inside":
+                inner = layout.takes_inside[port.value]
+                found += tensor.num_bytes if inner in read and is_kept(inner) else 0.0
+        return found
+
+    def _held(self) -> float:
+        """Of the peak of the program as one, what is there from the forward to the backward pass."""
+        device, made, read = self.made.parts.device, set[int](), set[int]()
+        for op in device.ops:
+            phase = self.phases.get(op.node)
+            if phase == "forward":
+                made.update(op.writes)
+            elif phase is not None:
+                read.update(op.reads)
+        return sum(device.buffers[b].num_bytes for b in made & read if not device.buffers[b].argument)
+
+    def _made_before(self) -> float:
+        """Bytes of what is made, or gathered, before the first microbatch and read by all."""
+        device, loop = self.made.parts.device, self.layout.loop
+        made = {b for op in device.ops if op.node < loop.enter[1] for b in op.writes}
+        read = {b for op in device.ops if loop.enter[1] <= op.node < loop.exit[0] for b in op.reads}
+        kept = {b for op in device.ops if op.node in self.layout.carries for b in op.writes}
+        return sum(device.buffers[b].num_bytes for b in made & read - kept if not device.buffers[b].argument)
+
+    def _accumulated(self) -> float:
+        """Bytes of what is summed up from microbatch to microbatch."""
+        device, carries = self.made.parts.device, self.layout.carries
+        held = {b for op in device.ops if op.node in carries for b in op.writes}
+        return sum(device.buffers[b].num_bytes for b in held if not device.buffers[b].argument)

@@ -1,0 +1,415 @@
+"""From a traced step to the plan of its stages.
+
+    Program -> Cuttable -> layers -> prices of their runs -> stages, schedule, microbatches -> a Plan for each stage
+
+In: a `Program` and what is asked for. Out: `PipelinePlan`. Nothing is compiled and no device is touched.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.errors import BudgetError, ClusterError, MicrobatchError, ScheduleError
+from autopar.ir.graph import Graph
+from autopar.transforms.microbatch.batch_dims import num_examples
+from autopar.pipeline.search.branch_search import BranchSearch
+from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
+from autopar.pipeline.partition.cluster_layers import cluster_layers
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.cut.branches import forked_layers
+from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
+from autopar.pipeline.partition.problem import Partitioner
+from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
+from autopar.pipeline.schedule.table import find
+from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
+from autopar.pipeline.search.searches_by_microbatches import Searches
+from autopar.pipeline.search.stage_costs import PlannedRun
+from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.plans.plan import TensorPlan
+from autopar.transforms.program import Program
+from autopar.system.gc_pause import seldom_collect
+from autopar.ir.sharding import TensorSharding
+from autopar.system.units import human_bytes
+from autopar.version import versions_of
+from autopar.planner.memory_search import BUDGET_MARGIN
+
+#: Of numbers of microbatches, one is tried first that has about so many for each device, and at least so many examples
+#: in each: with fewer microbatches stages wait, with fewer examples kernels are small.
+_FIRST_PER_DEVICE, _FIRST_EXAMPLES = 8, 4
+#: A step is cut into at most so many layers: of 48 equal blocks, each is one, with what is before and after them.
+_MOST_LAYERS = 64
+#: A chain and stages that fork are both planned where they are priced as close as this.
+_CLOSE = 1.1
+#: How often stages that hold more than they were priced at are looked for anew.
+_MOST_REPLANS = 2
+#: Seconds that the search of one schedule's partition may take.
+_SEARCH_LIMIT_S = 60.0
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesAsked:
+    """What stages are to be found.
+
+    Args:
+        profiles: by kind of device of the cluster.
+        memory_budget_bytes: per device; None: what the profile says is usable.
+        partitioner: by default the package's, which proves the optimum of its prices.
+        planning: options of `planner.plan_and_parts`, for each stage.
+    """
+
+    cluster: Cluster
+    profiles: Mapping[str, HardwareProfile]
+    stages: int | Literal["auto"] = "auto"
+    num_microbatches: int | Literal["auto"] = "auto"
+    schedule: str = "auto"
+    own_statistics: bool = False
+    memory_budget_bytes: float | None = None
+    partitioner: Partitioner | None = None
+    planning: Mapping[str, Any] = field(default_factory=dict)
+    progress: Progress | None = None
+
+    @property
+    def budgets(self) -> dict[str, float]:
+        """Bytes that a device of each kind may hold."""
+        keep = 1 - BUDGET_MARGIN
+        return {k: (self.memory_budget_bytes or p.usable_bytes) * keep for k, p in self.profiles.items()}
+
+
+@seldom_collect()
+def plan_stages(program: Program, asked: StagesAsked) -> PipelinePlan:
+    """Cut a step into stages, and plan each.
+
+    Raises:
+        MicrobatchError: where its batch cannot be split over time as asked.
+        BudgetError: nothing fits.
+        ClusterError, ScheduleError: what is asked for cannot be.
+    """
+    return _Planning(program, asked).run()
+
+
+def searches_of(cuttable: Cuttable, asked: StagesAsked) -> Searches:
+    """The searches of a step, as `plan_stages` makes them."""
+    chain = cuttable.chain
+    return Searches(
+        cuttable,
+        cluster_layers(chain.flops, [0.0, *chain.cut_bytes], most_layers=_MOST_LAYERS),
+        asked.cluster,
+        asked.profiles,
+        asked.budgets,
+        _SEARCH_LIMIT_S,
+        num_stages=None if asked.stages == "auto" else asked.stages,
+        planning=asked.planning,
+    )
+
+
+def likely_numbers(cuttable: Cuttable, cluster: Cluster) -> tuple[tuple[int, ...], int]:
+    """Numbers of microbatches that a step may have, and the first to be tried."""
+    if cuttable.refusal is not None:
+        return (1,), 1
+    examples = num_examples(cuttable.flow.graph)
+    numbers = divisors(examples)
+    wanted = min(_FIRST_PER_DEVICE * cluster.num_devices, examples / _FIRST_EXAMPLES)
+    return numbers, min(numbers, key=lambda number: abs(math.log(number / wanted)))
+
+
+class _Planning:
+    """Plans one step."""
+
+    def __init__(self, program: Program, asked: StagesAsked) -> None:
+        self.asked, self.started = asked, time.perf_counter()
+        traced = program.as_traced
+        self.program = traced.whole or traced
+        self.report = asked.progress or (lambda stage, fraction: None)
+        self.report("layers", 0.0)
+        self.cuttable = Cuttable.of(program, own_statistics=asked.own_statistics)
+        self._check_asked()
+        self.searches = searches_of(self.cuttable, asked)
+        self.clustering = self.searches.clustering
+        self.branches = self._branches()
+        self.tried: list[StagesTried] = []
+        #: The best chain and the best stages that fork, with their microbatches, by whether they fork.
+        self.best: dict[bool, tuple[int, StagedStep]] = {}
+
+    def run(self) -> PipelinePlan:
+        numbers, start = self._numbers()
+        tried = over_microbatches(self._search, numbers, start, self._found, self._estimate)
+        best = tried[0]
+        if best.outcome.step is None:
+            budget = " or ".join(sorted({human_bytes(b) for b in self.asked.budgets.values()}))
+            counts = ", ".join(str(one.num_microbatches) for one in tried)
+            raise BudgetError(
+                f"no stages of `{self.program.signature.name}` fit {budget} a device of {self.asked.cluster}"
+                f" ({len(self.clustering.starts)} layers, microbatches tried: {counts}). {best.outcome.reason}. Give more"
+                " devices, another schedule, or a larger memory budget"
+            )
+        self.report("plan stages", 0.9)
+        plans: list[PipelinePlan] = []
+        failures: list[BudgetError] = []
+        close = [one for one in self.best.values() if one[1].step_time_s <= _CLOSE * best.step_time_s]
+        for count, step in close:
+            try:
+                plans.append(self._within(count, step))
+            except BudgetError as error:
+                failures.append(error)
+        if not plans:
+            raise failures[0]
+        self.report("done", 1.0)
+        return min(plans, key=lambda plan: plan.prediction.step_time_s)
+
+    def _within(self, count: int, step: StagedStep) -> PipelinePlan:
+        """The plan of these stages; or where they hold more, once planned, than their prices say, of the best that are
+        priced to hold as much less."""
+        budgets = self.asked.budgets
+        plan, over = self._plan(count, step)
+        for _ in range(_MOST_REPLANS):
+            if over <= 1:
+                break
+            self.report("stages that hold less", 0.9)
+            budgets = {kind: size / over for kind, size in budgets.items()}
+            search = replace(self.searches.search(count), budget_bytes=budgets)
+            found = [one.step for _, one in self._outcomes(search) if one.step is not None]
+            if not found:
+                break
+            plan, over = self._plan(count, min(found, key=lambda step: step.step_time_s))
+        if over * (1 - BUDGET_MARGIN) > 1:
+            raise BudgetError(
+                f"no stages of `{self.program.signature.name}` were found that fit: the best hold {human_bytes(plan.prediction.peak_bytes)}"
+                f" on a device of {self.asked.cluster}, {over * (1 - BUDGET_MARGIN):.2f} times the memory budget. Give more devices or"
+                " microbatches, or a larger budget"
+            )
+        return plan
+
+    def _check_asked(self) -> None:
+        """Refuse more stages than devices, and a schedule without backward passes for a step that has one."""
+        num_devices = self.asked.cluster.num_devices
+        if self.asked.stages != "auto" and self.asked.stages > num_devices:
+            raise ClusterError(
+                f"{self.asked.stages} stages were asked for, and {num_devices} device{'s' * (num_devices > 1)} can have at most"
+                f" {num_devices}: ask for 1 to {num_devices}"
+            )
+        if self.asked.schedule == "auto":
+            return
+        kind = find(self.asked.schedule)
+        if kind.backward == "none" and self.cuttable.flow.backward:
+            raise ScheduleError(
+                f"schedule {kind.name!r} runs forward passes only, and `{self.program.signature.name}` has a backward pass:"
+                " its gradients would never be computed, nor what is updated by them. Leave schedule='auto', or give one"
+                f" of {', '.join(map(repr, SCHEDULES))}"
+            )
+
+    # -- the search --------------------------------------------------------------------------
+
+    def _numbers(self) -> tuple[Sequence[int], int]:
+        """Numbers of microbatches that may be tried, and the first that is."""
+        asked = self.asked.num_microbatches
+        if asked != "auto":
+            if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+                raise MicrobatchError(f'`num_microbatches` is {asked!r}: give 1 or more, or "auto"')
+            return (asked,), asked
+        return likely_numbers(self.cuttable, self.asked.cluster)
+
+    def _search(self, count: int, among: Sequence[SubmeshShape] | None) -> StageSearch:
+        self.report(f"stages for {count} microbatches", min(0.85, 0.05 + 0.1 * len(self.searches.costs)))
+        return self.searches.search(count, among)
+
+    def _estimate(self, count: int, known: int, among: Sequence[SubmeshShape]) -> StageSearch | None:
+        """By what the package's partitioner makes of stages in a chain; others are asked themselves."""
+        if self.branches is not None or self.asked.partitioner is not None:
+            return None
+        return self.searches.estimate(count, known, among)
+
+    def _found(self, search: StageSearch) -> Outcome:
+        """The best of all schedules; what each found is noted."""
+        best = Outcome(None)
+        for name, found in self._outcomes(search):
+            step = found.step
+            self.tried.append(
+                StagesTried(
+                    schedule=name,
+                    num_stages=len(step.stages) if step else 0,
+                    num_microbatches=search.num_microbatches,
+                    step_time_s=step.step_time_s if step else math.inf,
+                    peak_bytes=max(step.peak_bytes) if step else math.inf,
+                )
+            )
+            if best.step is None or (step is not None and step.step_time_s < best.step.step_time_s):
+                best = found
+            if step is not None:
+                forks = step.layer_of is not None
+                known = self.best.setdefault(forks, (search.num_microbatches, step))[1]
+                if step.step_time_s < known.step_time_s:
+                    self.best[forks] = (search.num_microbatches, step)
+        return best
+
+    def _outcomes(self, search: StageSearch) -> Iterator[tuple[str, Outcome]]:
+        """What branches side by side make of the stages, where there are any, and then each schedule: where nothing fits,
+        the last one says why."""
+        if self.branches is not None:
+            shapes = tuple(dict.fromkeys(replace(shape, option=0) for shape in search.shapes))
+            yield from self.branches.outcomes(search.num_microbatches, shapes, search.budget_bytes)
+        for name in self._schedules():
+            yield name, search.outcome((name,), self.asked.partitioner)
+
+    def _branches(self) -> BranchSearch | None:
+        """The search for stages that fork and join, where the step does so and nothing else was asked for."""
+        asked = self.asked
+        free = asked.stages == asked.schedule == "auto" and asked.partitioner is None
+        if not free or asked.cluster.num_devices == 1:
+            return None
+        layers = forked_layers(self.cuttable.flow, self.cuttable.chain)
+        if layers is None:
+            return None
+        return BranchSearch(self.cuttable, layers, asked.cluster, asked.profiles, _SEARCH_LIMIT_S, asked.planning)
+
+    def _schedules(self) -> Sequence[str]:
+        if self.asked.schedule == "auto":
+            return SCHEDULES if self.cuttable.flow.backward else ("inference",)
+        return (find(self.asked.schedule).name,)
+
+    # -- the plan ----------------------------------------------------------------------------
+
+    def _plan(self, count: int, step: StagedStep) -> tuple[PipelinePlan, float]:
+        """The plan of these stages, and how many times the budget they hold, at the most."""
+        asked, schedule = self.asked, step.schedule
+        programs, runs, planned = self._stages(count, step)
+        stages = [
+            StagePlan(
+                first_layer=stage.first,
+                last_layer=stage.last,
+                submesh=stage.submesh,
+                cost=cost,
+                plan=replace(run.plan, memory_budget_bytes=None),  # the schedule's to keep
+            )
+            for stage, cost, run in zip(step.stages, planned.costs, runs, strict=True)
+        ]
+        starts, run_layers = self.clustering.starts, ()
+        if step.layer_of is not None:
+            layers = step.layer_of
+            starts = tuple(n for n in range(len(layers)) if n == 0 or layers[n] != layers[n - 1])
+            run_layers = tuple(layers[start] for start in starts)
+        timeline = planned.timeline
+        graph = self.program.graph
+        inputs = _placed(graph, programs, runs, "argument")
+        outputs = _placed(graph, programs, runs, "result")
+        plan = PipelinePlan(
+            program=self.program.signature,
+            cluster=asked.cluster,
+            memory_budget_bytes=asked.memory_budget_bytes,
+            words=_words(stages, schedule.name, count, forks=bool(run_layers)),
+            schedule=schedule.name,
+            num_microbatches=count,
+            starts=starts,
+            run_layers=run_layers,
+            virtual=1 if run_layers else len(stages) // schedule.num_submeshes,
+            stages=tuple(stages),
+            sends=planned.sends,
+            inputs=tuple(tensor for tensor, _ in inputs),
+            outputs=tuple(tensor for tensor, _ in outputs),
+            input_parts=tuple(parts for _, parts in inputs),
+            output_parts=tuple(parts for _, parts in outputs),
+            carried=graph.carried,
+            donated=self.program.donated,
+            prediction=PipelinePrediction(
+                step_time_s=timeline.makespan_s,
+                bubble_fraction=timeline.bubble_fraction,
+                stage_bytes=planned.peak_bytes,
+            ),
+            outcome=SearchOutcome(
+                status=step.partition.status.value,
+                gap=_gap(step.partition.cost_s, step.partition.lower_bound_s),
+                num_layers=step.stages[-1].last + 1,
+                num_planned=self.searches.num_planned + (self.branches.num_planned if self.branches else 0),
+                search_time_s=time.perf_counter() - self.started,
+            ),
+            own_statistics=asked.own_statistics,
+            tried=tuple(self.tried),
+            versions=versions_of(),
+            in_tree=self.program.trace.in_tree,
+            out_tree=self.program.trace.out_tree,
+        )
+        return plan, planned.over(asked.budgets)
+
+    def _stages(
+        self, count: int, step: StagedStep
+    ) -> tuple[tuple[StageProgram, ...], Sequence[PlannedRun], StagedStep]:
+        """The programs of stages, their plans, and the step at the prices of these."""
+        if step.layer_of is not None:
+            assert self.branches is not None, "who else finds such stages?"
+            return self.branches.planned(count, step)
+        search, prices = self.searches.search(count), self.searches.costs[count]
+        stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
+        programs = self.cuttable.settled(prices.layers.layer_of, stage_of, count)
+        runs = [
+            prices.planned(stage.first, stage.last, stage.submesh.shape, program)
+            for program, stage in zip(programs, step.stages, strict=True)
+        ]
+        return programs, runs, search.with_costs(step, [run.cost for run in runs])
+
+
+def _gap(cost: float, bound: float) -> float:
+    return max(0.0, (cost - bound) / cost) if cost else 0.0
+
+
+def _placed(
+    graph: Graph, programs: Sequence[StageProgram], runs: Sequence[PlannedRun], kind: Literal["argument", "result"]
+) -> list[tuple[TensorPlan, tuple[LeafPart, ...]]]:
+    """Arguments or results of the step: how each lies, and on which stages. What is carried lies where it is renewed; what
+    several stages take, where the first does; what none takes or makes, whole on the first."""
+    given = kind == "argument"
+    values, paths = (graph.inputs, graph.input_paths) if given else (graph.outputs, graph.output_paths)
+    found: dict[int, dict[Rows | None, tuple[TensorPlan, int]]] = defaultdict(dict)
+    for s, (program, run) in enumerate(zip(programs, runs, strict=True)):
+        ports, tensors = (program.inputs, run.plan.inputs) if given else (program.outputs, run.plan.outputs)
+        renewed = {position for position, _ in program.program.graph.carried} if given else set[int]()
+        for position, (port, tensor) in enumerate(zip(ports, tensors, strict=True)):
+            if port.kind == kind and (port.rows not in found[port.value] or position in renewed):
+                found[port.value][port.rows] = tensor, s
+    placed = []
+    for position, value in enumerate(values):
+        whole = _whole(graph, paths[position], value)
+        parts = sorted(found[position].items(), key=lambda item: item[0].start if item[0] else 0)
+        if parts:
+            largest = max(tensor.num_bytes for _, (tensor, _) in parts)
+            whole = replace(parts[0][1][0], path=whole.path, shape=whole.shape, num_bytes=largest)
+        placed.append((whole, tuple(_part(s, t, rows) for rows, (t, s) in parts) or (_part(0, whole, None),)))
+    return placed
+
+
+def _part(stage: int, tensor: TensorPlan, rows: Rows | None) -> LeafPart:
+    place = None if rows is None else (rows.dim, rows.start, rows.stop)
+    return LeafPart(stage=stage, sharding=tensor.sharding, rows=place)
+
+
+def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:
+    """Of what no stage takes or makes."""
+    info = None if value is None else graph.values[value]
+    shape = info.shape if info else ()
+    return TensorPlan(
+        path=path,
+        shape=shape,
+        dtype=info.dtype if info else "literal",
+        role="data",
+        sharding=TensorSharding(((),) * len(shape)),
+        num_bytes=info.num_bytes if info else 0.0,
+    )
+
+
+def _words(stages: Sequence[StagePlan], schedule: str, num_microbatches: int, *, forks: bool) -> str:
+    """What the plan does, in a line."""
+    inside = list(dict.fromkeys(stage.plan.words for stage in stages))
+    submeshes = list(dict.fromkeys(stage.devices for stage in stages))
+    sizes = " + ".join(str(len(devices)) for devices in submeshes)
+    virtual = f", {len(stages) // len(submeshes)} on each submesh" if not forks and len(submeshes) < len(stages) else ""
+    count = f"{len(stages)} stages on {sizes} devices{virtual}" if len(stages) > 1 else f"one stage on {sizes} devices"
+    count += ", branches side by side" if forks else ""
+    batches = f"{num_microbatches} microbatches" if num_microbatches > 1 else "1 microbatch"
+    within = f"; inside: {inside[0]}" if len(inside) == 1 else f"; inside: {' | '.join(inside)}"
+    return f"{count}, {schedule}, {batches}{within}"

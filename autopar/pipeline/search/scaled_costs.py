@@ -1,0 +1,59 @@
+"""Prices of runs for another number of microbatches than they were planned for, from one planned layer.
+
+In: the prices for one number, and for another number those of the usual layer. Out: `ScaledCosts`. What the usual layer
+costs more or less there, field by field, all runs cost more or less: good enough to say which numbers are worth a search
+of their own, and a tenth of its plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from autopar.pipeline.partition.cluster import SubmeshShape
+from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.search.stage_costs import StageCosts
+
+
+class ScaledCosts:
+    """`StageCosts` by proportion.
+
+    Args:
+        known: prices for one number of microbatches.
+        other: those for the other number; its usual layer alone is planned.
+    """
+
+    def __init__(self, known: StageCosts, other: StageCosts) -> None:
+        assert known.usual is not None, "one layer stands for the others"
+        self.known, self.other, self.usual = known, other, known.usual
+        self._factors: dict[tuple[SubmeshShape, bool], dict[str, float]] = {}
+        self._costs: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
+        self._bounds: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
+
+    def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
+        """As `StageCosts.cost`."""
+        key = (self.known.keys[first : last + 1], shape)
+        if key not in self._costs:
+            self._costs[key] = self._scaled(self.known.cost(first, last, shape), shape, alone=False)
+        return self._costs[key]
+
+    def alone(self, shape: SubmeshShape) -> StageCost:
+        """As `StageCosts.alone`."""
+        return self._scaled(self.known.alone(shape), shape, alone=True)
+
+    def bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
+        """As `StageCosts.bound`, by what the usual layer costs on one device."""
+        key = (self.known.keys[first : last + 1], shape)
+        if key not in self._bounds:
+            one = SubmeshShape(shape.kind, 1, 1, option=shape.option)
+            self._bounds[key] = self._scaled(self.known.bound(first, last, shape), one, alone=False)
+        return self._bounds[key]
+
+    def _scaled(self, cost: StageCost, shape: SubmeshShape, *, alone: bool) -> StageCost:
+        if (shape, alone) not in self._factors:
+            here = self.known.layer_cost(self.usual, shape, alone=alone)
+            there = self.other.layer_cost(self.usual, shape, alone=alone)
+            self._factors[shape, alone] = {
+                field.name: getattr(there, field.name) / getattr(here, field.name) if getattr(here, field.name) else 1.0
+                for field in fields(StageCost)
+            }
+        return StageCost(**{name: factor * getattr(cost, name) for name, factor in self._factors[shape, alone].items()})

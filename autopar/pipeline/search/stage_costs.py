@@ -1,0 +1,318 @@
+"""What runs of layers cost on submeshes: each is planned, as a program of its own.
+
+In: the layers of a step, hardware profiles, and how to plan. Out: `StageCosts`, which a `PartitionProblem` asks. Few
+runs are planned:
+
+- A layer, and two that follow one another. Of more, with each layer costing besides its own what it costs beside the
+  one before it,
+
+      cost(l ... m) = cost(l, l + 1) + ... + cost(m - 1, m) - cost(l + 1) - ... - cost(m - 1)
+
+  but for what it holds while it is worked on, which is the most of any pair.
+- On which mesh a shape is used, and in which form a program is planned there, the layer says that is there most often.
+- Options of a shape hold more or less state, and more or less from the forward to the backward pass. The latter are
+  priced from one plan, by what passes between the two and what is computed again (`crossing.py`). A stage that is chosen
+  is planned with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
+from autopar.pipeline.cut.stage_programs import Layers, StageProgram
+from autopar.pipeline.cut.extract_stages import Port
+from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.cut.pieces import Layout
+from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
+from autopar.pipeline.search.estimates import StageFigures
+from autopar.plans.plan import Plan
+from autopar.planner.planner import asked_meshes, plan_as_made
+from autopar.transforms.program import recomputing
+from autopar.solve.ilp import Ilp
+from autopar.solve.problem import Solver
+from autopar.planner.memory_search import Made
+
+#: What a byte is worth that is held from the forward to the backward pass, by option of a shape, in units of what it
+#: takes to write it and to read it: nearly nothing; more than anything but matrix products; more than anything.
+HELD_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
+#: What a byte of state is worth (`quick_plan.Way`): little; more than what it takes to send it inside a host; over a
+#: network.
+STATE_PRICES: tuple[float, ...] = (0.3, 30.0, 3000.0)
+#: The last ones are of use where all devices together have hardly room for the state.
+_USUAL_OPTIONS = 2 * len(HELD_PRICES)
+#: State that is as near as this to its part for each device has no copies that could be saved.
+_ALL_SPLIT = 1.03
+#: All options of a shape: price of state, price of what is held.
+OPTIONS: tuple[tuple[float, float], ...] = tuple(itertools.product(STATE_PRICES, HELD_PRICES))
+
+
+def at_state_price(shape: SubmeshShape) -> SubmeshShape:
+    """A shape in the first of the options that have its price of state: they are priced from the same plan."""
+    return replace(shape, option=shape.option - shape.option % len(HELD_PRICES))
+
+
+#: What is computed again on several devices may be chosen otherwise than on one.
+_SURE = 0.9
+
+
+Ports = tuple[Port, ...]
+
+
+def likely_shapes(cluster: Cluster) -> tuple[SubmeshShape, ...]:
+    """Of all submeshes, those whose devices halve down to one, and all devices of a kind: by far most models are of sizes
+    that these divide."""
+    most = {group.kind: group.num_devices for group in cluster.groups}
+    shapes = cluster.shapes()
+    return tuple(
+        shape
+        for shape in shapes
+        if shape.num_devices & (shape.num_devices - 1) == 0 or shape.num_devices == most[shape.kind]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """Layers planned on a submesh."""
+
+    program: StageProgram
+    plan: Plan
+    cost: StageCost
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """A run planned for its price."""
+
+    figures: StageFigures
+    made: Made
+    way: Way
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What a run is planned for.
+
+    Args:
+        alone: whether it is all that there is.
+    """
+
+    shape: SubmeshShape
+    alone: bool = False
+
+    @property
+    def state_price(self) -> float:
+        return OPTIONS[self.shape.option][0] if self.shape.num_devices > 1 else STATE_PRICES[0]
+
+    @property
+    def held_price(self) -> float:
+        return OPTIONS[self.shape.option][1]
+
+
+class StageCosts:
+    """Prices of runs of layers; what has been planned is kept.
+
+    Args:
+        profiles: by kind of device.
+        keys: layers with equal keys are equal.
+        splits_backward: whether the backward pass is priced in two parts.
+        mesh: of every submesh, e.g. `"2x4"`; by default the best one of as many devices.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        profiles: Mapping[str, HardwareProfile],
+        keys: Sequence[int],
+        *,
+        splits_backward: bool = False,
+        mesh: str | None = None,
+        solver: Solver | None = None,
+        time_limit_s: float = 60.0,
+    ) -> None:
+        self.layers, self.profiles, self.keys = layers, profiles, tuple(keys)
+        self.splits_backward, self.mesh = splits_backward, mesh
+        self.planner = QuickPlanner(solver or Ilp(time_limit_s=time_limit_s))
+        most, count = Counter(self.keys).most_common(1)[0]
+        #: The layer that says how a shape is used; none where all differ.
+        self.usual = self.keys.index(most) if count > 1 else None
+        #: Of runs of equal layers, the one that is planned.
+        self._alike: dict[tuple[int, ...], tuple[int, int]] = {}
+        if self.usual is not None:
+            self._alike[most,] = (self.usual, self.usual)
+        self._programs: dict[tuple[int, int], StageProgram] = {}
+        self._forms: dict[tuple[int, int], tuple[Form, ...]] = {}
+        self._bases: dict[tuple[tuple[int, ...], _Use], _Base] = {}
+        self._costs: dict[tuple[tuple[int, ...], _Use], StageCost] = {}
+        self._planned: dict[tuple[int, int, SubmeshShape, Ports, Ports], PlannedRun] = {}
+        self._bounds: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
+
+    @property
+    def num_planned(self) -> int:
+        """How many runs have been planned, on all shapes together."""
+        return len({id(base) for base in self._bases.values()}) + len(self._planned)
+
+    def in_options(self, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]) -> tuple[SubmeshShape, ...]:
+        """Shapes in the options that each is worth looking at in. Where state, all of it split, takes more than half of
+        all devices' memory, there is no room for copies of it; and state is dearest where all devices are one submesh."""
+        largest = max(shape.num_devices for shape in shapes)
+        first: dict[str, int] = {}
+        for kind in {shape.kind for shape in shapes}:
+            state = self.cost(0, len(self.keys) - 1, SubmeshShape(kind, 1, 1)).state_bytes
+            first[kind] = len(HELD_PRICES) if state > 0.5 * largest * budget_bytes[kind] else 0
+        return tuple(
+            replace(shape, option=option)
+            for shape in shapes
+            for option in range(first[shape.kind], len(OPTIONS) if shape.num_devices == largest else _USUAL_OPTIONS)
+        )
+
+    def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
+        """The price of layers `first` to `last`, as a `PartitionProblem` asks it."""
+        return self._cost(first, last, _Use(shape))
+
+    def alone(self, shape: SubmeshShape) -> StageCost:
+        """The price of all layers as one stage, which is one program: sums over devices may stay pending from
+        microbatch to microbatch, and what is inside kernels passes for nothing from the forward to the backward pass."""
+        return self._cost(0, len(self.keys) - 1, _Use(shape, alone=True))
+
+    def layer_cost(self, layer: int, shape: SubmeshShape, *, alone: bool) -> StageCost:
+        """The price of one layer, as a part of a stage or of all that there is."""
+        return self._cost(layer, layer, _Use(shape, alone))
+
+    def bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
+        """No price on a shape is below that of one device, by the number of devices: splitting saves no work."""
+        key = (self.keys[first : last + 1], shape)
+        if key not in self._bounds:
+            one = self.cost(first, last, SubmeshShape(shape.kind, 1, 1, option=shape.option))
+            part = 1 / shape.num_devices
+            held = _SURE * part  # another cut may hold less
+            self._bounds[key] = StageCost(
+                forward_s=part * one.forward_s,
+                backward_s=_SURE * part * one.backward_s,
+                weight_s=part * one.weight_s,
+                update_s=part * one.update_s,
+                state_bytes=part * one.state_bytes,
+                flight_bytes=held * one.flight_bytes,
+            )
+        return self._bounds[key]
+
+    def _cost(self, first: int, last: int, use: _Use) -> StageCost:
+        """The price of a run: of its pairs, less those of the layers that are in two of them."""
+        key = (self.keys[first : last + 1], use)
+        if key not in self._costs:
+            if last - first < 2:
+                figures = self._base(first, last, use).figures
+                self._costs[key] = figures.cost(figures.crossings.at(use.held_price))
+            else:
+                pairs = Counter((self.keys[n], self.keys[n + 1]) for n in range(first, last))
+                inner = Counter(self.keys[n] for n in range(first + 1, last))
+                at = {(self.keys[n], self.keys[n + 1]): n for n in range(first, last)}
+                parts = [(float(times), self._cost(at[pair], at[pair] + 1, use)) for pair, times in pairs.items()]
+                for layer, times in inner.items():
+                    n = self.keys.index(layer)
+                    parts.append((-float(times), self._cost(n, n, use)))
+                most = max(cost.working_bytes for times, cost in parts if times > 0)
+                self._costs[key] = replace(_sum(parts), working_bytes=most)  # one layer is worked on at a time
+        return self._costs[key]
+
+    def planned(self, first: int, last: int, shape: SubmeshShape, stage: StageProgram | None = None) -> PlannedRun:
+        """Layers planned on a submesh, with what their backward pass computes again.
+
+        Args:
+            stage: their program among the others of its step, which sends what these read; by default one that sends all
+                that anybody may read.
+        """
+        program = stage or self._program(first, last)
+        key = (first, last, shape, program.inputs, program.outputs)
+        if key in self._planned:  # with these borders it is the same program, wherever the others were cut
+            return replace(self._planned[key], program=program)
+        use, started, profile = _Use(shape), time.perf_counter(), self._profile(shape)
+        forms = forms_of(program.program)
+        way = self._base(first, last, use).way if self.usual is None else self._usual_way(use, len(forms))
+        base = self.planner.planned_in(way, forms, profile)
+        crossing = self._figures(program, base).crossings.at(use.held_price)
+        again = recomputing(base.program, [one.again for one in crossing.recomputed])
+        form = Form(again)
+        made = self.planner.planned_in(replace(way, form=0), (form,), profile, figures_only=False)
+        seconds = time.perf_counter() - started
+        plan = plan_as_made(made, base.program, form.unknown, budget=profile.usable_bytes, seconds=seconds)
+        figures = self._figures(program, made)
+        cost = figures.cost(figures.crossings.as_it_is())
+        self._planned[key] = PlannedRun(program, replace(plan, recomputed=crossing.recomputed), cost)
+        return self._planned[key]
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _base(self, first: int, last: int, use: _Use) -> _Base:
+        first, last = self._alike.setdefault(self.keys[first : last + 1], (first, last))
+        shape = replace(use.shape, option=OPTIONS.index((use.state_price, HELD_PRICES[0])))
+        use = replace(use, shape=shape)
+        key = (self.keys[first : last + 1], use)
+        if key not in self._bases and (frugal := self._as_frugal(first, last, use)) is not None:
+            self._bases[key] = frugal
+        if key not in self._bases:
+            profile, forms = self._profile(shape), self._forms_of(first, last)
+            if self.usual is None or (first, last) == (self.usual, self.usual):
+                meshes = meshes_for(asked_meshes(self.mesh, shape.num_devices), profile)
+                prices = {"state_price": use.state_price, "pending": use.alone}
+                made, way = self.planner.quickest(meshes, forms, profile, **prices)
+            else:
+                way = self._usual_way(use, len(forms))
+                made = self.planner.planned_in(way, forms, profile)
+            figures = self._figures(self._program(first, last), made, apart=not use.alone)
+            self._bases[key] = _Base(figures, made, way)
+        return self._bases[key]
+
+    def _usual_way(self, use: _Use, num_forms: int) -> Way:
+        """How the usual layer is planned, for a program of so many forms."""
+        assert self.usual is not None
+        way = self._base(self.usual, self.usual, use).way
+        return replace(way, form=min(way.form, num_forms - 1))
+
+    def _profile(self, shape: SubmeshShape) -> HardwareProfile:
+        return replace(self.profiles[shape.kind], devices_per_host=shape.devices_per_host)
+
+    def _as_frugal(self, first: int, last: int, use: _Use) -> _Base | None:
+        """A run planned with state at a lower price, where that has split all of it."""
+        cheaper = [price for price in STATE_PRICES if price < use.state_price]
+        shapes = (replace(use.shape, option=OPTIONS.index((price, HELD_PRICES[0]))) for price in cheaper)
+        keys = self.keys[first : last + 1]
+        known = [
+            self._bases[keys, replace(use, shape=shape)]
+            for shape in shapes
+            if (keys, replace(use, shape=shape)) in self._bases
+        ]
+        if not known:
+            return None
+        whole = self._base(first, last, _Use(SubmeshShape(use.shape.kind, 1, 1))).figures.state_bytes
+        is_split = known[-1].figures.state_bytes <= _ALL_SPLIT * whole / use.shape.num_devices
+        return known[-1] if is_split else None
+
+    def _figures(self, stage: StageProgram, made: Made, *, apart: bool = True) -> StageFigures:
+        layout = Layout(made.program.trace, stage.inputs)
+        return StageFigures(made, layout, splits_backward=self.splits_backward and apart, apart=apart)
+
+    def _program(self, first: int, last: int) -> StageProgram:
+        if (first, last) not in self._programs:
+            self._programs[first, last] = self.layers.run_of(first, last)
+        return self._programs[first, last]
+
+    def _forms_of(self, first: int, last: int) -> tuple[Form, ...]:
+        if (first, last) not in self._forms:
+            self._forms[first, last] = forms_of(self._program(first, last).program)
+        return self._forms[first, last]
+
+
+def _sum(parts: Sequence[tuple[float, StageCost]]) -> StageCost:
+    """Prices times numbers, added up."""
+    return StageCost(
+        **{
+            field.name: max(0.0, sum(times * getattr(cost, field.name) for times, cost in parts))
+            for field in fields(StageCost)
+        }
+    )

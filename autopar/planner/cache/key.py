@@ -1,0 +1,133 @@
+"""What a plan depends on, as digests: the program, what is asked for, and what makes the plan.
+
+In: a traced program and the options of planning. Out: `PlanKey`, the same in every process and on every day: no source
+line, no memory address and no order of a set enters it. What planning reads enters whole, also the contents of a
+hardware profile, the rules that users have registered, and autopar's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autopar.ir.graph import Graph
+from autopar.transforms.program import Program
+from autopar.rules.user_rules import registered_texts
+from autopar.version import versions_of
+
+#: Packages whose versions a plan depends on, beside autopar's own code.
+_PACKAGES = ("jax", "jaxlib", "ortools", "numba", "numpy")
+
+
+class UnkeyedError(Exception):
+    """An option that has no lasting description, such as a solver of the user's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKey:
+    """Digests of the program, of what is asked for, and of what makes the plan; and the last in words."""
+
+    program: str
+    asked: str
+    made_by: str
+    versions: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """One text of all three."""
+        return f"{self.program}-{self.asked}-{self.made_by}"
+
+    @property
+    def whatever_made_it(self) -> str:
+        """The name's beginning, which plans made by other versions share."""
+        return f"{self.program}-{self.asked}-"
+
+
+def key_of(program: Program, asked: Mapping[str, Any]) -> PlanKey:
+    """The key of a program's plan.
+
+    Args:
+        asked: all options of planning, as they were understood: meshes, the hardware profile, pins, budget ...
+
+    Raises:
+        UnkeyedError: naming an option that cannot be described.
+    """
+    traced = program.as_traced
+    parts = [_digest("\n".join(_lines(form.graph))) for form in traced.forms]
+    told = (traced.signature.name, traced.carried_arguments, traced.donated, *parts)
+    made_by, versions = maker()
+    return PlanKey(
+        program=_digest(repr(told)),
+        asked=digest_of(asked),
+        made_by=made_by,
+        versions=versions,
+    )
+
+
+def maker(packages: Sequence[str] = ()) -> tuple[str, Mapping[str, str]]:
+    """A digest of what makes a plan, and it in words.
+
+    Args:
+        packages: on whose versions it depends besides.
+    """
+    versions = versions_of((*_PACKAGES, *packages))
+    what = (sorted(versions.items()), platform.python_version(), _own_code(), registered_texts())
+    return _digest(repr(what)), versions
+
+
+def digest_of(asked: Mapping[str, Any]) -> str:
+    """A digest of options.
+
+    Raises:
+        UnkeyedError: naming one that cannot be described.
+    """
+    return _digest(repr(sorted((name, _described(name, value)) for name, value in asked.items())))
+
+
+def _lines(graph: Graph) -> Iterator[str]:
+    """A graph as text, all but the places in the user's files."""
+    for value in graph.values:
+        yield repr((value.shape, value.dtype, value.itemsize, value.repeat))
+    for node in graph.nodes:
+        of = (node.primitive, node.operands, node.results, sorted(node.params.items()))
+        yield repr((*of, node.path, node.phase, node.effect, node.repeat))
+    rest = (graph.inputs, graph.input_paths, graph.outputs, graph.output_paths, graph.constants, graph.carried)
+    yield repr((*rest, graph.loops, graph.barriers))
+
+
+def _described(name: str, value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, PartitionSpec):
+        return f"P{tuple(value)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_described(name, item) for item in value)})"
+    if isinstance(value, Mapping):
+        items = sorted((str(key), _described(name, item)) for key, item in value.items())
+        return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
+    if is_dataclass(value) and not isinstance(value, type):
+        own = [f"{field.name}={_described(name, getattr(value, field.name))}" for field in fields(value)]
+        return f"{type(value).__qualname__}({', '.join(own)})"
+    raise UnkeyedError(f"`{name}` is a {type(value).__name__}")
+
+
+@functools.lru_cache(maxsize=1)
+def _own_code() -> str:
+    """A digest of autopar's own files: a change of the planner is another planner, whatever its version."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]

@@ -1,0 +1,153 @@
+"""Which of a plan's reductions to have XLA start early: what waits for them, long before their result is read.
+
+In: a device's program, the mesh, a hardware profile. Out: `Awaited`s. Gradients are summed over devices as the backward pass
+makes them, but nothing reads the sums before the update, and XLA's scheduler, which works from the end, puts off what nobody
+reads: reductions end up one after another behind the backward pass, with nothing left to hide them. So a later product of
+the backward pass is made to wait for those that should be over by then (`jax.lax.optimization_barrier`, which costs nothing).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.cost.kernel_time import is_unestimated, op_seconds
+from autopar.ir.device_program import DeviceProgram, Op
+from autopar.ir.graph import Graph
+from autopar.xla_model.collective_combiner import predecessors
+from autopar.ir.mesh import MeshShape
+from autopar.plans.plan import Awaited
+
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+#: Pieces of branches: what is in one is not run each time.
+_BRANCHES = frozenset(["enter_branch", "exit_branch"])
+
+
+class Early:
+    """Ways to await a program's reductions early: none, in a program with loops or branches."""
+
+    def __init__(self, program: DeviceProgram, graph: Graph, mesh: MeshShape, profile: HardwareProfile) -> None:
+        self.program, self.clock = program, _Clock(program, mesh, profile)
+        self.maker = {value: n for n, node in enumerate(graph.nodes) for value in node.results}
+        has_parts = graph.loops or any(node.primitive in _BRANCHES for node in graph.nodes)
+        self.chains = [] if has_parts else _chains(program, self.clock)
+        self.products = _products(program, graph, self.maker)
+
+    def tied(self, merge_bytes: float, slack: float) -> tuple[DeviceProgram, tuple[Awaited, ...]]:
+        """The program with its reductions awaited early, and where.
+
+        Args:
+            merge_bytes: so much is reduced at once, at the most: what waits for one does not merge with another.
+            slack: a reduction gets this much more than its own time before something waits for it.
+        """
+        ops, starts, awaited = list(self.program.ops), self.clock.starts, list[Awaited]()
+        free = 0.0
+        for bucket in _buckets(self.chains, self.program.ops, merge_bytes):
+            ready = max(starts[min(chain)] for chain in bucket)
+            seconds = self.clock.together(bucket)
+            free = max(free, ready) + seconds
+            last = [chain[-1] for chain in bucket]
+            values = tuple(sorted({self.program.buffers[ops[i].writes[0]].value for i in last}))
+            made = max(self.maker[value] for value in values)
+            at = next(
+                (
+                    (i, node, operand)
+                    for i, node, operand in self.products
+                    if starts[i] >= free + slack * seconds and i > max(last) and node > made
+                ),
+                None,
+            )
+            if at is None or at[0] >= min(self.clock.first_read[i] for i in last):
+                continue
+            i, node, operand = at
+            awaited.append(Awaited(node=node, operand=operand, values=values))
+            ops[i] = replace(ops[i], reads=(*ops[i].reads, *(ops[j].writes[0] for j in last)))
+        return (replace(self.program, ops=tuple(ops)), tuple(awaited)) if awaited else (self.program, ())
+
+
+class _Clock:
+    """When operations start if each runs as soon as it can, in the program's own order, by the mean of the device's rates
+    and of XLA's opinion of them."""
+
+    def __init__(self, program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> None:
+        self.mesh, self.opinions = mesh, (profile, replace(profile, xla_estimator=None))
+        self.ops, self.waits_for = program.ops, predecessors(program.ops)
+        self.starts: list[float] = []
+        now = 0.0
+        for op in program.ops:
+            self.starts.append(now)
+            now += 0.0 if op.kind == "collective" else self.seconds(op)
+        self.first_read = [len(program.ops)] * len(program.ops)
+        for i, before in enumerate(self.waits_for):
+            for j in before:
+                self.first_read[j] = min(self.first_read[j], i)
+
+    def seconds(self, op: Op) -> float:
+        opinions = self.opinions[1:] if is_unestimated(op) else self.opinions
+        return sum(op_seconds(op, self.mesh, profile) for profile in opinions) / len(opinions)
+
+    def together(self, chains: Sequence[Sequence[int]]) -> float:
+        """Seconds of reductions that are merged, those of a kind into one."""
+        kinds: dict[tuple[str, tuple[str, ...]], list[Op]] = defaultdict(list)
+        for i in {i for chain in chains for i in chain}:
+            kinds[self.ops[i].collective, self.ops[i].axes].append(self.ops[i])
+        return sum(
+            self.seconds(
+                replace(
+                    ops[0],
+                    payload_bytes=sum(op.payload_bytes for op in ops),
+                    writes=tuple(b for op in ops for b in op.writes),
+                )
+            )
+            for ops in kinds.values()
+        )
+
+
+def _chains(program: DeviceProgram, clock: _Clock) -> list[list[int]]:
+    """Reductions for which nobody waits soon, each with those of the same value that it waits for, first to last."""
+    ops = program.ops
+    reductions = [i for i, op in enumerate(ops) if op.combinable and op.collective in REDUCTIONS]
+    inner = {j for i in reductions for j in clock.waits_for[i]}
+    chains = []
+    for last in reductions:
+        if last in inner:
+            continue
+        chain = [last]
+        while before := [j for j in clock.waits_for[chain[0]] if ops[j].combinable and ops[j].collective in REDUCTIONS]:
+            chain.insert(0, before[0])
+        first_read = clock.first_read[last]
+        over = clock.starts[chain[0]] + sum(clock.seconds(ops[i]) for i in chain)
+        if first_read == len(ops) or clock.starts[first_read] > over:
+            chains.append(chain)
+    return chains
+
+
+def _buckets(chains: Sequence[Sequence[int]], ops: Sequence[Op], merge_bytes: float) -> list[list[Sequence[int]]]:
+    """Chains in the order in which they start, so many together as are merged."""
+    buckets: list[list[Sequence[int]]] = []
+    size = 0.0
+    for chain in sorted(chains, key=lambda chain: chain[0]):
+        more = ops[chain[-1]].payload_bytes
+        if not buckets or size + more > merge_bytes:
+            buckets.append([])
+            size = 0.0
+        buckets[-1].append(chain)
+        size += more
+    return buckets
+
+
+def _products(program: DeviceProgram, graph: Graph, maker: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Matrix products and convolutions that read, from memory, a value that the program has computed: operation, node, and
+    which operand. Of two such the one computed last."""
+    written: set[int] = set()
+    found = []
+    for i, op in enumerate(program.ops):
+        if op.kind in ("gemm", "convolution"):
+            operands = graph.nodes[op.node].operands
+            computed = [(maker[v], n) for n, v in enumerate(operands) if v is not None and v in written and v in maker]
+            if computed:
+                found.append((i, op.node, max(computed)[1]))
+        written.update(program.buffers[b].value for b in op.writes)
+    return found

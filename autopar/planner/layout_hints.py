@@ -1,0 +1,192 @@
+"""Layouts that are told before planning, beside the user's own pins: by the arguments' metadata, or by another plan.
+
+In: a program, rules for logical axis names, a plan that was made before. Out: `Told`: by path the layout of inputs, and
+notes for the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autopar.cost import hardware_profile as hardware_profiles
+from autopar.errors import PinError, PlanMismatchError
+from autopar.frontend.sharding_metadata import Annotation, Rules, specs_of
+from autopar.frontend.libraries import active_axis_rules
+from autopar.ir.mesh import MeshShape
+from autopar.plans.plan import Plan, TensorPlan
+from autopar.transforms.program import Program
+
+#: What is done with metadata on a step's arguments.
+Metadata = Literal["pin", "hint", "ignore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Layouts of inputs by path, and what a user should know of them."""
+
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def told_by_metadata(
+    program: Program, metadata: str, rules: Rules | None, meshes: Sequence[MeshShape], *, mesh_given: bool = True
+) -> Told:
+    """Layouts that stand on the arguments themselves, as Flax writes them.
+
+    Args:
+        rules: from logical names to mesh axes; by default those of the `nn.logical_axis_rules` that is active.
+        mesh_given: the user gave the mesh, so that a rule for an axis which it lacks is meant for other meshes. Where autopar
+            chooses the mesh, nobody else can have dropped the axis.
+
+    Raises:
+        PinError: an unknown way to use metadata; rules name an axis that no mesh to choose from has.
+    """
+    if metadata not in ("pin", "hint", "ignore"):
+        raise PinError(f'`metadata` is {metadata!r}: give "pin", "hint" or "ignore"')
+    annotations = program.as_traced.annotations
+    if metadata == "ignore" or not annotations:
+        return Told()
+    axes = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
+    rules = active_axis_rules() if rules is None else rules
+    specs, lost = specs_of(annotations, rules, axes)
+    if metadata == "pin" and not mesh_given and meshes[0].num_devices > 1:
+        _check_rules_lead_to_axes(annotations, rules, lost, meshes)
+    notes = [
+        f"the metadata of {_some(paths)} name {name!r}, which leads to no axis of the mesh ({', '.join(axes)}): it says"
+        f' nothing here. To give it one: `logical_axis_rules=[("{name}", "{axes[-1]}")]`'
+        for name, paths in lost.items()
+    ]
+    if specs and metadata == "pin":
+        notes.append(f'{_some(specs)} {_are(specs)} split as their metadata say; `metadata="ignore"` plans them freely')
+    return Told(specs, tuple(notes))
+
+
+def _check_rules_lead_to_axes(
+    annotations: Mapping[str, Annotation],
+    rules: Rules,
+    lost: Mapping[str, Sequence[str]],
+    meshes: Sequence[MeshShape],
+) -> None:
+    """Refuse rules that name a mesh axis which no mesh to choose from has: those rules would be dropped.
+
+    Args:
+        lost: names on arrays that lead to no axis, and the paths of these arrays.
+
+    Raises:
+        PinError: naming the rule, and a mesh that has its axes.
+    """
+    known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
+    for name, paths in lost.items():
+        ruled = {axes: None for path in paths for n, axes in (*rules, *annotations[path].rules) if n == name and axes}
+        for axes in ruled:
+            wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+            if set(wanted) <= set(known):
+                continue
+            asked = dict.fromkeys(
+                axis for _, entry in rules for axis in ((entry,) if isinstance(entry, str) else entry or ())
+            )
+            first, *others = dict.fromkeys([*asked, *wanted])
+            example = ",".join([f"{first}={meshes[0].num_devices}", *(f"{axis}=1" for axis in others)])
+            raise PinError(
+                f"the logical axis rule ({name!r}, {axes!r}) applies to {_some(paths)}, but no mesh that autopar would choose"
+                f" for {meshes[0].num_devices} devices has {_axes(wanted, known)}: the axes there are"
+                f" {', '.join(known)}. Give the mesh with the axes of the rules, in sizes of your own, e.g."
+                f' `mesh="{example}"`; or rules that lead to these axes; or `metadata="ignore"`'
+            )
+
+
+def _axes(wanted: Sequence[str], known: Sequence[str]) -> str:
+    missing = [f"`{axis}`" for axis in wanted if axis not in known]
+    return f"the {'axis' if len(missing) == 1 else 'axes'} {', '.join(missing)}"
+
+
+def told_by_plan(plan: Plan, program: Program) -> Told:
+    """The layouts that another step's plan gave its state, for those inputs that are the same.
+
+    An input is the same that has the path, shape and dtype of one that the other step carries; or, where the two name
+    their arguments differently, the same path below the argument's name or below a part of it.
+
+    Raises:
+        PlanMismatchError: none is.
+    """
+    state: dict[tuple[tuple[int, ...], str], list[TensorPlan]] = {}
+    for tensor in plan.inputs:
+        if tensor.role != "data":
+            state.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+    pins: dict[str, Any] = {}
+    for path, shape, dtype in program.as_traced.signature.inputs:
+        found = _same(path, state.get((tuple(shape), dtype), []))
+        if found is not None:
+            pins[path] = found.sharding
+    if not pins:
+        theirs = ", ".join(f"`{t.path}`" for group in state.values() for t in group[:1])
+        raise PlanMismatchError(
+            f"no argument of `{program.signature.name}` is part of the state of `{plan.program.name}`, whose layout it is"
+            f" to take by `like`: that carries {theirs or 'nothing'}. Give it the same state, or leave `like` out"
+        )
+    return Told(pins, (f"{_some(pins)} {_are(pins)} laid out as by the plan of `{plan.program.name}`",))
+
+
+def options_like(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of planning, with the mesh, hardware and budget of another plan where they say nothing else.
+
+    Raises:
+        PlanMismatchError: they ask for another mesh.
+    """
+    out = dict(options)
+    if out.get("mesh") is None:
+        devices = out.get("num_devices")
+        if devices not in (None, plan.mesh.num_devices):
+            raise PlanMismatchError(
+                f"`like` is planned for mesh {plan.mesh.describe()}, but {devices} devices were asked for: drop one"
+            )
+        out["mesh"] = plan.mesh
+    if out.get("hardware") is None and plan.hardware in hardware_profiles.known_names():
+        out["hardware"] = plan.hardware
+    if out.get("memory_budget_bytes") is None:
+        out["memory_budget_bytes"] = plan.memory_budget_bytes
+    return out
+
+
+def check_mesh_like(plan: Plan, mesh: MeshShape) -> None:
+    """Refuse to lay out for one mesh as for another.
+
+    Raises:
+        PlanMismatchError: naming both.
+    """
+    if mesh != plan.mesh:
+        raise PlanMismatchError(
+            f"`like` is planned for mesh {plan.mesh.describe()}, but mesh {mesh.describe()} was asked for: state cannot"
+            " be laid out the same on both. Leave `mesh` out"
+        )
+
+
+def _same(path: str, others: Sequence[TensorPlan]) -> TensorPlan | None:
+    """The tensor of these that is the same one; None where none is, or several are with other layouts."""
+    exact = [other for other in others if other.path == path]
+    below = [other for other in others if _is_below(path, other.path)]
+    for found in (exact, [b for b in below if b.role == "parameter"], below):
+        if found and all(other.sharding == found[0].sharding for other in found):
+            return found[0]
+        if found:
+            return None
+    return None
+
+
+def _is_below(path: str, other: str) -> bool:
+    """Whether one path ends in the other, the arguments' names left out."""
+    one, two = path.split("/")[1:], other.split("/")[1:]
+    short, long = sorted((one, two), key=len)
+    return bool(short) and long[len(long) - len(short) :] == short
+
+
+def _some(paths: Any) -> str:
+    shown = [f"`{path}`" for path in list(paths)[:2]]
+    more = len(list(paths)) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _are(paths: Any) -> str:
+    return "is" if len(list(paths)) == 1 else "are"

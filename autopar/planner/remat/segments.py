@@ -1,0 +1,140 @@
+"""A forward pass in segments: what is computed again is computed a segment at a time.
+
+In: the graph, a site, numbers. Out: `Segment`s. All that a segment computes again is in memory together, and what it
+reads of other segments has been kept. So they are cut where little passes from one to the next: the sum of what
+passes, and the most that any segment holds by itself, is as small as it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph
+from autopar.planner.remat.costs import Numbers
+from autopar.transforms.remat.sites import Site
+from autopar.rules.grouping import SMALL_SIZE
+
+_MOST_PLACES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Equations that are computed again together.
+
+    Args:
+        nodes: in order; what passes to it only inside kernels is among them, and may be among another's too.
+        fixed: those of them whose values others read: they are kept, or never read again.
+    """
+
+    nodes: tuple[int, ...]
+    fixed: frozenset[int]
+
+
+def segments_of(graph: Graph, site: Site, numbers: Numbers) -> tuple[Segment, ...]:
+    """The segments of a site in order; a loop's body is one."""
+    if not site.forward:
+        return ()
+    if site.is_loop:
+        return (Segment(site.forward, frozenset()),)
+    makers = {v: n for n in site.forward for v in graph.nodes[n].results}
+    last = _last_reads(graph, site, numbers)
+    ends = _ends(site, graph, numbers, last)
+    segments, start = [], 0
+    for end in ends:
+        span = site.forward[start:end]
+        start = end
+        stop = span[-1]
+        fixed = frozenset(
+            n for n in span if any(v in numbers.stored and last.get(v, -1) > stop for v in graph.nodes[n].results)
+        )
+        segments.append(Segment(_with_what_passes_unseen(graph, span, makers, numbers), fixed))
+    return tuple(segments)
+
+
+def _last_reads(graph: Graph, site: Site, numbers: Numbers) -> dict[int, int]:
+    """By value, the last equation of the forward pass that reads it, perhaps inside a kernel of a later one."""
+    last: dict[int, int] = {}
+    own = set(site.forward)
+    for n in range(site.start - 1, -1, -1):
+        node = graph.nodes[n]
+        reach = n
+        if n in own:
+            reach = max([n, *(last.get(v, n) for v in node.results if v not in numbers.stored)])
+        for value in node.operands:
+            if value is not None:
+                last[value] = max(last.get(value, -1), reach)
+    return last
+
+
+def _with_what_passes_unseen(
+    graph: Graph, span: Sequence[int], makers: dict[int, int], numbers: Numbers
+) -> tuple[int, ...]:
+    found, waiting = set(span), list(span)
+    while waiting:
+        for value in graph.nodes[waiting.pop()].operands:
+            maker = makers.get(value) if value is not None else None
+            if maker is not None and maker not in found and value not in numbers.stored:
+                found.add(maker)
+                waiting.append(maker)
+    return tuple(sorted(found))
+
+
+def _ends(site: Site, graph: Graph, numbers: Numbers, last: dict[int, int]) -> list[int]:
+    """How many of the site's equations come before each cut; the last is all."""
+    count = len(site.forward)
+    passing, own = [0.0] * count, [0.0] * (count + 1)
+    leaving: dict[int, float] = {}
+    live = 0.0
+    for i, n in enumerate(site.forward):
+        for value in graph.nodes[n].results:
+            if value not in numbers.stored or graph.values[value].size <= SMALL_SIZE:
+                continue
+            size = numbers.num_bytes[value]
+            if last.get(value, -1) > n:
+                live += size
+                leaving[last[value]] = leaving.get(last[value], 0.0) + size
+            own[i + 1] += numbers.held.get(value, 0.0)
+        upto = site.forward[i + 1] if i + 1 < count else site.start
+        for read in [r for r in leaving if r < upto]:
+            live -= leaving.pop(read)
+        passing[i] = live
+    for i in range(count):
+        own[i + 1] += own[i]
+    places = [i + 1 for i in range(count - 1) if passing[i] < passing[i + 1] and own[i + 1] > 0]
+    while len(places) > _MOST_PLACES:
+        places = sorted(sorted(places, key=lambda i: (passing[i - 1], i))[:_MOST_PLACES])
+    places = [0, *places, count]
+    best, least, most = [count], float("inf"), own[count]
+    while most > own[count] / 1000 and most > 0:
+        cuts = _cheapest_cuts(places, passing, own, most)
+        if cuts is None:
+            break
+        held = max(own[b] - own[a] for a, b in zip([0, *cuts], cuts, strict=False))
+        total = held + sum(passing[i - 1] for i in cuts[:-1])
+        if total < least:
+            best, least = cuts, total
+        most = 0.8 * held
+    return best
+
+
+def _cheapest_cuts(
+    places: Sequence[int], passing: Sequence[float], own: Sequence[float], most: float
+) -> list[int] | None:
+    """The places to cut at, so that no part holds more than `most` and as little as can be passes."""
+    cost: list[float] = [0.0] + [float("inf")] * (len(places) - 1)
+    before = [0] * len(places)
+    for j in range(1, len(places)):
+        through = passing[places[j] - 1] if j + 1 < len(places) else 0.0
+        for i in range(j - 1, -1, -1):
+            if own[places[j]] - own[places[i]] > most:
+                break
+            if cost[i] + through < cost[j]:
+                cost[j], before[j] = cost[i] + through, i
+    if cost[-1] == float("inf"):
+        return None
+    cuts, j = [], len(places) - 1
+    while j:
+        cuts.append(places[j])
+        j = before[j]
+    return cuts[::-1]

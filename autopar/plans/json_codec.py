@@ -1,0 +1,281 @@
+"""How the records of a plan are written as JSON and read back, checked field by field.
+
+In: frozen dataclasses; JSON types; a path. Out: the other. Nothing here knows which fields a plan has: the
+readers are composed from type annotations, and reading runs no code from the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import numbers
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from autopar.errors import AutoparError, PlanFileError
+from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding
+from autopar.version import __version__
+from autopar.system.atomic_file import write_whole
+
+#: A figure of what could not be: the time of a mesh on which nothing fits. All other figures of a plan are finite.
+MaybeInfinite: TypeAlias = Annotated[float, "may be infinite"]
+#: No figure of a plan is above it, in whatever unit, and sums and products of some of them are still finite.
+_MOST = 1e30
+#: No whole number is above it, so that each is exact as a float, too.
+_MOST_WHOLE = 2**53
+#: Plans are laid out device by device.
+_MOST_DEVICES = 10**6
+
+
+class WrongFieldError(Exception):
+    """A field that cannot be read; its place is put in front on the way out."""
+
+    def __init__(self, place: str, words: str) -> None:
+        super().__init__(place, words)
+        self.place, self.words = place, words
+
+    def __str__(self) -> str:
+        return f"its field `{self.place.lstrip('.')}` {self.words}"
+
+
+_T = TypeVar("_T")
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Write a file. It appears whole or not at all; an older one stays until then.
+
+    Raises:
+        PlanFileError: where it cannot be written.
+    """
+    try:
+        write_whole(text, path)
+    except OSError as error:
+        raise PlanFileError(
+            f"cannot write to {os.fspath(path)!r}: {error.strerror}. Choose a path in a folder that"
+            " exists and can be written to."
+        ) from error
+
+
+def read_document(
+    data: Any,
+    name: str,
+    migrations: Sequence[Callable[[dict[str, Any]], dict[str, Any]]],
+    decode: Callable[[dict[str, Any]], _T],
+) -> _T:
+    """A plan from JSON types.
+
+    Args:
+        name: the format that it must say it is of.
+        migrations: from each version, of 1 on, to the next: so the version of today is one more than there are.
+        decode: of its fields.
+
+    Raises:
+        PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
+    """
+    if not isinstance(data, dict) or data.get("format") != name:
+        raise PlanFileError(f'it is not a plan: a plan is a JSON object with "format": "{name}"')
+    number, today = data.get("version"), len(migrations) + 1
+    if type(number) is not int or number < 1:
+        raise PlanFileError(f"it is of version {number!r}: versions are whole numbers from 1 on")
+    if number > today:
+        raise PlanFileError(
+            f"it is of version {number}, which a later autopar wrote; this one ({__version__}) reads versions 1 to {today}."
+            " Upgrade autopar"
+        )
+    body = {k: v for k, v in data.items() if k not in ("format", "version")}
+    try:
+        for migrate in migrations[number - 1 :]:
+            body = migrate(body)
+        return decode(body)
+    except WrongFieldError as wrong:
+        raise PlanFileError(str(wrong)) from None
+
+
+def as_it_is(body: dict[str, Any]) -> dict[str, Any]:
+    """A migration to fields that have defaults, which say that there is nothing."""
+    return body
+
+
+def without(field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A migration that drops a field of a record that is a field of the plan."""
+
+    def migrate(body: dict[str, Any]) -> dict[str, Any]:
+        record = body.get(of)
+        if isinstance(record, dict):  # what it is otherwise is for the decoder to say
+            return {**body, of: {name: item for name, item in record.items() if name != field}}
+        return body
+
+    return migrate
+
+
+def encode(value: Any) -> Any:
+    """JSON types. Infinity becomes "inf"; a record leaves out what equals its default, or is not compared."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, tuple | list):
+        return [encode(item) for item in value]
+    if isinstance(value, TensorSharding):
+        spec = [axes[0] if len(axes) == 1 else list(axes) or None for axes in value.dims]
+        return {"spec": spec, "unreduced": list(value.unreduced)} if value.unreduced else spec
+    if isinstance(value, MeshShape):
+        return [list(pair) for pair in zip(value.axis_names, value.axis_sizes, strict=True)]
+    if is_dataclass(value):
+        pairs = ((f, getattr(value, f.name)) for f in fields(value) if f.compare)
+        return {f.name: encode(item) for f, item in pairs if f.default is MISSING or item != f.default}
+    if isinstance(value, Mapping):
+        return {key: encode(value[key]) for key in sorted(value)}
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+_Decoder: TypeAlias = Callable[[Any], Any]
+
+
+@functools.lru_cache(maxsize=256)
+def decoder(hint: Any) -> _Decoder:
+    """A checked reader for one type annotation; composed once, so that a large plan loads fast."""
+    if hint is TensorSharding:
+        return _decode_sharding
+    if hint is MeshShape:
+        return _decode_mesh
+    if is_dataclass(hint):
+        return _record_decoder(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _decode_maybe_infinite
+    if origin is Literal:
+        return functools.partial(_decode_word, arguments)
+    if origin in (Union, types.UnionType):  # only `X | None` occurs
+        one = decoder(arguments[0])
+        return lambda data: None if data is None else one(data)
+    if origin is tuple and arguments[-1] is ...:
+        return functools.partial(_decode_items, decoder(arguments[0]))
+    if origin is tuple:
+        return functools.partial(_decode_row, tuple(map(decoder, arguments)))
+    if origin is dict:
+        return functools.partial(_decode_mapping, decoder(arguments[1]))
+    return functools.partial(_decode_scalar, hint)
+
+
+def _decode_scalar(hint: type, data: Any) -> Any:
+    if hint is float:
+        return _decode_float(data)
+    if type(data) is not hint:
+        words = {str: "a text", int: "a whole number", bool: "true or false"}
+        raise WrongFieldError("", f"must be {words[hint]}, not {_short(data)}")
+    if hint is int and abs(data) > _MOST_WHOLE:
+        raise WrongFieldError("", f"must be a whole number of at most 2^53, not {_short(data)}")
+    return data
+
+
+def _decode_float(data: Any) -> float:
+    if type(data) in (int, float) and abs(data) <= _MOST:
+        return float(data)
+    what = "a number"
+    if type(data) in (int, float) or data in ("inf", "-inf", "nan"):
+        what = f"a finite number of at most {_MOST:g}"
+    raise WrongFieldError("", f"must be {what}, not {_short(data)}")
+
+
+def _decode_maybe_infinite(data: Any) -> float:
+    return math.inf if data == "inf" else _decode_float(data)
+
+
+def _decode_word(known: tuple[str, ...], data: Any) -> str:
+    if data not in known:
+        raise WrongFieldError("", f"must be one of {', '.join(known)}, not {_short(data)}")
+    return data
+
+
+def _decode_items(one: _Decoder, data: Any) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise WrongFieldError("", f"must be a list, not {_short(data)}")
+    out: list[Any] = []
+    try:
+        for item in data:
+            out.append(one(item))
+    except WrongFieldError as wrong:
+        raise WrongFieldError(f"[{len(out)}]{wrong.place}", wrong.words) from None
+    return tuple(out)
+
+
+def _decode_row(columns: tuple[_Decoder, ...], data: Any) -> tuple[Any, ...]:
+    if not isinstance(data, list) or len(data) != len(columns):
+        raise WrongFieldError("", f"must be a list of {len(columns)}, not {_short(data)}")
+    return tuple(column(item) for column, item in zip(columns, data, strict=True))
+
+
+def _decode_mapping(one: _Decoder, data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise WrongFieldError("", f"must be an object, not {_short(data)}")
+    return {key: one(item) for key, item in data.items()}
+
+
+def _decode_sharding(data: Any) -> TensorSharding:
+    unreduced: Any = []
+    spec = data
+    if isinstance(data, dict) and set(data) == {"spec", "unreduced"}:
+        spec, unreduced = data["spec"], data["unreduced"]
+    if isinstance(spec, list) and isinstance(unreduced, list):
+        entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in spec)
+        with contextlib.suppress(TypeError):  # an unhashable entry
+            return _sharding(entries, tuple(unreduced))
+    raise WrongFieldError("", f'must be a sharding such as ["data", null], not {_short(data)}')
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharding(entries: tuple[Any, ...], unreduced: tuple[Any, ...]) -> TensorSharding:
+    """Thousands of places share a few shardings: each is checked once."""
+    dims = tuple(() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in entries)
+    if not all(isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes) for axes in (*dims, unreduced)):
+        raise TypeError
+    return TensorSharding(dims, unreduced)
+
+
+def _decode_mesh(data: Any) -> MeshShape:
+    pairs = decoder(tuple[tuple[str, int], ...])(data)
+    try:
+        mesh = MeshShape(tuple(name for name, _ in pairs), tuple(size for _, size in pairs))
+    except AutoparError as error:
+        raise WrongFieldError("", f"is no mesh: {error}") from None
+    if mesh.num_devices > _MOST_DEVICES:
+        raise WrongFieldError("", f"is of {mesh.num_devices:,} devices, more than {_MOST_DEVICES:,}")
+    return mesh
+
+
+def _record_decoder(record: Any) -> _Decoder:
+    hints = get_type_hints(record, include_extras=True)
+    decoders = {f.name: decoder(hints[f.name]) for f in fields(record) if f.compare}
+    required = {f.name for f in fields(record) if f.default is MISSING and f.default_factory is MISSING}
+
+    def decode(data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise WrongFieldError("", f"must be an object, not {_short(data)}")
+        for name in sorted(required - data.keys()):
+            raise WrongFieldError(f".{name}", "is missing")
+        values: dict[str, Any] = {}
+        for name, item in data.items():
+            if name not in decoders:
+                raise WrongFieldError(f".{name}", "is unknown")
+            try:
+                values[name] = decoders[name](item)
+            except WrongFieldError as wrong:
+                raise WrongFieldError(f".{name}{wrong.place}", wrong.words) from None
+        try:
+            return record(**values)
+        except AutoparError as error:
+            raise WrongFieldError("", f"cannot be: {error}") from None
+
+    return decode
+
+
+def _short(data: Any) -> str:
+    text = json.dumps(data)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,204 @@
+"""What an all-reduce costs over each axis of a mesh, by algorithm and size, and which one is taken.
+
+In: a mesh and a hardware profile. Out: `price_all_reduce`, rows of plain numbers; `render_all_reduce`
+prints them to a console; `plot_all_reduce` draws them into a file with matplotlib (the extra `plot`).
+Times are those that a plan is charged: with the launch, and for a collective on its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Workers, available, backend_of
+from autopar.cost.collectives import all_reduce_choice, workers_of
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.errors import PlotError
+from autopar.ir.mesh import MeshShape
+from autopar.system.units import human_bytes, human_seconds
+
+#: Bytes of the table's columns: 1 KB to 1 GB.
+TABLE_SIZES = tuple(10.0**k for k in range(3, 10))
+#: Bytes at which a line of the plot has points.
+PLOT_SIZES = tuple(10.0 ** (k / 4) for k in range(12, 37))
+#: Of the plot, by the order of `ALGORITHMS`.
+_COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "black", "C8", "C9")
+_MARKS = ("o", "s", "D", "^", "v", "P", "o", "x", "d", "*")
+#: What a back end is called in print.
+_BACKEND_NAMES = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmRow:
+    """One algorithm over one axis: seconds for each size, and whether the back end has it."""
+
+    name: str
+    title: str
+    in_backend: bool
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPrices:
+    """All algorithms over one axis, and for each size the name of the one that is taken."""
+
+    axis: str
+    backend: str
+    workers: Workers
+    sizes_bytes: tuple[float, ...]
+    rows: tuple[AlgorithmRow, ...]
+    chosen: tuple[str, ...]
+
+
+def price_all_reduce(
+    mesh: MeshShape, profile: HardwareProfile, sizes_bytes: Sequence[float] = TABLE_SIZES
+) -> tuple[AxisPrices, ...]:
+    """Prices for each axis of more than one device.
+
+    Args:
+        sizes_bytes: buffers to price.
+    """
+    return tuple(_axis(axis, mesh, profile, tuple(sizes_bytes)) for axis in mesh.axis_names if mesh.size(axis) > 1)
+
+
+def _axis(axis: str, mesh: MeshShape, profile: HardwareProfile, sizes: tuple[float, ...]) -> AxisPrices:
+    workers, backend = workers_of((axis,), mesh, profile), backend_of(profile.platform)
+    rows = [
+        AlgorithmRow(
+            name=name,
+            title=ALGORITHMS[name].title,
+            in_backend=name in BACKENDS[backend],
+            seconds=tuple(ALGORITHMS[name].load(s, workers).seconds + profile.collective_launch_s for s in sizes),
+        )
+        for name in available(tuple(ALGORITHMS), workers)
+    ]
+    chosen = tuple(all_reduce_choice(size, (axis,), mesh, profile)[0] for size in sizes)
+    return AxisPrices(axis, backend, workers, sizes, tuple(rows), chosen)
+
+
+# As a table.
+
+
+def render_all_reduce(mesh: MeshShape, profile: HardwareProfile, console: Console) -> None:
+    """Print a table for each axis."""
+    console.print(Text(f"All-reduce on {mesh.num_devices} {profile.name} devices, mesh {mesh.describe()}", "bold"))
+    prices = price_all_reduce(mesh, profile)
+    for axis in prices:
+        console.print(Text(f"\n{_heading(axis)}"))
+        console.print(Padding(_table(axis), (0, 0, 0, 2)))
+    if not prices:
+        console.print(Text("\nNo axis has more than one device: nothing is reduced."))
+        return
+    backend = _BACKEND_NAMES[prices[0].backend]
+    console.print(
+        Text(
+            f"\nSeconds for one all-reduce on its own, launch included, by the formulas of the cost model. * marks what"
+            f" the cost model takes: the cheapest that {backend} has. Those not marked `yes` are priced to compare."
+        )
+    )
+
+
+def _heading(axis: AxisPrices) -> str:
+    link = axis.workers.slowest_link
+    speed = f"{human_bytes(link.bytes_per_s)}/s, {human_seconds(link.latency_s)} a step"
+    return f"Axis `{axis.axis}`: {_place(axis.workers)}; slowest link {speed}"
+
+
+def _place(workers: Workers) -> str:
+    if workers.num_hosts == 1:
+        return f"{workers.num_workers} devices in one host"
+    return f"{workers.num_workers} devices on {workers.num_hosts} hosts, {workers.num_local} in each"
+
+
+def _table(axis: AxisPrices) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("algorithm", no_wrap=True)
+    table.add_column(_BACKEND_NAMES[axis.backend])
+    for size in axis.sizes_bytes:
+        table.add_column(_short_bytes(size), justify="right", no_wrap=True)
+    for row in axis.rows:
+        cells = [_cell(row, k, axis.chosen[k]) for k in range(len(axis.sizes_bytes))]
+        table.add_row(Text(row.title), Text("yes" if row.in_backend else ""), *cells)
+    return table
+
+
+def _cell(row: AlgorithmRow, k: int, chosen: str) -> Text:
+    taken = row.name == chosen
+    return Text(f"{human_seconds(row.seconds[k])}{'*' if taken else ' '}", "bold green" if taken else "")
+
+
+def _short_bytes(num_bytes: float) -> str:
+    """`10 KB`: sizes of the table are powers of ten, so digits after the point say nothing."""
+    number, unit = human_bytes(num_bytes).split()
+    return f"{float(number):.0f} {unit} "
+
+
+# As a picture.
+
+
+def plot_all_reduce(mesh: MeshShape, profile: HardwareProfile, path: str) -> None:
+    """Draw seconds over bytes, one panel for each axis, a line for each algorithm, the one taken underlaid.
+
+    Raises:
+        PlotError: matplotlib is missing, or the file cannot be written.
+    """
+    check_can_plot(path)
+    prices = price_all_reduce(mesh, profile, PLOT_SIZES)
+    figure = importlib.import_module("matplotlib.figure").Figure(
+        figsize=(1.2 + 5.4 * max(1, len(prices)), 5.6), layout="constrained", dpi=110
+    )
+    figure.suptitle(f"All-reduce on {mesh.num_devices} {profile.name} devices, mesh {mesh.describe()}")
+    panels = figure.subplots(1, max(1, len(prices)), squeeze=False, sharey=True)[0]
+    lines: dict[str, Any] = {}
+    for axis, panel in zip(prices, panels, strict=False):
+        lines |= _draw(axis, panel)
+    panels[0].set_ylabel("seconds, launch included")
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3 if len(prices) < 2 else 4)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
+        raise PlotError(f"cannot draw into {path!r}: {error}") from error
+
+
+def check_can_plot(path: str) -> None:
+    """Refuse early what would fail late.
+
+    Raises:
+        PlotError: matplotlib is missing, or the file's folder cannot be written to.
+    """
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise PlotError("--plot draws with matplotlib, which is missing: pip install 'autopar[plot]'") from error
+    if Path(path).is_dir() or not os.access(Path(path).resolve().parent, os.W_OK):
+        raise PlotError(f"cannot write {path!r}: give --plot a file in a folder that can be written to")
+
+
+def _draw(axis: AxisPrices, panel: Any) -> dict[str, Any]:
+    """Lines by their label. Those that the back end has are whole, the others dashed."""
+    lines: dict[str, Any] = {}
+    taken = [min(row.seconds[k] for row in axis.rows if row.in_backend) for k in range(len(axis.sizes_bytes))]
+    (lines["taken by the cost model"],) = panel.plot(axis.sizes_bytes, taken, color="0.82", linewidth=9, zorder=0)
+    names = list(ALGORITHMS)
+    for row in axis.rows:
+        style: dict[str, Any] = (
+            {"linestyle": "-", "linewidth": 2.0} if row.in_backend else {"linestyle": "--", "linewidth": 1.2}
+        )
+        k = names.index(row.name)  # the same colour and mark in all panels
+        style |= {"color": _COLORS[k], "marker": _MARKS[k], "markersize": 5}
+        style |= {"markevery": (2 * k % 8, 8)}  # staggered, so that lines on top of each other can be told apart
+        label = f"{row.title} ({_BACKEND_NAMES[axis.backend]})" if row.in_backend else row.title
+        (lines[label],) = panel.plot(axis.sizes_bytes, row.seconds, **style)
+    panel.set(xscale="log", yscale="log", xlabel="bytes of the buffer")
+    panel.set_title(f"axis {axis.axis}: {_place(axis.workers)}", fontsize="medium")
+    panel.grid(alpha=0.3)
+    return lines

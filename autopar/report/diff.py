@@ -1,0 +1,290 @@
+"""Two plans beside each other: what is split otherwise, and what each device must fetch to go from one to the other.
+
+In: two plans, fresh or from files. Out: `diff(before, after)`, a `PlanDiff` that prints as plain text, renders on a
+console and is told as JSON types. It reads the plans and nothing else: no device is looked at, and nothing is moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from autopar.report.diff_text import render_diff
+from autopar.system.text_tables import finite, plain_text
+from autopar.ir.mesh import MeshShape
+from autopar.ir.placement import Lies, Move, move
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.plans.plan import Decision, Plan, TensorPlan
+from autopar.ir.sharding import TensorSharding
+from autopar.system.units import human_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorChange:
+    """An input of both plans that some device holds otherwise. Bytes are of one tensor.
+
+    Args:
+        num_bytes: of all of it.
+        local_bytes_before, local_bytes: what one device holds of it, where it holds most.
+        fetched_bytes: what the device that fetches most must fetch.
+        total_fetched_bytes: what all devices fetch together.
+    """
+
+    path: str
+    role: Literal["parameter", "optimizer", "data"]
+    shape: tuple[int, ...]
+    dtype: str
+    before: TensorSharding
+    after: TensorSharding
+    num_bytes: float
+    local_bytes_before: float
+    local_bytes: float
+    fetched_bytes: float
+    total_fetched_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationChange:
+    """A value within the step that is made split otherwise; on another mesh, along other dims. `path` is its module's,
+    `source` the line that made it."""
+
+    path: str
+    primitive: str
+    phase: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    before: TensorSharding
+    after: TensorSharding
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanDiff:
+    """The map from one plan to another. Printed, it is plain text.
+
+    Args:
+        before, after: the plans.
+        state: carried inputs of both that some device holds otherwise, the most fetched first.
+        data: other inputs of both that are split otherwise; they are fed anew, so nothing is fetched.
+        activations: values within the step that are split otherwise.
+        num_state, num_activations: how many there are of both plans, the same included.
+        num_state_unlike: carried tensors that one of the plans has not, or has in another shape or dtype.
+        unlike: all inputs of that kind, each in words.
+        held_bytes: by device of the later plan, the state that it holds then. A restore from a checkpoint reads it.
+        fetched_bytes: of that, what the device of the same number did not hold before. Where the state stays in
+            memory, this is what must be sent to it.
+    """
+
+    before: AnyPlan
+    after: AnyPlan
+    state: tuple[TensorChange, ...]
+    data: tuple[TensorChange, ...]
+    activations: tuple[ActivationChange, ...]
+    num_state: int
+    num_activations: int
+    num_state_unlike: int
+    unlike: tuple[str, ...]
+    held_bytes: tuple[float, ...]
+    fetched_bytes: tuple[float, ...]
+
+    @property
+    def same_state(self) -> bool:
+        """Whether every device holds the state just as before: a state of one plan is one of the other."""
+        return not self.state and not self.num_state_unlike
+
+    @property
+    def words(self) -> str:
+        """The map of the state in one line."""
+        before, after = (_layout(plan) for plan in (self.before, self.after))
+        meshes = after if before == after else f"{before} -> {after.removeprefix('mesh ')}"
+        if self.same_state:
+            return f"{meshes}: all {self.num_state} tensors of the state stay where they are"
+        most, total = max(self.fetched_bytes, default=0.0), sum(self.fetched_bytes)
+        return (
+            f"{meshes}: {len(self.state)} of {self.num_state} tensors of the state lie otherwise; a device holds"
+            f" {human_bytes(max(self.held_bytes, default=0.0))} of it and lacks at most {human_bytes(most)},"
+            f" {human_bytes(total)} on all devices"
+        )
+
+    def __str__(self) -> str:
+        return plain_text(lambda console: render_diff(self, console))
+
+    __repr__ = __str__
+
+    def to_json(self) -> dict[str, Any]:
+        """All rows as JSON types: plain seconds and bytes, null for what is infinite."""
+        document = {
+            "format": "autopar-diff",
+            "version": 1,
+            "words": self.words,
+            "same_state": self.same_state,
+            "before": _side_json(self.before),
+            "after": _side_json(self.after),
+            "num_state": self.num_state,
+            "state": [_change_json(change) for change in self.state],
+            "data": [_change_json(change) for change in self.data],
+            "num_activations": self.num_activations,
+            "activations": [_change_json(change) for change in self.activations],
+            "unlike": list(self.unlike),
+            "held_bytes": list(self.held_bytes),
+            "fetched_bytes": list(self.fetched_bytes),
+        }
+        return finite(document)
+
+
+def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
+    """The map from one plan to another: `print(autopar.diff(plan_a, plan_b))`.
+
+    Args:
+        before, after: plans of one program, for whatever meshes; of two programs, what both have is compared.
+    """
+    earlier = {tensor.path: tensor for tensor in before.inputs}
+    later = {tensor.path: tensor for tensor in after.inputs}
+    lay = {tensor.path: before.lies(position) for position, tensor in enumerate(before.inputs)}
+    lies = {tensor.path: after.lies(position) for position, tensor in enumerate(after.inputs)}
+    unlike = [f"`{path}` is in the first plan alone" for path in earlier if path not in later]
+    unlike += [f"`{path}` is in the second plan alone" for path in later if path not in earlier]
+    state_unlike = sum(earlier[path].role != "data" for path in earlier if path not in later)
+    state_unlike += sum(later[path].role != "data" for path in later if path not in earlier)
+    held = [0.0] * after.num_devices
+    fetched = [0.0] * after.num_devices
+    state: list[TensorChange] = []
+    data: list[TensorChange] = []
+    num_state = 0
+    for path, new in later.items():
+        old = earlier.get(path)
+        if old is None:
+            continue
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            unlike.append(f"`{path}` is {_type(old)} in the first plan, {_type(new)} in the second")
+            state_unlike += new.role != "data"
+            continue
+        moved, itemsize = move(new.shape, lay[path], lies[path]), _itemsize(new, lies[path])
+        if new.role != "data":
+            num_state += 1
+            for device in range(len(moved.held)):
+                held[device] += itemsize * moved.held[device]
+                fetched[device] += itemsize * moved.fetched[device]
+        if not moved.same:
+            (data if new.role == "data" else state).append(_change(old, new, moved, itemsize))
+    activations, num_activations = _activations(before, after)
+    return PlanDiff(
+        before=before,
+        after=after,
+        state=tuple(sorted(state, key=lambda change: (-change.total_fetched_bytes, -change.local_bytes))),
+        data=tuple(data),
+        activations=activations,
+        num_state=num_state,
+        num_activations=num_activations,
+        num_state_unlike=state_unlike,
+        unlike=tuple(unlike),
+        held_bytes=tuple(held),
+        fetched_bytes=tuple(fetched),
+    )
+
+
+def _change(old: TensorPlan, new: TensorPlan, moved: Move, itemsize: float) -> TensorChange:
+    return TensorChange(
+        path=new.path,
+        role=new.role,
+        shape=new.shape,
+        dtype=new.dtype,
+        before=old.sharding,
+        after=new.sharding,
+        num_bytes=itemsize * math.prod(new.shape),
+        local_bytes_before=old.num_bytes,
+        local_bytes=new.num_bytes,
+        fetched_bytes=itemsize * max(moved.fetched),
+        total_fetched_bytes=itemsize * sum(moved.fetched),
+    )
+
+
+def _layout(plan: AnyPlan) -> str:
+    """What it runs on, in words."""
+    if isinstance(plan, PipelinePlan):
+        return f"{len(plan.stages)} stages on {plan.cluster}"
+    return f"mesh {plan.mesh}"
+
+
+def _itemsize(tensor: TensorPlan, lies: Lies) -> float:
+    """Bytes of one element; a plan keeps those of one device's part, where it is largest."""
+    return tensor.num_bytes / max(
+        1, *(part.sharding.local_size(part.shape_of(tensor.shape), part.mesh) for part in lies)
+    )
+
+
+def _type(tensor: TensorPlan) -> str:
+    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
+
+
+def _activations(before: AnyPlan, after: AnyPlan) -> tuple[tuple[ActivationChange, ...], int]:
+    """Decisions on values of one place and type, in order: the first with the first. Stages are not compared."""
+    if isinstance(before, PipelinePlan) or isinstance(after, PipelinePlan):
+        return (), 0
+    earlier: dict[tuple[Any, ...], list[Decision]] = defaultdict(list)
+    for one in _decided(before):
+        earlier[_place(one)].append(one)
+    taken: Counter[tuple[Any, ...]] = Counter()
+    changes: list[ActivationChange] = []
+    num_both = 0
+    for new in _decided(after):
+        place = _place(new)
+        if taken[place] >= len(earlier[place]):
+            continue
+        old = earlier[place][taken[place]]
+        taken[place] += 1
+        num_both += 1
+        if not _split_alike(old.sharding, new.sharding, same_mesh=before.mesh == after.mesh):
+            about = {name: getattr(new, name) for name in ("path", "primitive", "phase", "source", "shape", "dtype")}
+            changes.append(ActivationChange(**about, before=old.sharding, after=new.sharding))
+    return tuple(sorted(changes, key=lambda change: -math.prod(change.shape))), num_both
+
+
+def _split_alike(before: TensorSharding, after: TensorSharding, *, same_mesh: bool) -> bool:
+    """On one mesh, along the same axes; else along the same dims: in how many parts, the meshes say."""
+    if same_mesh:
+        return before == after
+    dims = [tuple(map(bool, sharding.dims)) for sharding in (before, after)]
+    return dims[0] == dims[1] and bool(before.unreduced) == bool(after.unreduced)
+
+
+def _decided(plan: Plan) -> Iterator[Decision]:
+    return (decision for decision in plan.decisions if decision.kind == "activation")
+
+
+def _place(one: Decision) -> tuple[Any, ...]:
+    return one.path, one.primitive, one.phase, one.shape, one.dtype
+
+
+# -- as JSON ---------------------------------------------------------------------------------
+
+
+def _side_json(plan: AnyPlan) -> dict[str, Any]:
+    about = {
+        "program": plan.program.name,
+        "fingerprint": plan.program.fingerprint,
+        "hardware": plan.hardware,
+        "strategy": plan.words,
+        "prediction": asdict(plan.prediction) | {"peak_bytes": plan.prediction.peak_bytes},
+        "versions": plan.versions,
+    }
+    if isinstance(plan, PipelinePlan):
+        stages = [{"devices": list(stage.devices), "mesh": _mesh_json(stage.plan.mesh)} for stage in plan.stages]
+        return about | {"stages": stages, "schedule": plan.schedule, "num_microbatches": plan.num_microbatches}
+    return about | {
+        "mesh": _mesh_json(plan.mesh),
+        "num_microbatches": plan.microbatches.count if plan.microbatches else 1,
+        "recomputed": len(plan.recomputed),
+        "collectives": len(plan.collectives),
+    }
+
+
+def _mesh_json(mesh: MeshShape) -> dict[str, int]:
+    return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+
+def _change_json(change: TensorChange | ActivationChange) -> dict[str, Any]:
+    return asdict(change) | {"before": str(change.before), "after": str(change.after)}

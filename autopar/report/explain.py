@@ -1,0 +1,53 @@
+"""Why a plan is as it is, whichever kind of plan: of one program, or of stages.
+
+In: a plan, fresh or from a file. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a terminal;
+`explain_json(plan)` for programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+from rich.console import Console
+
+from autopar.errors import OptionError
+from autopar.report.explain_program import Explanation, explain_program, program_json, render_program, render_program_summary
+from autopar.report.explain_stages import StagesExplanation, explain_stages, render_stages, render_stages_summary, stages_json
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.plans.plan import Plan
+
+
+@overload
+def explain(plan: Plan) -> Explanation: ...
+@overload
+def explain(plan: PipelinePlan) -> StagesExplanation: ...
+@overload
+def explain(plan: AnyPlan) -> Explanation | StagesExplanation: ...
+def explain(plan: AnyPlan) -> Explanation | StagesExplanation:
+    """Say what a plan does and why: `print(autopar.explain(plan))`."""
+    if not isinstance(plan, Plan | PipelinePlan):
+        raise OptionError(
+            f"`explain` takes a plan, and {plan!r} is a {type(plan).__name__}: of a file, `autopar.load_plan(path)` is the plan"
+        )
+    return explain_stages(plan) if isinstance(plan, PipelinePlan) else explain_program(plan)
+
+
+def render(plan: AnyPlan, console: Console) -> None:
+    """Print the explanation to a console, with styles where it has them."""
+    if isinstance(plan, PipelinePlan):
+        render_stages(plan, console)
+    else:
+        render_program(plan, console)
+
+
+def render_summary(plan: AnyPlan, console: Console) -> None:
+    """Print the head alone: what, how good, how long, how much memory."""
+    if isinstance(plan, PipelinePlan):
+        render_stages_summary(plan, console)
+    else:
+        render_program_summary(plan, console)
+
+
+def explain_json(plan: AnyPlan) -> dict[str, Any]:
+    """The explanation as JSON types: every row, raw seconds and bytes, null for what is infinite."""
+    return stages_json(plan) if isinstance(plan, PipelinePlan) else program_json(plan)

@@ -1,0 +1,417 @@
+"""Why a plan is as it is, in words and tables: reads a `Plan` and nothing else.
+
+In: a plan, fresh or from a file. Out: `explain_program(plan)`, an `Explanation` that prints as plain text;
+`render_program(plan, console)` for a terminal; `program_json(plan)` for programs. Rows that differ only in
+a layer number are one row: `h_{0..11}/attn/kernel`, x12.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from autopar.report.module_tree import ModuleTree, module_tree
+from autopar.report.breakdown import SIMULATED_IS, MemoryUse, StepTime, memory_use, replicated_words, simulated_words, step_time, tie_words
+from autopar.report.rows import CollectiveRow, Span, StateRow, TensorRow, largest_first, merge_collectives, merge_state, merge_tensors, of_activation, of_input
+from autopar.system.text_tables import bars, facts_table, finite, inset, new_table, notes_section, plain_text, section, share_text, short_source
+from autopar.system.name_patterns import collapse
+from autopar.plans.plan import Plan
+from autopar.report.step_perfetto import write_step
+from autopar.system.units import human_bytes, human_seconds
+
+#: A path longer than this is broken after a slash.
+PATH_WIDTH = 30
+#: Rows shown of a table that can grow without end; the JSON has all.
+MAX_ROWS = 16
+#: Modules named of those that run again; the JSON has all.
+MAX_NAMED = 4
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+_LEGEND = (
+    "How to read it: P('data', None) splits dim 0 of a tensor over the mesh axis `data` and leaves dim 1 whole;"
+    " P() keeps a copy on every device. `cost` is what the choice takes of a step, for one tensor: its own time and"
+    " the collectives next to it. `runner-up` is the next best sharding of this tensor, all others kept, and what it"
+    " would add to the step. A `-` stands where a tensor is too small to be worth a decision. Layers alike share a"
+    " row: `h_{0..11}/kernel` x12."
+)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation:
+    """All that there is to say of a plan, as values that every report of it reads. Printed, it is plain text of
+    `TEXT_WIDTH` columns."""
+
+    plan: Plan
+    parameters: tuple[TensorRow, ...]
+    optimizer: tuple[StateRow, ...]
+    data: tuple[TensorRow, ...]
+    activations: tuple[TensorRow, ...]
+    collectives: tuple[CollectiveRow, ...]
+    time: StepTime
+    memory: MemoryUse
+    modules: ModuleTree
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write what a device runs when as a trace for Perfetto; the path ends in `.json`.
+
+        Raises:
+            PlotError: where it cannot be written, or the plan's file is too old to know.
+        """
+        write_step(path, self.plan)
+
+    def __str__(self) -> str:
+        return plain_text(lambda console: _print(self, console))
+
+    __repr__ = __str__
+
+
+def explain_program(plan: Plan) -> Explanation:
+    """Say what a plan does and why: `print(autopar.explain(plan))`."""
+    decisions = {decision.path: decision for decision in plan.decisions if decision.kind != "activation"}
+    inputs = [(tensor, of_input(plan, tensor, decisions.get(tensor.path))) for tensor in plan.inputs]
+    activations = [of_activation(plan, decision) for decision in plan.decisions if decision.kind == "activation"]
+    return Explanation(
+        plan=plan,
+        parameters=merge_tensors([row for tensor, row in inputs if tensor.role == "parameter"]),
+        optimizer=merge_state(plan, [tensor for tensor in plan.inputs if tensor.role == "optimizer"]),
+        data=merge_tensors([row for tensor, row in inputs if tensor.role == "data"]),
+        activations=largest_first(merge_tensors(activations)),
+        collectives=merge_collectives(plan.collectives),
+        time=step_time(plan),
+        memory=memory_use(plan),
+        modules=module_tree(plan),
+    )
+
+
+def render_program(plan: Plan, console: Console) -> None:
+    """Print the explanation to a console, with styles where it has them."""
+    _print(explain_program(plan), console)
+
+
+def render_program_summary(plan: Plan, console: Console) -> None:
+    """Print the head alone: what, how good, how long, how much memory."""
+    console.print(Group(*_head(plan), *_totals(plan), *_closing(plan)))
+
+
+def program_json(plan: Plan) -> dict[str, Any]:
+    """The explanation as JSON types: every row, raw seconds and bytes, null for what is infinite."""
+    told = explain_program(plan)
+    rows = {name: getattr(told, name) for name in ("parameters", "optimizer", "data", "activations", "collectives")}
+    document = {
+        "format": "autopar-explanation",
+        "version": 1,
+        "program": plan.program.name,
+        "mesh": dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
+        "hardware": plan.hardware,
+        "strategy": plan.words,
+        "memory_budget_bytes": plan.memory_budget_bytes,
+        "prediction": {**asdict(plan.prediction), "peak_bytes": plan.prediction.peak_bytes},
+        "step_time": asdict(told.time),
+        "memory": asdict(told.memory),
+        "outcome": asdict(plan.outcome),
+        "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
+        "merge_bytes": plan.merge_bytes,
+        "awaited": sum(len(one.values) for one in plan.awaited),
+        "separate": len(plan.separate),
+        "replicated": [asdict(one) for one in plan.replicated],
+        "tie": {**asdict(plan.tie), "mesh": plan.tie.mesh.describe()} if plan.tie else None,
+        **{name: [_row_json(row) for row in table] for name, table in rows.items()},
+        "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
+        "regions": [asdict(region) for region in plan.regions],
+        "recomputed": [
+            {"path": one.path, "num_nodes": len(one.again.nodes), "saved_bytes": one.saved_bytes, "time_s": one.time_s}
+            for one in plan.recomputed
+        ],
+        "notes": plan.notes,
+        "pins": plan.pins,
+        "versions": plan.versions,
+    }
+    return finite(document)
+
+
+def _row_json(row: TensorRow | StateRow | CollectiveRow) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "split"}
+
+
+# From rows to text. Every text is a `Text`: a user's paths and types are never read as markup.
+
+
+def _print(told: Explanation, console: Console) -> None:
+    plan = told.plan
+    console.print(Group(*_head(plan), *_totals(plan), Text(_LEGEND, "dim"), Text()))
+    for title, rows in (("Parameters", told.parameters), ("Data and other arguments", told.data)):
+        console.print(Group(*_tensor_section(title, rows)))
+    console.print(Group(*_state_section(told.optimizer), *_activation_section(told.activations)))
+    console.print(Group(*_collective_section(told.collectives), *_rejected_section(plan), *_closing(plan)))
+
+
+def _head(plan: Plan) -> list[RenderableType]:
+    outcome = plan.outcome
+    replicated, tie = replicated_words(plan), tie_words(plan)
+    if outcome.gap <= 1e-6:
+        alike = " that computes the same again" if plan.recomputed else ""
+        among = " among the strategies that the rules know, with the above replicated" if replicated else ""
+        sure = f"proven optimal{among}: in the solver's model none{alike} is faster by more than one part in a million"
+    elif plan.tie is not None:
+        sure = f"within {100 * outcome.gap:.2g} % of the best there can be, by the solver's model"
+    elif math.isfinite(outcome.gap):
+        sure = f"within {100 * outcome.gap:.2g} % of the best there can be; {outcome.status}"
+    else:
+        sure = f"not bounded; {outcome.status}"
+    size = f"{outcome.num_nodes:,} decisions, {outcome.num_strategies:,} strategies"
+    took = "" if outcome.solve_time_s is None else f", solved in {human_seconds(outcome.solve_time_s)}"
+    facts = [
+        ("Strategy", plan.words),
+        *([("Replicated", replicated)] if replicated else []),
+        ("Certainty", f"{sure} ({size}{took})"),
+        *([("Tie", tie)] if tie else []),
+        *_microbatches(plan),
+        *(("Recomputed", text) for text in _recomputed(plan)),
+        *(("Merged", text) for text in _merged(plan)),
+        *(("Awaited", text) for text in _awaited(plan)),
+        *(("Separate", text) for text in _separate(plan)),
+        *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
+    ]
+    devices = "device" if plan.mesh.num_devices == 1 else "devices"
+    where = f"{plan.mesh.num_devices} {plan.hardware} {devices}, mesh {plan.mesh.describe()}"
+    return [Text(f"Plan of `{plan.program.name}` for {where}", "bold"), Text(), facts_table(facts), Text()]
+
+
+def _microbatches(plan: Plan) -> list[tuple[str, str]]:
+    """What is split over time, what that takes, and what it saves."""
+    told = plan.microbatches
+    if told is None:
+        return []
+    each = told.num_examples // told.count
+    text = (
+        f"{told.count} of {each} examples, one after another; {told.num_accumulated} sums, gradients above all,"
+        f" accumulated from one to the next in {human_bytes(told.accumulated_bytes)} on each device"
+    )
+    if told.own_statistics:
+        text += "; each has its own batch statistics, so this is not quite the step as written"
+    for other in told.tried:
+        if not math.isfinite(other.step_time_s):
+            text += f". With {other.count}, nothing fits"
+            continue
+        saved = other.peak_bytes - plan.prediction.peak_bytes
+        slower = plan.prediction.step_time_s / other.step_time_s - 1
+        again = ", which computes values again" if other.recomputes else ""
+        text += f". Beside {other.count}{again}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
+        text += f" at the peak, {100 * slower:+.1f} % step time"
+    return [("Microbatches", text)]
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    """What is computed again in the backward pass, what that saves and what it takes."""
+    if not plan.recomputed:
+        return []
+    saved, seconds = (sum(getattr(one, name) for one in plan.recomputed) for name in ("saved_bytes", "time_s"))
+    named = [pattern for pattern, _ in collapse([one.path for one in plan.recomputed if one.path])]
+    where = ", ".join(f"`{name}`" for name in named[:MAX_NAMED]) or "the step"
+    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    share = share_text(seconds, plan.prediction.step_time_s)
+    price = f"saves {human_bytes(saved)} per device for {human_seconds(seconds)} ({share} of the step)"
+    return [f"{price}: parts of {where}{more} run again in the backward pass"]
+
+
+def _merged(plan: Plan) -> list[str]:
+    """How far collectives are merged, where that is not XLA's own choice."""
+    if plan.merge_bytes is None:
+        return []
+    return [f"XLA is told to merge collectives of a kind up to {human_bytes(plan.merge_bytes)}, so that more is hidden"]
+
+
+def _awaited(plan: Plan) -> list[str]:
+    """What waits for reductions."""
+    if not plan.awaited:
+        return []
+    of = sum(len(one.values) for one in plan.awaited)
+    return [
+        f"{of} gradients are summed early: {len({one.node for one in plan.awaited})} later operations wait for them, so that"
+        " more is hidden"
+    ]
+
+
+def _separate(plan: Plan) -> list[str]:
+    """What XLA is kept from joining."""
+    if not plan.separate:
+        return []
+    return [f"{len(plan.separate)} sums get kernels of their own: XLA would join them with others and slow those down"]
+
+
+def _totals(plan: Plan) -> list[RenderableType]:
+    time, memory = step_time(plan), memory_use(plan)
+    peak, budget = memory.peak_bytes, memory.budget_bytes
+    of = (
+        f"of {human_bytes(budget)} ({share_text(peak, budget)})" if budget else "(no budget given: what the device has)"
+    )
+    # A loss and a few metrics are no matter.
+    parts = [(name, size) for name, size in memory.parts if name != "outputs" or size > 0.005 * peak]
+    simulated = simulated_words(plan)
+    return [
+        Text(f"Predicted step time: {human_seconds(time.step_time_s)}", "bold"),
+        inset(bars(time.parts, time.step_time_s, human_seconds)),
+        *([Text(f"{simulated} ({SIMULATED_IS})")] if simulated else []),
+        Text(),
+        Text(f"Predicted peak memory per device: {human_bytes(peak)} {of}", "bold"),
+        inset(bars(parts, peak, human_bytes)),
+        Text(),
+    ]
+
+
+def _tensor_section(title: str, rows: Sequence[TensorRow]) -> list[RenderableType]:
+    whole, local = sum(row.num_bytes for row in rows), sum(row.local_bytes for row in rows)
+    count = sum(row.count for row in rows)
+    size = f"{count} tensor{'s' * (count > 1)}, {human_bytes(whole)}, {human_bytes(local)} on each device"
+    return _tensor_table(f"{title}: {size}", "tensor", rows) if rows else []
+
+
+def _common_root(paths: Sequence[str]) -> str:
+    """The folders that all paths share, with the slash; "" for a single path."""
+    if len(paths) < 2:
+        return ""
+    shared = []
+    for parts in zip(*(path.split("/")[:-1] for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "".join(f"{part}/" for part in shared)
+
+
+def _tensor_table(title: str, heading: str, rows: Sequence[TensorRow], left_out: str = "") -> list[RenderableType]:
+    root = _common_root([row.path for row in rows])
+    table = new_table(heading, "sharding", "cost", "runner-up, collectives caused", right=["cost"])
+    for row in rows:
+        table.add_row(
+            _stacked(row.path[len(root) :], *_details(row)),
+            Text(row.sharding + ("\npinned" if row.pinned else ""), "cyan"),
+            Text(_span_text(row.cost_s)),
+            Text("\n".join(filter(None, (_runner_up(row), *_caused(row))))),
+        )
+    return section(title + _under(root), table, left_out)
+
+
+def _under(root: str) -> str:
+    return f"; paths under {root}" if root else ""
+
+
+def _stacked(first: str, *rest: str) -> Text:
+    """A line, broken after slashes if long; and, indented and dimmed, what belongs to it."""
+    if len(first) > PATH_WIDTH and " " not in first:
+        spaced = textwrap.wrap(first.replace("/", "/ "), PATH_WIDTH + 4, subsequent_indent="  ")
+        first = "\n".join(line.replace("/ ", "/") for line in spaced)
+    return Text.assemble(first, *((f"\n  {line}", "dim") for line in rest if line))
+
+
+def _details(row: TensorRow) -> tuple[str, ...]:
+    times = f"  x{row.count}" if row.count > 1 else ""
+    made = (f"{row.phase} {row.primitive}", short_source(row.source)) if row.kind == "activation" else ()
+    return _type_text(row.dtype, row.shape) + times, *made
+
+
+def _runner_up(row: TensorRow) -> str:
+    if row.pinned or row.cost_s is None:
+        return "" if row.pinned else "-"
+    if row.runner_up_extra_s is None:
+        return "no other choice"
+    others = " or ".join(row.runner_up[:2]) + (" or others" if len(row.runner_up) > 2 else "")
+    extra = _span_text(row.runner_up_extra_s)
+    return f"{others}: the same" if row.runner_up_extra_s[1] == 0 else f"{others}: +{extra}"
+
+
+def _caused(row: TensorRow) -> list[str]:
+    return [f"{kind} over {', '.join(axes)}: {human_seconds(time_s)}" for kind, axes, time_s in row.collectives]
+
+
+def _span_text(span: Span | None) -> str:
+    if span is None:
+        return "-"
+    low, high = map(human_seconds, span)
+    if span[1] <= 1.02 * span[0] or low == high:
+        return low
+    return f"{low.split()[0]}-{high}" if low.split()[1] == high.split()[1] else f"{low} - {high}"
+
+
+def _state_section(rows: Sequence[StateRow]) -> list[RenderableType]:
+    if not rows:
+        return []
+    root = _common_root([row.example for row in rows])
+    numbers = ["tensors", "whole", "on each device"]
+    table = new_table("sharding", *numbers, "the largest", right=numbers)
+    for row in rows:
+        sizes = human_bytes(row.num_bytes), human_bytes(row.local_bytes)
+        table.add_row(Text(row.sharding, "cyan"), str(row.num_tensors), *sizes, Text(row.example[len(root) :]))
+    return section(f"Optimizer state, by sharding{_under(root)}", table)
+
+
+def _activation_section(rows: Sequence[TensorRow]) -> list[RenderableType]:
+    if not rows:
+        return []
+    shown = rows[:MAX_ROWS]
+    left_out = f"and {len(rows) - len(shown)} rows of smaller ones; --json has all" if len(rows) > len(shown) else ""
+    return _tensor_table("Large activations, the largest first", "made by", shown, left_out)
+
+
+def _collective_section(rows: Sequence[CollectiveRow]) -> list[RenderableType]:
+    if not rows:
+        return [Text("Collectives: none", "bold"), Text()]
+    numbers = ["count", "total time", "total data"]
+    table = new_table("collective", *numbers, "what for", right=numbers)
+    for row in rows[:MAX_ROWS]:
+        where = (row.phase, short_source(row.source))
+        path = row.path if row.path and row.path not in row.cause else ""
+        table.add_row(
+            _stacked(row.kind, f"over {', '.join(row.axes)}"),
+            f"{row.count}{'*' if row.combinable else ' '}",
+            human_seconds(row.time_s),
+            human_bytes(row.num_bytes),
+            _stacked(row.cause, path, ", ".join(filter(None, where))),
+        )
+    rest = rows[MAX_ROWS:]
+    rest_s = human_seconds(sum(row.time_s for row in rest))
+    more = f"and {len(rest)} more rows, {rest_s}; --json has all" if rest else ""
+    star = "* XLA may merge these into fewer" if any(row.combinable for row in rows) else ""
+    total = f"{sum(row.count for row in rows)} in a step, {human_seconds(sum(row.time_s for row in rows))}"
+    left_out = "\n".join(filter(None, (more, star)))
+    return section(f"Collectives: {total}; data per device", table, left_out)
+
+
+def _rejected_section(plan: Plan) -> list[RenderableType]:
+    if not plan.rejected:
+        return []
+    table = new_table("mesh", "predicted step", "peak memory", "strategy", right=["predicted step", "peak memory"])
+    for other in sorted(plan.rejected, key=lambda other: other.step_time_s):
+        slower = other.step_time_s / plan.prediction.step_time_s - 1 if plan.prediction.step_time_s else math.inf
+        fits = math.isfinite(other.step_time_s)
+        price = f"{human_seconds(other.step_time_s)}, {100 * slower:+.1f} %" if fits else "does not fit"
+        peak = human_bytes(other.peak_bytes) if math.isfinite(other.peak_bytes) else "-"
+        table.add_row(Text(other.mesh.describe()), price, peak, Text(other.words))
+    return section("Other meshes, planned and rejected", table)
+
+
+def _closing(plan: Plan) -> list[RenderableType]:
+    return notes_section([*plan.notes, *_regions_note(plan)])
+
+
+def _regions_note(plan: Plan) -> list[str]:
+    """One line of all nodes that are run as manual regions."""
+    if not plan.regions:
+        return []
+    counts = Counter(region.primitive for region in plan.regions)
+    named = ", ".join(f"`{name}`" + (f" x{count}" if count > 1 else "") for name, count in sorted(counts.items()))
+    return [f"{named}: each device runs its own part, under `jax.shard_map`; left to XLA they would not be split so."]
+
+
+def _type_text(dtype: str, shape: tuple[int, ...]) -> str:
+    """`f32[768,3072]`, as JAX's own printouts have it."""
+    match = re.fullmatch(r"([a-z]+)(\d.*)", dtype)
+    short = _DTYPES.get(match[1], match[1]) + match[2] if match else dtype
+    return f"{short}[{','.join(map(str, shape))}]"

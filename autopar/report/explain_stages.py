@@ -1,0 +1,238 @@
+"""What a plan of stages does, in words, tables and a picture: reads a `PipelinePlan` and nothing else.
+
+In: a plan, fresh or from a file. Out: `explain_stages(plan)`, a `StagesExplanation` that prints as plain text and holds the
+timeline; `render_stages(plan, console)` for a terminal; `stages_json(plan)` for programs. Each stage has a plan of its own,
+which is explained like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from autopar.report.breakdown import replicated_words
+from autopar.report.explain_program import Explanation, explain_program
+from autopar.report.submeshes import SubmeshUse, submesh_uses
+from autopar.system.text_tables import TEXT_WIDTH, bars, facts_table, finite, inset, new_table, notes_section, plain_text, section, share_text
+from autopar.pipeline.plan import PipelinePlan, StagePlan
+from autopar.pipeline.schedule import dag as any_edges
+from autopar.pipeline.schedule.table import SCHEDULES
+from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.partition.step_time import Send
+from autopar.pipeline.draw.file import write_timelines
+from autopar.pipeline.draw.text import timeline_text
+from autopar.system.units import human_bytes, human_seconds
+
+#: Other ways to run the step that are shown; the JSON has all.
+MAX_TRIED = 8
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StagesExplanation:
+    """All that there is to say of a plan of stages, as values that every report of it reads. Printed, it is plain text.
+
+    Args:
+        timeline: of one step, simulated. submeshes: what each does in it.
+        stages: what there is to say of the plan of each.
+    """
+
+    plan: PipelinePlan
+    timeline: PipelineTimeline
+    submeshes: tuple[SubmeshUse, ...]
+    stages: tuple[Explanation, ...]
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline: as a picture, or where the path ends in `.json` as a trace for Perfetto.
+
+        Raises:
+            PlotError: where it cannot be written.
+        """
+        write_timelines(path, self.timeline)
+
+    def __str__(self) -> str:
+        return plain_text(lambda console: _print(self, console))
+
+    __repr__ = __str__
+
+
+def explain_stages(plan: PipelinePlan) -> StagesExplanation:
+    """Say what a plan of stages does: `print(explain_stages(plan))`."""
+    timeline = plan.timeline()
+    stages = tuple(explain_program(stage.plan) for stage in plan.stages)
+    return StagesExplanation(plan, timeline, submesh_uses(plan, timeline), stages)
+
+
+def render_stages(plan: PipelinePlan, console: Console) -> None:
+    """Print the explanation to a console, with styles where it has them."""
+    _print(explain_stages(plan), console)
+
+
+def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
+    """Print it without the timeline and what else was tried."""
+    console.print(Group(*_head(plan), *_totals(plan), *_stages(plan), *notes_section(plan.notes)))
+
+
+def stages_json(plan: PipelinePlan) -> dict[str, Any]:
+    """The explanation as JSON types: raw seconds and bytes, null for what is infinite."""
+    timeline = plan.timeline()
+    document = {
+        "format": "autopar-stages-explanation",
+        "version": 1,
+        "program": plan.program.name,
+        "cluster": [asdict(group) for group in plan.cluster.groups],
+        "strategy": plan.words,
+        "schedule": plan.schedule,
+        "num_microbatches": plan.num_microbatches,
+        "memory_budget_bytes": plan.memory_budget_bytes,
+        "prediction": asdict(plan.prediction) | {"peak_bytes": plan.prediction.peak_bytes},
+        "outcome": asdict(plan.outcome),
+        "stages": [_stage_json(stage) for stage in plan.stages],
+        "sends": [asdict(one) for one in plan.sends],
+        "side_by_side": plan.side_by_side(),
+        "timeline": timeline.rows(),
+        "submeshes": [asdict(use) | {"peak_bytes": use.peak_bytes} for use in submesh_uses(plan, timeline)],
+        "tried": [asdict(other) for other in plan.tried],
+        "notes": plan.notes,
+        "versions": plan.versions,
+    }
+    return finite(document)
+
+
+def _stage_json(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "layers": [stage.first_layer, stage.last_layer],
+        "devices": [stage.devices.start, stage.devices.stop - 1],
+        "hardware": stage.submesh.shape.kind,
+        "mesh": dict(zip(stage.plan.mesh.axis_names, stage.plan.mesh.axis_sizes, strict=True)),
+        "strategy": stage.plan.words,
+        "cost": asdict(stage.cost),
+    }
+
+
+def _print(told: StagesExplanation, console: Console) -> None:
+    plan = told.plan
+    console.print(Group(*_head(plan), *_totals(plan), *_stages(plan)))
+    console.print(Text("Timeline of a step, simulated", "bold"), Text())
+    console.print(inset(timeline_text(told.timeline, width=min(console.width, TEXT_WIDTH) - 4)), Text())
+    console.print(Group(*_tried(plan.tried, plan), *notes_section(plan.notes)))
+
+
+def _head(plan: PipelinePlan) -> list[RenderableType]:
+    outcome = plan.outcome
+    sure = f"stages {outcome.status}" if outcome.gap <= 1e-6 else f"stages within {100 * outcome.gap:.2g} %"
+    if not math.isfinite(outcome.gap):
+        sure = f"not bounded; {outcome.status}"
+    order = " among stages that follow one another in the order of the devices" if len(plan.stages) > 1 else ""
+    looked = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
+    words = {**any_edges.WORDS, **{name: kind.words for name, kind in SCHEDULES.items()}}
+    what = words.get(plan.schedule, "")
+    took = "" if outcome.search_time_s is None else f", {human_seconds(outcome.search_time_s)}"
+    facts = [
+        ("Strategy", plan.words),
+        *(("Replicated", text) for text in stages_replicated(plan)),
+        ("Certainty", f"{sure}{order}, by the prices of planned layers ({looked}{took})"),
+        ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
+    ]
+    if branches := plan.side_by_side():
+        facts.append(("Side by side", "; ".join(f"stages {_beside(fork)}" for fork in branches)))
+    if plan.own_statistics:
+        text = "each microbatch has its own batch statistics, so this is not quite the step as written"
+        facts.append(("Statistics", text))
+    count = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "one stage"
+    where = f"{plan.cluster.num_devices} devices ({plan.cluster})"
+    return [Text(f"Plan of `{plan.program.name}` in {count} for {where}", "bold"), Text(), facts_table(facts), Text()]
+
+
+def stages_replicated(plan: PipelinePlan) -> list[str]:
+    """What runs replicated within stages for lack of a sharding rule; alike stages are told together."""
+    told: dict[str, list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        if words := replicated_words(stage.plan):
+            told.setdefault(words.replace("of the step", "of its program"), []).append(number)
+    return [f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}: {words}" for words, own in told.items()]
+
+
+def _totals(plan: PipelinePlan) -> list[RenderableType]:
+    told, budget = plan.prediction, plan.memory_budget_bytes
+    of = f"of {human_bytes(budget)} ({share_text(told.peak_bytes, budget)})" if budget else ""
+    waiting = told.bubble_fraction * told.step_time_s
+    parts = [("busy", told.step_time_s - waiting), ("bubble", waiting)]
+    memory = [(f"submesh {i}", size) for i, size in enumerate(told.stage_bytes)]
+    return [
+        Text(f"Predicted step time: {human_seconds(told.step_time_s)}", "bold"),
+        inset(bars(parts, told.step_time_s, human_seconds)),
+        Text(),
+        Text(f"Predicted peak memory per device: {human_bytes(told.peak_bytes)} {of}".rstrip(), "bold"),
+        inset(bars(memory, told.peak_bytes, human_bytes)),
+        Text(),
+    ]
+
+
+def _stages(plan: PipelinePlan) -> list[RenderableType]:
+    split = any(stage.cost.weight_s for stage in plan.stages)
+    numbers = ["forward", "input" if split else "backward", *(["weight"] if split else []), "update", "sends"]
+    table = new_table("stage", "layers", "devices", *numbers, "mesh and strategy", right=numbers)
+    for number, stage in enumerate(plan.stages):
+        cost = stage.cost
+        seconds = [cost.forward_s, cost.backward_s, *([cost.weight_s] if split else []), cost.update_s]
+        sends = "\n".join(
+            _sent(one, told=not plan.is_chain) for one in plan.sends if one.source == number and one.num_bytes
+        )
+        table.add_row(
+            str(number),
+            _range(stage.first_layer, stage.last_layer),
+            f"{_range(stage.devices.start, stage.devices.stop - 1)}\n{stage.submesh.shape.kind}",
+            *map(human_seconds, seconds),
+            sends or "-",
+            Text(f"{stage.plan.mesh.describe()}\n{stage.plan.words}" + _again(stage)),
+        )
+    under = "seconds of one microbatch, `update` of a step; `sends`: what one microbatch sends on, one way"
+    return section("Stages", table, under)
+
+
+def _again(stage: StagePlan) -> str:
+    """What it computes again, where that takes time: what is cheaper made anew than kept always is."""
+    seconds = sum(one.time_s for one in stage.plan.recomputed)
+    return f"\ncomputes again what takes {human_seconds(seconds)} a microbatch" if seconds else ""
+
+
+def _sent(send: Send, *, told: bool) -> str:
+    """What a stage sends another, which is told where it is not the next."""
+    to = f"to {send.target}: " if told else ""
+    return f"{to}{human_bytes(send.num_bytes)}\n{human_seconds(send.seconds)}"
+
+
+def _beside(fork: Sequence[Sequence[int]]) -> str:
+    """The stages of each branch: `1 | 2, 3 | 4`."""
+    return " | ".join(", ".join(map(str, own)) for own in fork)
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _tried(tried: Sequence[Any], plan: PipelinePlan) -> list[RenderableType]:
+    """The best of what else was found."""
+    if len(tried) < 2:
+        return []
+    numbers = ["microbatches", "predicted step", "peak memory"]
+    table = new_table("schedule", "stages", *numbers, right=numbers)
+    best = sorted(tried, key=lambda other: other.step_time_s)
+    for other in best[:MAX_TRIED]:
+        fits = math.isfinite(other.step_time_s)
+        slower = other.step_time_s / plan.prediction.step_time_s - 1 if fits else math.inf
+        table.add_row(
+            Text(other.schedule or "one program"),
+            str(other.num_stages) if fits else "-",
+            str(other.num_microbatches),
+            f"{human_seconds(other.step_time_s)}, {100 * slower:+.1f} %" if fits else "does not fit",
+            human_bytes(other.peak_bytes) if fits else "-",
+        )
+    left = f"and {len(best) - MAX_TRIED} more" if len(best) > MAX_TRIED else ""
+    return section("What was tried, the fastest first", table, left)

@@ -1,0 +1,304 @@
+"""A plan's explanation as one HTML page, which needs neither a network nor a server.
+
+In: an explanation; what was compiled, if anything was. Out: `page`, the text; `write_report`, the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlotError
+from autopar.report.explain import explain
+from autopar.report.predicted_vs_compiled import Compiled, compiled_of, read_compiled
+from autopar.report.breakdown import replicated_words, simulated_words, tie_words
+from autopar.report.explain_program import Explanation
+from autopar.report.explain_stages import StagesExplanation, stages_replicated
+from autopar.system.text_tables import share_text
+from autopar.report.html.figures import at_peak, memory_curve, time_bar
+from autopar.report.html.timeline import HATCH, pipeline_lanes, step_lanes
+from autopar.report.html.markup import Child, Element, data, el, in_code, written
+from autopar.report.html.stages import same_stages, stages_table, submesh_memory, submesh_times, tried_table
+from autopar.report.html.tables import collectives_table, compiled_view, decisions_table, meshes_table
+from autopar.report.html.module_tree import module_view
+from autopar.pipeline.plan import AnyPlan
+from autopar.system.units import human_bytes, human_seconds
+from autopar.version import __version__
+from autopar.system.atomic_file import write_whole
+
+
+def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: Any = None) -> None:
+    """Write what there is to say of a plan as an HTML page, which a browser opens without a network.
+
+    Args:
+        plan: of one program, or of stages.
+        path: where the page goes. It appears whole or not at all; an older one stays until then.
+        verification: what `verify` found of this plan; or the file that `autopar verify --json` wrote. It is shown
+            beside the predictions.
+
+    Raises:
+        PlotError: where it cannot be written.
+        VerifyError: where the verification cannot be read, or is of another plan.
+    """
+    check_can_write(path)
+    if verification is None:
+        compiled = ()
+    elif isinstance(verification, str | os.PathLike):
+        compiled = read_compiled(verification, plan.program.name, plan.words)
+    else:
+        document = json.loads(json.dumps(verification.to_json()))  # as it would be read: lists, not tuples
+        compiled = compiled_of(document, plan.program.name, plan.words)
+    try:
+        write_whole(page(explain(plan), compiled), path)
+    except OSError as error:
+        raise _cannot(path, error.strerror or str(error)) from error
+
+
+def check_can_write(path: str | os.PathLike[str]) -> None:
+    """Refuse a path now that could not be written to when all is done.
+
+    Raises:
+        PlotError: naming what is wrong with it.
+    """
+    target = Path(path)
+    folder = target.resolve().parent
+    if target.is_dir():
+        raise _cannot(path, "it is a folder")
+    if not folder.is_dir():
+        raise _cannot(path, f"there is no folder {str(folder)!r}")
+    if not os.access(folder, os.W_OK):
+        raise _cannot(path, f"the folder {str(folder)!r} cannot be written to")
+
+
+def _cannot(path: str | os.PathLike[str], why: str) -> PlotError:
+    return PlotError(
+        f"cannot write the page {os.fspath(path)!r}: {why}. Give a file in a folder that is there and can be written to"
+    )
+
+
+def page(told: Explanation | StagesExplanation, compiled: Sequence[Compiled] = ()) -> str:
+    """The page's text."""
+    known: dict[str, Any] = {}
+    body = _stages_body(told, known) if isinstance(told, StagesExplanation) else _program_body(told, known)
+    if compiled:
+        body.append(_section("compiled", "Predicted beside compiled", compiled_view(compiled)))
+    body += _closing(told)
+    name = told.plan.program.name
+    style, script = ((files("autopar.report.html") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("title", f"Plan of {name} for {told.plan.num_devices} {told.plan.hardware}"),
+        el("style", style),
+    )
+    links = [el("a", title, href=f"#{key}") for key, title in _titles(body)]
+    main = el("main", *body)
+    parts = [
+        HATCH,
+        _headline(told),
+        el("nav", *links, aria_label="Sections"),
+        main,
+        el("div", id="shown", role="status", hidden=True),
+        data("known", known),
+        el("script", script),
+    ]
+    return "<!DOCTYPE html>\n" + written(el("html", head, el("body", *parts), lang="en")) + "\n"
+
+
+def _section(key: str, title: str, *inside: Child, about: str = "") -> Element:
+    return el("section", el("h2", title), el("p", about, class_="about") if about else None, *inside, id=key)
+
+
+def _titles(body: Sequence[Child]) -> list[tuple[str, str]]:
+    """Keys and titles of the sections of a page, not of those inside them."""
+    found = []
+    for part in body:
+        if isinstance(part, str | None):
+            continue
+        for section in [part] if part.tag == "section" else part.findall("section"):
+            title = section.find("h2")
+            found.append((section.get("id", ""), title.text or "" if title is not None else ""))
+    return found
+
+
+# -- the head --------------------------------------------------------------------------------
+
+
+def _headline(told: Explanation | StagesExplanation) -> Element:
+    plan = told.plan
+    budget, peak = plan.memory_budget_bytes, plan.prediction.peak_bytes
+    share = f"{share_text(peak, budget)} of {human_bytes(budget)}" if budget else "no budget given"
+    if isinstance(told, StagesExplanation):
+        shape = f"{len(told.plan.stages)} stages, {told.plan.num_microbatches} microbatches"
+        third = ("bubble", f"{100 * told.plan.prediction.bubble_fraction:.0f} %", "of all devices' time")
+    else:
+        shape = f"mesh {told.plan.mesh.describe()}"
+        exposed = sum(one.exposed_s for one in told.time.collectives)
+        third = ("communication", share_text(exposed, told.time.step_time_s) or "0 %", "of the step is exposed")
+    simulated = "" if isinstance(told, StagesExplanation) else simulated_words(told.plan)
+    figures = (
+        ("step time", human_seconds(plan.prediction.step_time_s), "; ".join(filter(None, ("predicted", simulated)))),
+        ("peak memory", human_bytes(peak), f"per device, {share}"),
+        third,
+        ("certainty", *_certainty(told)),
+    )
+    cards = [
+        el("div", el("span", name), el("strong", value), el("small", about), class_="card")
+        for name, value, about in figures
+    ]
+    return el(
+        "header",
+        el("h1", "Plan of ", el("code", plan.program.name), f" for {plan.num_devices} x {plan.hardware}"),
+        el("p", *in_code(plan.words), class_="words"),
+        *(el("p", *in_code(text), class_="replicated") for text in _replicated(told)),
+        *(el("p", *in_code(f"A tie: {text}."), class_="about") for text in _tie(told)),
+        el("p", shape, class_="about"),
+        el("div", *cards, class_="cards"),
+    )
+
+
+def _replicated(told: Explanation | StagesExplanation) -> list[str]:
+    """What runs replicated for lack of a sharding rule."""
+    if isinstance(told, Explanation):
+        return list(filter(None, [replicated_words(told.plan)]))
+    return stages_replicated(told.plan)
+
+
+def _tie(told: Explanation | StagesExplanation) -> list[str]:
+    return list(filter(None, [tie_words(told.plan)])) if isinstance(told, Explanation) else []
+
+
+def _certainty(told: Explanation | StagesExplanation) -> tuple[str, str]:
+    outcome = told.plan.outcome
+    what = (
+        "stages in the order of the devices, by the prices of layers"
+        if isinstance(told, StagesExplanation)
+        else "in the solver's model"
+    )
+    if _replicated(told):
+        what += ", among the strategies that the rules know"
+    if outcome.gap <= 1e-6:
+        return "optimal", f"proven to one part in a million, {what}"
+    if math.isfinite(outcome.gap):
+        return f"within {100 * outcome.gap:.2g} %", f"of the best, {what}"
+    return "not bounded", str(outcome.status)
+
+
+# -- the sections ----------------------------------------------------------------------------
+
+
+def _program_body(told: Explanation, known: dict[str, Any]) -> list[Child]:
+    body: list[Child] = [
+        el(
+            "div",
+            _section("time", "Where the step time goes", time_bar(told.time)),
+            _section("memory", "Memory of one device over a step", _memory(told)),
+            class_="pair",
+        )
+    ]
+    held = at_peak(told.memory, told.modules.activations_under)
+    if held is not None:
+        body.append(_section("peak", "What stands at the peak", held))
+    return [*body, *_program_details(told, known, "")]
+
+
+def _memory(told: Explanation) -> Element:
+    if not told.memory.over_step:
+        return el("p", "This plan's file does not say: plan again to see memory over the step.", class_="under")
+    return memory_curve(told.memory, told.time)
+
+
+def _program_details(told: Explanation, known: dict[str, Any], key: str, first_device: int = 0) -> list[Child]:
+    """The sections of one program.
+
+    Args:
+        key: tells their names apart in a page of several. first_device: the number of its mesh's first.
+    """
+    mesh, sections = told.plan.mesh, list[Child]()
+    known[f"mesh{key}"] = {"axes": mesh.axis_names, "sizes": mesh.axis_sizes, "first": first_device}
+    if told.plan.trace is not None:
+        lanes, texts = step_lanes(told.plan.trace, told.time.step_time_s, f"lanes{key}")
+        known |= texts
+        sections.append(_section(f"trace{key}", "One device through the step", lanes))
+    model = el("div", module_view(told.modules, mesh), data_mesh=f"mesh{key}")
+    sections.append(_section(f"modules{key}", "The model, as it is split", model))
+    about = "The runner-up is the next best split of this tensor, all others kept; and what it would add to the step."
+    sections.append(
+        _section(
+            f"decisions{key}",
+            "Decisions, and what was next",
+            el("div", decisions_table(told, mesh), data_mesh=f"mesh{key}"),
+            about=about,
+        )
+    )
+    if told.collectives:
+        sections.append(
+            _section(
+                f"collectives{key}",
+                "Collectives, and what for",
+                collectives_table(told.collectives, told.modules.activations_under),
+            )
+        )
+    others = meshes_table(told)
+    if others is not None:
+        sections.append(_section(f"meshes{key}", "Other meshes, planned and rejected", others))
+    return sections
+
+
+def _stages_body(told: StagesExplanation, known: dict[str, Any]) -> list[Child]:
+    lanes, texts = pipeline_lanes(told.timeline, "pipeline")
+    known |= texts
+    schedule = f"One step by {told.plan.schedule}, simulated. A row is a submesh, a stretch one microbatch in a stage."
+    body: list[Child] = [
+        _section("timeline", "The pipeline", lanes, about=schedule),
+        el(
+            "div",
+            _section("time", "Where the step time goes", submesh_times(told)),
+            _section("memory", "Memory of one device of each submesh", submesh_memory(told)),
+            class_="pair",
+        ),
+        _section("stages", "Stages", stages_table(told)),
+    ]
+    tried = tried_table(told)
+    if tried is not None:
+        body.append(_section("tried", "What was tried", tried))
+    for group in same_stages(told):
+        first = told.stages[group[0]]
+        names = ", ".join(map(str, group))
+        title = f"Stage {names}" if len(group) == 1 else f"Stages {names}, alike"
+        inside = el(
+            "details",
+            el("summary", *in_code(first.plan.words), f"; mesh {first.plan.mesh.describe()}"),
+            el(
+                "div",
+                el("section", el("h3", "Where the time of its program goes"), time_bar(first.time)),
+                el("section", el("h3", "Memory of its program"), _memory(first)),
+                class_="pair",
+            ),
+            el("h3", "What stands at its peak"),
+            at_peak(first.memory, first.modules.activations_under),
+            *_program_details(first, known, f"-{group[0]}", told.plan.stages[group[0]].devices.start),
+            class_="stage",
+            open=group[0] == 0,
+        )
+        anchors = [el("a", id=f"stage-{number}") for number in group]
+        about = "One microbatch after another in this stage's own program, as it was planned."
+        body.append(_section(f"part-{group[0]}", title, *anchors, inside, about=about))
+    return body
+
+
+def _closing(told: Explanation | StagesExplanation) -> list[Child]:
+    plan = told.plan
+    sections: list[Child] = []
+    if plan.notes:
+        sections.append(_section("notes", "Notes", el("ul", *(el("li", *in_code(note)) for note in plan.notes))))
+    versions = ", ".join(f"{name} {number}" for name, number in sorted(plan.versions.items()))
+    about = f"Figures are predictions of the cost model. Planned by {versions or 'an unknown version'}; page by autopar {__version__}."
+    return [*sections, el("footer", el("p", about), el("p", "Program ", el("code", plan.program.fingerprint)))]

@@ -1,0 +1,199 @@
+"""What a page shows of a plan of stages beside what it shows of each stage: timeline, submeshes, stages, what was tried.
+
+In: a `StagesExplanation`. Out: elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.report.explain_stages import StagesExplanation
+from autopar.report.submeshes import SubmeshUse
+from autopar.system.text_tables import share_text
+from autopar.report.html.markup import Child, Element, el, in_code, percent, svg
+from autopar.report.html.tables import cell, table
+from autopar.pipeline.draw.palette import LOOKS, phases_of
+from autopar.pipeline.plan import StagePlan
+from autopar.system.units import human_bytes, human_seconds
+
+#: Other ways to run the step that are shown.
+_MAX_TRIED = 20
+_HEIGHT = 100.0
+
+
+def submesh_times(told: StagesExplanation) -> Element:
+    """Of each submesh, its phases and its idle time, which sum up to the step time."""
+    whole = told.plan.prediction.step_time_s
+    rows = []
+    for number, use in enumerate(told.submeshes):
+        parts = [_part(LOOKS[phase].words, LOOKS[phase].colour, seconds, whole) for phase, seconds in use.phases]
+        parts.append(_part("idle", "", use.idle_s, whole))
+        rows.append(
+            el(
+                "div",
+                el("span", f"submesh {number}", class_="lane-name"),
+                el("div", *parts, class_="bar"),
+                class_="lane-row",
+            )
+        )
+    looks = [LOOKS[phase] for phase in phases_of(told.timeline)]
+    legend = [el("li", el("span", class_="swatch", style=f"background:{look.colour}"), look.words) for look in looks]
+    legend.append(el("li", el("span", class_="swatch idle"), "idle"))
+    return el("div", *rows, el("ul", *legend, class_="legend"), class_="figure")
+
+
+def _part(words: str, colour: str, seconds: float, whole: float) -> Element:
+    return el(
+        "span",
+        share_text(seconds, whole) if seconds > 0.08 * whole else "",
+        style=f"width:{percent(seconds, whole)}" + (f";--own:{colour}" if colour else ""),
+        title=f"{words}: {human_seconds(seconds)}",
+        class_="inked" if colour else "inked idle",
+    )
+
+
+def submesh_memory(told: StagesExplanation) -> Element:
+    """Of each submesh, what one of its devices holds over the step, all on one scale."""
+    whole = told.plan.prediction.step_time_s
+    peak, budget = told.plan.prediction.peak_bytes, told.plan.memory_budget_bytes
+    in_sight = budget is not None and budget <= 3 * peak
+    top = 1.05 * max(peak, budget if budget is not None and in_sight else 0.0) or 1.0
+    rows = [
+        _submesh_memory(number, use, whole, top, budget if in_sight else None)
+        for number, use in enumerate(told.submeshes)
+    ]
+    legend = [
+        el("li", el("span", class_=f"swatch memory-{name}"), words)
+        for name, words in (
+            ("parameters", "parameters, optimizer state, gradients"),
+            ("optimizer", "room to work on one microbatch"),
+            ("temporaries", "microbatches in flight"),
+        )
+    ]
+    under = f"The budget is {human_bytes(budget)} on each device." if budget else "No budget was given."
+    return el("div", *rows, el("ul", *legend, class_="legend"), el("p", under, class_="under"), class_="figure")
+
+
+def _submesh_memory(number: int, use: SubmeshUse, whole: float, top: float, budget: float | None) -> Element:
+    def y(num_bytes: float) -> float:
+        return round(_HEIGHT * (1 - num_bytes / top), 2)
+
+    floor = use.state_bytes + use.working_bytes
+    steps, last = "", floor
+    for start_s, held in use.in_flight:
+        if floor + held != last:
+            steps += f"H{1000 * start_s / whole if whole else 0:.1f}V{y(floor + held):g}"
+            last = floor + held
+    shapes = [
+        el(
+            "rect",
+            x=0,
+            y=y(use.state_bytes),
+            width=1000,
+            height=round(_HEIGHT - y(use.state_bytes), 2),
+            class_="memory-parameters",
+        ),
+        el(
+            "rect",
+            x=0,
+            y=y(floor),
+            width=1000,
+            height=round(y(use.state_bytes) - y(floor), 2),
+            class_="memory-optimizer",
+        ),
+        el("path", d=f"M0 {y(floor):g}{steps}H1000V{y(floor):g}Z", class_="memory-temporaries"),
+    ]
+    marks: list[Child] = []
+    if budget is not None:
+        marks.append(el("span", class_="budget", style=f"bottom:{percent(budget, top)}"))
+    devices = f"{use.devices[0]}-{use.devices[1]}" if use.devices[0] != use.devices[1] else f"{use.devices[0]}"
+    return el(
+        "div",
+        el("span", f"submesh {number}", el("small", f"devices {devices}"), class_="lane-name"),
+        el("div", svg(1000, _HEIGHT, *shapes), *marks, class_="plot small"),
+        el("span", f"peak {human_bytes(use.peak_bytes)}", class_="lane-remark"),
+        class_="lane-row",
+    )
+
+
+def stages_table(told: StagesExplanation) -> Element:
+    """A row for each stage."""
+    plan = told.plan
+    split = any(stage.cost.weight_s for stage in plan.stages)
+    numbers = ("forward", "input" if split else "backward", *(("weight",) if split else ()), "update", "peak")
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        cost = stage.cost
+        seconds = (cost.forward_s, cost.backward_s, *((cost.weight_s,) if split else ()), cost.update_s)
+        sends = [one for one in plan.sends if one.source == number and one.num_bytes]
+        peak = told.submeshes[plan.submesh_of[number]].peak_bytes
+        rows.append(
+            el(
+                "tr",
+                cell(el("a", f"stage {number}", href=f"#stage-{number}"), value=number),
+                cell(_range(stage.first_layer, stage.last_layer)),
+                cell(_range(stage.devices.start, stage.devices.stop - 1), el("small", stage.submesh.shape.kind)),
+                *(cell(human_seconds(one), value=one) for one in seconds),
+                cell(human_bytes(peak), value=peak),
+                cell(
+                    *(
+                        el("div", f"to {one.target}: {human_bytes(one.num_bytes)}, {human_seconds(one.seconds)}")
+                        for one in sends
+                    )
+                ),
+                cell(stage.plan.mesh.describe(), el("small", *in_code(_words(stage)))),
+            )
+        )
+    heads = ("stage", "layers", "devices", *numbers, "sends", "mesh and strategy")
+    return el(
+        "div",
+        table(heads, rows, numbers=("stage", *numbers), name="Stages"),
+        el("p", "Seconds and sends are of one microbatch, update of a step.", class_="under"),
+    )
+
+
+def _words(stage: StagePlan) -> str:
+    again = sum(one.time_s for one in stage.plan.recomputed)
+    return stage.plan.words + (f"; computes again what takes {human_seconds(again)} a microbatch" if again else "")
+
+
+def tried_table(told: StagesExplanation) -> Element | None:
+    """Other ways to run the step, the fastest first."""
+    tried = sorted(told.plan.tried, key=lambda one: one.step_time_s)
+    if len(tried) < 2:
+        return None
+    own = told.plan.prediction.step_time_s
+    rows = []
+    for one in tried[:_MAX_TRIED]:
+        fits = math.isfinite(one.step_time_s)
+        slower = (
+            f"{human_seconds(one.step_time_s)}, {100 * (one.step_time_s / own - 1):+.1f} %" if fits else "does not fit"
+        )
+        rows.append(
+            el(
+                "tr",
+                cell(one.schedule or "one program"),
+                cell(str(one.num_stages) if fits else "-", value=one.num_stages),
+                cell(str(one.num_microbatches), value=one.num_microbatches),
+                cell(slower, value=one.step_time_s),
+                cell(human_bytes(one.peak_bytes) if fits else "-", value=one.peak_bytes),
+            )
+        )
+    numbers = ("stages", "microbatches", "predicted step", "peak memory")
+    return table(("schedule", *numbers), rows, numbers=numbers, name="What was tried")
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def same_stages(told: StagesExplanation) -> Sequence[tuple[int, ...]]:
+    """Stages whose plans say the same but for the names of their layers, in order."""
+    groups: dict[object, list[int]] = {}
+    for number, one in enumerate(told.stages):
+        plan = one.plan
+        inputs = tuple((tensor.shape, tensor.dtype, tensor.role, tensor.sharding) for tensor in plan.inputs)
+        key = (plan.mesh, plan.hardware, plan.words, inputs, plan.prediction.step_time_s, plan.prediction.peak_bytes)
+        groups.setdefault(key, []).append(number)
+    return [tuple(group) for group in groups.values()]

@@ -1,0 +1,244 @@
+"""Tables of a page: decisions with their runners-up, collectives, other meshes, predicted beside compiled.
+
+In: rows of an explanation. Out: elements. A cell's `data-value` is what its column is sorted by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.report.predicted_vs_compiled import Compiled, CompiledCollectives, CompiledFigure
+from autopar.report.breakdown import SIMULATED
+from autopar.report.explain_program import Explanation
+from autopar.report.rows import CollectiveRow, Span, TensorRow
+from autopar.system.text_tables import short_source
+from autopar.ir.mesh import MeshShape
+from autopar.report.html.blocks import blocks
+from autopar.report.html.figures import below, kind_class
+from autopar.report.html.markup import Child, Element, el, in_code
+from autopar.plans.plan import RejectedMesh
+from autopar.system.units import human_bytes, human_seconds
+
+#: Rows shown of tables that can grow without end.
+MAX_DECISIONS, MAX_COLLECTIVES = 250, 60
+
+
+def table(heads: Sequence[str], rows: Sequence[Element], *, numbers: Sequence[str] = (), name: str = "") -> Element:
+    """A table that its heads sort."""
+    cells = [
+        el(
+            "th",
+            el("button", head, type="button") if head else "",
+            scope="col",
+            class_="number" if head in numbers else None,
+        )
+        for head in heads
+    ]
+    made = el("table", el("thead", el("tr", *cells)), el("tbody", *rows), class_="sortable", aria_label=name or None)
+    return el("div", made, class_="scroll", tabindex="0")
+
+
+def cell(*children: Child, value: float | None = None, look: str | None = None) -> Element:
+    """A cell; a number is at its right."""
+    shown = None if value is None or not math.isfinite(value) else value
+    looks = " ".join(filter(None, ("number" if value is not None else None, look)))
+    return el("td", *children, class_=looks or None, data_value=shown)
+
+
+# -- decisions -------------------------------------------------------------------------------
+
+
+def decisions_table(told: Explanation, mesh: MeshShape) -> Element:
+    """Every decision, those first that matter most."""
+    rows = [row for row in (*told.parameters, *told.data, *told.activations) if row.cost_s is not None]
+    rows.sort(key=lambda row: -_matters(row))
+    shown = [_decision(row, told, mesh) for row in rows[:MAX_DECISIONS]]
+    heads = ("tensor", "of", "type", "split", "cost", "runner-up", "costs more", "collectives caused")
+    left = len(rows) - len(shown)
+    return el(
+        "div",
+        el(
+            "input",
+            type="search",
+            placeholder="filter: a path, a primitive, a file",
+            aria_label="filter",
+            class_="filter",
+        ),
+        table(heads, shown, numbers=("cost", "costs more"), name="Decisions"),
+        el("p", f"and {left} more that matter less; autopar explain --json has all", class_="under") if left else None,
+    )
+
+
+def _matters(row: TensorRow) -> float:
+    return row.count * row.runner_up_extra_s[1] if row.runner_up_extra_s and not row.pinned else -1.0
+
+
+def _decision(row: TensorRow, told: Explanation, mesh: MeshShape) -> Element:
+    under = told.modules.activations_under if row.kind == "activation" else told.modules.parameters_under
+    made = [f"{row.phase} {row.primitive}", short_source(row.source)] if row.kind == "activation" else []
+    times = f" x{row.count}" if row.count > 1 else ""
+    caused = [
+        el(
+            "div",
+            el("span", class_=f"swatch {kind_class(kind)}"),
+            f"{kind} over {', '.join(axes)}: {human_seconds(time_s)}",
+        )
+        for kind, axes, time_s in row.collectives
+    ]
+    return el(
+        "tr",
+        cell(el("code", below(row.path, under)), *(el("small", text) for text in made if text)),
+        cell(row.kind),
+        cell(f"{row.dtype}[{','.join(map(str, row.shape))}]{times}", look="type"),
+        cell(blocks(row.shape, row.split, mesh, below(row.path, under))),
+        cell(_span(row.cost_s), value=row.cost_s[1] if row.cost_s else math.nan),
+        cell("pinned" if row.pinned else " or ".join(row.runner_up[:2]) or "no other choice", look="type"),
+        _extra(row),
+        cell(*caused),
+    )
+
+
+def _extra(row: TensorRow) -> Element:
+    if row.pinned or row.runner_up_extra_s is None:
+        return cell("", value=math.nan)
+    most = row.runner_up_extra_s[1]
+    return cell("the same" if most == 0 else f"+{_span(row.runner_up_extra_s)}", value=most)
+
+
+def _span(span: Span | None) -> str:
+    if span is None:
+        return ""
+    low, high = map(human_seconds, span)
+    return high if low == high or span[1] <= 1.02 * span[0] else f"{low} to {high}"
+
+
+# -- collectives, meshes ---------------------------------------------------------------------
+
+
+def collectives_table(rows: Sequence[CollectiveRow], under: str) -> Element:
+    """What is sent, and what for; the longest first.
+
+    Args:
+        under: what to leave out in front of paths.
+    """
+    shown = [
+        el(
+            "tr",
+            cell(
+                el("span", class_=f"swatch {kind_class(row.kind)}"),
+                row.kind,
+                el("small", f"over {', '.join(row.axes)}"),
+            ),
+            cell(f"{row.count}{'*' if row.combinable else ''}", value=row.count),
+            cell(human_seconds(row.time_s), value=row.time_s),
+            cell(human_bytes(row.num_bytes), value=row.num_bytes),
+            cell(
+                *in_code(row.cause),
+                el("small", below(row.path, under)) if row.path and row.path not in row.cause else None,
+            ),
+            cell(row.phase, el("small", short_source(row.source)) if row.source else None),
+        )
+        for row in rows[:MAX_COLLECTIVES]
+    ]
+    left = f"and {len(rows) - len(shown)} more rows; autopar explain --json has all. " if len(rows) > len(shown) else ""
+    star = "* XLA may merge these into fewer. " if any(row.combinable for row in rows) else ""
+    heads = ("collective", "count", "time", "data", "what for", "when")
+    return el(
+        "div",
+        table(heads, shown, numbers=("count", "time", "data"), name="Collectives"),
+        el("p", f"{left}{star}Times are of each alone, hidden or not; data is per device.", class_="under"),
+    )
+
+
+def meshes_table(told: Explanation) -> Element | None:
+    """What else was planned."""
+    rejected: Sequence[RejectedMesh] = told.plan.rejected
+    if not rejected:
+        return None
+    own = told.plan.prediction.step_time_s
+    rows = [
+        el(
+            "tr",
+            cell(one.mesh.describe()),
+            cell(*_beside(one.step_time_s, own), value=one.step_time_s),
+            cell(human_bytes(one.peak_bytes), value=one.peak_bytes),
+            cell(*in_code(one.words)),
+        )
+        for one in rejected
+    ]
+    heads = ("mesh", "step time", "peak memory", "strategy")
+    return table(heads, rows, numbers=("step time", "peak memory"), name="Other meshes")
+
+
+def _beside(seconds: float, own: float) -> list[Child]:
+    if not math.isfinite(seconds):
+        return ["does not fit"]
+    return [f"{human_seconds(seconds)}, {100 * (seconds / own - 1):+.1f} %" if own else human_seconds(seconds)]
+
+
+# -- predicted beside compiled ---------------------------------------------------------------
+
+
+def compiled_view(told: Sequence[Compiled]) -> Element:
+    """A table of figures for each program."""
+    parts: list[Child] = []
+    for one in told:
+        verdict = "all figures hold" if not one.off else f"off: {', '.join(one.off)}"
+        title = f"{one.name}: {verdict}" if one.name else verdict.capitalize()
+        parts += [
+            el("h3", title),
+            el(
+                "p",
+                f"XLA's own program for {one.topology} GPUs, compiled in {human_seconds(one.compile_s)}.",
+                class_="under",
+            ),
+            _figures(one),
+        ]
+    return el("div", *parts)
+
+
+def _figures(one: Compiled) -> Element:
+    rows = [*map(_figure, one.figures), *map(_sent, one.collectives)]
+    return table(
+        ("figure", "predicted", "compiled", "off", "tolerance", ""),
+        rows,
+        numbers=("predicted", "compiled", "off", "tolerance"),
+    )
+
+
+def _figure(one: CompiledFigure) -> Element:
+    show = human_bytes if one.unit == "bytes" else human_seconds
+    ran = el("small", f"measured {show(one.measured)}") if one.measured is not None else None
+    name = SIMULATED if one.name == "step time" else one.name  # as files of older versions have it
+    return _compared(name, show(one.predicted), "-" if one.compiled is None else show(one.compiled), ran, one)
+
+
+def _sent(one: CompiledCollectives) -> Element:
+    axes = "no mesh axes" if one.axes is None else ", ".join(one.axes)
+    as_figure = CompiledFigure(
+        name=f"{one.kind} over {axes}",
+        unit="bytes",
+        predicted=one.predicted_bytes,
+        compiled=one.compiled_bytes,
+        tolerance=None,
+        holds=one.holds,
+    )
+    predicted, compiled = (
+        f"{count}: {human_bytes(size)}"
+        for count, size in ((one.predicted_count, one.predicted_bytes), (one.compiled_count, one.compiled_bytes))
+    )
+    return _compared(as_figure.name, predicted, compiled, None, as_figure)
+
+
+def _compared(name: str, predicted: str, compiled: str, more: Element | None, one: CompiledFigure) -> Element:
+    off = (one.predicted - one.compiled) / one.compiled if one.compiled else None
+    return el(
+        "tr",
+        cell(name),
+        cell(predicted, value=one.predicted),
+        cell(compiled, more, value=one.compiled if one.compiled is not None else math.nan),
+        cell("-" if off is None else f"{100 * off:+.1f} %", value=off if off is not None else math.nan),
+        cell("-" if one.tolerance is None else f"{100 * one.tolerance:g} %", value=one.tolerance or math.nan),
+        cell("holds" if one.holds else "OFF", look="holds" if one.holds else "off"),
+    )

@@ -1,0 +1,230 @@
+"""The module tree of a model, with what a plan says of the tensors in it; layers that are split alike are one.
+
+In: a plan. Out: `Module`. Parameters have their path in the arguments, activations that of the module that made them; which
+parts of the two belong together is read off the names they share. A module of the tree has parameters in it; activations made
+elsewhere are in the one around, those of code outside any module in the tree's root.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autopar.report.rows import TensorRow, merge_tensors, of_activation, of_input
+from autopar.system.name_patterns import collapse
+from autopar.plans.plan import Plan
+
+#: Where a module stands: the parts of its path below the model's root.
+Place: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTensor:
+    """A tensor of a module, or those of modules alike.
+
+    Args:
+        place: its path below the model's root, which for an input ends in its own name; with patterns as the row's.
+    """
+
+    row: TensorRow
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module, or several alike.
+
+    Args:
+        name: its own, a pattern where it stands for several; "" for the root.
+        members: the names that it stands for.
+        depth: how many parts of a tensor's place lead to it.
+        local_bytes: on one device, of the parameters and their optimizer state in it, all members together.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    depth: int
+    tensors: tuple[ModuleTensor, ...]
+    modules: tuple[Module, ...]
+    local_bytes: float
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTree:
+    """The model of a plan.
+
+    Args:
+        parameters_under, activations_under: what the tree leaves out in front of the paths of the two.
+        arguments: inputs that belong to no module: data, counters, keys.
+    """
+
+    root: Module
+    parameters_under: str
+    activations_under: str
+    arguments: tuple[TensorRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor, its module, and its place."""
+
+    module: Place
+    place: Place
+    row: TensorRow
+
+
+def module_tree(plan: Plan) -> ModuleTree:
+    """The tree of a plan's tensors."""
+    decisions = {one.path: one for one in plan.decisions if one.kind != "activation"}
+    inputs = [of_input(plan, tensor, decisions.get(tensor.path)) for tensor in plan.inputs]
+    activations = [of_activation(plan, one) for one in plan.decisions if one.kind == "activation"]
+    paths = [_parts(row.path) for row in inputs if row.kind == "parameter"]
+    above, beside = _aligned(paths, [_parts(row.path) for row in activations])
+    known = {path[len(above) :] for path in paths if path[: len(above)] == above}
+    entries: list[_Entry] = []
+    arguments: list[TensorRow] = []
+    for row in inputs:
+        whole = _parts(row.path)
+        skipped = len(above) if row.kind == "parameter" and whole[: len(above)] == above else None
+        if row.kind == "optimizer":
+            skipped = next((n for n in range(len(whole)) if whole[n:] in known), None)
+        if skipped is None:
+            arguments.append(row)
+        else:
+            entries.append(_Entry(whole[skipped:-1], whole[skipped:], row))
+    modules = {place[:n] for place in known for n in range(len(place))}
+    for row in activations:
+        place = _parts(row.path)[beside:]
+        entries.append(
+            _Entry(next(place[:n] for n in range(len(place), -1, -1) if place[:n] in modules or not n), place, row)
+        )
+    fronts = {_parts(row.path)[:beside] for row in activations if row.path}
+    return ModuleTree(
+        root=_module("", ("",), entries, 0, _forward_order(plan, beside)),
+        parameters_under="/".join(above),
+        activations_under="/".join(fronts.pop()) if len(fronts) == 1 else "",
+        arguments=merge_tensors(arguments),
+    )
+
+
+def _parts(path: str) -> Place:
+    return tuple(path.split("/")) if path else ()
+
+
+def _aligned(parameters: Sequence[Place], activations: Sequence[Place]) -> tuple[Place, int]:
+    """What to leave out in front of the paths of parameters, and how many parts in front of those of activations, so that
+    most modules have both. Where none has, all that parameters share."""
+    if not parameters:
+        return (), 0
+    front = Counter(path[:1] for path in parameters).most_common(1)[0][0]
+    modules = [path[:-1] for path in parameters if path[:1] == front]
+    shared = tuple(_while_equal(modules))
+    named = Counter(path for path in activations if path)
+    best, found = 0, (shared, 0)
+    for skip in range(len(shared) + 1):
+        inside = {module[skip:n] for module in modules for n in range(skip + 1, len(module) + 1)}
+        for beside in range(4):
+            met = sum(
+                count for path, count in named.items() if any(path[beside:n] in inside for n in range(len(path) + 1))
+            )
+            if met > best:
+                best, found = met, (shared[:skip], beside)
+    return found
+
+
+def _while_equal(places: Sequence[Place]) -> Iterable[str]:
+    """The parts that all begin with."""
+    for parts in zip(*places, strict=False):
+        if len(set(parts)) > 1:
+            return
+        yield parts[0]
+
+
+def _forward_order(plan: Plan, skipped: int) -> Mapping[Place, int]:
+    """When each module first runs, as far as the plan says."""
+    order: dict[Place, int] = {}
+    for phase, path in plan.trace.places if plan.trace else ():
+        place = _parts(path)[skipped:]
+        if phase == "forward":
+            for n in range(1, len(place) + 1):
+                order.setdefault(place[:n], len(order))
+    return order
+
+
+def _module(
+    name: str, members: tuple[str, ...], entries: Sequence[_Entry], depth: int, order: Mapping[Place, int]
+) -> Module:
+    """A module of all that stands in it.
+
+    Args:
+        depth: how many parts of a place lead to it.
+    """
+    own = [entry for entry in entries if len(entry.module) <= depth]
+    below: dict[str, list[_Entry]] = defaultdict(list)
+    for entry in entries:
+        if len(entry.module) > depth:
+            below[entry.module[depth]].append(entry)
+    names = sorted(below, key=lambda child: (_first_run(below[child], depth, order), _natural(child)))
+    inputs = [entry for entry in entries if entry.row.kind in ("parameter", "optimizer")]
+    return Module(
+        name=name,
+        members=members,
+        depth=depth,
+        tensors=tuple(_tensors(own)),
+        modules=tuple(
+            _module(pattern, alike, [entry for child in alike for entry in below[child]], depth + 1, order)
+            for pattern, alike in _folded(names, below, depth)
+        ),
+        local_bytes=sum(entry.row.local_bytes for entry in inputs),
+    )
+
+
+def _tensors(entries: Sequence[_Entry]) -> Iterable[ModuleTensor]:
+    """Those alike as one: of modules that stand together, one row."""
+    by_skipped: dict[tuple[str, int], list[TensorRow]] = defaultdict(list)
+    for entry in entries:
+        by_skipped[entry.row.kind, len(_parts(entry.row.path)) - len(entry.place)].append(entry.row)
+    for (kind, skipped), rows in by_skipped.items():
+        merged = merge_tensors(rows)
+        for row in sorted(merged, key=lambda row: -row.num_bytes) if kind == "activation" else merged:
+            yield ModuleTensor(row, _parts(row.path)[skipped:])
+
+
+def _folded(
+    names: Sequence[str], below: Mapping[str, Sequence[_Entry]], depth: int
+) -> Iterable[tuple[str, tuple[str, ...]]]:
+    """Patterns and the modules that they stand for: those whose names differ in numbers alone, and that hold the same
+    inputs, split alike."""
+    alike: dict[tuple[str, object], list[str]] = defaultdict(list)
+    for name in names:
+        alike[re.sub(r"\d+", "\0", name), _signature(below[name], depth)].append(name)
+    for group in alike.values():
+        for pattern, positions in collapse(group):
+            yield pattern, tuple(group[position] for position in positions)
+
+
+def _signature(entries: Sequence[_Entry], depth: int) -> object:
+    rows = (entry for entry in entries if entry.row.kind in ("parameter", "optimizer"))
+    return frozenset(
+        Counter(
+            (entry.place[depth + 1 :], entry.row.kind, entry.row.shape, entry.row.dtype, entry.row.sharding)
+            for entry in rows
+        ).items()
+    )
+
+
+def _first_run(entries: Sequence[_Entry], depth: int, order: Mapping[Place, int]) -> float:
+    return order.get(entries[0].module[: depth + 1], math.inf)
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Sorts `h_2` before `h_10`."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part)

@@ -1,0 +1,124 @@
+"""Predicted beside compiled, as `autopar verify --json` wrote it.
+
+In: the JSON of a verification; what a plan says it is. Out: `Compiled`, which a report of the plan shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import VerifyError
+from autopar.plans.json_codec import WrongFieldError, decoder
+
+_PROGRAM, _STAGES = "autopar-verification", "autopar-stages-verification"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledFigure:
+    """One number, predicted and compiled; `unit` is `bytes` (on one device) or `s`."""
+
+    name: str
+    unit: str
+    predicted: float
+    compiled: float | None
+    tolerance: float | None
+    holds: bool
+    measured: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledCollectives:
+    """All collectives of one kind over the same mesh axes, in bytes that one device sends in a step; `axes` is None for
+    groups of devices that follow no mesh axes."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    predicted_count: int
+    compiled_count: int
+    predicted_bytes: float
+    compiled_bytes: float
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """One program beside its plan.
+
+    Args:
+        name: which one: "" for the step itself, else its stage.
+        off: names of the figures that do not hold.
+    """
+
+    name: str
+    topology: str
+    compile_s: float
+    figures: tuple[CompiledFigure, ...]
+    collectives: tuple[CompiledCollectives, ...]
+    off: tuple[str, ...]
+
+
+def read_compiled(path: str | os.PathLike[str], program: str, strategy: str) -> tuple[Compiled, ...]:
+    """Read what `autopar verify --json` wrote of a plan.
+
+    Args:
+        program, strategy: the plan's name and words, which must be those that were verified.
+
+    Raises:
+        VerifyError: where it cannot be read, is no verification, or is one of another plan.
+    """
+    name = os.fspath(path)
+    try:
+        return compiled_of(json.loads(Path(path).read_text(encoding="utf-8")), program, strategy)
+    except OSError as error:
+        what = f"it cannot be read ({error.strerror})"
+    except VerifyError as error:
+        what = str(error)
+    except ValueError as error:
+        what = f"it is damaged: {error}"
+    raise VerifyError(
+        f"cannot use the verification {name!r}: {what}. Write it with `autopar verify TARGET --plan PLAN.json --json >"
+        f" {name}`"
+    )
+
+
+def compiled_of(document: Any, program: str, strategy: str) -> tuple[Compiled, ...]:
+    """The programs of a verification, as JSON types; arguments as of `read_compiled`.
+
+    Raises:
+        VerifyError: where it is no verification, or one of another plan.
+    """
+    if not isinstance(document, dict) or document.get("format") not in (_PROGRAM, _STAGES):
+        raise VerifyError(f'it is no verification, whose "format" is "{_PROGRAM}" or "{_STAGES}"')
+    for what, asked in (("program", program), ("strategy", strategy)):
+        if document.get(what) != asked:
+            raise VerifyError(
+                f"it is of another plan: its {what} is {document.get(what)!r}, that of this plan {asked!r}"
+            )
+    try:
+        if document["format"] == _PROGRAM:
+            return (_compiled(document, ""),)
+        return tuple(_compiled(one, f"stage {number}") for number, one in enumerate(document["stages"]))
+    except KeyError as error:
+        raise VerifyError(f"its field {error} is missing") from None
+    except (WrongFieldError, TypeError) as error:
+        raise VerifyError(f"it is damaged: {error}") from None
+
+
+def _compiled(document: Mapping[str, Any], name: str) -> Compiled:
+    figures = [{"measured": None, **one} for one in (*document["memory"], document["step_time"])]
+    kept = CompiledCollectives.__dataclass_fields__
+    return Compiled(
+        name=name,
+        topology=decoder(str)(document["topology"]),
+        compile_s=decoder(float)(document["compile_s"]),
+        figures=decoder(tuple[CompiledFigure, ...])(figures),
+        collectives=decoder(tuple[CompiledCollectives, ...])(
+            [{key: one[key] for key in kept} for one in document["collectives"]]
+        ),
+        off=decoder(tuple[str, ...])(document["off"]),
+    )

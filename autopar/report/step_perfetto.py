@@ -1,0 +1,101 @@
+"""One device's step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing load.
+
+In: a plan. Out: the trace as JSON types, in Chrome's trace event format, or its file: a thread of kernels and one of
+collectives, a counter of what is in memory; times in microseconds from the start of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlotError
+from autopar.report.breakdown import MemoryUse, memory_use
+from autopar.plans.plan import Plan
+from autopar.plans.step_trace import StepTrace
+from autopar.system.atomic_file import write_whole
+
+_KERNELS, _COLLECTIVES = 0, 1
+
+
+def write_step(path: str | os.PathLike[str], plan: Plan) -> None:
+    """Write it, whole or not at all.
+
+    Raises:
+        PlotError: where it cannot be written, does not end in `.json`, or the plan's file is too old to know.
+    """
+    if plan.trace is None:
+        raise PlotError(
+            f"the plan of `{plan.program.name}` does not say what runs when: its file is of an older version, or it runs"
+            " nothing. Plan again"
+        )
+    if Path(path).suffix != ".json":
+        raise PlotError(
+            f"cannot draw one program into {str(path)!r}: give a file that ends in .json, which ui.perfetto.dev shows,"
+            " or `autopar explain --html FILE`"
+        )
+    try:
+        write_whole(json.dumps(step_perfetto(plan.trace, memory_use(plan), plan)), path)
+    except OSError as error:
+        raise PlotError(
+            f"cannot write {str(path)!r}: {error.strerror}. Give a file in a folder that can be written to"
+        ) from error
+
+
+def step_perfetto(trace: StepTrace, memory: MemoryUse, plan: Plan) -> dict[str, Any]:
+    """To be written by `json.dump`."""
+    title = f"one device of `{plan.program.name}`, predicted"
+    events = [
+        _named("process_name", 0, title),
+        _named("thread_name", _KERNELS, "kernels"),
+        _named("thread_name", _COLLECTIVES, "collectives"),
+        *_kernels(trace),
+        *_collectives(trace),
+        *_memory(memory, plan.prediction.step_time_s),
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _kernels(trace: StepTrace) -> Iterator[dict[str, Any]]:
+    kernels = trace.kernels
+    for place, start, ns in zip(kernels.place, kernels.start_ns, kernels.ns, strict=True):
+        phase, path = trace.places[place]
+        yield _slice(path or phase, phase, _KERNELS, start, ns, {"phase": phase, "trips": _trips(trace, start)})
+
+
+def _collectives(trace: StepTrace) -> Iterator[dict[str, Any]]:
+    sent = trace.collectives
+    columns = (sent.kind, sent.place, sent.start_ns, sent.ns, sent.exposed_ns, sent.num_bytes, sent.count)
+    for kind, place, start, ns, exposed, size, count in zip(*columns, strict=True):
+        name, axes = trace.kinds[kind]
+        phase, path = trace.places[place]
+        about = {"phase": phase, "path": path, "bytes": size, "count": count, "exposed_us": exposed / 1e3}
+        yield _slice(f"{name} over {', '.join(axes)}", name, _COLLECTIVES, start, ns, about)
+
+
+def _trips(trace: StepTrace, start_ns: int) -> int:
+    """How often a step runs what begins there: all trips are drawn as one."""
+    times = 1
+    for start, end, trips in trace.loops:
+        if start <= start_ns < end:
+            times *= trips
+    return times
+
+
+def _memory(memory: MemoryUse, step_time_s: float) -> Iterator[dict[str, Any]]:
+    count = len(memory.over_step)
+    for n, held in enumerate(memory.over_step):
+        at = 1e6 * step_time_s * n / count
+        yield {"ph": "C", "name": "memory", "pid": 0, "ts": at, "args": {"bytes": held}}
+
+
+def _slice(name: str, kind: str, thread: int, start_ns: int, ns: int, about: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": start_ns / 1e3, "dur": ns / 1e3}
+    return {"ph": "X", "name": name, "cat": kind, "pid": 0, "tid": thread, **times, "args": about}
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": 0, "tid": thread, "args": {"name": name}}

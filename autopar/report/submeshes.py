@@ -1,0 +1,69 @@
+"""What each submesh of a plan of stages does in a step: time by phase, and memory over the step.
+
+In: a `PipelinePlan` and its timeline. Out: `SubmeshUse`s, which every report of such a plan reads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from autopar.pipeline.schedule.in_flight import held_while
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.schedule.tasks import PHASES, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class SubmeshUse:
+    """One submesh in a step. Bytes are of one device; those of the three sorts sum up to the peak at the most.
+
+    Args:
+        devices: the first and the last. stages: those that stand on it.
+        phases: seconds of each phase that it runs; with `idle_s` they sum up to the step time.
+        state_bytes: held throughout. working_bytes: room to work on one microbatch.
+        in_flight: start of each task in seconds, and what microbatches in flight hold while it runs.
+    """
+
+    devices: tuple[int, int]
+    stages: tuple[int, ...]
+    phases: tuple[tuple[Phase, float], ...]
+    idle_s: float
+    state_bytes: float
+    working_bytes: float
+    in_flight: tuple[tuple[float, float], ...]
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.state_bytes + self.working_bytes + max((held for _, held in self.in_flight), default=0.0)
+
+
+def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[SubmeshUse, ...]:
+    """Of each submesh, in the order of the timeline.
+
+    Args:
+        timeline: simulated, of the plan.
+    """
+    costs = [stage.cost for stage in plan.stages]
+    schedule = plan.tasks()
+    held = held_while(schedule, lambda stage: costs[stage].flight_bytes)
+    uses = []
+    for submesh, (order, while_each) in enumerate(zip(schedule.orders, held, strict=True)):
+        starts = {span.task: span.start_s - timeline.start_s for span in timeline.on(submesh)}
+        seconds: dict[Phase, float] = defaultdict(float)
+        for span in timeline.on(submesh):
+            seconds[span.task.phase] += span.seconds
+        stages = schedule.stages_on(submesh)
+        devices = plan.stages[stages[0]].devices
+        uses.append(
+            SubmeshUse(
+                devices=(devices.start, devices.stop - 1),
+                stages=tuple(stages),
+                phases=tuple((phase, seconds[phase]) for phase in PHASES if seconds[phase]),
+                idle_s=timeline.idle_s[submesh],
+                state_bytes=sum(costs[stage].state_bytes for stage in stages),
+                working_bytes=max((costs[stage].working_bytes for stage in stages), default=0.0),
+                in_flight=tuple((starts[task], bytes_) for task, bytes_ in zip(order, while_each, strict=True)),
+            )
+        )
+    return tuple(uses)

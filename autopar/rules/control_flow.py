@@ -1,0 +1,99 @@
+"""Rules of the pieces of loops and branches, of `with_sharding_constraint` and of `shard_map`.
+
+In: `NodeView`. Out: `BORDERS` and `PINNED`, parts of the table. A tensor is split alike on both sides of a border; the
+dim that counts a loop's trips, of a stack that it takes from or adds to, stays whole: a trip needs one element of
+it. What the program itself splits stays as it says.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.rules.factors import Factor, Name, Rule, build_rule
+from autopar.rules.node_view import NodeView, RuleFunction, counted
+
+
+def _dims(shape: tuple[int, ...]) -> list[tuple[Name, ...]]:
+    return [(d,) for d in range(len(shape))]
+
+
+def _passes(view: NodeView) -> Rule:
+    """The same on both sides, of each branch as of the one taken."""
+    return build_rule(
+        [_dims(shape) for shape in view.operand_shapes if shape],
+        [_dims(shape) for shape in view.result_shapes],
+        [shape for shape in view.operand_shapes if shape],
+        view.result_shapes,
+        pointwise=True,
+        flops_per_point=0.0,
+    )
+
+
+def _takes_one(view: NodeView) -> Rule:
+    """`. d… -> d…`, for each trip one element of the stack."""
+    (stack,), (one,) = view.operand_shapes, view.result_shapes
+    operands = [[(), *_dims(one)]]
+    return build_rule(operands, [_dims(one)], [stack], [one], pointwise=True, flops_per_point=0.0)
+
+
+def _adds_one(view: NodeView) -> Rule:
+    """`d… -> . d…`, from each trip one element of the stack."""
+    (one,), (stack,) = view.operand_shapes, view.result_shapes
+    results = [[(), *_dims(stack[1:])]]
+    return build_rule([_dims(one)], results, [one], [stack], pointwise=True, flops_per_point=0.0)
+
+
+def _decides(view: NodeView) -> Rule:
+    return build_rule([()], [], [()], [], flops_per_point=1.0)
+
+
+def _constrained(view: NodeView) -> Rule:
+    """Split as the program says, where it does; anyhow, where it leaves a dim open."""
+    rule = replace(_passes(view), pointwise=False)
+    told = view.params.get("dims", (None,) * len(view.operand_shapes[0]))
+    pinned = [
+        (names[0], axes) for names, axes in zip(rule.operands[0], told, strict=True) if names and axes is not None
+    ]
+    return replace(rule, pinned=tuple(pinned), pointwise=not pinned)
+
+
+def _manual(view: NodeView) -> Rule:
+    """Each device runs the same program on its own part: dims are split as the program says."""
+    sizes = dict(view.params["axis_sizes"])
+    factors: list[Factor] = []
+    pinned: list[tuple[int, tuple[str, ...]]] = []
+    points = 1.0
+
+    def dims(shape: tuple[int, ...], told: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        nonlocal points
+        out: list[tuple[int, ...]] = []
+        for size, axes in zip(shape, told, strict=True):
+            out.append((len(factors),) if axes and size > 1 else ())
+            if out[-1]:
+                pinned.append((len(factors), axes))
+                factors.append(Factor(size))
+                points *= size / math.prod(sizes[axis] for axis in axes)
+        return tuple(out)
+
+    operands = tuple(map(dims, view.operand_shapes, view.params["in_dims"]))
+    results = tuple(map(dims, view.result_shapes, view.params["out_dims"]))
+    flops, inside = counted(view)
+    return Rule(
+        tuple(factors),
+        operands,
+        results,
+        flops_per_point=flops / points,
+        matrix_flops_per_point=tuple((dtype, flops / points) for dtype, flops in inside),
+        pinned=tuple(pinned),
+    )
+
+
+PINNED: dict[str, RuleFunction] = {"sharding_constraint": _constrained, "shard_map": _manual}
+
+BORDERS: dict[str, RuleFunction] = {
+    **dict.fromkeys(("enter_const", "enter_carry", "enter_branch", "exit_carry", "exit_branch", "barrier"), _passes),
+    "enter_slice": _takes_one,
+    "exit_stack": _adds_one,
+    **dict.fromkeys(("index", "predicate"), _decides),
+}

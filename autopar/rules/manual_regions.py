@@ -1,0 +1,56 @@
+"""Nodes that are run as manual regions: under which strategies, and what they send by themselves.
+
+In: a `Group` and a `Strategy`. Out: whether its node is run in parts, and the gathers inside it, with bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import MeshShape
+from autopar.rules.grouping import Group
+from autopar.rules.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The all-gather inside a node: XLA merges what is gathered together. `num_elements` and `num_bytes` are those of
+    all gathered tensors."""
+
+    node: int
+    axes: tuple[str, ...]
+    num_elements: float
+    num_bytes: float
+
+
+def is_manual(group: Group, strategy: Strategy) -> bool:
+    """Whether a group's one node is then run as a manual region."""
+    return group.region is not None and any(strategy.axes[factor] for factor in group.region.manual)
+
+
+def gather_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> Gather | None:
+    """What a group's node then sends by itself, if anything."""
+    if group.region is None:
+        return None
+    node = graph.nodes[group.region.node]
+    sent_along: tuple[str, ...] = ()
+    elements = num_bytes = 0.0
+    for one in group.region.exchanges:
+        axes = strategy.axes[one.factor]
+        if not axes:
+            continue
+        local = strategy.sharding(one.dims).local_shape(one.shape, mesh)
+        kept = [
+            min(size, one.most) if dim == (one.factor,) else size for size, dim in zip(local, one.dims, strict=True)
+        ]
+        side, position = one.elements
+        value = (node.operands if side == "operand" else node.results)[position]
+        assert value is not None, "what is sent has the type of a value"
+        assert sent_along in ((), axes), "a node sends along one factor"
+        sent_along = axes
+        count = float(math.prod(kept) * mesh.sizes(axes))
+        elements += count
+        num_bytes += count * graph.values[value].itemsize
+    return Gather(group.region.node, sent_along, elements, num_bytes) if sent_along else None

@@ -1,0 +1,202 @@
+"""What processes tell each other: through JAX's coordination service, so that no device takes part.
+
+In: a JSON value of each process. Out: one answer, the same on every process, or the same error on every process. The
+calls of a process are counted by the service, and the n-th call of one meets the n-th of every other: processes that do
+not make the same calls in the same order are told so, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar import errors
+from autopar.errors import AutoparError, ProcessError
+from autopar.runtime.distributed.coordination_store import Service, service_of_jax
+
+#: Seconds that process 0 waits for the others to come to a call.
+WAIT_S = 300.0
+
+#: A wait is cut into parts this long, so that Ctrl-C is heard.
+_PART_OF_A_WAIT_S = 2.0
+
+#: The service is not made for large values: they are cut into parts of at most so many bytes.
+_PART_BYTES = 1 << 20
+
+_ROOT = "autopar/calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process, as messages name it."""
+
+    index: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"process {self.index} (host {self.host})"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one process brought to a call."""
+
+    by: Member
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """This process among several.
+
+    Args:
+        service: JAX's coordination service.
+        wait_s: how long process 0 waits for the others at each call.
+    """
+
+    service: Service
+    wait_s: float = WAIT_S
+
+    @property
+    def index(self) -> int:
+        return self.service.index
+
+    @property
+    def count(self) -> int:
+        return self.service.count
+
+    @property
+    def me(self) -> Member:
+        return Member(self.index, socket.gethostname())
+
+    def judged(self, what: str, mine: Any, judge: Callable[[Sequence[Given]], Any]) -> Any:
+        """Every process gives a JSON value, process 0 judges them all, and every process gets its answer.
+
+        Args:
+            what: what the call is for, as an error says it; the same on every process.
+            judge: of what all gave, in the order of processes, to a JSON value.
+
+        Raises:
+            ProcessError: on every process, where one does not come in time, or comes to another call.
+            AutoparError: on every process, what `judge` raised.
+        """
+        folder = self._next_folder()
+        self._put(f"{folder}/from/{self.index}", {"what": what, "host": self.me.host, "value": mine})
+        if self.index:
+            return self._answer(folder, what, 2 * self.wait_s)
+        return self._answered(folder, what, lambda: judge(self._gathered(folder, what)))
+
+    def made_once(self, what: str, make: Callable[[], Any]) -> Any:
+        """A JSON value that process 0 makes, on every process, however long that takes.
+
+        Raises:
+            AutoparError: on every process, what `make` raised.
+        """
+        folder = self._next_folder()
+        return self._answer(folder, what, None) if self.index else self._answered(folder, what, make)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _next_folder(self) -> str:
+        return f"{_ROOT}/{self.service.count_up(f'{_ROOT}/number/{self.index}')}"
+
+    def _gathered(self, folder: str, what: str) -> list[Given]:
+        """What all gave. Whoever comes here has the answer to the call before: that one can go."""
+        deadline = time.monotonic() + self.wait_s
+        found, missing = [], []
+        for index in range(self.count):
+            came = self._get(f"{folder}/from/{index}", max(0.0, deadline - time.monotonic()))
+            if came is None:
+                missing.append(index)
+            else:
+                found.append((came["what"], Given(Member(index, came["host"]), came["value"])))
+        if missing:
+            names = ", ".join(map(str, missing))
+            raise ProcessError(
+                f"process{'es' * (len(missing) > 1)} {names} of {self.count} did not come to {what} within"
+                f" {self.wait_s:g} s, where the others wait. Every process must make the same calls in the same order; or"
+                " it has died, or hangs: see its own output"
+            )
+        for theirs, given in found:
+            if theirs != what:
+                raise ProcessError(
+                    f"{given.by} is at {theirs}, but {found[0][1].by} at {what}: every process must make the same calls"
+                    " in the same order"
+                )
+        self.service.delete(f"{_ROOT}/{int(folder.rsplit('/', 1)[1]) - 1}")
+        return [given for _, given in found]
+
+    def _answered(self, folder: str, what: str, make: Callable[[], Any]) -> Any:
+        """Make an answer on process 0, and tell it, or the error, to the others."""
+        told: dict[str, Any] = {"kind": "ProcessError", "error": f"{self.me} was interrupted at {what}"}
+        try:
+            value = make()
+            told = {"value": value}
+        except AutoparError as error:
+            told = {"kind": _kind(error), "error": str(error)}
+            raise
+        except Exception as error:
+            told["error"] = f"{self.me} failed at {what}: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._put(f"{folder}/answer", told)
+        return value
+
+    def _answer(self, folder: str, what: str, wait_s: float | None) -> Any:
+        told = self._get(f"{folder}/answer", wait_s)
+        if told is None:
+            raise ProcessError(f"process 0 said nothing about {what} within {wait_s:g} s: see its own output")
+        if "error" in told:
+            raise getattr(errors, told["kind"])(told["error"])
+        return told["value"]
+
+    def _put(self, key: str, value: Any) -> None:
+        data = zlib.compress(json.dumps(value).encode(), 1)
+        parts = [data[start : start + _PART_BYTES] for start in range(0, len(data), _PART_BYTES)]
+        for number, part in reversed(list(enumerate(parts))):  # whoever sees the first finds the rest
+            self.service.put(f"{key}/{number}", struct.pack("<I", len(parts)) + part)
+
+    def _get(self, key: str, wait_s: float | None) -> Any:
+        """A value that another process put; None where it did not in time."""
+        first = self._wait_for(f"{key}/0", wait_s)
+        if first is None:
+            return None
+        parts = [first]
+        for number in range(1, struct.unpack("<I", first[:4])[0]):
+            part = self._wait_for(f"{key}/{number}", None)
+            assert part is not None
+            parts.append(part)
+        return json.loads(zlib.decompress(b"".join(part[4:] for part in parts)))
+
+    def _wait_for(self, key: str, wait_s: float | None) -> bytes | None:
+        deadline = None if wait_s is None else time.monotonic() + wait_s
+        while True:
+            left = _PART_OF_A_WAIT_S if deadline is None else deadline - time.monotonic()
+            found = self.service.get(key, min(_PART_OF_A_WAIT_S, max(left, 0.001)))
+            if found is not None or left <= 0:
+                return found
+
+
+def among_processes(wait_s: float = WAIT_S) -> Exchange | None:
+    """This process's place among several; None where it is alone. Touches no device."""
+    service = service_of_jax()
+    return None if service is None else Exchange(service, wait_s)
+
+
+def named(members: Sequence[Member]) -> str:
+    """`process 1 (host b)`; `processes 1 (host b), 2 (host c) and 5 more`."""
+    if len(members) == 1:
+        return str(members[0])
+    shown = ", ".join(f"{member.index} (host {member.host})" for member in members[:4])
+    return f"processes {shown}" + (f" and {len(members) - 4} more" if len(members) > 4 else "")
+
+
+def _kind(error: AutoparError) -> str:
+    """The public class that an error is of."""
+    return next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)

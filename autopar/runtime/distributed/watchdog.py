@@ -1,0 +1,333 @@
+"""`watch`: while several processes train, say which one died, hangs or is slow, and stop the others.
+
+In: the steps that a training loop calls. Out: a context around that loop. A thread of each process tells the coordination
+service now and then that it lives, how many calls it has made and where it is; process 0 judges (`verdict`), and its
+verdict stops every process: with an exception where the loop has met one, else by ending the process. No device takes
+part, and a step waits for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback as tracebacks
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import jax
+
+from autopar.errors import ProcessError, StepSignatureError
+from autopar.jax_interop.compat import coordinator_address, leave_without_waiting
+from autopar.runtime.distributed.exchange import Exchange, Member, among_processes
+from autopar.runtime.distributed.process_sentinel import Obituary
+from autopar.runtime.distributed.coordination_store import ServiceLostError
+from autopar.runtime.distributed.step_clock import StepClock
+from autopar.runtime.distributed.fault_attribution import Judge, Record, State, StepTime, step_times
+
+_LOG = logging.getLogger("autopar")
+_ROOT = "autopar/watch"
+
+#: What a process exits with when it is stopped.
+EXIT_CODE = 1
+
+#: A process speaks this often in the time after which it would be missed, but at most every five seconds.
+_BEATS_PER_TIMEOUT, _LONGEST_BEAT_S = 6, 5.0
+
+#: Process 0, in which the service runs, ends so much later than the others have said that they will.
+_LAST_S = 2.0
+
+#: Steps before a straggler is named, and seconds before the same is named again.
+_STEPS_TO_TELL, _TELL_AGAIN_S = 10, 300.0
+
+
+class Watched(Protocol):
+    """A step that can be timed: what `parallelize` makes."""
+
+    clock: StepClock | None
+
+    @property
+    def name(self) -> str: ...
+
+
+class Watch:
+    """The processes of a training run, watched.
+
+    Used as a context around the training loop. On leaving it a process waits until all have left.
+
+    Args:
+        steps: that the loop calls, made by `parallelize`.
+        timeout_s: a process without a sign of life for so long is missing: it died, or its machine is gone or frozen.
+        step_timeout_s: where no process has begun or ended a call of a step for so long, those behind hang. Longer than
+            any pause in the loop: compilation, evaluation, saving.
+        straggler_factor: a process whose own time for a step is so many times the others' is named in the log.
+
+    Raises:
+        ProcessError: on leaving, where a process died, hangs, failed or left early. Where the loop is inside a call that
+            does not return, the process ends with `EXIT_CODE` instead.
+        StepSignatureError: for a step that `parallelize` did not make.
+    """
+
+    def __init__(
+        self,
+        *steps: Watched,
+        timeout_s: float = 60.0,
+        step_timeout_s: float = 1800.0,
+        straggler_factor: float = 1.5,
+    ) -> None:
+        if timeout_s <= 0 or step_timeout_s <= 0:
+            raise ProcessError(f"timeouts must be above 0 s; got {timeout_s:g} and {step_timeout_s:g}")
+        for step in steps:
+            if not hasattr(step, "clock"):
+                raise StepSignatureError(
+                    f"`watch` takes steps made by `autopar.parallelize`, whose calls it counts; got a {type(step).__name__}"
+                )
+        self._steps, self._factor = steps, straggler_factor
+        self._timeout_s, self._step_timeout_s = timeout_s, step_timeout_s
+        self._beat_s = min(timeout_s / _BEATS_PER_TIMEOUT, _LONGEST_BEAT_S)
+        self._exchange: Exchange | None = None
+        self._members: tuple[Member, ...] = ()
+        self._folder = ""
+        self._state: State = "running"
+        self._said = ""
+        self._beats = 0
+        self._heard_s = time.monotonic()
+        self._verdict: str | None = None
+        self._judged = threading.Event()  # there is a verdict, or all have finished
+        self._over = threading.Event()
+        self._leaving = False  # the loop's own thread deals with the verdict
+        self._records: dict[int, Record] = {}
+        self._told_s: dict[int, float] = {}
+        self._loop_thread = 0
+        self._obituary: Obituary | None = None
+
+    # -- the context -------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        for step in self._steps:
+            step.clock = StepClock(step.name)
+        self._loop_thread = threading.get_ident()
+        self._exchange = among_processes()
+        if self._exchange is None:
+            return self
+        given = self._exchange.judged(
+            "the start of `watch`",
+            [self._timeout_s, self._step_timeout_s],
+            lambda all_given: [[one.by.index, one.by.host] for one in all_given],
+        )
+        self._members = tuple(Member(index, host) for index, host in given)
+        number = self._exchange.service.count_up(f"{_ROOT}/number/{self._exchange.index}")
+        self._folder = f"{_ROOT}/{number}"
+        self._obituary = Obituary(str(self._exchange.me), str(self._members[0]), coordinator_address())
+        self._heard_s = time.monotonic()
+        for work in (self._speak, self._guard):
+            threading.Thread(target=work, name=f"autopar watch: {work.__name__}", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._exchange is not None:
+                self._leave(error)
+        finally:
+            self._over.set()
+            if self._obituary is not None:
+                self._obituary.withdraw()
+            for step in self._steps:
+                if step.clock is not None:
+                    step.clock.stop()
+                    step.clock = None
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Say how the loop ended, and wait for the others, or for the verdict."""
+        finished = error is None or (isinstance(error, SystemExit) and not error.code)
+        self._leaving = True
+        self._said = (
+            "" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        self._state = "finished" if finished else "met" if _of_runtime(error) else "failed"
+        while not self._judged.wait(1.0):
+            pass
+        if self._verdict is None:
+            return
+        self._acknowledge()
+        leave_without_waiting()
+        if self._state == "failed":
+            return  # the error itself goes on
+        raise ProcessError(self._verdict) from error
+
+    # -- what it shows -----------------------------------------------------------------------
+
+    def step_times(self) -> tuple[StepTime, ...]:
+        """How long each process takes for a step, as they last said, slowest first."""
+        if self._exchange is None:
+            return step_times({0: self._record(Member(0, socket.gethostname()))})
+        self._put_record()
+        return step_times(self._all_records())
+
+    def stragglers(self) -> tuple[StepTime, ...]:
+        """The processes that keep the others waiting."""
+        return tuple(one for one in self.step_times() if one.factor >= self._factor)
+
+    # -- threads -----------------------------------------------------------------------------
+
+    def _speak(self) -> None:
+        """Tell the service that this process lives; on process 0, judge; on the others, hear the verdict."""
+        exchange = self._exchange
+        assert exchange is not None
+        judge = Judge(self._members, self._timeout_s, self._step_timeout_s)
+        while not self._over.is_set():
+            try:
+                self._put_record()
+                told = self._judge(judge) if exchange.index == 0 else self._verdict_of_process_0()
+            except ServiceLostError as error:
+                told = {"verdict": str(error).replace("process 0", str(self._members[0]), 1)}
+            self._heard_s = time.monotonic()
+            if told is not None:
+                self._verdict = told["verdict"]
+                self._judged.set()
+                return
+            self._over.wait(self._beat_s)
+
+    def _judge(self, judge: Judge) -> dict[str, Any] | None:
+        assert self._exchange is not None
+        self._records = self._all_records()
+        verdict = judge.verdict(self._records, time.monotonic())
+        if verdict is None and not judge.all_finished:
+            self._name_stragglers()
+            return None
+        told = {"verdict": verdict}
+        self._exchange.service.put(f"{self._folder}/verdict/0", json.dumps(told).encode())
+        return told
+
+    def _verdict_of_process_0(self) -> dict[str, Any] | None:
+        assert self._exchange is not None
+        found = self._exchange.service.folder(f"{self._folder}/verdict")
+        return json.loads(found["0"]) if found else None
+
+    def _guard(self) -> None:
+        """End this process by the verdict, or where the service is silent: a call of it may hang as well."""
+        while not self._over.is_set():
+            silent_s = time.monotonic() - self._heard_s
+            if silent_s > self._timeout_s + self._beat_s and not self._judged.is_set():
+                self._verdict = (
+                    f"{self._members[0]}, which all others report to, has not answered for {silent_s:.0f} s: it is gone,"
+                    " frozen or cut off"
+                )
+                self._judged.set()
+            if self._judged.wait(self._beat_s / 2):
+                break
+        if self._verdict is None or self._over.is_set():
+            return
+        if not self._leaving:
+            time.sleep(self._beat_s)  # an error may be on its way to the loop
+        if self._leaving:
+            return
+        self._stop()
+
+    def _stop(self) -> None:
+        """End this process: its loop is inside a call that does not return."""
+        assert self._exchange is not None and self._verdict is not None
+        sys.stderr.write(f"autopar: {self._verdict}. {self._exchange.me} stops here:\n")
+        tracebacks.print_stack(sys._current_frames().get(self._loop_thread), file=sys.stderr)
+        self._acknowledge()
+        assert self._obituary is not None
+        self._obituary.withdraw()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+    def _acknowledge(self) -> None:
+        """Say that the verdict was heard; process 0, in which the service runs, goes last. Where the service is silent,
+        even saying so does not return: a thread of its own does it, and is not waited for long."""
+        self._state = "stopped" if self._state != "failed" else "failed"
+        patience_s = 2 * self._beat_s + 1.0
+        said = threading.Thread(target=self._say_goodbye, args=(patience_s,), name="autopar goodbye", daemon=True)
+        said.start()
+        said.join(patience_s + _LAST_S)
+
+    def _say_goodbye(self, patience_s: float) -> None:
+        assert self._exchange is not None
+        try:
+            self._put_record()
+            deadline = time.monotonic() + patience_s
+            while self._exchange.index == 0 and time.monotonic() < deadline:
+                others = [r for r in self._all_records().values() if r.member.index]
+                if all(r.state in ("stopped", "failed") for r in others):
+                    time.sleep(_LAST_S)
+                    return
+                time.sleep(min(0.1, self._beat_s))
+        except ServiceLostError:
+            return
+
+    # -- records -----------------------------------------------------------------------------
+
+    def _record(self, member: Member) -> Record:
+        clocks = [step.clock for step in self._steps if step.clock is not None]
+        times = {clock.name: clock.times() for clock in clocks}
+        return Record(
+            member=member,
+            beat=self._beats,
+            calls=sum(clock.num_calls for clock in clocks),
+            in_call=any(clock.in_call for clock in clocks),
+            where=_place(sys._current_frames().get(self._loop_thread)),
+            state=self._state,
+            said=self._said,
+            times={name: (t.step_s, t.late_s, t.device_s) for name, t in times.items() if t is not None},
+        )
+
+    def _put_record(self) -> None:
+        assert self._exchange is not None
+        self._beats += 1
+        record = json.dumps(self._record(self._members[self._exchange.index]).to_json()).encode()
+        self._exchange.service.put(f"{self._folder}/of/{self._exchange.index}", record, overwrite=True)
+
+    def _all_records(self) -> dict[int, Record]:
+        assert self._exchange is not None
+        found = self._exchange.service.folder(f"{self._folder}/of")
+        return {int(index): Record.from_json(json.loads(record)) for index, record in found.items()}
+
+    def _name_stragglers(self) -> None:
+        now_s = time.monotonic()
+        timed = {i: r for i, r in self._records.items() if r.calls >= _STEPS_TO_TELL}
+        for one in step_times(timed) if len(timed) == len(self._members) else ():
+            if one.factor >= self._factor and now_s - self._told_s.get(one.member.index, -1e9) > _TELL_AGAIN_S:
+                self._told_s[one.member.index] = now_s
+                _LOG.warning("straggler: %s", one)
+
+
+def watch(
+    *steps: Watched, timeout_s: float = 60.0, step_timeout_s: float = 1800.0, straggler_factor: float = 1.5
+) -> Watch:
+    """A context around a training loop: see `Watch`."""
+    return Watch(*steps, timeout_s=timeout_s, step_timeout_s=step_timeout_s, straggler_factor=straggler_factor)
+
+
+def _of_runtime(error: BaseException | None) -> bool:
+    """Whether an error may be another process's doing: a collective that broke off."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+
+
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
+
+
+def _place(frame: FrameType | None) -> str:
+    """`train.py:12 (load)`: the innermost line of the user's own code."""
+    innermost = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_LIBRARIES, _OWN_FOLDER)):
+            break
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,107 @@
+"""Run one equation as a manual region: `jax.shard_map` over the plan's mesh.
+
+In: an equation, operands, how they and the results are split. Out: results, their pending sums taken: as any other
+reduction, so that XLA scatters where the next constraint asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.ir.params import plain_params
+from autopar.runtime.manual.part import Part
+from autopar.runtime.manual.table import local_function
+from autopar.jax_interop.partition_spec import partition_spec
+from autopar.plans.plan import ManualRegion
+from autopar.rules.user_rules import called
+from autopar.rules.node_view import NodeView
+from autopar.ir.sharding import TensorSharding
+
+#: How terms are put together, along a dim that they are stacked in.
+_COMBINE: Mapping[str, Callable[[Any, tuple[int, ...]], Any]] = {
+    "sum": lax.reduce_sum,
+    "max": lax.reduce_max,
+    "min": lax.reduce_min,
+    "prod": lax.reduce_prod,
+    "and": lax.reduce_and,
+    "or": lax.reduce_or,
+}
+
+
+def run_region(
+    region: ManualRegion,
+    equation: Any,
+    operands: Sequence[Any],
+    mesh: Mesh | AbstractMesh,
+    targets: Sequence[TensorSharding | None],
+) -> Sequence[Any]:
+    """Run it.
+
+    Args:
+        equation: JAX's own.
+        targets: of each result, how it is split once its sum is taken; None where it is as in the region.
+    """
+    name = equation.primitive.name
+    shapes = (tuple(map(jax.numpy.shape, operands)), tuple(tuple(v.aval.shape) for v in equation.outvars))
+    view = NodeView(name, plain_params(name, equation.params), *shapes)
+    function = local_function(name, called(view))
+    bind = partial(jax_compat.bind, equation)
+    part = Part(name, equation.params, view, region.operands, region.results, bind)
+    scattered = [
+        _scattered(made, target) if target is not None and region.reduction == "sum" else made
+        for made, target in zip(region.results, targets, strict=True)
+    ]
+
+    def local(*own: Any) -> tuple[Any, ...]:
+        results = zip(function(part, *own), region.results, scattered, strict=True)
+        return tuple(_stacked(_scatter(value, made, after), after) for value, made, after in results)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(map(partition_spec, region.operands)),
+        out_specs=tuple(map(_stacked_spec, scattered)),
+        check_vma=False,
+    )
+    pairs = zip(mapped(*operands), scattered, strict=True)
+    return [_combined(value, region.reduction) if after.unreduced else value for value, after in pairs]
+
+
+def _scattered(made: TensorSharding, target: TensorSharding) -> TensorSharding:
+    """What of a pending sum is taken in the region, because XLA would sum whole what is scattered to two dims."""
+    new = [axes[len(own) :] for axes, own in zip(target.dims, made.dims, strict=True)]
+    if sum(map(bool, new)) < 2:
+        return made
+    return TensorSharding(target.dims, tuple(axis for axis in made.unreduced if not any(axis in axes for axes in new)))
+
+
+def _scatter(value: Any, made: TensorSharding, after: TensorSharding) -> Any:
+    for dim, (own, axes) in enumerate(zip(made.dims, after.dims, strict=True)):
+        if len(axes) > len(own):
+            value = lax.psum_scatter(value, axes[len(own) :], scatter_dimension=dim, tiled=True)
+    return value
+
+
+def _stacked(value: Any, sharding: TensorSharding) -> Any:
+    """A term of a sum is one of a leading dim, which no device sends."""
+    return lax.expand_dims(value, (0,)) if sharding.unreduced else value
+
+
+def _stacked_spec(sharding: TensorSharding) -> PartitionSpec:
+    return partition_spec(TensorSharding((sharding.unreduced, *sharding.dims) if sharding.unreduced else sharding.dims))
+
+
+def _combined(value: Any, reduction: str) -> Any:
+    if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        words = _combined(jax.random.key_data(value), reduction)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+    if value.dtype == bool and reduction == "sum":  # terms of which one alone is not zero
+        reduction = "or"
+    return _COMBINE[reduction](value, (0,))

@@ -1,0 +1,79 @@
+"""Windows of a tensor whose dims are split: what of a window lies on this device is read, or written.
+
+In: inside `jax.shard_map`, one part of a tensor and where the window starts in the whole. Out: for a read, the
+window with zeros where it lies elsewhere; for a write, the part. A start beyond the last place that the window fits
+is moved there, as on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.runtime.manual.part import Part, num_parts, position
+
+
+def dynamic_slice(part: Part, x: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
+    """`lax.dynamic_slice`: one term of a sum, for each device adds what it has."""
+    whole = part.params["slice_sizes"]
+    axes = part.operands[0].dims
+    cut = [d for d in range(x.ndim) if axes[d] and x.shape[d] * num_parts(axes[d]) != whole[d]]
+    sizes = [size if d in cut or axes[d] else whole[d] for d, size in enumerate(x.shape)]
+    raw, typed = _raw(x)
+    begin = [jnp.int32(0) if axes[d] else _clamped(start, x.shape[d] - whole[d]) for d, start in enumerate(starts)]
+    words = raw.shape[x.ndim :]
+    found = lax.dynamic_slice(raw, [*begin, *[jnp.int32(0)] * len(words)], [*sizes, *words])
+    for d in cut:
+        size = x.shape[d]
+        start = _clamped(starts[d], size * num_parts(axes[d]) - whole[d])
+        places = start + jnp.arange(whole[d], dtype=jnp.int32) - position(axes[d]) * size
+        there = _along((places >= 0) & (places < size), d, found.ndim)
+        found = jnp.where(there, jnp.take(found, places, axis=d, mode="clip"), jnp.zeros((), found.dtype))
+    return [typed(found)]
+
+
+def dynamic_update_slice(part: Part, x: jax.Array, update: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
+    """`lax.dynamic_update_slice`, which reads and writes a window of the part, so that the rest may stay in place."""
+    axes = part.operands[0].dims
+    cut = [d for d in range(x.ndim) if axes[d] and not part.operands[1].dims[d]]
+    sizes = [min(size, x.shape[d]) for d, size in enumerate(update.shape)]
+    begin = [_clamped(start, x.shape[d] - sizes[d]) for d, start in enumerate(starts)]
+    mask = jnp.ones((1,) * x.ndim, bool)
+    for d in cut:
+        size, window = x.shape[d], update.shape[d]
+        start = _clamped(starts[d], size * num_parts(axes[d]) - window) - position(axes[d]) * size
+        begin[d] = jnp.clip(start, 0, size - sizes[d])
+        places = begin[d] - start + jnp.arange(sizes[d], dtype=jnp.int32)
+        mask &= _along((places >= 0) & (places < window), d, x.ndim)
+        update = jnp.take(update, places, axis=d, mode="clip")
+    new = jnp.where(mask, update, lax.dynamic_slice(x, begin, sizes))
+    return [lax.dynamic_update_slice(x, new, begin)]
+
+
+def _clamped(start: jax.Array, last: int) -> jax.Array:
+    return jnp.clip(_as_int32(start), 0, last)
+
+
+def _as_int32(start: jax.Array) -> jax.Array:
+    """A start that no int32 holds is beyond every end."""
+    start = jnp.asarray(start)
+    limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(start.dtype)
+    if own.max > limits.max:
+        start = jnp.minimum(start, limits.max)
+    if own.min < limits.min:
+        start = jnp.maximum(start, limits.min)
+    return start.astype(jnp.int32)
+
+
+def _along(mask: jax.Array, dim: int, rank: int) -> jax.Array:
+    return mask.reshape([-1 if d == dim else 1 for d in range(rank)])
+
+
+def _raw(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """What can be added to zeros: of typed PRNG keys their words, and the way back."""
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x, lambda raw: raw
+    return jax.random.key_data(x), lambda raw: jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))

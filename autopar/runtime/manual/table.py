@@ -1,0 +1,68 @@
+"""The table of local implementations: primitive name -> what one device does of it.
+
+In: an equation. Out: its `LocalFunction`. A factor that a rule calls manual is offered only for a primitive that has
+an entry here, or was registered with a function of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.runtime.manual.part import LocalFunction, Part
+from autopar.runtime.manual.ragged_dot import ragged_dot_general
+from autopar.runtime.manual.scans import cumulative
+from autopar.runtime.manual.slices import dynamic_slice, dynamic_update_slice
+from autopar.runtime.manual.top_k import approx_top_k, arg_extreme, top_k
+from autopar.runtime.manual.windows import convolution, pooling, unpooling
+from autopar.rules.user_rules import registered_local
+
+
+def _batch(part: Part, *operands: Any) -> Sequence[Any]:
+    """Each device's elements of a batch are as many problems of their own."""
+    return part.bind(operands)
+
+
+#: Every primitive of autopar's own table that has manual factors. Read-only.
+LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
+    {
+        "top_k": top_k,
+        "approx_top_k": approx_top_k,
+        **dict.fromkeys(("argmax", "argmin"), arg_extreme),
+        **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), cumulative),
+        "dynamic_slice": dynamic_slice,
+        "dynamic_update_slice": dynamic_update_slice,
+        "ragged_dot_general": ragged_dot_general,
+        "conv_general_dilated": convolution,
+        **{f"reduce_window_{kind}": pooling for kind in ("sum", "max", "min")},
+        "select_and_scatter_add": unpooling,
+        **dict.fromkeys(("symmetric_product", "paged_attention"), _batch),
+    }
+)
+
+
+def local_function(primitive: str, name: str) -> LocalFunction:
+    """What one device does of a node.
+
+    Args:
+        primitive: of the equation. name: what a rule is registered by.
+
+    Raises:
+        RuleError: it was planned with a function that is not registered here.
+    """
+    if primitive in LOCAL:
+        return LOCAL[primitive]
+    own = registered_local(name, primitive)
+    if own is None:
+        raise RuleError(
+            f"the plan runs `{name}` in parts, which takes a function of local operands, and none is registered here."
+            f' Register it before the step runs: `autopar.register_rule("{name}", ..., local=...)`'
+        )
+
+    def run(_: Part, *operands: Any) -> Sequence[Any]:
+        results = own(*operands)
+        return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+    return run

@@ -1,0 +1,449 @@
+"""Evaluates a trace anew, with a plan's shardings imposed: what `execute` jits.
+
+In: `Plan`, `Trace`, a mesh. Out: `Replay.run`, a function of the step's arguments. XLA's partitioner is told the
+sharding of every value that crosses from one decision to another, so it has no room to disagree; name stacks and source
+lines are kept. Loops and branches are built anew around the equations of their sections. What sees a dim as two that the
+plan does not split runs as it was written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.frontend.flat_jaxpr import Equation, LiteralOperand, Region
+from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
+from autopar.runtime.manual.region import run_region
+from autopar.frontend.user_shardings import run_shard_map
+from autopar.jax_interop.partition_spec import partition_spec
+from autopar.plans.plan import Awaited, Plan, Separate, split_dims
+from autopar.ir.sharding import TensorSharding
+from autopar.frontend.trace import Trace
+
+_Path = tuple[TensorSharding, ...]
+
+
+class OtherShapesError(TypeError):
+    """The jitted replay met arguments it was not planned for; the caller plans again."""
+
+
+@dataclass(slots=True)
+class _Scope:
+    """Values known inside one loop body, branch, or the step itself; and what they have been resharded to."""
+
+    values: dict[int, Any]
+    resharded: dict[int, dict[_Path, Any]] = field(default_factory=lambda: defaultdict(dict))
+    forgets: bool = True  # what is read no more
+    #: Of what is computed for separate sums: what lies in memory, behind a barrier, and what is made of it.
+    behind: dict[Separate, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
+
+    def inner(self) -> _Scope:
+        """A scope that knows all that this one does: what is traced in it stays in it."""
+        known = defaultdict(dict, {v: dict(known) for v, known in self.resharded.items()})
+        return _Scope(dict(self.values), known, self.forgets)
+
+
+class Replay:
+    """Evaluates a trace equation by equation, constraining values as the plan says."""
+
+    def __init__(self, plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> None:
+        self.trace, self.mesh = trace, mesh
+        self.is_on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+        self.at_definition: dict[int, _Path] = {}
+        self.barriers = {constraint.value for constraint in plan.constraints if constraint.barrier}
+        self.at_operand: dict[tuple[int, int], _Path] = {}
+        for constraint in plan.constraints:
+            if constraint.node is None or constraint.operand is None:
+                self.at_definition[constraint.value] = constraint.shardings
+            else:
+                self.at_operand[constraint.node, constraint.operand] = constraint.shardings
+        self.awaited = defaultdict[int, list[Awaited]](list)
+        for one in plan.awaited:
+            self.awaited[one.node].append(one)
+        self.scattered = _scattered_as_read(plan)
+        self.manual = {region.node: region for region in plan.regions}
+        self.region_at = {region.enter[0]: region for region in trace.regions}
+        self.as_written = as_written(trace, split_dims(plan.constraints))
+        self.maker = {position: n for n, equation in enumerate(trace.equations) for position in equation.results}
+        separate = (one for one in plan.separate if self.as_written.keys().isdisjoint(one.nodes))
+        self.separate = {n: one for one in separate for n in _sums(one, trace)}
+        self.behind = {n: self._in_memory(one, n) for n, one in self.separate.items()}
+        self.remaining = _last_reads(trace, plan.awaited, self.behind)
+
+    def run(self, *args: Any) -> Any:
+        """The step."""
+        leaves = jax.tree.leaves(args)
+        self._check(args, leaves)
+        scope = _Scope(dict(zip(self.trace.inputs, leaves, strict=True)))
+        scope.values.update(self.trace.constants)
+        end = len(self.trace.equations)
+        self._span(scope, 0, end)
+        outputs = [self._taken(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
+        return jax.tree.unflatten(self.trace.out_tree, outputs)
+
+    def part(self, given: Mapping[int, Any]) -> Part:
+        """A part of the step, to be run equation by equation.
+
+        Args:
+            given: values that others have made, as they left them.
+        """
+        return Part(self, _Scope({**dict(self.trace.constants), **given}, forgets=False))
+
+    def _span(self, scope: _Scope, start: int, stop: int) -> None:
+        n = start
+        while n < stop:
+            region = self.region_at.get(n)
+            if region is None:
+                self._equation(scope, n)
+                n += 1
+            else:
+                self._region(scope, region)
+                n = region.exit[1]
+            for position in self.remaining.get(n - 1, ()) if scope.forgets else ():
+                scope.values.pop(position, None)
+                scope.resharded.pop(position, None)
+
+    def _equation(self, scope: _Scope, n: int) -> None:
+        equation = self.trace.equations[n]
+        whole = self.as_written.get(n)
+        if whole is not None and whole.start != n:  # run with its first
+            return
+        take = self._taken if whole is None else self._operand
+        with _context(equation):
+            if n in self.separate and self.behind[n] <= scope.values.keys():
+                operands = self._behind_barrier(scope, self.separate[n], n)
+            else:
+                operands = [take(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
+            for one in self.awaited.get(n, ()):
+                operands[one.operand] = self._after(scope, operands[one.operand], one.values)
+            if whole is not None:
+                self._define(scope, self.trace.equations[whole.stop - 1], run_whole(whole, operands))
+                return
+            for position, value in zip(equation.results, self._run(n, equation, operands), strict=True):
+                path = self.at_definition.get(position, ())  # a manual region takes all steps but the last itself
+                scope.values[position] = self._at_definition(position, value, path[-1:] if n in self.manual else path)
+
+    def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        """An equation by itself, or each device its own part of it where the plan says so."""
+        if n in self.manual:
+            paths = [self.at_definition.get(position, ()) for position in equation.results]
+            targets = [path[-1] if path else None for path in paths]
+            return run_region(self.manual[n], equation.source, operands, self.mesh, targets)
+        if equation.primitive == "shard_map":
+            return run_shard_map(equation.source, operands, self.mesh)
+        if equation.primitive in ("sharding_constraint", "reshard"):  # the plan says the same, over its own mesh
+            return operands
+        if equation.primitive == "dynamic_update_slice" and self.is_on_cpu:
+            # XLA's CPU compiler fuses an update with a slice of a microbatch in place, and then reads what it has
+            # written. Behind a barrier the update is in memory first.
+            operands = [operands[0], jax.lax.optimization_barrier(operands[1]), *operands[2:]]
+        return jax_compat.bind(equation.source, operands)
+
+    def _after(self, scope: _Scope, operand: Any, values: Sequence[int]) -> Any:
+        """An operand that is there once values are; of a part of the step, those that it has."""
+        known = [
+            self._resharded(scope, position, self.scattered.get(position, ()))
+            for position in values
+            if position in scope.values
+        ]
+        return jax.lax.optimization_barrier([operand, *known])[0]
+
+    def _in_memory(self, one: Separate, n: int) -> set[int]:
+        """The values from which a separate sum is computed."""
+        found, left = set[int](), [n]
+        while left:
+            atoms = [atom for atom in self.trace.equations[left.pop()].operands if isinstance(atom, int)]
+            inside = [atom for atom in atoms if self.maker.get(atom) in one.nodes]
+            left += [self.maker[atom] for atom in inside]
+            found.update(set(atoms) - set(inside))
+        return found
+
+    def _behind_barrier(self, scope: _Scope, one: Separate, n: int) -> list[Any]:
+        """The operands of a separate sum, or of what is computed for it: of what lies in memory, behind a barrier, so
+        that nothing else reads the same."""
+        known = scope.behind[one]
+        equation, operands = self.trace.equations[n], list[Any]()
+        for i, atom in enumerate(equation.operands):
+            maker = None if isinstance(atom, LiteralOperand) else self.maker.get(atom)
+            key = atom if maker in one.nodes else (atom, self.at_operand.get((n, i)))
+            if isinstance(atom, LiteralOperand):
+                operands.append(atom.value)
+                continue
+            if key not in known and maker in one.nodes:
+                made = self.trace.equations[maker]
+                with _context(made):
+                    again = self._run(maker, made, self._behind_barrier(scope, one, maker))
+                    for position, value in zip(made.results, again, strict=True):
+                        known[position] = self._at_definition(position, value, self.at_definition.get(position, ()))
+            elif key not in known:
+                known[key] = jax.lax.optimization_barrier(self._taken(scope, n, i, atom))
+            operands.append(known[key])
+        return operands
+
+    def _taken(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
+        """An operand in the shape it was traced with; only one with a dim that is two there may have another."""
+        value = self._operand(scope, node, index, atom)
+        if isinstance(atom, LiteralOperand) or value.shape == self.trace.avals[atom].shape:
+            return value
+        return jax.lax.reshape(value, self.trace.avals[atom].shape)
+
+    def _operand(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
+        """An operand, split as the plan says."""
+        if isinstance(atom, LiteralOperand):
+            return atom.value
+        return self._resharded(scope, atom, self.at_operand.get((node, index), ()))
+
+    def _resharded(self, scope: _Scope, atom: int, path: _Path) -> Any:
+        value = scope.values[atom]
+        known = scope.resharded[atom]
+        for length in range(1, len(path) + 1):  # one constraint per value and target: readers share it
+            prefix = path[:length]
+            if prefix not in known:
+                known[prefix] = self._constrain(atom, value, prefix[-1:])
+            value = known[prefix]
+        return value
+
+    def _define(self, scope: _Scope, equation: Equation, values: Sequence[Any]) -> None:
+        for position, value in zip(equation.results, values, strict=True):
+            scope.values[position] = self._at_definition(position, value, self.at_definition.get(position, ()))
+
+    def _at_definition(self, position: int, value: Any, path: _Path) -> Any:
+        value = self._constrain(position, value, path)
+        return jax.lax.optimization_barrier(value) if position in self.barriers else value
+
+    def _constrain(self, position: int, value: Any, shardings: _Path) -> Any:
+        shape = self.trace.avals[position].shape if shardings else ()
+        for sharding in shardings:
+            whole = sharding if value.shape == shape else seen_whole(sharding, shape, value.shape)
+            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(whole)))
+        return value
+
+    # -- regions -----------------------------------------------------------------------------
+
+    def _region(self, scope: _Scope, region: Region) -> None:
+        """Run the loop or the branches that stand at a place, and define what comes out."""
+        equations = self.trace.equations
+        entering = range(*region.enter)
+        given = {n: self._taken(scope, n, 0, equations[n].operands[0]) for n in entering}
+        with _context(equations[region.enter[0]] if entering else equations[region.exit[0]]):
+            results = getattr(self, f"_{region.kind}")(scope, region, given)
+        leaving = [n for n in range(*region.exit) if equations[n].results] or list(entering)
+        for n, value in zip(leaving, results, strict=True):
+            self._define(scope, equations[n], [value])
+
+    def _barrier(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+        return jax.lax.optimization_barrier(list(given.values()))
+
+    def _scan(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+        carries, slices = (self._pieces(region.enter, piece) for piece in ("enter_carry", "enter_slice"))
+        leave = self._section(scope, region, 0, given)
+        num_carries = len(carries)
+
+        def body(carry: list[Any], one: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = leave(dict(zip((*carries, *slices), (*carry, *one), strict=True)))
+            return outs[:num_carries], outs[num_carries:]
+
+        params = region.source.params
+        carry, stacks = jax.lax.scan(
+            body,
+            self._start(given, carries),
+            [given[n] for n in slices],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *stacks]
+
+    def _while(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+        carries = self._pieces(region.enter, "enter_carry")
+        test, body = (self._section(scope, region, i, given) for i in range(2))
+
+        def entered(carry: list[Any]) -> dict[int, Any]:
+            return dict(zip(carries, carry, strict=True))
+
+        def goes_on(carry: list[Any]) -> Any:
+            rows = test(entered(carry))[0]  # under `vmap` one for each row
+            return jax.numpy.any(rows) if jax.numpy.ndim(rows) else rows
+
+        def trip(carry: list[Any]) -> list[Any]:
+            after = body(entered(carry))
+            if not self._has_rows(region):
+                return after
+            rows = test(entered(carry))[0]  # those that have ended stay as they are
+            return [
+                jax.numpy.where(jax.lax.expand_dims(rows, range(rows.ndim, new.ndim)), new, old)
+                for new, old in zip(after, carry, strict=True)
+            ]
+
+        return jax.lax.while_loop(goes_on, trip, self._start(given, carries))
+
+    def _has_rows(self, region: Region) -> bool:
+        """Whether a loop has a condition for each row, as `vmap` makes it."""
+        (n,) = self._pieces(region.exit, "predicate")
+        (atom,) = self.trace.equations[n].operands
+        return not isinstance(atom, LiteralOperand) and self.trace.avals[atom].shape != ()
+
+    def _cond(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+        branches = [self._section(scope, region, i, given) for i in range(len(region.sections))]
+        chosen, *entering = range(*region.enter)
+
+        def run(branch: Callable[[dict[int, Any]], list[Any]], *operands: Any) -> list[Any]:
+            return branch(dict(zip(entering, operands, strict=True)))
+
+        functions = [lambda *operands, branch=branch: run(branch, *operands) for branch in branches]
+        return jax.lax.switch(given[chosen], functions, *(given[n] for n in entering))
+
+    def _section(
+        self, scope: _Scope, region: Region, section: int, given: dict[int, Any]
+    ) -> Callable[[dict[int, Any]], list[Any]]:
+        """A function from what pieces take in, by their equations, to what a section gives out."""
+        equations = self.trace.equations
+        leaving = list(region.leaving(section, equations))
+
+        def run(entered: dict[int, Any]) -> list[Any]:
+            inside = scope.inner()
+            for n, value in (given | entered).items():
+                self._define(inside, equations[n], [value] if equations[n].results else [])
+            self._span(inside, *region.sections[section])
+            outs = [(n, self._taken(inside, n, i, equations[n].operands[i])) for n, i in leaving]
+            return [self._as_carried(n, value) for n, value in outs]
+
+        return run
+
+    def _start(self, given: dict[int, Any], carries: Sequence[int]) -> list[Any]:
+        """What a loop's carry starts with, split as the loop has it."""
+        return [self._as_carried(n, given[n]) for n in carries]
+
+    def _as_carried(self, n: int, value: Any) -> Any:
+        """Of the traced type, even where the program has a literal, and split as the result of a piece."""
+        equation = self.trace.equations[n]
+        if not equation.results:
+            return value
+        value = jax_compat.as_typed(value, self.trace.avals[equation.results[0]])
+        if equation.piece == "exit_stack":  # all trips together have another rank
+            return value
+        (position,) = equation.results
+        return self._constrain(position, value, self.at_definition.get(position, ())[-1:])
+
+    def _pieces(self, span: tuple[int, int], piece: str) -> list[int]:
+        return [n for n in range(*span) if self.trace.equations[n].piece == piece]
+
+    # -- arguments ---------------------------------------------------------------------------
+
+    def _check(self, args: Any, leaves: Sequence[Any]) -> None:
+        if jax.tree.structure(args) != self.trace.in_tree:
+            raise OtherShapesError("the arguments have another structure than the planned ones")
+        for path, position, leaf in zip(self.trace.input_paths, self.trace.inputs, leaves, strict=True):
+            aval = self.trace.avals[position]
+            if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
+                raise OtherShapesError(
+                    f"`{path}` was planned as {aval.dtype}{list(aval.shape)}, got {leaf.dtype}{list(leaf.shape)}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a step's equations, and what they have made so far. Made by `Replay.part`."""
+
+    replay: Replay
+    scope: _Scope
+
+    def run(self, start: int, stop: int) -> None:
+        """Run equations, loops and branches among them."""
+        self.replay._span(self.scope, start, stop)
+
+    def enter(self, n: int) -> Any:
+        """What a piece takes into its loop, split as it is in there; of a stack, one for each trip."""
+        equation = self.replay.trace.equations[n]
+        value = self.replay._taken(self.scope, n, 0, equation.operands[0])
+        if equation.piece == "enter_carry":
+            return self.replay._as_carried(n, value)
+        (position,) = equation.results
+        path = self.replay.at_definition.get(position, ())
+        if equation.piece != "enter_slice":
+            return self.replay._at_definition(position, value, path)
+        each = (jax.lax.index_in_dim(value, i, keepdims=False) for i in range(value.shape[0]))
+        return tuple(self.replay._at_definition(position, one, path) for one in each)
+
+    def leave(self, n: int) -> Any:
+        """What a piece takes out of a trip of its loop."""
+        return self.replay._as_carried(
+            n, self.replay._taken(self.scope, n, 0, self.replay.trace.equations[n].operands[0])
+        )
+
+    def define(self, n: int, value: Any) -> None:
+        """Let an equation have made a value."""
+        self.replay._define(self.scope, self.replay.trace.equations[n], [value])
+
+    def operand(self, n: int, i: int) -> Any:
+        """What an equation takes, split as the plan says."""
+        return self.replay._taken(self.scope, n, i, self.replay.trace.equations[n].operands[i])
+
+    def value(self, position: int) -> Any:
+        """What has been made, as its equation left it."""
+        return self.scope.values[position]
+
+    def output(self, i: int) -> Any:
+        """A result of the whole step."""
+        return self.replay._taken(self.scope, len(self.replay.trace.equations), i, self.replay.trace.outputs[i])
+
+
+def _context(equation: Equation) -> Any:
+    source = equation.source
+    return jax_compat.equation_context(source.source_info.traceback, equation.name_stack, source.ctx.manager)
+
+
+def _scattered_as_read(plan: Plan) -> dict[int, _Path]:
+    """Of values that are awaited: how all their readers want them, where that splits them more than their definition. XLA
+    makes one reduction of the two."""
+    awaited = {value for one in plan.awaited for value in one.values}
+    made, wanted = dict[int, set[str]](), defaultdict[int, set[TensorSharding]](set)
+    for constraint in plan.constraints:
+        if constraint.value not in awaited:
+            continue
+        if constraint.node is None:
+            made[constraint.value] = _axes(constraint.shardings[-1])
+        else:
+            wanted[constraint.value].add(constraint.shardings[0])
+    paths = {value: tuple(one) for value, one in wanted.items() if len(one) == 1}
+    return {value: path for value, path in paths.items() if value in made and made[value] < _axes(path[0])}
+
+
+def _axes(sharding: TensorSharding) -> set[str]:
+    return {axis for axes in sharding.dims for axis in axes}
+
+
+def _sums(one: Separate, trace: Trace) -> list[int]:
+    """The equations among those that none of them reads."""
+    read = {atom for n in one.nodes for atom in trace.equations[n].operands if isinstance(atom, int)}
+    return [n for n in one.nodes if read.isdisjoint(trace.equations[n].results)]
+
+
+def _last_reads(trace: Trace, awaited: Sequence[Awaited], behind: Mapping[int, set[int]]) -> dict[int, list[int]]:
+    """Equation -> values it is the last to read or to wait for. What a loop's equations read is read until its end.
+
+    Args:
+        behind: of separate sums, what they are computed from.
+    """
+    last: dict[int, int] = {}
+    for n, equation in enumerate(trace.equations):
+        for atom in equation.operands:
+            if isinstance(atom, int):
+                last[atom] = n
+    for one in awaited:
+        last |= {value: max(last.get(value, 0), one.node) for value in one.values}
+    for n, values in behind.items():
+        last |= {value: max(last.get(value, 0), n) for value in values}
+    for output in trace.outputs:
+        if isinstance(output, int):
+            last.pop(output, None)
+    by_equation: dict[int, list[int]] = defaultdict(list)
+    for value, n in last.items():
+        by_equation[n].append(value)
+    return by_equation

@@ -1,0 +1,191 @@
+"""The search for a good assignment of a problem that is too large for elimination and for HiGHS.
+
+In: a reduced `Problem` and a `Budget`. Out, as they come: assignments and bounds. Message passing with prices of
+memory (`multipliers.py`) gives a bound, prices, and assignments that nearly fit or fit; from the best of them two
+threads anneal by trees (`trees.py`), each by its own random numbers, in stages: each stage starts from the best of
+the one before, and colder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import numpy as np
+
+from autopar.solve.search_budget import Budget
+from autopar.solve.certified_bound import certified_bound
+from autopar.solve.instant_loads import loads_of
+from autopar.solve.trws import evaluate
+from autopar.solve.memory_multipliers import Multipliers
+from autopar.solve.flat_problem import Pairwise, pairwise
+from autopar.solve.problem import Problem
+from autopar.solve.tree_annealing import anneal
+
+Found = Callable[[tuple[int, ...]], None]
+Bounded = Callable[[float], None]
+Told = Callable[[float], None]
+_PRICING_SHARE = 0.2  # of the budget, at most
+_PATIENCE = 200  # rounds of pricing without a better bound or assignment that end it
+_BETTER = 1e-5  # relative
+_STAGES = ((0.5, 1.0), (0.8, 0.2), (1.0, 0.04))  # each ends at a share of the rest, and starts so many times as hot
+_HOT, _COLD = 1e-2, 1e-3  # temperature, by the mean cost of a node; and by the hot one
+_LARGEST = 300  # nodes
+_MOVES = 200  # that are made between two looks at the budget
+_CORES = 2
+_LISTEN_S = 0.1
+_HOTTER = 5.0  # is the second thread, by so many times
+
+
+class LargeSearch:
+    """One search.
+
+    Args:
+        found: called with each assignment that fits and is the best yet.
+        bounded: called with each better lower bound.
+        told: called with costs of assignments that `found` is still to get, perhaps from another thread.
+        open: whether there is anything left to do; asked now and then.
+        relative_gap: distance to the bound that ends the search.
+
+    Attributes:
+        choices: the best assignment that fits; empty if there is none.
+        cost: its cost.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget,
+        *,
+        seed: int,
+        found: Found,
+        bounded: Bounded,
+        told: Told,
+        open: Callable[[], bool],
+        relative_gap: float = 1e-7,
+    ) -> None:
+        self.problem, self.p = problem, pairwise(problem)
+        self.choices = np.zeros(0, np.int64)
+        self.cost = np.inf
+        self._budget, self._seed = budget, seed
+        self._found, self._bounded, self._told, self._open = found, bounded, told, open
+        self._loads = np.zeros(len(self.p.base))
+        self._relative_gap, self._enough = relative_gap, -np.inf  # a cost that ends the search
+
+    def run(self, fitting: Callable[[], tuple[int, ...]]) -> None:
+        """Search until the budget is spent.
+
+        Args:
+            fitting: finds some assignment that fits, if any; called where nothing here did.
+        """
+        try:
+            prices = self._price()
+            if not len(self.choices) and (start := fitting()):
+                self._meet(np.array(start, np.int64))
+            if len(self.choices) and self._open():
+                self._anneal(prices)
+        except BaseException:  # the threads hear of it too
+            self._budget.stop()
+            raise
+
+    def _price(self) -> Multipliers:
+        multipliers = Multipliers(self.p, lambda: self._budget.overdue)
+        share = _PRICING_SHARE * (1 - self._budget.spent()) + self._budget.spent()
+        try:
+            bound, cost, in_vain = -np.inf, np.inf, 0
+            while in_vain < _PATIENCE and self._budget.spent() < share and not self._is_close(multipliers.bound):
+                multipliers.step(self._meet)
+                self._budget.step()
+                in_vain += 1
+                least = _BETTER * abs(multipliers.bound)
+                if multipliers.bound - bound > least or cost - self.cost > least:
+                    bound, cost, in_vain = multipliers.bound, self.cost, 0
+            if self._budget.spent() < 1.0 and not self._is_close(multipliers.bound) and self._open():
+                multipliers.around(self._meet)
+                multipliers.lower()
+        finally:
+            bound = certified_bound(self.p, multipliers.best, multipliers.best_messages)
+            self._enough = bound + self._relative_gap * abs(bound)
+            self._bounded(bound)
+        return multipliers
+
+    def _is_close(self, bound: float) -> bool:
+        return self.cost <= bound + self._relative_gap * abs(bound)
+
+    def _meet(self, choices: np.ndarray) -> None:
+        cost = evaluate(self.p, self.p.costs, choices)
+        if cost < self.cost:
+            loads_of(self.p, choices, self._loads)
+            if self._loads.max(initial=-np.inf) <= self.p.limit:
+                self.choices, self.cost = choices.copy(), cost
+                self._found(tuple(choices.tolist()))
+
+    # -- annealing -----------------------------------------------------------------------------
+
+    def _anneal(self, prices: Multipliers) -> None:
+        begin = self._budget.spent()
+        hot = _HOT * abs(self.cost) / len(self.choices)
+        with ThreadPoolExecutor(_CORES, thread_name_prefix="autopar-anneal") as pool:
+            for number, (share, heat) in enumerate(_STAGES):
+                if self._budget.spent() >= 1.0 or hot == 0.0 or self.cost <= self._enough:
+                    break
+                end = begin + share * (1 - begin)
+                stage = _Stage(self.p, prices.held, self._budget, hot * heat, end, self._told, self._enough)
+                states = [_State(self.choices, self.cost, _HOTTER**i, [self._seed, number, i]) for i in range(_CORES)]
+                tasks = [pool.submit(stage.run, state) for state in states]
+                try:
+                    while wait(tasks, timeout=_LISTEN_S).not_done:  # so that Ctrl-C is heard
+                        pass
+                    for task in tasks:
+                        task.result()
+                finally:  # Ctrl-C ends the wait, and the threads soon after
+                    if not all(task.done() for task in tasks):
+                        self._budget.stop()
+                    wait(tasks)
+                    for state in states:
+                        self._meet(state.best)
+                        self._budget.step(state.steps)
+
+
+class _State:
+    """One thread's assignment, best assignment, and random numbers."""
+
+    def __init__(self, choices: np.ndarray, cost: float, heat: float, seed: list[int]) -> None:
+        self.heat = heat
+        self.choices, self.best = choices.copy(), choices.copy()
+        self.costs = np.array([cost, cost])
+        self.random = np.random.SeedSequence(seed).generate_state(1, np.uint64) | np.uint64(1)
+        self.steps = 0
+
+
+class _Stage:
+    """A stage of annealing: temperatures that fall from `hot` as the budget is spent up to `end`. A cost of `enough` ends
+    it, whichever thread finds it."""
+
+    def __init__(
+        self,
+        p: Pairwise,
+        held: np.ndarray,
+        budget: Budget,
+        hot: float,
+        end: float,
+        tell: Callable[[float], None],
+        enough: float,
+    ) -> None:
+        self._p, self._held, self._budget, self._hot, self._end, self._tell = p, held, budget, hot, end, tell
+        self._enough, self._found = enough, False
+        self._begin = budget.spent()
+
+    def run(self, state: _State) -> None:
+        """Anneal one thread's assignment."""
+        p, loads = self._p, np.zeros(len(self._p.base))
+        while not self._found and (spent := self._budget.spent(_CORES * state.steps)) < self._end:
+            heat = state.heat * self._hot * _COLD ** max(0.0, (spent - self._begin) / (self._end - self._begin))
+            loads_of(p, state.choices, loads)  # afresh, lest rounding adds up
+            state.costs[0] = evaluate(p, p.costs, state.choices)
+            anneal(p, self._held, state.choices, state.best, loads, state.costs, state.random, _MOVES, heat, _LARGEST)
+            state.steps += 1
+            self._tell(float(state.costs[1]))
+            if state.costs[1] <= self._enough:
+                self._found = not self._budget.by_steps  # else when the other thread hears of it would decide
+                break

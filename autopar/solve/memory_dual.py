@@ -1,0 +1,143 @@
+"""Prices of memory: the Lagrangian dual of the memory limit, and good assignments on the way.
+
+Charging lambda_t seconds per byte held at instant t takes the limit out of the problem; what is left is
+solved by elimination, and
+
+    L(lambda) = min over assignments of  cost + sum_t lambda_t (load_t - limit)
+
+bounds the cost of every assignment that fits. The best prices are found by cutting planes (Kelley; dually
+Dantzig and Wolfe's column generation): a small linear programme mixes the assignments found so far into one
+that fits at least cost, and its row duals are the next prices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.solve.elimination import Elimination
+from autopar.solve.live_instants import Instants
+from autopar.solve.mip import Programme
+from autopar.solve.problem import Problem
+
+_MOST_ROUNDS = 60
+_DEAR, _DEAR_ROUNDS = 1e3, 4  # times as dear as spending the whole cost on the whole limit
+_CLOSE = 1e-7  # relative distance of the two bounds of the dual that ends the search
+
+
+@dataclass(frozen=True, slots=True)
+class Dual:
+    """What prices of memory have taught.
+
+    Args:
+        bound: the largest L(lambda), in seconds; `-inf` if none was computed.
+        priced_costs: the node costs with memory at those prices.
+        offset: what turns a priced cost into a bound, - sum_t lambda_t limit.
+        assignments: all that were met.
+    """
+
+    bound: float
+    priced_costs: tuple[np.ndarray, ...]
+    offset: float
+    assignments: tuple[tuple[int, ...], ...]
+
+
+def dear_memory(problem: Problem, instants: Instants, elimination: Elimination) -> Iterator[tuple[int, ...]]:
+    """Assignments under prices at which memory is nearly all that counts, for one that fits.
+
+    Each round also charges for the instant at which the last assignment held most.
+    """
+    if not len(instants.times):
+        return
+    costs = [np.array(c, float) for c in problem.node_costs]
+    choices, bound = elimination.solve(costs)
+    price = _DEAR * (abs(bound) or 1.0) / (abs(problem.memory_limit or 0.0) or 1.0)
+    for _ in range(_DEAR_ROUNDS):
+        for usage in instants.live_at(int(instants.loads(choices).argmax())):
+            costs[usage.node] = costs[usage.node] + price * usage.amounts
+        choices, _ = elimination.solve(costs)
+        yield choices
+
+
+def price_memory(
+    problem: Problem,
+    instants: Instants,
+    elimination: Elimination,
+    seeds: Sequence[tuple[int, ...]],
+    *,
+    deadline: float,
+) -> Dual:
+    """Find good prices of memory.
+
+    Args:
+        seeds: assignments to begin with; some mixture of them must fit.
+        deadline: on the clock of `time.monotonic`.
+    """
+    search = _Search(problem, instants, elimination)
+    for choices in seeds:
+        search.add(choices)
+    for _ in range(_MOST_ROUNDS):
+        mixed = search.mix()
+        if mixed is None:
+            break
+        value, prices = mixed
+        if value - search.best.bound <= _CLOSE * abs(value) or not search.price(prices) or time.monotonic() > deadline:
+            break
+    return search.best
+
+
+class _Search:
+    """The assignments met so far and the best prices."""
+
+    def __init__(self, problem: Problem, instants: Instants, elimination: Elimination) -> None:
+        assert problem.memory_limit is not None
+        self.best = Dual(float("-inf"), problem.node_costs, 0.0, ())
+        self._problem, self._instants, self._elimination = problem, instants, elimination
+        self._limit = problem.memory_limit
+        self._costs: list[float] = []
+        self._loads: list[np.ndarray] = []
+        self._met: dict[tuple[int, ...], None] = {}
+
+    def add(self, choices: tuple[int, ...]) -> None:
+        if choices not in self._met and np.isfinite(cost := self._problem.evaluate(choices)):
+            self._met[choices] = None
+            self._costs.append(cost)
+            self._loads.append(self._instants.loads(choices))
+
+    def mix(self) -> tuple[float, np.ndarray] | None:
+        """The least cost of a mixture that fits, and the prices at which that is so."""
+        from autopar.solve.highs import solve_lp  # noqa: PLC0415 - with OR-Tools, which running a saved plan must not need
+
+        costs, loads = np.array(self._costs), np.array(self._loads).T  # [instants, assignments]
+        unit_s, unit_bytes = float(np.abs(costs).max()) or 1.0, max(abs(self._limit), float(loads.max(initial=1.0)))
+        num_rows, num_columns = 1 + len(loads), len(costs)
+        matrix = np.vstack([np.ones(num_columns), loads / unit_bytes])
+        rows, columns = np.nonzero(matrix)
+        most = np.full(num_rows, self._limit / unit_bytes)
+        least = np.full(num_rows, -np.inf)
+        most[0] = least[0] = 1.0
+        solved = solve_lp(
+            Programme(costs / unit_s, np.zeros(num_columns, bool), rows, columns, matrix[rows, columns], least, most)
+        )
+        if solved is None:
+            return None
+        values, duals = solved
+        return float(values @ costs), np.maximum(0.0, -duals[1:]) * unit_s / unit_bytes
+
+    def price(self, prices: np.ndarray) -> bool:
+        """Solve under some prices; False if that brings nothing new."""
+        costs = [np.array(c, float) for c in self._problem.node_costs]
+        for position in np.flatnonzero(prices).tolist():
+            for usage in self._instants.live_at(position):
+                costs[usage.node] += prices[position] * usage.amounts
+        choices, priced = self._elimination.solve(costs)
+        known = len(self._met)
+        self.add(choices)
+        offset = -float(prices.sum()) * self._limit
+        if priced + offset > self.best.bound:
+            self.best = Dual(priced + offset, tuple(costs), offset, ())
+        self.best = replace(self.best, assignments=tuple(self._met))
+        return len(self._met) > known

@@ -1,0 +1,127 @@
+"""Sequential tree-reweighted message passing (TRW-S): a lower bound, and what every strategy costs by it.
+
+In: a `Pairwise`, and a price of each of its strategies (its cost, and what it holds at some price of memory). The
+messages reparametrise the problem: what they add to the nodes they take off the edges, so that every assignment
+costs the same. A pass visits the nodes in order and makes the messages to the nodes ahead such that the edges
+behind it are free; the bound is then what is left at the nodes. The next pass goes the other way. (Kolmogorov,
+"Convergent tree-reweighted message passing for energy minimization", 2006.)
+
+Messages speak of the classes that an edge tells apart, so a pass takes the time of the compact tables.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.solve.numba_jit import compiled
+from autopar.solve.flat_problem import Pairwise
+
+
+@compiled
+def sweep(p: Pairwise, prices: np.ndarray, messages: np.ndarray, forward: bool) -> float:
+    """One pass over all nodes, towards higher ones (`forward`) or lower ones. Returns the bound, but for rounding."""
+    nodes, edges, edges_of, labels, entries = p.nodes, p.edges, p.edges_of, p.labels, p.entries
+    num_nodes = len(nodes) - 1
+    total, least = np.empty(len(prices)), np.empty(len(prices))  # of one node; there are never more
+    bound = 0.0
+    for i in range(num_nodes):
+        node = i if forward else num_nodes - 1 - i
+        first, last = nodes[node].edges, nodes[node + 1].edges
+        start, size = nodes[node].start, nodes[node + 1].start - nodes[node].start
+        for s in range(size):
+            total[s] = prices[start + s]
+        for j in range(first, last):
+            edge = edges[edges_of[j]]
+            at_head = edge.head == node
+            at, lab = (edge.to_head, edge.head_labels) if at_head else (edge.to_tail, edge.tail_labels)
+            for s in range(size):
+                total[s] += messages[at + labels[lab + s]]
+        lower = nodes[node].lower
+        higher = last - first - lower
+        ahead = higher if forward else lower
+        share = 1.0 / max(1, lower, higher)
+        rest = 1.0 - share * ahead
+        if rest > 1e-12:
+            cheapest = np.inf
+            for s in range(size):
+                cheapest = min(cheapest, total[s])
+            bound += rest * cheapest
+        start = first + lower if forward else first
+        for j in range(start, start + ahead):
+            edge = edges[edges_of[j]]
+            if forward:
+                lab, core, own, other = edge.tail_labels, edge.core, edge.num_rows, edge.num_cols
+                back, out = edge.to_tail, edge.to_head
+            else:
+                lab, core, own, other = edge.head_labels, edge.core_t, edge.num_cols, edge.num_rows
+                back, out = edge.to_head, edge.to_tail
+            for r in range(own):
+                least[r] = np.inf
+            for s in range(size):
+                r = labels[lab + s]
+                least[r] = min(least[r], total[s])
+            for r in range(own):
+                least[r] = share * least[r] - messages[back + r]
+            bound += _send(entries[core : core + own * other], least[:own], messages[out : out + other])
+    return bound
+
+
+@compiled
+def _send(entries: np.ndarray, own: np.ndarray, message: np.ndarray) -> float:
+    """The least of every column of a table plus what its rows have, into `message`, but for their least: returned."""
+    other = len(message)
+    message[:] = np.inf
+    for r in range(len(own)):
+        row, offset = r * other, own[r]
+        for c in range(other):
+            x, y = entries[row + c] + offset, message[c]
+            message[c] = x if x < y else y
+    taken = message.min()
+    message -= taken
+    return taken
+
+
+@compiled
+def decode(p: Pairwise, prices: np.ndarray, messages: np.ndarray, forward: bool, choices: np.ndarray) -> None:
+    """Choose node by node, into `choices`: of the nodes behind it is known, of those ahead the messages speak."""
+    nodes, edges, labels, entries = p.nodes, p.edges, p.labels, p.entries
+    num_nodes = len(nodes) - 1
+    total = np.empty(len(prices))
+    for i in range(num_nodes):
+        node = i if forward else num_nodes - 1 - i
+        start, size = nodes[node].start, nodes[node + 1].start - nodes[node].start
+        for s in range(size):
+            total[s] = prices[start + s]
+        for j in range(nodes[node].edges, nodes[node + 1].edges):
+            edge = edges[p.edges_of[j]]
+            at_head = edge.head == node
+            lab = edge.head_labels if at_head else edge.tail_labels
+            if at_head == forward:
+                if at_head:
+                    row = edge.core + labels[edge.tail_labels + choices[edge.tail]] * edge.num_cols
+                else:
+                    row = edge.core_t + labels[edge.head_labels + choices[edge.head]] * edge.num_rows
+                for s in range(size):
+                    total[s] += entries[row + labels[lab + s]]
+            else:
+                at = edge.to_head if at_head else edge.to_tail
+                for s in range(size):
+                    total[s] += messages[at + labels[lab + s]]
+        best = 0
+        for s in range(size):
+            if total[s] < total[best]:
+                best = s
+        choices[node] = best
+
+
+@compiled
+def evaluate(p: Pairwise, prices: np.ndarray, choices: np.ndarray) -> float:
+    """What an assignment costs at the given prices of strategies."""
+    total = 0.0
+    for node in range(len(choices)):
+        total += prices[p.nodes[node].start + choices[node]]
+    for e in range(len(p.edges)):
+        edge = p.edges[e]
+        r = p.labels[edge.tail_labels + choices[edge.tail]]
+        total += p.entries[edge.core + r * edge.num_cols + p.labels[edge.head_labels + choices[edge.head]]]
+    return float(total)

@@ -1,0 +1,94 @@
+"""Why a step cannot be split over time, in words for its author.
+
+In: a graph, where the batch stands in it, and a node. Out: text that names the operation, its module and its line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph
+from autopar.transforms.microbatch.batch_dims import Batch, Places
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """Words for what does not work.
+
+    Args:
+        own_statistics: whether each microbatch may have statistics of its own already.
+    """
+
+    graph: Graph
+    places: Places
+    batch: Batch
+    own_statistics: bool
+
+    def of(self, n: int) -> str:
+        """A node, by its operation, module and line."""
+        node = self.graph.nodes[n]
+        module = f" in `{node.path}`" if node.path else ""
+        return f"`{node.primitive}`{module} {self._line(n)} ({node.phase})"
+
+    def _line(self, n: int) -> str:
+        """Where it stands; of what a library's jitted function does, where something beside it stands."""
+        if self.graph.nodes[n].source:
+            return f"at {self.graph.nodes[n].source}"
+        waiting, seen = [n], {n}
+        for one in waiting:
+            node = self.graph.nodes[one]
+            beside = (m for v in (*node.operands, *node.results) if v is not None for m, _ in self.places.touching[v])
+            for other in beside:
+                if other not in seen:
+                    if self.graph.nodes[other].source:
+                        return f"near {self.graph.nodes[other].source}"
+                    seen.add(other)
+                    waiting.append(other)
+        return "at an unknown line"
+
+    def meeting(self, n: int) -> str:
+        """Why a node cannot run on some of the examples."""
+        node = self.graph.nodes[n]
+        held = {
+            place for v in (*node.operands, *node.results) if v is not None for place in self.batch.places.get(v, ())
+        }
+        if self.places.rules[n] is None:
+            return (
+                "it has no sharding rule, so nobody knows whether examples meet in it. Give it one with `register_rule`"
+            )
+        if len(held) > 1 and any(len(self.batch.places.get(v, ())) > 1 for v in node.results):
+            return "in it each example meets all others, so a microbatch's result is not a part of the batch's"
+        return (
+            f"it does not run on a part of the {self.batch.size} examples by itself: it reorders, joins or cuts them,"
+            " or was made for one shape"
+        )
+
+    def feedback(self, n: int, value: int) -> str:
+        """Why a node cannot read what is made of a reduction over the batch."""
+        origin = self._origin(value)
+        made = f"the result of {self.of(origin)}" if origin is not None else "a result"
+        change = (
+            ""
+            if self.own_statistics
+            else ". Each microbatch would have its own, so the step would compute something"
+            " else; where that is what you want, allow it with `per_microbatch_statistics=True`"
+        )
+        return f"it takes {made}, which is a reduction over all {self.batch.size} examples, back to single examples{change}"
+
+    def _origin(self, value: int) -> int | None:
+        """The first reduction over the batch that a value is made of."""
+        waiting, seen = [value], set[int]()
+        made = {v: n for n, node in enumerate(self.graph.nodes) for v in node.results}
+        while waiting:
+            one = waiting.pop(0)
+            if one in seen or one not in made:
+                continue
+            seen.add(one)
+            if one not in self.batch.places and self._touches(made[one]):
+                return made[one]
+            waiting += [v for v in self.graph.nodes[made[one]].operands if v is not None]
+        return None
+
+    def _touches(self, n: int) -> bool:
+        one = self.graph.nodes[n]
+        return any(v in self.batch.places for v in (*one.operands, *one.results) if v is not None)

@@ -1,0 +1,68 @@
+"""Which operations commute with a sum: applied to terms, they give the terms of what they make of the sum.
+
+In: an equation, and which of its operands are terms. Out: whether its result is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.frontend.flat_jaxpr import Equation, LiteralOperand
+
+#: Linear in their one operand, as `reduce_sum`; casts between floating-point types are so up to rounding.
+_MOVES = "reshape rev slice squeeze split broadcast_in_dim transpose expand_dims tile unstack copy copy_p"
+_ONE = frozenset(f"convert_element_type cumsum neg real imag reduce_sum {_MOVES}".split())
+#: Linear in all of them together.
+_ALL = frozenset(["add", "add_any", "sub", "concatenate", "stack"])
+#: Linear in one of two, the other the same for all terms.
+_EITHER = frozenset(["mul", "dot_general", "conv_general_dilated"])
+#: Linear in the first, the others the same for all terms.
+_FIRST = frozenset(["div", "gather", "dynamic_slice"])
+
+
+def adds_up(equation: Equation, kinds: Sequence[str]) -> bool:
+    """Whether terms of operands give terms of the result.
+
+    Args:
+        kinds: of each operand, `sum` for a term, `zero` for zeros, anything else for what is the same for all terms.
+    """
+    name = equation.primitive
+    terms = [kind in ("sum", "zero") for kind in kinds]
+    if any(kind not in ("sum", "zero", "same") for kind in kinds):
+        return False
+    if name in _ONE:
+        return _keeps_sums(equation)
+    if name in _ALL:
+        return all(terms)
+    if name in _EITHER:
+        return [kind == "sum" for kind in kinds].count(True) == 1
+    if name in _FIRST:
+        return kinds[0] == "sum" and "sum" not in kinds[1:]
+    if name in ("pad", "dynamic_update_slice"):
+        return all(terms[:2]) and "sum" not in kinds[2:]
+    if name == "select_n":
+        return all(terms[1:]) and kinds[0] != "sum"
+    if name == "scatter-add":
+        return terms[0] and terms[2] and kinds[1] != "sum"
+    return False
+
+
+def passes_zero(equation: Equation) -> bool:
+    """Whether an operation makes zeros of zeros."""
+    return equation.primitive in _ONE or equation.primitive in _ALL or equation.piece is not None
+
+
+def is_zero(literal: LiteralOperand) -> bool:
+    """Whether a scalar of the program is nothing to a sum."""
+    value = np.asarray(literal.value)
+    return value.dtype != bool and value.size == 1 and not np.any(value)
+
+
+def _keeps_sums(equation: Equation) -> bool:
+    """A cast to integers or booleans is no linear operation."""
+    if equation.primitive != "convert_element_type":
+        return True
+    kinds = {np.dtype(source.aval.dtype).kind for source in (*equation.source.invars, *equation.source.outvars)}
+    return kinds <= {"f", "V", "c"} or kinds <= {"i", "u"}

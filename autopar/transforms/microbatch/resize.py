@@ -1,0 +1,68 @@
+"""An equation written for a part of the batch.
+
+In: JAX's own equation, the shapes that its operands and results have in a part. Out: a function of such operands, to be
+traced (`jax_compat.staged`). Most primitives take their shapes from their operands; of the others, the parameters that
+hold sizes are listed here. What comes out in another shape than expected is refused by whoever traces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.rules.elementwise import ELEMENTWISE
+
+Shape = tuple[int, ...]
+#: The parameters of an equation, its operands' and results' shapes before, and those of a part, to what changes.
+_Changed = Callable[[Mapping[str, Any], Sequence[Shape], Sequence[Shape], Sequence[Shape]], dict[str, Any]]
+
+
+def resized(source: Any, operands: Sequence[Any], whole: Sequence[Shape], results: Sequence[Shape]) -> Sequence[Any]:
+    """Run an equation on a part.
+
+    Args:
+        operands: of the part. whole: their shapes in the whole.
+        results: shapes of the results of the part.
+    """
+    change = _SIZES.get(source.primitive.name)
+    shapes = [getattr(operand, "shape", ()) for operand in operands]
+    changed = change(source.params, whole, shapes, results) if change else {}
+    return jax_compat.bind(source.replace(params={**source.params, **changed}), operands)
+
+
+def is_as_written(source: Any) -> bool:
+    """Whether a part is run by the very equation: an elementwise operation whose parameters hold no sizes."""
+    return source.primitive.name in ELEMENTWISE and not any(isinstance(v, tuple) for v in source.params.values())
+
+
+def _result(name: str) -> _Changed:
+    return lambda params, whole, part, results: {name: tuple(results[0])}
+
+
+def _sliced(params: Any, whole: Sequence[Shape], part: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
+    limits = [
+        local if local != size else limit
+        for limit, size, local in zip(params["limit_indices"], whole[0], part[0], strict=True)
+    ]
+    return {"limit_indices": tuple(limits)}
+
+
+def _taken(params: Any, whole: Sequence[Shape], part: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
+    """Slices of a part are as long as it, along the dims that are whole in a slice."""
+    sizes = [
+        local if local != size and taken == size else taken
+        for taken, size, local in zip(params["slice_sizes"], whole[0], part[0], strict=True)
+    ]
+    return {"slice_sizes": tuple(sizes)}
+
+
+_SIZES: dict[str, _Changed] = {
+    "broadcast_in_dim": _result("shape"),
+    "iota": _result("shape"),
+    "empty": _result("shape"),
+    "reshape": _result("new_sizes"),
+    "slice": _sliced,
+    "dynamic_slice": _taken,
+    "gather": _taken,
+}

@@ -1,0 +1,425 @@
+"""A trace whose batch is split over time.
+
+In: `Trace`, its graph, a number of microbatches. Out: `Trace` of the same inputs, outputs and numbers, with a loop over
+the microbatches in it, made of the pieces that all loops are made of, so that planning, pricing and replay know nothing
+of it. Microbatch *j* of *m* takes the examples *j, m + j, 2 m + j, ...*: so a batch that is split over devices stays
+where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar.jax_interop import compat as jax_compat
+from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand, Nest, Piece, Region, items_of, laid, without_dead
+from autopar.errors import MicrobatchError
+from autopar.frontend.from_jaxpr import graph_of
+from autopar.ir.graph import Graph
+from autopar.transforms.microbatch import slices as parts
+from autopar.transforms.microbatch.classify import PARTIAL, Split, classify
+from autopar.transforms.microbatch.random_bits import with_drawn_bits
+from autopar.transforms.microbatch.slices import Cut
+from autopar.transforms.microbatch.batch_dims import Places, leading_dim
+from autopar.transforms.microbatch.resize import is_as_written, resized
+from autopar.transforms.rewriting.equation_writer import Atom, Writer
+from autopar.frontend.trace import Trace
+
+
+def split_batch(trace: Trace, graph: Graph, num_microbatches: int, *, own_statistics: bool = False) -> Trace:
+    """The trace with a loop over microbatches.
+
+    Args:
+        graph: of the trace.
+        num_microbatches: how many; at least 2.
+        own_statistics: as in `classify`.
+
+    Raises:
+        MicrobatchError: where the batch has not so many equal parts, or cannot be split at all.
+    """
+    check_divides(graph, num_microbatches)
+    trace, graph = laid_for_parts(trace, graph)
+    places = Places(graph)
+    split = classify(trace, graph, places, own_statistics=own_statistics)
+    return rewritten(trace, graph, places, split, num_microbatches)
+
+
+def check_divides(graph: Graph, num_microbatches: int) -> None:
+    """Refuse a number of microbatches that does not divide the batch.
+
+    Raises:
+        MicrobatchError: naming those that do.
+    """
+    size, inputs = leading_dim(graph)
+    if size % num_microbatches:
+        raise MicrobatchError(_not_divisible(graph, size, inputs, num_microbatches))
+
+
+def laid_for_parts(trace: Trace, graph: Graph) -> tuple[Trace, Graph]:
+    """A trace whose random bits can be drawn in parts, and its graph."""
+    drawn = with_drawn_bits(trace, leading_dim(graph)[0])
+    return (trace, graph) if drawn is trace else (drawn, graph_of(drawn, graph.carried))
+
+
+def rewritten(trace: Trace, graph: Graph, places: Places, split: Split, num_microbatches: int) -> Trace:
+    """The trace with a loop over microbatches, where it has been classified; one microbatch is a loop of one trip.
+
+    Args:
+        trace: as `laid_for_parts` gives it. graph, places: of it.
+    """
+    return _Rewriting(trace, graph, places, split, num_microbatches).run()
+
+
+def _not_divisible(graph: Graph, size: int, inputs: Sequence[int], m: int) -> str:
+    paths = ", ".join(f"`{graph.input_paths[position]}`" for position in inputs[:3])
+    fits = [str(n) for n in range(2, size + 1) if size % n == 0]
+    return (
+        f"{size} examples ({paths}) cannot be split into {m} equal microbatches: choose one of"
+        f" {', '.join(fits[:8])}, or change the batch"
+    )
+
+
+class _Rewriting:
+    """Collects the new equations; the one mutable object of this module."""
+
+    def __init__(self, trace: Trace, graph: Graph, places: Places, split: Split, m: int) -> None:
+        self.trace, self.graph, self.places, self.split, self.m = trace, graph, places, split, m
+        self.writer = Writer(trace)
+        self.avals, self.repeats = self.writer.avals, self.writer.repeats
+        self.region_at = {region.enter[0]: region for region in trace.regions}
+        self.maker = {value: n for n, equation in enumerate(trace.equations) for value in equation.results}
+        self.constants = {value for value, _ in trace.constants}
+        self.before: list[Item] = []
+        self.body: list[Item] = []
+        self.after: list[Item] = []
+        self.to = self.before  # where equations are written to
+        self.loop = Nest("scan", jax_compat.scan_of(m), [], [], [])
+        self.carried: list[tuple[Equation, Equation]] = []
+        self.stacks: list[Equation] = []
+        self.inner: dict[int, Atom] = {}  # value -> what stands for it inside
+        self.entered: dict[int, int] = {}  # value from outside -> the same, or a part of it, inside
+        self.own: dict[int, Atom] = {}  # sum -> what a microbatch takes in its place
+        self.counter: int | None = None
+        made = {v for n in split.before for v in trace.equations[n].results}
+        self.early = {*trace.inputs, *self.constants, *made}
+        self.wanted = self._wanted()
+
+    def run(self) -> Trace:
+        """The whole trace anew."""
+        start = 0
+        for item in items_of(self.trace.equations, self.trace.regions):
+            stop = start + 1 if start not in self.region_at else self.region_at[start].exit[1]
+            if start in self.split.before:
+                self.before.append(item)
+            if start in self.split.inside:
+                self._inside(start, stop)
+            if start in self.split.after:
+                self.after.append(item)
+            start = stop
+        self.loop.enter += [enter for enter, _ in self.carried]
+        self.loop.sections.append(self.body)
+        self.loop.exit += [leave for _, leave in self.carried] + self.stacks
+        return self._finished([*self.before, self.loop, *self.after])
+
+    def _finished(self, items: Sequence[Item]) -> Trace:
+        live = {v for v in self.trace.outputs if isinstance(v, int)}
+        equations, regions = laid(without_dead(items, live))
+        return replace(
+            self.trace,
+            equations=equations,
+            regions=regions,
+            avals=tuple(self.avals),
+            repeats=tuple(self.repeats),
+            constants=tuple((value, constant) for value, constant in self.trace.constants if value in live),
+            microbatches=self.loop.source,
+        )
+
+    def _wanted(self) -> set[int]:
+        """Values made inside that are read after the loop."""
+        equations = self.trace.equations
+        later = {v for n in self.split.after for v in equations[n].results}
+        read = {v for n in self.split.after for v in equations[n].operands if isinstance(v, int)}
+        read |= {v for v in self.trace.outputs if isinstance(v, int)}
+        return read - self.early - later
+
+    # -- what runs inside --------------------------------------------------------------------
+
+    def _inside(self, start: int, stop: int) -> None:
+        self.to = self.body
+        self._span(start, stop)
+        for n in range(start, stop):
+            for value in self.trace.equations[n].results:
+                if value in self.split.own:
+                    self._take_own(value)
+                if value in self.wanted:
+                    self._leave(value)
+
+    def _span(self, start: int, stop: int) -> None:
+        while start < stop:
+            region = self.region_at.get(start)
+            if region is None:
+                self._equation(start)
+                start += 1
+            else:
+                self._region(region)
+                start = region.exit[1]
+
+    def _region(self, region: Region) -> None:
+        nest = Nest(region.kind, region.source, [self._copied(n) for n in range(*region.enter)], [], [])
+        outside = self.to
+        for section in region.sections:
+            self.to = []
+            self._span(*section)
+            nest.sections.append(self.to)
+        self.to = outside
+        nest.exit += [self._copied(n) for n in range(*region.exit)]
+        self.to.append(nest)
+
+    def _equation(self, n: int) -> None:
+        factor = self.split.factors.get(n)
+        if factor is None or self._is_as_written(n):
+            self.to.append(self._copied(n))
+        elif self.places.created(n, factor):
+            self._made(n)
+        else:
+            self._resized(n)
+
+    def _is_as_written(self, n: int) -> bool:
+        equation = self.trace.equations[n]
+        return equation.piece is None and is_as_written(equation.source)
+
+    def _copied(self, n: int) -> Equation:
+        """An equation whose parameters hold no size of the batch."""
+        equation = self.trace.equations[n]
+        operands = tuple(self._atom(atom, n) for atom in equation.operands)
+        results = tuple(self._new(self._local(v), self.m * self.trace.repeats[v]) for v in equation.results)
+        self.inner.update(zip(equation.results, results, strict=True))
+        return replace(equation, operands=operands, results=results, repeat=self.m * equation.repeat)
+
+    def _resized(self, n: int) -> None:
+        equation = self.trace.equations[n]
+        whole = [self.trace.avals[atom].shape if isinstance(atom, int) else () for atom in equation.operands]
+        shapes = [self._local(value).shape for value in equation.results]
+        self._part(n, "part", equation.operands, lambda values: resized(equation.source, values, whole, shapes))
+
+    def _made(self, n: int) -> None:
+        """What is made from positions, for the microbatch's own positions; else made whole, and cut."""
+        equation = self.trace.equations[n]
+        cuts = [self._cut(value) for value in equation.results]
+        shapes = [self.trace.avals[value].shape for value in equation.results]
+
+        def part(values: Sequence[Any]) -> Sequence[Any]:
+            *operands, j = values
+            cut = next(cut for cut in cuts if cut is not None)
+            own = parts.made(equation.source, operands, cut, shapes[0], j)
+            if own is not None:
+                return own
+            results = jax_compat.bind(equation.source, operands)
+            return [
+                one if cut is None else cut.one(cut.apart(one), j, one.shape)
+                for one, cut in zip(results, cuts, strict=True)
+            ]
+
+        counter = self._trip(equation)
+        self._part(n, "made", equation.operands, part, counter)
+
+    def _part(self, n: int, what: str, atoms: Sequence[Atom], function: Any, *others: int) -> None:
+        """Write what a function of an equation's operands does as the equation's part."""
+        equation = self.trace.equations[n]
+        local = [self._local(value) for value in equation.results]
+        operands = [*(self._atom(atom, n) for atom in atoms), *others]
+        places = [self.split.batch.of(v) for v in (*atoms, *equation.results) if isinstance(v, int)]
+        params = sorted(equation.source.params.items(), key=lambda item: item[0])
+        whole = [self.trace.avals[v] for v in equation.results]
+        made = self._emit(
+            replace(equation, repeat=self.m * equation.repeat),
+            (what, repr(params), repr(places), repr(whole)),
+            operands,
+            function,
+        )
+        for value, one, expected in zip(equation.results, made, local, strict=True):
+            aval = self.avals[one] if isinstance(one, int) else jax_compat.shape_struct(one.value)
+            if (aval.shape, aval.dtype) != (expected.shape, expected.dtype):
+                node = self.graph.nodes[n]
+                raise MicrobatchError(
+                    f"the batch cannot be split into microbatches: `{node.primitive}` at"
+                    f" {node.source or 'an unknown line'} was made for one shape, {list(self.trace.avals[value].shape)},"
+                    f" and gives {list(aval.shape)} where {list(expected.shape)} is one microbatch's"
+                )
+        self.inner.update(zip(equation.results, made, strict=True))
+
+    # -- operands ----------------------------------------------------------------------------
+
+    def _atom(self, atom: Atom, reader: int) -> Atom:
+        """What stands for a value in an equation inside."""
+        if isinstance(atom, LiteralOperand):
+            return atom
+        has_batch = atom in self.split.batch.places
+        if atom in self.inner and (has_batch or atom not in self.early):
+            takes_own = atom in self.own and not self._adds_up(reader)
+            return self.own[atom] if takes_own else self.inner[atom]
+        if atom in self.entered:
+            return self.entered[atom]
+        equation = self.trace.equations[reader]
+        if has_batch:
+            return self._enter_parts(atom, equation)
+        n = self.maker.get(atom)
+        if n is None and atom in self.constants:
+            return atom
+        if n is not None and self.trace.equations[n].piece is None and not self._reads(n):
+            return self._made_again(n, atom)
+        self.entered[atom] = self._enter("enter_const", atom, equation, self.trace.avals[atom])
+        return self.entered[atom]
+
+    def _reads(self, n: int) -> bool:
+        return any(isinstance(operand, int) for operand in self.trace.equations[n].operands)
+
+    def _made_again(self, n: int, value: int) -> int:
+        """What is made from nothing is made inside too, rather than kept."""
+        equation = self.trace.equations[n]
+        results = tuple(self._new(self.trace.avals[v], self.m) for v in equation.results)
+        self.body.append(replace(equation, results=results, repeat=float(self.m)))
+        self.entered.update(zip(equation.results, results, strict=True))
+        return self.entered[value]
+
+    def _adds_up(self, reader: int) -> bool:
+        """Whether an equation makes a term of terms, rather than of what a microbatch takes for their sum."""
+        return any(self.split.kinds.get(v) in PARTIAL for v in self.trace.equations[reader].results)
+
+    def _enter(self, piece: Piece, value: int, equation: Equation, aval: Any) -> int:
+        """A value from outside, inside; a piece has the place of its first reader."""
+        inside = self._new(aval, float(self.m))
+        repeat = float(self.m) if piece == "enter_slice" else 1.0
+        source = jax_compat.placed_as(self.loop.source, equation.source)
+        self.loop.enter.append(
+            replace(equation, source=source, operands=(value,), results=(inside,), repeat=repeat, piece=piece)
+        )
+        return inside
+
+    def _enter_parts(self, value: int, equation: Equation) -> int:
+        """The microbatch's part of a value. It is taken in each trip: a copy of all parts would be as large as the
+        value."""
+        cut, shape = self._cut(value), self.trace.avals[value].shape
+        assert cut is not None
+        once, inside = (replace(equation, repeat=times, piece=None) for times in (1.0, float(self.m)))
+        apart = self._outside(self.before, once, ("apart", repr(cut)), [value], cut.apart)
+        assert isinstance(apart, int)
+        entered, j = self._enter("enter_const", apart, equation, self.avals[apart]), self._trip(equation)
+        part = self._outside(self.body, inside, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape))
+        assert isinstance(part, int)
+        self.entered[value] = part
+        return part
+
+    def _trip(self, equation: Equation) -> int:
+        """The number of the microbatch."""
+        if self.counter is None:
+            once = replace(equation, repeat=1.0, piece=None)
+            counts = self._outside(self.before, once, "trips", [], lambda: lax.broadcasted_iota("uint32", (self.m,), 0))
+            assert isinstance(counts, int)
+            self.counter = self._enter("enter_slice", counts, equation, self.avals[counts].update(shape=()))
+        return self.counter
+
+    # -- what comes out ----------------------------------------------------------------------
+
+    def _leave(self, value: int) -> None:
+        equation, kind, made = self.trace.equations[self.maker[value]], self.split.kinds[value], self.inner[value]
+        once = replace(equation, repeat=1.0, piece=None)
+        if kind == "rows":
+            cut = self._cut(value)
+            assert cut is not None
+            aval = self.trace.avals[value]
+            stack = self._new(aval.update(shape=(self.m, *self._local(value).shape)), 1.0)
+            self.stacks.append(self._leaves("exit_stack", made, stack, equation))
+            self._named(value, once, ("joined", repr(cut), aval.shape), stack, lambda x: cut.joined(x, aval.shape))
+        elif kind in PARTIAL:
+            self._accumulate(value, kind, once)
+        else:  # the same in each: that of the last
+            aval = self.trace.avals[value]
+            start = self._outside(
+                self.before, once, ("zeros", repr(aval)), [], lambda: jnp.zeros(aval.shape, aval.dtype)
+            )
+            self._carry(start, lambda _: made, value, once)
+
+    def _accumulate(self, value: int, kind: str, once: Equation) -> None:
+        """Terms are combined from trip to trip: those of narrow floating-point numbers in float32, as a product sums
+        them within itself."""
+        aval, term = self.trace.avals[value], self.inner[value]
+        dtype = aval.dtype
+        narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 and kind in ("sum", "prod")
+        wide = jnp.dtype("float32") if narrow else dtype
+        begin = (kind, aval.shape, str(wide))
+        start = self._outside(self.before, once, begin, [], lambda: parts.identity(*begin))
+        inside = replace(once, repeat=float(self.m))
+
+        def add(carry: int) -> Atom:
+            one = term
+            if narrow:
+                (one,) = self._emit(inside, ("wide",), [one], lambda x: [lax.convert_element_type(x[0], wide)])
+            (total,) = self._emit(inside, ("combine", kind), [carry, one], lambda x: [parts.COMBINE[kind](*x)])
+            return total
+
+        if not narrow:
+            self._carry(start, add, value, once)
+            return
+        total = self._new(aval.update(dtype=wide), 1.0)
+        self._carry(start, add, total, once)
+        self._named(value, once, ("narrow", str(dtype)), total, lambda x: lax.convert_element_type(x, dtype))
+
+    def _carry(self, start: Atom, step: Callable[[int], Atom], result: int, once: Equation) -> None:
+        """A value carried from trip to trip; `result` is what the last one leaves."""
+        inside = self._new(self.avals[result], float(self.m))
+        source = jax_compat.placed_as(self.loop.source, once.source)
+        enter = replace(once, source=source, operands=(start,), results=(inside,), piece="enter_carry")
+        self.carried.append((enter, self._leaves("exit_carry", step(inside), result, once)))
+
+    def _leaves(self, piece: Piece, made: Atom, result: int, equation: Equation) -> Equation:
+        repeat = float(self.m) if piece == "exit_stack" else 1.0
+        source = jax_compat.placed_as(self.loop.source, equation.source)
+        return replace(equation, source=source, operands=(made,), results=(result,), repeat=repeat, piece=piece)
+
+    def _take_own(self, value: int) -> None:
+        """A microbatch takes its own sum, times their number, for that of the batch: the divisor of a mean was traced
+        for the whole batch."""
+        made = self.inner[value]
+        if self.split.kinds[value] == "sum":
+            equation = self.trace.equations[self.maker[value]]
+            inside = replace(equation, repeat=float(self.m), piece=None)
+            (made,) = self._emit(inside, ("own",), [made], lambda x: [x[0] * np.dtype(x[0].dtype).type(self.m)])
+        self.own[value] = made
+
+    # -- equations ---------------------------------------------------------------------------
+
+    def _new(self, aval: Any, repeat: float) -> int:
+        return self.writer.new(aval, repeat)
+
+    def _cut(self, value: int) -> Cut | None:
+        place = self.split.batch.of(value)
+        return None if place is None else Cut(place, self.split.batch.size, self.m)
+
+    def _local(self, value: int) -> Any:
+        """The type of a part of a value."""
+        aval, cut = self.trace.avals[value], self._cut(value)
+        return aval if cut is None else aval.update(shape=cut.local(aval.shape))
+
+    def _outside(self, to: list[Item], equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> Atom:
+        """Write what a function of operands does before the loop, or after it."""
+        inside, self.to = self.to, to
+        (made,) = self._emit(equation, what, atoms, lambda values: [function(*values)])
+        self.to = inside
+        return made
+
+    def _named(self, value: int, equation: Equation, what: Any, operand: int, function: Any) -> None:
+        """Write what a function does after the loop, and call its result by a value of the trace."""
+        made = self._outside(self.after, equation, what, [operand], function)
+        last = self.after[-1]
+        assert isinstance(last, Equation) and last.results == (made,)
+        self.after[-1] = replace(last, results=(value,))
+
+    def _emit(self, equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> list[Atom]:
+        """Write what a function of operands does, under an equation's name; what stands for its results."""
+        return self.writer.write(self.to, equation, what, atoms, function)

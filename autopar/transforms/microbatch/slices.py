@@ -1,0 +1,138 @@
+"""A value's parts, one for each microbatch: cut, put together again, and made.
+
+In: arrays, where they hold the batch. Out: arrays. To be traced (`jax_compat.staged`). Microbatch *j* of *m* has the
+examples *j, m + j, ...*, so a part of the batch on one device has its share of each microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar.transforms.microbatch.batch_dims import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a dim is cut.
+
+    Args:
+        place: where the batch stands. size: its length. m: number of microbatches.
+    """
+
+    place: Place
+    size: int
+    m: int
+
+    def local(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a part."""
+        dim = self.place.dim
+        return (*shape[:dim], shape[dim] // self.m, *shape[dim + 1 :])
+
+    def _loops(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """A shape in which the microbatches are a dim of their own, and its position."""
+        dim, minor = self.place.dim, self.place.minor
+        major = shape[dim] // (self.size * minor)
+        outer = (*shape[:dim], *(size for size in (major,) if size > 1), self.size // self.m)
+        return (*outer, self.m, *(size for size in (minor,) if size > 1), *shape[dim + 1 :]), len(outer)
+
+    def apart(self, whole: Any) -> Any:
+        """The whole, with a dim that counts the parts."""
+        return lax.reshape(whole, self._loops(whole.shape)[0])
+
+    def joined(self, stack: Any, shape: Sequence[int]) -> Any:
+        """The whole, of this shape, from its parts."""
+        loops, at = self._loops(shape)
+        apart = lax.reshape(stack, (self.m, *loops[:at], *loops[at + 1 :]))
+        order = (*range(1, at + 1), 0, *range(at + 1, len(loops)))
+        return lax.reshape(lax.transpose(apart, order), tuple(shape))
+
+    def one(self, apart: Any, j: Any, shape: Sequence[int]) -> Any:
+        """Part *j* of a whole of this shape.
+
+        Args:
+            apart: as `apart` gives it. j: unsigned.
+        """
+        loops, at = self._loops(shape)
+        first = [j if d == at else np.uint32(0) for d in range(len(loops))]
+        part = lax.dynamic_slice(apart, first, (*loops[:at], 1, *loops[at + 1 :]))
+        return lax.reshape(part, self.local(shape))
+
+    def positions(self, shape: Sequence[int], dim: int, dtype: Any, j: Any) -> Any:
+        """Of each element of part *j*, its position in a dim of the whole.
+
+        Args:
+            shape: of the whole.
+        """
+        local = self.local(shape)
+        here = lax.broadcasted_iota(dtype, local, dim)
+        if dim != self.place.dim:
+            return here
+        of = np.dtype(dtype).type
+        minor, rows = self.place.minor, self.size // self.m
+        inner = here % of(minor) if minor > 1 else None
+        row = here // of(minor) if minor > 1 else here
+        outer = row // of(rows) if shape[dim] > self.size * minor else None
+        row = row if outer is None else row % of(rows)
+        row = row * of(self.m) + lax.convert_element_type(j, dtype)
+        row = row if outer is None else row + outer * of(self.size)
+        return row if inner is None else row * of(minor) + inner
+
+    def counts(self, shape: Sequence[int], j: Any) -> tuple[Any, Any] | None:
+        """Of each element of part *j*, its position in the whole, counted over all dims: the high and the low 32
+        bits, as `iota_2x32_shape` has them. None where the high ones are not zero."""
+        if math.prod(shape) >= 2**32:
+            return None
+        low, stride = jnp.zeros(self.local(shape), "uint32"), 1
+        for dim in reversed(range(len(shape))):
+            if shape[dim] > 1:
+                step = self.positions(shape, dim, "uint32", j)
+                low = low + (step if stride == 1 else step * np.uint32(stride))
+            stride *= shape[dim]
+        return jnp.zeros(self.local(shape), "uint32"), low
+
+
+def made(source: Any, operands: Sequence[Any], cut: Cut, shape: Sequence[int], j: Any) -> Sequence[Any] | None:
+    """Part *j* of what is made from positions; None where it can only be cut from the whole.
+
+    Args:
+        source: JAX's own equation.
+        shape: of its results, in the whole.
+    """
+    if source.primitive.name == "iota":
+        dtype = source.params["dtype"]
+        if not jnp.issubdtype(dtype, jnp.integer):
+            return None
+        return [cut.positions(shape, source.params["dimension"], dtype, j)]
+    if source.primitive.name == "iota_2x32_shape":
+        return cut.counts(shape, j)
+    return None
+
+
+#: How terms of two microbatches are combined.
+COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
+    "sum": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    "prod": lax.mul,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+
+
+def identity(kind: str, shape: Sequence[int], dtype: Any) -> Any:
+    """What a reduction begins with."""
+    if kind in ("max", "min"):
+        limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+        infinite = jnp.issubdtype(dtype, jnp.floating)
+        low, high = (-np.inf, np.inf) if infinite else (limits.min, limits.max)
+        return jnp.full(shape, low if kind == "max" else high, dtype)
+    if kind == "and":
+        return jnp.full(shape, True if np.dtype(dtype).kind == "b" else -1, dtype)
+    return jnp.full(shape, 1 if kind == "prod" else 0, dtype)

@@ -1,0 +1,54 @@
+"""A step as units: an equation, or a whole loop or branch.
+
+In: a trace and its graph. Out: `Unit`s in order. Who splits a step, over time or over devices, takes a loop as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.frontend.flat_jaxpr import Equation, Region
+from autopar.ir.graph import Graph
+from autopar.frontend.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """An equation, or a whole loop or branch.
+
+    Args:
+        start, stop: its equations.
+        operands, results: what it reads and makes, seen from outside.
+    """
+
+    start: int
+    stop: int
+    region: Region | None
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def backward_of(units: Iterable[Unit], equations: Sequence[Equation]) -> list[Unit]:
+    """Those of the backward pass: what is traced as such, and what reads it."""
+    found: list[Unit] = []
+    made: set[int] = set()
+    for unit in units:
+        if equations[unit.start].phase == "backward" or any(v in made for v in unit.operands):
+            found.append(unit)
+            made.update(unit.results)
+    return found
+
+
+def units_of(trace: Trace, graph: Graph) -> Iterator[Unit]:
+    """The units of a step in order."""
+    region_at = {region.enter[0]: region for region in trace.regions}
+    start = 0
+    while start < len(graph.nodes):
+        region = region_at.get(start)
+        stop = start + 1 if region is None else region.exit[1]
+        reads = graph.nodes[start:stop] if region is None else graph.nodes[slice(*region.enter)]
+        makes = reads if region is None else graph.nodes[slice(*region.exit)] or reads
+        operands = tuple(v for node in reads for v in node.operands if v is not None)
+        yield Unit(start, stop, region, operands, tuple(v for node in makes for v in node.results))
+        start = stop

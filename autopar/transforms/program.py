@@ -1,0 +1,198 @@
+"""A traced step as the planner and the executor need it.
+
+In: a user's step and its arguments. Out: `Program`: its trace and graph, what is carried and what is donated, and what
+tells it from another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from autopar.frontend.carried_state import carried_arguments, carried_leaves, donated_leaves
+from autopar.frontend.kernel_flops import WORK
+from autopar.transforms.split_dims.rewrite import factor_dims
+from autopar.frontend.sharding_metadata import Annotation
+from autopar.frontend.call import Call, opened
+from autopar.frontend.step import Step
+from autopar.ir.verifier import check
+from autopar.frontend.from_jaxpr import graph_of
+from autopar.ir.graph import Graph
+from autopar.jax_interop.compat import shape_struct
+from autopar.transforms.microbatch.rewrite import split_batch
+from autopar.plans.plan import Again, Plan, ProgramSignature
+from autopar.transforms.remat.rewrite import recompute
+from autopar.system.gc_pause import seldom_collect
+from autopar.frontend.trace import Trace, trace
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A traced step as the planner and the executor need it.
+
+    Args:
+        signature: of the step as the user wrote it, whatever is computed again.
+        whole: where the trace sees dims as two, the same step with those dims as they were written.
+        num_microbatches, own_statistics: how its batch is split over time.
+        unsplit: where it is, the step as it was. split: where it is not, the steps in which it is, so far.
+        recomputed: what the trace computes again.
+        before: where it does, the same step without that.
+        annotations: of the step as traced, by path, how its arguments' own metadata say to split them.
+    """
+
+    trace: Trace
+    graph: Graph
+    carried_arguments: tuple[int, ...]
+    donated: tuple[int, ...]
+    signature: ProgramSignature
+    whole: Program | None = None
+    num_microbatches: int = 1
+    own_statistics: bool = False
+    unsplit: Program | None = field(default=None, compare=False, repr=False)
+    split: dict[tuple[int, bool], Program] = field(default_factory=dict, compare=False, repr=False)
+    recomputed: tuple[Again, ...] = ()
+    before: Program | None = None
+    annotations: Mapping[str, Annotation] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def forms(self) -> tuple[Program, ...]:
+        """The forms that this step has; as it was written comes last."""
+        return (self,) if self.whole is None else (self, self.whole)
+
+    @property
+    def as_traced(self) -> Program:
+        """This step before its batch was split over time, and before anything in it was computed again."""
+        first = self.before or self
+        return first.unsplit or first
+
+    def of(self, plan: Plan) -> Program:
+        """This step in the form that a plan is of: its batch split over time and values computed again as it says."""
+        agains, told = tuple(one.again for one in plan.recomputed), plan.microbatches
+        if (self.signature.fingerprint, self.recomputed) == (plan.program.fingerprint, agains):
+            return self
+        first = self.as_traced
+        if told is not None:
+            first = first.in_microbatches(told.count, own_statistics=told.own_statistics)
+        same = (form for form in first.forms if form.signature.fingerprint == plan.program.fingerprint)
+        form = next(same, None)
+        if form is None:  # of another program, which is for the caller to refuse
+            return first
+        return replace(recomputing(form, agains), before=first) if agains else form
+
+    def in_microbatches(self, count: int, *, own_statistics: bool = False) -> Program:
+        """This step, as traced, with its batch split over time into `count` parts.
+
+        Raises:
+            MicrobatchError: where it cannot be.
+        """
+        traced, key = self.as_traced, (count, own_statistics)
+        if count == 1:
+            return traced
+        if key not in traced.split:
+            whole = traced.whole or traced
+            trace = split_batch(whole.trace, whole.graph, count, own_statistics=own_statistics)
+            program = program_of_trace(trace, whole.graph.carried, traced.carried_arguments, traced.donated)
+            about = {"num_microbatches": count, "own_statistics": own_statistics, "unsplit": traced}
+            within = None if program.whole is None else replace(program.whole, **about)
+            traced.split[key] = replace(program, whole=within, **about)
+        return traced.split[key]
+
+
+def recomputing(program: Program, agains: Sequence[Again]) -> Program:
+    """A step that computes some of its values again in the backward pass."""
+    if not agains:
+        return program
+    rewritten = recompute(program.trace, agains)
+    graph = graph_of(rewritten, program.graph.carried)
+    check(graph)
+    return replace(program, trace=rewritten, graph=graph, whole=None, recomputed=tuple(agains), before=program)
+
+
+@seldom_collect()
+def program_of(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    carry: Sequence[str] | None,
+    donate: Sequence[str] | None,
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+) -> Program:
+    """Trace a step and say what is carried and what is donated."""
+    with opened(Step.of(step, static_argnames), args, kwargs or {}) as call:
+        return program_of_call(call, carry=carry, donate=donate)
+
+
+def program_of_call(call: Call, *, carry: Sequence[str] | None, donate: Sequence[str] | None) -> Program:
+    """Trace a call of a step and say what is carried and what is donated.
+
+    What objects hold is carried where the step changes it; of other arguments, what comes back in the result.
+    """
+    args = jax.tree.map(shape_struct, call.trees)  # where an array lies now must not enter the trace
+    traced = trace(call.function, args, step=call.step, names=call.names, hint=call.hint())
+    outputs = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
+    traced = replace(traced, output_paths=call.output_paths(outputs))
+    asked = None if carry is None else [name for name in carry if name not in call.changed]
+    carried = carried_arguments(args, call.result_of(outputs), call.names, asked, call.changed)
+    given = [*call.renewed, *(call.names[i] for i in carried)] if donate is None else donate
+    leaves = sorted((*call.updated_from(outputs), *carried_leaves(args, carried)))
+    positions = sorted((*carried, *map(call.names.index, call.changed)))
+    program = program_of_trace(traced, tuple(leaves), tuple(positions), donated_leaves(args, call.names, given))
+    return replace(program, annotations=call.annotations())
+
+
+def program_of_trace(
+    traced: Trace, leaves: tuple[tuple[int, int], ...], carried: tuple[int, ...], donated: tuple[int, ...]
+) -> Program:
+    """A trace, and the same with dims that are cut into equal parts seen as two.
+
+    Args:
+        leaves: pairs of positions of inputs and outputs that hold one state.
+        carried: positions of the arguments that hold it. donated: positions of the inputs that are.
+    """
+    graph = graph_of(traced, leaves)
+    check(graph)
+    program = Program(traced, graph, carried, donated, _signature(traced, graph))
+    factored = factor_dims(traced, graph)
+    if factored is traced:
+        return program
+    graph = graph_of(factored, leaves)
+    check(graph)
+    return Program(factored, graph, carried, donated, _signature(factored, graph), whole=program)
+
+
+def _abstract_outputs(traced: Trace) -> list[Any]:
+    def abstract(output: Any) -> Any:
+        if isinstance(output, int):
+            return jax.ShapeDtypeStruct(jax.numpy.shape(traced.avals[output]), traced.avals[output].dtype)
+        return jax.ShapeDtypeStruct((), jax.numpy.result_type(output.value))  # of JAX's own scalars, or Python's
+
+    return [abstract(output) for output in traced.outputs]
+
+
+def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
+    def tensors(paths: Sequence[str], values: Sequence[int | None]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        infos = [graph.values[v] if v is not None else None for v in values]
+        return tuple(
+            (path, info.shape if info else (), info.dtype if info else "literal")
+            for path, info in zip(paths, infos, strict=True)
+        )
+
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        shapes = [graph.values[v].shape for v in node.results]
+        params = sorted((name, value) for name, value in node.params.items() if name != WORK)
+        what = (node.primitive, node.operands, node.results, shapes, params, node.repeat)
+        digest.update(repr(what).encode())
+    return ProgramSignature(
+        name=traced.name,
+        inputs=tensors(graph.input_paths, graph.inputs),
+        outputs=tensors(graph.output_paths, graph.outputs),
+        primitives=dict(sorted(Counter(node.primitive for node in graph.nodes).items())),
+        fingerprint=digest.hexdigest()[:32],
+    )

@@ -1,0 +1,244 @@
+"""Which loops to see as two, and in which nodes.
+
+In: a graph. Out: `Factored`s. A loop that a node cuts into equal parts can be split over devices only as long as
+the parts stay together. Seen as two loops, over the parts and within one, the inner one can be split through the
+cut. What is cut should stand to gain: a product's loop with something made of the program's inputs alone, such as a
+weight; or a loop with the same parts, as in its gradient. What the two dims meet where they must be one again, above
+all the program's inputs and outputs, takes a reshape, and perhaps a resharding. So the nodes that see two dims are
+chosen by a minimum cut: as many bytes as possible that are cut, less the bytes reshaped.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.transforms.split_dims.cuts import CUTTING, Tensor, part_size
+from autopar.transforms.split_dims.loops import Loop, Loops, Place
+from autopar.ir.graph import Graph
+from autopar.solve.min_cut import source_side
+
+#: Pieces by which an input goes into a loop, a branch, or what is computed anew.
+_BORDERS = frozenset(["enter_const", "enter_slice", "enter_branch", "barrier"])
+
+
+@dataclass(frozen=True, slots=True)
+class Factored:
+    """One loop to see as two.
+
+    Args:
+        size, part: of the loop, and of the inner one.
+        places: the dims that are this loop.
+        nodes: where they become two dims.
+    """
+
+    size: int
+    part: int
+    places: frozenset[Place]
+    nodes: frozenset[int]
+
+
+def factored_loops(graph: Graph, followers: Collection[str]) -> tuple[Factored, ...]:
+    """The loops to see as two; none in most programs.
+
+    Args:
+        followers: primitives that can be written for two dims in place of one.
+    """
+    loops = Loops(graph, followers)
+    candidates = _candidates(loops)
+    if not candidates:
+        return ()
+    weights = _made_of_inputs(graph, followers)
+    met = [_meets_weight(graph, loop, weights) for loop, _ in candidates]
+    parts = [_parts(loops, cuts) if any(met) else frozenset() for _, cuts in candidates]
+    of_weights = frozenset[int]().union(*(one for one, meets in zip(parts, met, strict=True) if meets))
+    found: list[Factored] = []
+    for (loop, cuts), meets, of_loop in zip(candidates, met, parts, strict=True):
+        if not meets and not of_loop & of_weights:
+            continue
+        part = _part(graph, cuts)
+        nodes = _nodes(loops, loop, {n: size for n, size in cuts.items() if size == part})
+        if nodes:
+            found.append(Factored(loop.size, part, frozenset(loop.places), frozenset(nodes)))
+    return tuple(found)
+
+
+def _candidates(loops: Loops) -> list[tuple[Loop, dict[int, int]]]:
+    """Loops that nodes cut, with those nodes and the sizes of their parts."""
+    found: dict[int, tuple[Loop, dict[int, int]]] = {}
+
+    def add(place: Place, node: int, part: int) -> None:
+        loop = loops.of(place)
+        found.setdefault(id(loop), (loop, {}))[1][node] = part
+
+    for n, node in enumerate(loops.graph.nodes):
+        if node.primitive not in CUTTING:
+            continue
+        sides: tuple[tuple[Tensor, int | None], ...] = (
+            (("operand", 0), node.operands[0]),
+            (("result", 0), node.results[0]),
+        )
+        for tensor, value in sides:
+            if value is None:
+                continue
+            for d in range(len(loops.graph.values[value].shape)):
+                part = part_size(loops.view(n), tensor, d)
+                if part is not None and part > 1:
+                    add((value, d), n, part)
+                elif part == 1 and _all_taken(loops, n, value, d):
+                    for merged, reshape, inner in _merged(loops, loops.of((value, d))):
+                        add(merged, reshape, inner)
+    return list(found.values())
+
+
+def _all_taken(loops: Loops, node: int, value: int, dim: int) -> bool:
+    """Whether a dim cut into parts of one element is a stack of things, each of which is used: not the sequence
+    of which the first token is looked at."""
+    primitive = loops.graph.nodes[node].primitive
+    if primitive not in ("slice", "pad"):
+        return True
+    readers = [n for n, tensor in loops.touching[value] if tensor[0] == "operand"]
+    slices = [n for n in readers if loops.graph.nodes[n].primitive == "slice"]
+    cut = {loops.view(n).params["start_indices"][dim] for n in slices if part_size(loops.view(n), ("operand", 0), dim)}
+    return primitive == "slice" and len(cut) == loops.graph.values[value].shape[dim]
+
+
+def _merged(loops: Loops, loop: Loop) -> Iterator[tuple[Place, int, int]]:
+    """Dims that a reshape makes of this loop and of loops within it, with the size of what is within: `[3, 12, 64]`
+    of which each third is taken is a dim of 2,304 with parts of 768."""
+    for n in loop.absorbs:
+        node = loops.graph.nodes[n]
+        before, after = node.operands[0], node.results[0]
+        if before is None or node.params.get("dimensions") is not None:
+            continue
+        for one, other in ((before, after), (after, before)):
+            shape, merged = loops.graph.values[one].shape, loops.graph.values[other].shape
+            for d in (d for v, d in loop.places if v == one):
+                inner = 1
+                for size in shape[d + 1 :]:
+                    inner *= size
+                stride = 1
+                for e in reversed(range(len(merged))):
+                    if stride * merged[e] == inner * shape[d] and inner % stride == 0 and inner > stride:
+                        yield (other, e), n, inner // stride
+                    stride *= merged[e]
+
+
+def _made_of_inputs(graph: Graph, followers: Collection[str]) -> set[int]:
+    """Values that are inputs, or made of them by no more than casts, sums and moves."""
+    found = {*graph.inputs, *graph.constants}
+    passing = (frozenset(followers) | CUTTING | _BORDERS) - {"dot_general"}
+    for node in graph.nodes:
+        values = [v for v in node.operands if v is not None]
+        if node.primitive in passing and values and found.issuperset(values):
+            found.update(node.results)
+    return found
+
+
+def _meets_weight(graph: Graph, loop: Loop, weights: set[int]) -> bool:
+    """Whether a product takes the loop from a value made of inputs alone."""
+    read = {v for n in loop.follows if graph.nodes[n].primitive == "dot_general" for v in graph.nodes[n].operands}
+    return any(value in read and value in weights for value, _ in loop.places)
+
+
+def _parts(loops: Loops, cuts: dict[int, int]) -> frozenset[int]:
+    """The loops within one part. A weight's gradient is made of the gradients of its product's parts, which are the
+    same loop as the parts, though the two wholes need not be."""
+    found: set[int] = set()
+    for n, size in cuts.items():
+        node = loops.graph.nodes[n]
+        whole, parts = ((node.operands[0],), node.results)
+        if node.primitive in ("concatenate", "pad"):
+            whole, parts = node.results, node.operands
+        shape = loops.graph.values[whole[0]].shape if whole[0] is not None else ()
+        for value in parts:
+            own = loops.graph.values[value].shape if value is not None else ()
+            if value is not None and len(own) == len(shape):
+                dims = [d for d in range(len(own)) if own[d] != shape[d] and own[d] == size]
+                found.update(id(loops.of((value, d))) for d in dims)
+    return frozenset(found)
+
+
+def _part(graph: Graph, cuts: dict[int, int]) -> int:
+    """The size of the parts by which most bytes are cut."""
+    gains: dict[int, float] = defaultdict(float)
+    for n, part in cuts.items():
+        gains[part] += _bytes_cut(graph, n)
+    return max(gains, key=lambda part: (gains[part], part))
+
+
+def _bytes_cut(graph: Graph, node: int) -> float:
+    """Bytes that a cutting node moves: the smaller of what it reads and what it makes."""
+    one = graph.nodes[node]
+    read = sum(graph.values[v].num_bytes for v in one.operands if v is not None)
+    return min(read, sum(graph.values[v].num_bytes for v in one.results))
+
+
+# -- the minimum cut ---------------------------------------------------------------------------
+
+
+def _nodes(loops: Loops, loop: Loop, cuts: dict[int, int]) -> set[int]:
+    """Nodes that see two dims where this pays; none where it pays nowhere."""
+    free = loop.absorbs - cuts.keys()
+    inside = (loop.follows | cuts.keys()) - free
+    network = _Network()
+    for n in cuts:
+        network.gain(n, _bytes_cut(loops.graph, n))
+    outputs = {v for v in loops.graph.outputs if v is not None}
+    for value in {v for v, _ in loop.places}:
+        num_bytes = loops.graph.values[value].num_bytes
+        maker, readers = _maker_and_readers(loops, value)
+        if maker in free:
+            continue
+        ends = {n if n in inside else None for n in readers if n not in free}
+        ends |= {None} if value in outputs else set()
+        network.value(maker if maker in inside else None, ends, num_bytes)
+    return network.chosen()
+
+
+def _maker_and_readers(loops: Loops, value: int) -> tuple[int | None, list[int]]:
+    touching: Sequence[tuple[int, Tensor]] = loops.touching[value]
+    makers = [n for n, tensor in touching if tensor[0] == "result"]
+    return (makers[0] if makers else None), [n for n, tensor in touching if tensor[0] == "operand"]
+
+
+class _Network:
+    """Nodes on the side of the source see two dims."""
+
+    SOURCE, SINK = 0, 1
+
+    def __init__(self) -> None:
+        self.ids: dict[int | None, int] = {None: self.SINK}
+        self.count = 2
+        self.arcs: list[tuple[int, int, float]] = []
+
+    def gain(self, node: int, num_bytes: float) -> None:
+        self.arcs.append((self.SOURCE, self._id(node), num_bytes))
+
+    def value(self, maker: int | None, readers: set[int | None], num_bytes: float) -> None:
+        """Where maker and readers do not see a value alike, it is reshaped, once."""
+        made = self._id(maker)
+        forth, back = self.count, self.count + 1
+        self.count += 2
+        self.arcs += [(made, forth, num_bytes), (back, made, num_bytes)]
+        for reader in readers:
+            self.arcs += [(forth, self._id(reader), np.inf), (self._id(reader), back, np.inf)]
+
+    def chosen(self) -> set[int]:
+        endless = 1 + sum(int(capacity) for _, _, capacity in self.arcs if np.isfinite(capacity))
+        arcs = [
+            (tail, head, int(capacity) if np.isfinite(capacity) else endless)
+            for tail, head, capacity in self.arcs
+            if tail != self.SINK and head != self.SOURCE and tail != head
+        ]
+        side = source_side(arcs, self.SOURCE, self.SINK)
+        return {node for node, i in self.ids.items() if node is not None and i in side}
+
+    def _id(self, node: int | None) -> int:
+        if node not in self.ids:
+            self.ids[node] = self.count
+            self.count += 1
+        return self.ids[node]

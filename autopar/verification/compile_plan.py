@@ -1,0 +1,105 @@
+"""A plan's program, compiled for GPUs that need not exist, and held against the plan.
+
+In: a plan, the program it is of, a hardware profile. Out: `CompiledStep`, what XLA makes of it; `Verification`, the two
+beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.runtime import jit as execute
+from autopar.xla_compiler.gpu_target import target_text, topology_text
+from autopar.verification.figures import match_collectives, memory_figures, step_time_figure
+from autopar.xla_compiler.compiler import Arguments, CompiledStep, Compiler
+from autopar.runtime.xla_options import compiler_options
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.jax_interop.compat import kept_inputs, module_bytes, raw_struct
+from autopar.plans.plan import Plan
+from autopar.transforms.program import Program
+from autopar.verification.verification import Attempt, Verification
+
+
+def compile_plan(
+    plan: Plan,
+    program: Program,
+    profile: HardwareProfile,
+    num_hosts: int,
+    compiler: Compiler,
+    report: Callable[[str, float], None],
+    *,
+    run: bool = False,
+) -> CompiledStep:
+    """What XLA makes of a planned program.
+
+    Args:
+        program: in the form that the plan is of.
+        run: run it too, on GPUs that are here.
+
+    Raises:
+        VerifyError: XLA refuses the program, or the hosts cannot be.
+    """
+    topology_text(plan.mesh.num_devices, num_hosts)  # refused before lowering, as is
+    target_text(profile)  # a profile without a GPU
+    report("lower", 1.0)
+    jitted = execute.jit_plan(plan, program.trace, execute.abstract_mesh(plan.mesh))
+    lowered = execute.lower_for("cuda", jitted, program.trace.arguments)
+    arguments = [_arguments(plan, program, kept_inputs(lowered))] if run else []
+    report("XLA compiles", 1.0)
+    return compiler.compile(
+        module_bytes(lowered), profile, plan.mesh.num_devices, num_hosts, *arguments, options=compiler_options(plan)
+    )
+
+
+def held_against(
+    plan: Plan,
+    program: Program,
+    compiled: CompiledStep,
+    profile: HardwareProfile,
+    num_hosts: int,
+    *,
+    budget_bytes: float,
+    attempts: Sequence[Attempt],
+    overhead_s: float,
+) -> Verification:
+    """A plan beside what XLA made of it; see `Verification`."""
+    # V100 and A100 have no such figures, and XLA's estimate is not to be believed there.
+    believable = "matrix_unit_description" in (profile.xla_target or {})
+    return Verification(
+        plan=plan,
+        topology=topology_text(plan.mesh.num_devices, num_hosts),
+        memory=memory_figures(plan, _argument_bytes(plan, program), compiled),
+        matched=match_collectives(plan, compiled.hlo_text, compiled.hosts),
+        step_time=step_time_figure(plan, compiled, believable),
+        compiled=compiled,
+        budget_bytes=budget_bytes,
+        attempts=tuple(attempts),
+        overhead_s=overhead_s,
+    )
+
+
+def hosts_needed(plan: Plan, profile: HardwareProfile) -> int:
+    """As few as hold the plan's devices."""
+    return -(-plan.mesh.num_devices // profile.devices_per_host)
+
+
+def _arguments(plan: Plan, program: Program, kept: Sequence[int]) -> Arguments:
+    """What to run the step on: the inputs that the lowered program takes."""
+    trace, place = program.trace, {position: n for n, position in enumerate(kept)}
+    inputs = []
+    for position in kept:
+        raw, dims = raw_struct(trace.avals[trace.inputs[position]]), plan.inputs[position].sharding.dims
+        inputs.append((tuple(raw.shape), str(raw.dtype), tuple(map(tuple, dims))))
+    return Arguments(
+        mesh_axes=plan.mesh.axis_names,
+        mesh_sizes=plan.mesh.axis_sizes,
+        inputs=tuple(inputs),
+        donated=tuple(place[position] for position in plan.donated if position in place),
+        carried=tuple((place[before], after) for before, after in plan.carried if before in place),
+    )
+
+
+def _argument_bytes(plan: Plan, program: Program) -> float:
+    graph = program.graph
+    read = {value for node in graph.nodes for value in node.operands} | set(graph.outputs)
+    return sum(tensor.num_bytes for tensor, value in zip(plan.inputs, graph.inputs, strict=True) if value in read)

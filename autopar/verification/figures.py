@@ -1,0 +1,301 @@
+"""A plan's promises beside what XLA compiled: memory, collectives, step time.
+
+In: a plan, and XLA's program with its figures. Out: rows of figures, each with its tolerance. The
+predictions are the plan's alone: nothing here that predicts reads the compiled program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.xla_compiler.compiler import CompiledStep
+from autopar.report.breakdown import PREDICTED, SIMULATED
+from autopar.ir.graph import UNKNOWN_TRIPS
+from autopar.xla_compiler.hlo_collectives import Collective, collectives, has_loops
+from autopar.xla_compiler.hlo_metadata import mesh_axes
+from autopar.ir.mesh import MeshShape
+from autopar.verification.attribution import describe_origin, pair
+from autopar.plans.plan import CollectiveUse, Plan
+
+#: Arguments, outputs and what they share follow from shapes and shardings alone.
+EXACT_TOLERANCE = 0.005
+#: The peak holds what XLA fuses, reuses and keeps for itself, which a plan can only estimate; a
+#: budget leaves more room than this. Temporaries are no figure of their own: the peak contains them.
+PEAK_TOLERANCE = 0.12
+#: Shapes say what is sent; XLA pads a little when it combines.
+WIRE_TOLERANCE = 0.02
+#: Two models of one machine: closer than this they rank plans alike.
+STEP_TIME_TOLERANCE = 0.20
+#: No difference of memory below this counts: XLA aligns each buffer and keeps small constants.
+MEMORY_SLACK_BYTES = 64 * 1024
+#: Collectives of fewer bytes on the wire are no matter: losses, norms, counters.
+WIRE_SLACK_BYTES = 1024
+#: The number of a layer in a path: causes that differ in it alone are one.
+_LAYER = re.compile(r"_\d+(?=/)")
+#: XLA returns several outputs as a tuple, with a pointer to each.
+_POINTER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number, predicted and compiled.
+
+    Args:
+        name: e.g. `peak`.
+        unit: `bytes` (on one device) or `s`.
+        compiled: None where XLA says nothing.
+        tolerance: relative to the compiled number; None where the figure is told and not held.
+        slack: a difference that never counts, in the unit.
+        measured: where the step was run; told and not held.
+    """
+
+    name: str
+    unit: str
+    predicted: float
+    compiled: float | None
+    tolerance: float | None
+    slack: float = 0.0
+    measured: float | None = None
+
+    @property
+    def off(self) -> float | None:
+        """(predicted - compiled) / compiled; None where there is nothing to divide by."""
+        return (self.predicted - self.compiled) / self.compiled if self.compiled else None
+
+    @property
+    def holds(self) -> bool:
+        if self.compiled is None or self.tolerance is None:
+            return True
+        return abs(self.predicted - self.compiled) <= max(self.slack, self.tolerance * self.compiled)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveMatch:
+    """All collectives of one kind over the same mesh axes. Bytes are those one device sends per step.
+
+    Args:
+        axes: None for compiled groups of devices that follow no mesh axes.
+        combinable: of the predicted ones, how many XLA may merge: only bytes are held, not counts.
+        causes: what the largest were predicted for; layers alike are one.
+        crosses_hosts: whether a compiled one has devices of several hosts in one group.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    predicted_count: int
+    compiled_count: int
+    predicted_bytes: float
+    compiled_bytes: float
+    combinable: int
+    causes: tuple[str, ...]
+    crosses_hosts: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} over {_over(self.axes)}"
+
+    @property
+    def figure(self) -> Figure:
+        return Figure(self.name, "bytes", self.predicted_bytes, self.compiled_bytes, WIRE_TOLERANCE, WIRE_SLACK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCollective:
+    """One collective of XLA's program, with the decisions that predicted it.
+
+    Args:
+        axes: None for groups of devices that follow no mesh axes.
+        instruction: its name in XLA's program.
+        num_times: how often a step runs it.
+        num_bytes: what one device sends in a step. unpredicted_bytes: of it, what no decision accounts for.
+        path, source: the module path and the source line that XLA has kept. library_source: the innermost line outside
+            JAX, Flax and Optax.
+        predicted: positions in `Plan.collectives`.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    instruction: str
+    num_times: int
+    num_bytes: float
+    unpredicted_bytes: float
+    path: str
+    source: str
+    predicted: tuple[int, ...]
+    library_source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """All collectives, predicted and compiled, the largest first.
+
+    Args:
+        matches: by kind and mesh axes.
+        compiled: one by one.
+        missing: positions in `Plan.collectives` of those that XLA's program does not have, and what
+            one device was to send.
+    """
+
+    matches: tuple[CollectiveMatch, ...]
+    compiled: tuple[CompiledCollective, ...]
+    missing: tuple[tuple[int, float], ...]
+
+    @property
+    def unpredicted(self) -> tuple[CompiledCollective, ...]:
+        """The compiled ones that no decision accounts for, or not for all bytes of."""
+        found = (one for one in self.compiled if one.unpredicted_bytes > WIRE_SLACK_BYTES)
+        return tuple(sorted(found, key=lambda one: -one.unpredicted_bytes))
+
+
+def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) -> tuple[Figure, ...]:
+    """Bytes per device.
+
+    Args:
+        argument_bytes: predicted, of the inputs that the step reads: `jit` drops the others.
+    """
+    donated = set(plan.donated)
+    pointers = _POINTER_BYTES * len(plan.outputs) if len(plan.outputs) > 1 else 0
+    output = sum(tensor.num_bytes for tensor in plan.outputs) + pointers
+    alias = sum(plan.outputs[after].num_bytes for before, after in plan.carried if before in donated)
+    ran = compiled.measured.peak_bytes if compiled.measured else None
+    rows = (
+        ("arguments", argument_bytes, compiled.argument_bytes, EXACT_TOLERANCE),
+        ("temporaries", plan.prediction.temporary_bytes, compiled.temp_bytes, None),
+        ("outputs", output, compiled.output_bytes, EXACT_TOLERANCE),
+        ("shared by both", alias, compiled.alias_bytes, EXACT_TOLERANCE),
+        ("peak", plan.prediction.peak_bytes, compiled.peak_bytes, PEAK_TOLERANCE),
+    )
+    return tuple(
+        Figure(name, "bytes", predicted, actual, tolerance, MEMORY_SLACK_BYTES, ran if name == "peak" else None)
+        for name, predicted, actual, tolerance in rows
+    )
+
+
+def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Figure:
+    """What the plan expects XLA's estimator to say, or where it does not know, its own step time; beside what it says. Held
+    only where XLA's estimator knows the device's matrix units. A loop it takes for one short operation, so of a program
+    with loops it says nothing."""
+    estimate = None if has_loops(compiled.hlo_text) else compiled.step_time_s
+    tolerance = STEP_TIME_TOLERANCE if believable else None
+    ran = compiled.measured.step_time_s if compiled.measured else None
+    told = plan.prediction
+    if told.xla_step_time_s is None:
+        return Figure(PREDICTED, "s", told.step_time_s, estimate, tolerance, measured=ran)
+    return Figure(SIMULATED, "s", told.xla_step_time_s, estimate, tolerance, measured=ran)
+
+
+def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> Collectives:
+    """Hold a plan's collectives against those of XLA's program.
+
+    Args:
+        hosts: the host of each device.
+    """
+    mesh = plan.mesh
+    predicted: dict[tuple[str, tuple[str, ...] | None], list[tuple[int, CollectiveUse]]] = defaultdict(list)
+    for position, use in enumerate(plan.collectives):
+        axes = _real_axes(use.axes, mesh)
+        if axes:
+            predicted[use.kind, axes].append((position, use))
+    compiled: dict[tuple[str, tuple[str, ...] | None], list[Collective]] = defaultdict(list)
+    for one in collectives(hlo_text, ignore_up_to=0, unknown_trips=round(UNKNOWN_TRIPS)):
+        axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
+        if axes != ():
+            compiled[one.kind, None if axes is None else _real_axes(axes, mesh)].append(one)
+    matches, rows, missing = [], [], []
+    for key in sorted({*predicted, *compiled}, key=lambda key: (key[0], key[1] or ())):
+        kind, axes = key
+        uses, found, size = predicted.get(key, []), compiled.get(key, []), mesh.sizes(key[1] or ())
+        matches.append(_match(kind, axes, [use for _, use in uses], found, mesh, hosts))
+        paired = pair(found, uses, mesh.num_devices)
+        for n, one in enumerate(found):
+            rest = sent_bytes(kind, paired.compiled_left.get(n, 0.0), one.group_size(mesh.num_devices))
+            path = describe_origin(one.op_name)
+            members = paired.predicted.get(n, ())
+            sent = sent_by(one, mesh)
+            rows.append(
+                CompiledCollective(
+                    kind, axes, one.name, one.num_times, sent, rest, path, one.source, members, one.library_source
+                )
+            )
+        left = {position: sent_bytes(kind, rest, size) for position, rest in paired.predicted_left.items()}
+        missing += [(position, rest) for position, rest in left.items() if rest > WIRE_SLACK_BYTES]
+    matches.sort(key=lambda match: -max(match.predicted_bytes, match.compiled_bytes))
+    rows.sort(key=lambda row: -row.num_bytes)
+    return Collectives(tuple(matches), tuple(rows), tuple(sorted(missing, key=lambda one: -one[1])))
+
+
+def sent_bytes(kind: str, payload: float, num_devices: int) -> float:
+    """What one device sends in a ring, for a payload by the convention of `cost.collectives`.
+
+    >>> sent_bytes("all-reduce", 800.0, 8), sent_bytes("all-gather", 800.0, 8), sent_bytes("collective-permute", 8.0, 8)
+    (1400.0, 700.0, 8.0)
+    """
+    if kind in ("collective-permute", "collective-broadcast"):
+        return payload
+    return (2 if kind == "all-reduce" else 1) * (num_devices - 1) / num_devices * payload
+
+
+def _match(
+    kind: str,
+    axes: tuple[str, ...] | None,
+    uses: Sequence[CollectiveUse],
+    found: Sequence[Collective],
+    mesh: MeshShape,
+    hosts: Sequence[int],
+) -> CollectiveMatch:
+    size = mesh.sizes(axes or ())
+    by_cause: Counter[str] = Counter()
+    for use in uses:
+        by_cause[_LAYER.sub("_*", use.cause)] += int(use.bytes_per_step)
+    return CollectiveMatch(
+        kind=kind,
+        axes=axes,
+        predicted_count=sum(use.num_times for use in uses),
+        compiled_count=sum(one.num_times for one in found),
+        predicted_bytes=sum(sent_bytes(kind, use.bytes_per_step, size) for use in uses),
+        compiled_bytes=sum(sent_by(one, mesh) for one in found),
+        combinable=sum(use.num_times for use in uses if use.combinable),
+        causes=tuple(cause for cause, _ in by_cause.most_common(2)),
+        crosses_hosts=any(_crosses(one, hosts) for one in found),
+    )
+
+
+def _crosses(one: Collective, hosts: Sequence[int]) -> bool:
+    groups = one.groups or (tuple(range(len(hosts))),)
+    return bool(hosts) and any(len({hosts[device] for device in group}) > 1 for group in groups)
+
+
+def sent_by(one: Collective, mesh: MeshShape) -> float:
+    """Bytes that one device sends for a collective in a step."""
+    size = one.group_size(mesh.num_devices)
+    return one.num_times * sum(sent_bytes(one.kind, payload, size) for payload in one.payloads(mesh.num_devices))
+
+
+def _real_axes(axes: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:
+    """In the mesh's order, without axes of one device: nothing is sent along these."""
+    return tuple(axis for axis in mesh.axis_names if axis in axes and mesh.size(axis) > 1)
+
+
+def _over(axes: tuple[str, ...] | None) -> str:
+    return "no mesh axes" if axes is None else ", ".join(axes)
+
+
+def names_off(figures: Sequence[Figure]) -> tuple[str, ...]:
+    """The names of the figures that do not hold."""
+    return tuple(figure.name for figure in figures if not figure.holds)
+
+
+def as_json(figure: Figure) -> Mapping[str, object]:
+    """A figure as JSON types."""
+    return {
+        "name": figure.name,
+        "unit": figure.unit,
+        "predicted": figure.predicted,
+        "compiled": figure.compiled,
+        "measured": figure.measured,
+        "tolerance": figure.tolerance,
+        "holds": figure.holds,
+    }

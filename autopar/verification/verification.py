@@ -1,0 +1,329 @@
+"""What `verify` found: predicted beside compiled.
+
+In: figures and collectives that were compared. Out: `Verification`, a value that prints as text and as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autopar.verification.figures import CollectiveMatch, Collectives, CompiledCollective, Figure, as_json, names_off
+from autopar.xla_compiler.compiler import CompiledStep
+from autopar.report.breakdown import PREDICTED, PREDICTED_IS, SIMULATED, SIMULATED_IS
+from autopar.system.text_tables import plain_text, short_source
+from autopar.plans.plan import Plan
+from autopar.system.units import human_bytes, human_seconds
+from autopar.planner.memory_search import BUDGET_MARGIN
+
+#: Rows shown of collectives that nobody predicted; the JSON has all.
+MAX_ROWS = 16
+#: Rows shown of compiled collectives one by one.
+FEW_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One plan that was compiled, or could not be made. Bytes are per device.
+
+    Args:
+        planned_for_bytes: what the plan was to keep to: the budget less the margin, or less after a
+            plan that took more than the budget.
+        predicted_bytes, compiled_bytes: the peak; None where no plan fits.
+        step_time_s: predicted.
+        words: the plan's, or why there is none.
+    """
+
+    planned_for_bytes: float
+    predicted_bytes: float | None
+    compiled_bytes: float | None
+    step_time_s: float | None
+    words: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification:
+    """Predicted beside compiled. Printed, it is plain text.
+
+    Args:
+        plan: what was held against XLA's program.
+        topology: `slices x hosts x GPUs` that it was compiled for.
+        memory: arguments, temporaries, outputs, what these share, and the peak; bytes per device.
+        matched: all collectives: by kind and mesh axes, and one by one with the decisions that
+            predicted them.
+        step_time: what the plan expects of the estimate of XLA's scheduler, beside that estimate; where the profile has no
+            figures of the estimator, the plan's own predicted step time.
+        compiled: what XLA made, its text included.
+        budget_bytes: the memory budget that the compiled peak must keep to.
+        attempts: the plans that were made and compiled to keep to it, the verified one among them.
+        overhead_s: what verifying took beyond planning (tracing included) and beyond XLA's compile:
+            lowering the planned step, starting the compiler's process as far as planning did not
+            hide it, handing over the module, reading XLA's program, comparing. Not in it: printing,
+            and the text of the program, which XLA writes while it compiles.
+    """
+
+    plan: Plan
+    topology: str
+    memory: tuple[Figure, ...]
+    matched: Collectives
+    step_time: Figure
+    compiled: CompiledStep
+    budget_bytes: float
+    attempts: tuple[Attempt, ...]
+    overhead_s: float
+
+    @property
+    def collectives(self) -> tuple[CollectiveMatch, ...]:
+        """By kind and mesh axes, the largest first."""
+        return self.matched.matches
+
+    @property
+    def unpredicted(self) -> tuple[CompiledCollective, ...]:
+        """Compiled collectives that no decision accounts for, the largest first."""
+        return self.matched.unpredicted
+
+    @property
+    def off(self) -> tuple[str, ...]:
+        """The names of the figures that are off by more than their tolerance, and `memory budget` where
+        XLA's program takes more; empty where all hold."""
+        names = names_off([*self.memory, *(match.figure for match in self.collectives), self.step_time])
+        return names if self.fits else (*names, "memory budget")
+
+    @property
+    def fits(self) -> bool:
+        """Whether XLA's program keeps to the memory budget."""
+        return self.compiled.peak_bytes <= self.budget_bytes
+
+    @property
+    def holds(self) -> bool:
+        """Whether every figure is within its tolerance."""
+        return not self.off
+
+    def __str__(self) -> str:
+        return plain_text(lambda console: render_verification(self, console))
+
+    __repr__ = __str__
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the program's text, as JSON types: plain seconds and bytes."""
+        compiled = self.compiled
+        return {
+            "format": "autopar-verification",
+            "version": 1,
+            "program": self.plan.program.name,
+            "hardware": self.plan.hardware,
+            "mesh": dict(zip(self.plan.mesh.axis_names, self.plan.mesh.axis_sizes, strict=True)),
+            "topology": self.topology,
+            "strategy": self.plan.words,
+            "xla_flags": list(compiled.flags),
+            "compile_s": compiled.compile_s,
+            "overhead_s": self.overhead_s,
+            "holds": self.holds,
+            "off": list(self.off),
+            "memory": [as_json(figure) for figure in self.memory],
+            "memory_budget": {
+                "bytes": self.budget_bytes,
+                "margin": BUDGET_MARGIN,
+                "holds": self.fits,
+                "attempts": [asdict(attempt) for attempt in self.attempts],
+            },
+            "step_time": as_json(self.step_time),
+            "predicted_step_time_s": self.plan.prediction.step_time_s,
+            "measured": asdict(compiled.measured) if compiled.measured else None,
+            "predicted_exposed_s": self.plan.prediction.xla_exposed_s,
+            "exposed_s": compiled.exposed_s,
+            "collectives": [{**asdict(match), "holds": match.figure.holds} for match in self.collectives],
+            "compiled_collectives": [
+                asdict(one) | {"predicted": [self._predicted(position) for position in one.predicted]}
+                for one in self.matched.compiled
+            ],
+            "unpredicted": [asdict(one) for one in self.unpredicted],
+            "missing": [self._predicted(position) | {"missing_bytes": rest} for position, rest in self.matched.missing],
+        }
+
+    def _predicted(self, position: int) -> dict[str, Any]:
+        use = self.plan.collectives[position]
+        about = {name: getattr(use, name) for name in ("kind", "axes", "num_bytes", "cause", "path", "source", "phase")}
+        return {"position": position, **about}
+
+
+# -- as text ---------------------------------------------------------------------------------
+
+
+def render_verification(told: Verification, console: Console) -> None:
+    """Print a verification to a console, with styles where it has them."""
+    plan, compiled = told.plan, told.compiled
+    verdict = "holds" if told.holds else f"off: {', '.join(told.off)}"
+    console.print(Text.assemble(("Verification of ", "bold"), (plan.program.name, "bold"), f": {verdict}"))
+    console.print(Text(f"{plan.words}; mesh {plan.mesh.describe()}"))
+    console.print(
+        Text(
+            f"compiled for {plan.hardware}, topology {told.topology}, in {human_seconds(compiled.compile_s)}, and"
+            f" {human_seconds(told.overhead_s)} around it\n"
+        )
+    )
+    console.print(Text("Memory, per device", "bold"), _figures(told.memory))
+    console.print(_budget(told))
+    console.print(Text("Collectives: what one device sends in a step", "bold"))
+    console.print(_collectives(told.collectives) if told.collectives else Padding(Text("none\n"), (0, 0, 0, 2)))
+    if told.matched.compiled:
+        console.print(Text("Compiled collectives, and what predicted them", "bold"), _one_by_one(told))
+    if told.unpredicted:
+        console.print(Text("Compiled, and predicted by no decision", "bold"), _strangers(told.unpredicted))
+    if told.matched.missing:
+        console.print(Text("Predicted, and not compiled", "bold"), _missing(told))
+    console.print(Text("Step time, and XLA's estimate of it", "bold"), _figures(_step_times(told)))
+    what = [f"{PREDICTED}: {PREDICTED_IS}"]
+    if told.step_time.name == SIMULATED:
+        what.append(f"{SIMULATED}: {SIMULATED_IS}")
+    foreseen = plan.prediction.xla_exposed_s
+    for whose, times in (("simulated", foreseen), ("says XLA", compiled.exposed_s)):
+        if times is not None:
+            each = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in times.items())
+            what.append(f"hidden by no kernel, {whose}: {each or 'none'}")
+    console.print(*(Padding(Text(line), (0, 0, 0, 2)) for line in what))
+    console.print()
+    console.print(Text("XLA_FLAGS", "bold"), *(Padding(Text(flag), (0, 0, 0, 2)) for flag in compiled.flags))
+
+
+def _step_times(told: Verification) -> list[Figure]:
+    """Both step times of the plan: its own, of which XLA says nothing, and what it expects of XLA's estimator."""
+    if told.step_time.name != SIMULATED:
+        return [told.step_time]
+    own = told.plan.prediction.step_time_s
+    return [Figure(PREDICTED, "s", own, None, None, measured=told.step_time.measured), told.step_time]
+
+
+def _figures(figures: Sequence[Figure]) -> RenderableType:
+    ran = ["measured"] if any(one.measured is not None for one in figures) else []
+    table = _table("", "predicted", "compiled", *ran, "off", "tolerance", "")
+    for one in figures:
+        show = human_bytes if one.unit == "bytes" else human_seconds
+        told = [one.compiled, *([one.measured] if ran else [])]
+        table.add_row(
+            Text(one.name),
+            show(one.predicted),
+            *("-" if number is None else show(number) for number in told),
+            _off(one),
+            "-" if one.tolerance is None else f"{100 * one.tolerance:g} %",
+            Text("" if one.holds else "OFF", "red"),
+        )
+    return Padding(table, (0, 0, 1, 2))
+
+
+def _budget(told: Verification) -> RenderableType:
+    kept = f"the compiled peak keeps to the memory budget of {human_bytes(told.budget_bytes)}"
+    if told.fits and len(told.attempts) == 1:
+        return Padding(Text(kept), (0, 0, 1, 2))
+    table = _table("attempt", "planned for", "predicted", "compiled", "predicted step", "plan")
+    for number, one in enumerate(told.attempts, 1):
+        sizes = [one.planned_for_bytes, one.predicted_bytes, one.compiled_bytes]
+        shown = ["-" if size is None else human_bytes(size) for size in sizes]
+        step_time = "-" if one.step_time_s is None else human_seconds(one.step_time_s)
+        table.add_row(str(number), *shown, step_time, Text(one.words))
+    over = f"the compiled peak is over the memory budget of {human_bytes(told.budget_bytes)}"
+    ways = "give a larger budget or more devices, a smaller batch or model"
+    if not told.fits and len(told.attempts) == 1:  # a given plan
+        ratio = told.budget_bytes / told.compiled.peak_bytes
+        tighter = told.plan.prediction.peak_bytes * ratio
+        ways = f"plan anew with a budget of {human_bytes(tighter)}, or verify without a given plan, which does so"
+    grid = Table.grid()
+    grid.add_row(Text(kept if told.fits else f"{over}: {ways}", "" if told.fits else "red"))
+    grid.add_row(table)
+    return Padding(grid, (0, 0, 1, 2))
+
+
+def _collectives(matches: Sequence[CollectiveMatch]) -> RenderableType:
+    table = _table("collective", "predicted", "compiled", "off", "", "what for")
+    for one in matches:
+        table.add_row(
+            Text(f"{one.name}, between hosts" if one.crosses_hosts else one.name),
+            f"{one.predicted_count}{'*' if one.combinable else ''}: {human_bytes(one.predicted_bytes)}",
+            f"{one.compiled_count}: {human_bytes(one.compiled_bytes)}",
+            _off(one.figure),
+            Text("" if one.figure.holds else "OFF", "red"),
+            Text("\n".join(one.causes)),
+        )
+    starred = (
+        Text("* XLA may merge these into fewer: bytes are held, counts are not")
+        if any(one.combinable for one in matches)
+        else Text()
+    )
+    grid = Table.grid()
+    grid.add_row(table)
+    grid.add_row(starred)
+    return Padding(grid, (0, 0, 1, 2))
+
+
+def _one_by_one(told: Verification) -> RenderableType:
+    table = _table("collective", "sends", "decisions", "what for, and where")
+    for one in told.matched.compiled[:FEW_ROWS]:
+        uses = [told.plan.collectives[position] for position in one.predicted]
+        causes = list(dict.fromkeys(use.cause for use in sorted(uses, key=lambda use: -use.num_bytes)))
+        cause = f"{causes[0]}{', …' if len(causes) > 1 else ''}" if causes else "predicted by no decision"
+        times = f" x{one.num_times}" if one.num_times > 1 else ""
+        table.add_row(
+            Text(f"{_name_of(one)}{times}"),
+            human_bytes(one.num_bytes),
+            str(len(uses)),
+            Text(f"{cause}\n{one.path}"),
+        )
+    _add_rest(table, len(told.matched.compiled) - FEW_ROWS)
+    return Padding(table, (0, 0, 1, 2))
+
+
+def _strangers(rows: Sequence[CompiledCollective]) -> RenderableType:
+    table = _table("collective", "sends", "where")
+    for one in rows[:MAX_ROWS]:
+        where = [one.path, short_source(one.source)]
+        table.add_row(Text(_name_of(one)), human_bytes(one.unpredicted_bytes), Text("\n".join(filter(None, where))))
+    _add_rest(table, len(rows) - MAX_ROWS)
+    return Padding(table, (0, 0, 1, 2))
+
+
+def _missing(told: Verification) -> RenderableType:
+    table = _table("collective", "sends", "what for, and where")
+    for position, rest in told.matched.missing[:MAX_ROWS]:
+        use = told.plan.collectives[position]
+        where = [use.cause, use.path, short_source(use.source)]
+        name = f"{use.kind} over {', '.join(use.axes)}"
+        table.add_row(Text(name), human_bytes(rest), Text("\n".join(filter(None, where))))
+    _add_rest(table, len(told.matched.missing) - MAX_ROWS)
+    return Padding(table, (0, 0, 1, 2))
+
+
+def _name_of(one: CompiledCollective) -> str:
+    return f"{one.kind} over {'no mesh axes' if one.axes is None else ', '.join(one.axes)}"
+
+
+def _add_rest(table: Table, rest: int) -> None:
+    if rest > 0:
+        table.add_row(Text(f"and {rest} more; --json has all"))
+
+
+def _off(figure: Figure) -> str:
+    return "-" if figure.off is None else f"{100 * figure.off:+.1f} %"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
+    for name in columns:
+        right = name in (
+            "planned for",
+            "predicted",
+            "compiled",
+            "measured",
+            "off",
+            "tolerance",
+            "predicted step",
+            "sends",
+            "decisions",
+        )
+        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    return table

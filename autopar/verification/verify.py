@@ -1,0 +1,230 @@
+"""Hold a plan against the program that XLA compiles from it, on a machine without a GPU.
+
+In: a step, its arguments and a plan (or what to plan for). Out: `Verification`: predicted beside
+compiled, which prints as text. The step is traced, planned and lowered here, and compiled in
+another process (`absent`); nothing is run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import jax
+
+from autopar.xla_compiler.gpu_target import topology_text
+from autopar.api.parallelize import ParallelStep, parallelize
+from autopar.verification.compile_plan import compile_plan, held_against, hosts_needed
+from autopar.xla_compiler.compiler import CompiledStep, Compiler
+from autopar.cost.hardware_profile import HardwareProfile, detect, load
+from autopar.errors import BudgetError, TimeLimitError, VerifyError
+from autopar.frontend.step import Step
+from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.plans.plan import Plan
+from autopar.planner.planner import Program, plan_program
+from autopar.system.units import human_bytes
+from autopar.verification.verification import Attempt, Verification
+from autopar.verification.verify_stages import StagesVerification, verify_stages
+from autopar.planner.memory_search import BUDGET_MARGIN
+
+#: How often a plan whose compiled program takes more than the memory budget is made anew.
+MOST_REPLANS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A plan, what it was made for, and what XLA made of it."""
+
+    plan: Plan
+    compiled: CompiledStep
+
+
+@overload
+def verify(  # pyright: ignore[reportOverlappingOverload]
+    step: Callable[..., Any], *args: Any, plan: PipelinePlan, **options: Any
+) -> StagesVerification: ...
+@overload
+def verify(step: Callable[..., Any], *args: Any, stages: int | Literal["auto"], **options: Any) -> Any: ...
+@overload
+def verify(step: Callable[..., Any], *args: Any, **options: Any) -> Verification: ...
+def verify(
+    step: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    plan: AnyPlan | str | Path | None = None,
+    hosts: int | None = None,
+    run: bool = False,
+    compiler: Compiler | None = None,
+    **options: Any,
+) -> Any:
+    """Compile the planned step for its GPUs, none of which need exist, and compare.
+
+    A plan made here whose compiled program takes more than the memory budget is made anew for a
+    tighter one, at most twice. Of a plan of stages, each stage's program is compiled: `StagesVerification`.
+
+    Args:
+        step: a function as for `autopar.plan`, or a step made by `autopar.parallelize`, whose plan and
+            options hold unless others are given.
+        args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
+        kwargs: the step's keyword arguments.
+        plan: the plan to hold against XLA's program; by default one is made.
+        hosts: over how many hosts the devices are spread; by default as few as the profile needs.
+        run: run the step too, on GPUs that are here, and measure it.
+        compiler: one that was started earlier, and is ended by whoever started it; by default one is
+            started here.
+        options: those of `autopar.plan`. With `plan`, `hardware` says what to compile for.
+
+    Raises:
+        VerifyError: the CUDA wheels are missing, XLA refuses the program, or it is to be run and the GPUs
+            are not here.
+        AutoparError: as `autopar.plan` raises.
+    """
+    started = time.perf_counter()
+    # Before planning, which may take long: it is getting ready meanwhile.
+    with Compiler() if compiler is None else nullcontext(compiler) as compiler:
+        if run:
+            compiler.check_may_run()
+        whole = step if isinstance(step, ParallelStep) and plan is None and not options else None
+        if whole is not None:
+            options = whole.options
+        if whole is not None and (hosts is None or whole.is_fixed):
+            parallel = whole
+        else:
+            if hosts is not None and plan is None:
+                options |= {"hardware": _spread(options, hosts)}
+            parallel = parallelize(Step.of(step), plan=plan, **options)
+        told = _Verifier(parallel, args, kwargs or {}, hosts, run, options, compiler).verify()
+    return replace(told, overhead_s=time.perf_counter() - started - told.overhead_s)
+
+
+class _Verifier:
+    """Plans, compiles, and plans again where the compiled program takes more than the budget."""
+
+    def __init__(
+        self,
+        parallel: ParallelStep,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        hosts: int | None,
+        run: bool,
+        options: Mapping[str, Any],
+        compiler: Compiler,
+    ) -> None:
+        self.parallel, self.args, self.kwargs, self.hosts, self.run = parallel, args, kwargs, hosts, run
+        self.options, self.compiler = options, compiler
+        self.report: Callable[[str, float], None] = options.get("progress") or (lambda stage, fraction: None)
+        self.elsewhere_s = 0.0  # planning, and XLA's own work
+        self.attempts: list[Attempt] = []
+
+    def verify(self) -> Verification | StagesVerification:
+        """All but the overhead, in whose place stands what is no overhead."""
+        before = time.perf_counter()
+        plan, program = self.parallel.planned(*self.args, **self.kwargs)
+        self.elsewhere_s += time.perf_counter() - before
+        if isinstance(plan, PipelinePlan):
+            return self._of_stages(plan, program)
+        profile = _profile(self.options.get("hardware"), plan)
+        budget = profile.usable_bytes if plan.memory_budget_bytes is None else plan.memory_budget_bytes
+        made, planned_for = _Made(plan, self._compile(plan, program, profile)), budget * (1 - BUDGET_MARGIN)
+        self._note(made, planned_for)
+        while made.compiled.peak_bytes > budget and not self.parallel.is_fixed and len(self.attempts) <= MOST_REPLANS:
+            # The next plan, if it is off as far as this one, takes just what the budget leaves.
+            limit = made.plan.prediction.peak_bytes * budget / made.compiled.peak_bytes
+            replanned = self._replan(made, program, limit)
+            if replanned is None:
+                break
+            other = _Made(replanned, self._compile(replanned, program, profile))
+            self._note(other, limit * (1 - BUDGET_MARGIN))
+            made = min(made, other, key=lambda one: one.compiled.peak_bytes)
+        return held_against(
+            made.plan,
+            program,
+            made.compiled,
+            profile,
+            self._num_hosts(made.plan, profile),
+            budget_bytes=budget,
+            attempts=self.attempts,
+            overhead_s=self.elsewhere_s,
+        )
+
+    def _of_stages(self, plan: PipelinePlan, program: Program) -> StagesVerification:
+        if self.run:
+            raise VerifyError(
+                f"`{plan.program.name}` is planned in {len(plan.stages)} stages, and `run` runs one program: leave it out"
+            )
+        told = verify_stages(plan, program, self.parallel.profiles(plan), self.compiler, self.report)
+        self.elsewhere_s += sum(one.compiled.compile_s for one in told.verified)
+        return replace(told, overhead_s=self.elsewhere_s)
+
+    def _num_hosts(self, plan: Plan, profile: HardwareProfile) -> int:
+        return hosts_needed(plan, profile) if self.hosts is None else self.hosts
+
+    def _compile(self, plan: Plan, program: Program, profile: HardwareProfile) -> CompiledStep:
+        hosts = self._num_hosts(plan, profile)
+        compiled = compile_plan(plan, program.of(plan), profile, hosts, self.compiler, self.report, run=self.run)
+        self.elsewhere_s += compiled.compile_s
+        return compiled
+
+    def _replan(self, made: _Made, program: Program, limit: float) -> Plan | None:
+        """A plan of less memory; None where there is none."""
+        before = time.perf_counter()
+        planning = self.parallel.planning_options()
+        planning["memory_budget_bytes"] = limit
+        try:
+            plan = plan_program(program, **planning)
+        except (BudgetError, TimeLimitError) as error:
+            self.attempts.append(
+                Attempt(
+                    planned_for_bytes=limit * (1 - BUDGET_MARGIN),
+                    predicted_bytes=None,
+                    compiled_bytes=None,
+                    step_time_s=None,
+                    words=str(error).split(". Ways out")[0],
+                )
+            )
+            return None
+        finally:
+            self.elsewhere_s += time.perf_counter() - before
+        note = (
+            f"planned for {human_bytes(limit * (1 - BUDGET_MARGIN))} per device: XLA's program of a plan that predicted"
+            f" {human_bytes(made.plan.prediction.peak_bytes)} took {human_bytes(made.compiled.peak_bytes)}"
+        )
+        return replace(plan, memory_budget_bytes=made.plan.memory_budget_bytes, notes=(*plan.notes, note))
+
+    def _note(self, made: _Made, planned_for: float) -> None:
+        self.attempts.append(
+            Attempt(
+                planned_for_bytes=planned_for,
+                predicted_bytes=made.plan.prediction.peak_bytes,
+                compiled_bytes=made.compiled.peak_bytes,
+                step_time_s=made.plan.prediction.step_time_s,
+                words=f"{made.plan.words}; mesh {made.plan.mesh}",
+            )
+        )
+
+
+def _spread(options: Mapping[str, Any], hosts: int) -> HardwareProfile:
+    """The hardware to plan for, with as many devices a host as `hosts` leaves."""
+    mesh = options.get("mesh")
+    if mesh is None:
+        num_devices = options.get("num_devices") or jax.device_count()
+    elif isinstance(mesh, MeshShape):
+        num_devices = mesh.num_devices
+    else:
+        num_devices = parse_mesh(mesh).num_devices if isinstance(mesh, str) else mesh.devices.size
+    topology_text(num_devices, hosts)
+    given = options.get("hardware")
+    if given is None:
+        device = jax.devices()[0]
+        given = detect(device.device_kind, device.platform)
+    profile = given if isinstance(given, HardwareProfile) else load(given)
+    return replace(profile, devices_per_host=num_devices // hosts)
+
+
+def _profile(given: Any, plan: Plan) -> HardwareProfile:
+    return given if isinstance(given, HardwareProfile) else load(given or plan.hardware)

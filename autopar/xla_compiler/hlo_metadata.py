@@ -1,0 +1,156 @@
+"""Where a compiled program's collectives run and where they come from.
+
+In: what XLA writes of replica groups, in any of its spellings, and its tables of stack frames.
+Out: groups of device numbers, the mesh axes these are, and lines of the user's code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from autopar.errors import VerifyError
+from autopar.ir.mesh import MeshShape
+
+#: Device numbers, group by group; for a collective-permute (source, target) pairs.
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+))?")
+_SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_PACKAGE = str(Path(__file__).resolve().parent)
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_FRAMEWORKS = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax)[/\\]")
+
+
+def read_groups(text: str) -> Groups:
+    """Read replica groups, or the source-target pairs of a permute.
+
+    Raises:
+        VerifyError: a spelling that is not known; to guess would blame the wrong axes.
+
+    >>> read_groups("{{0,1},{2,3}}")
+    ((0, 1), (2, 3))
+    >>> read_groups("[2,2]<=[4]")
+    ((0, 1), (2, 3))
+    >>> read_groups("[2,2]<=[2,2]T(1,0)")
+    ((0, 2), (1, 3))
+    >>> read_groups("mesh['data'=2,'model'=2] {'data'}")
+    ((0, 2), (1, 3))
+    >>> read_groups("mesh['model'=2,'data'=2], device_ids=([2,2]T(1,0)) {'model'}")
+    ((0, 1), (2, 3))
+    """
+    if mesh := _MESH.match(text):
+        return _of_mesh(*mesh.groups(default=""))
+    if _IOTA.match(text):
+        return _as_groups(_iota(text))
+    if not re.fullmatch(r"\{[{}\d, ]*\}", text):
+        raise VerifyError(f"cannot read the devices of a collective in XLA's program: {text!r}; please report it")
+    return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
+
+
+def mesh_axes(groups: Groups, mesh: MeshShape, *, pairs: bool = False) -> tuple[str, ...] | None:
+    """The mesh axes that groups run over, in the mesh's order; None where they follow no axes.
+
+    Args:
+        pairs: they are (source, target) pairs: the axes along which any of them moves.
+
+    >>> mesh_axes(((0, 1), (2, 3)), MeshShape(("data", "model"), (2, 2)))
+    ('model',)
+    >>> mesh_axes(((0, 2), (1, 3)), MeshShape(("data", "model"), (2, 2)), pairs=True)
+    ('data',)
+    """
+    numbers = np.arange(mesh.num_devices).reshape(mesh.axis_sizes)
+    if pairs:
+        moves = [np.array(np.unravel_index(pair, mesh.axis_sizes)) for pair in groups]
+        moved = [any(move[i][0] != move[i][1] for move in moves) for i in range(len(mesh.axis_names))]
+        return tuple(itertools.compress(mesh.axis_names, moved))
+    wanted = {frozenset(group) for group in groups} or {frozenset(range(mesh.num_devices))}
+    for size in range(len(mesh.axis_names) + 1):
+        for chosen in itertools.combinations(range(len(mesh.axis_names)), size):
+            moved = np.moveaxis(numbers, chosen, range(-size, 0)) if size else numbers
+            rows = moved.reshape(-1, int(np.prod([mesh.axis_sizes[i] for i in chosen])))
+            if {frozenset(row.tolist()) for row in rows} == wanted:
+                return tuple(mesh.axis_names[i] for i in chosen)
+    return None
+
+
+def read_sources(hlo_text: str) -> dict[int, tuple[str, str]]:
+    """Stack frame -> `file.py:12` of its innermost frame outside installed libraries and autopar; and of its innermost
+    outside JAX, Flax and Optax, which may be a library's of models.
+
+    XLA writes four tables before the first computation, each referring to the one before.
+    """
+    files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(hlo_text, "FileNames"), re.M)}
+    entry = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.M)
+    places = {
+        int(n): (files.get(int(f), ""), int(line)) for n, f, line in entry.findall(_table(hlo_text, "FileLocations"))
+    }
+    entry = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.M)
+    # A parent is written one too high: 1 for none.
+    frames = {int(n): (int(place), int(up or 1) - 1) for n, place, up in entry.findall(_table(hlo_text, "StackFrames"))}
+    return {
+        frame: (_line(frame, frames, places, _INSTALLED), _line(frame, frames, places, _FRAMEWORKS)) for frame in frames
+    }
+
+
+def _line(
+    frame: int, frames: dict[int, tuple[int, int]], places: dict[int, tuple[str, int]], passed_over: re.Pattern[str]
+) -> str:
+    seen: set[int] = set()
+    innermost = ""
+    while frame in frames and frame not in seen:
+        seen.add(frame)
+        place, parent = frames[frame]
+        file, line = places.get(place, ("", 0))
+        if file and not passed_over.search(file) and not file.startswith(_PACKAGE):
+            return f"{file}:{line}"
+        innermost = innermost or (f"{file}:{line}" if file else "")
+        frame = parent
+    return innermost
+
+
+def _table(hlo_text: str, name: str) -> str:
+    found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", hlo_text, re.M)
+    return found[1] if found else ""
+
+
+def _of_mesh(axes: str, order: str, named: str) -> Groups:
+    """`mesh['data'=2,'model'=4] {'model'}`; a sub-axis `'model':(2)2` has a stride before and a size."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    total = int(np.prod(list(sizes.values())))
+    numbers = np.arange(total)
+    if laid := _ORDER.match(order):  # count up, lay out, transpose
+        dims, turned = ([int(n) for n in part.split(",")] if part else [] for part in laid.groups())
+        numbers = numbers.reshape(dims).transpose(turned or None).reshape(-1)
+    elif order:
+        numbers = np.array([int(n) for n in order.split(",")])
+    shape: list[int] = []
+    grouped: list[int] = []
+    parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _SUB_AXIS.findall(named)}
+    for name, size in sizes.items():
+        before, part = parts.get(name, (size, 1))
+        if name in parts:
+            grouped.append(len(shape) + 1)
+        shape += [before, part, size // (before * part)]
+    moved = np.moveaxis(numbers.reshape(shape), grouped, range(-len(grouped), 0)) if grouped else numbers.reshape(shape)
+    return _as_groups(moved.reshape(-1, int(np.prod([shape[i] for i in grouped]))))
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[4,2]<=[2,4]T(1,0)`: count up, lay out, transpose, lay out anew."""
+    match = _IOTA.match(text)
+    assert match is not None
+    shape, dims, order = ([int(n) for n in part.split(",")] if part else [] for part in match.groups())
+    numbers = np.arange(int(np.prod(dims))).reshape(dims)
+    return (numbers.transpose(order) if order else numbers).reshape(shape)
+
+
+def _as_groups(rows: np.ndarray) -> Groups:
+    rows = rows.reshape(-1, rows.shape[-1])
+    return tuple(tuple(int(n) for n in row) for row in rows)

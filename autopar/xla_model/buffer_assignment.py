@@ -1,0 +1,275 @@
+"""From a formulation and an assignment to the program of one device.
+
+In: what the planner decided. Out: `DeviceProgram`: laid out (`lowering`), fused (`fusion`), and with a buffer for
+every value that is in memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.cost.kernel_time import cycles
+from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
+from autopar.formulate.formulation import Formulation
+from autopar.xla_model.kernel_fusion import Fused, fuse, num_blocks
+from autopar.ir.graph import Graph
+from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
+
+_READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
+#: XLA's estimator knows of these that they write into their operand; a scatter in place it charges for the whole.
+_UPDATES = frozenset(["dynamic_update_slice"])
+#: Loops whose results' elements are not those of their operands at the same position.
+_MOVES = frozenset(
+    [
+        "broadcast_in_dim",
+        "transpose",
+        "slice",
+        "dynamic_slice",
+        "cut",
+        "pad",
+        "gather",
+        "concatenate",
+        "rev",
+        "iota",
+    ]
+)
+
+
+def device_program(
+    f: Formulation, choices: Sequence[int], profile: HardwareProfile, *, joins: bool = True
+) -> DeviceProgram:
+    """The program of one device under an assignment.
+
+    Args:
+        choices: of each decision, its strategy.
+        joins: whether sums over devices that are added up are taken as one.
+    """
+    local = local_program(f, choices, joins=joins)
+    loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
+    kernels = fuse(local, profile, f.graph)
+    made = _Builder(local, kernels, profile, loops, f.graph.carried).build()
+    separate = tuple(kernel.separate for kernel in kernels if kernel.separate)
+    return replace(made, ops=_together(made.ops, f.graph), separate=separate, joined=local.joined)
+
+
+def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
+    """The operations with the pieces of a barrier as one, wherever they stand: nothing behind it runs before all that is
+    in front."""
+    of_node = {node: n for n, (start, stop) in enumerate(graph.barriers) for node in range(start, stop)}
+    first: dict[int, int] = {}
+    barrier: dict[int, int] = {}  # by piece, the first of its barrier
+    for n, op in enumerate(ops):
+        if op.kind == "border" and op.node in of_node:
+            barrier[n] = first.setdefault(of_node[op.node], n)
+    if not barrier:
+        return tuple(ops)
+    pieces: dict[int, list[int]] = defaultdict(list)
+    for n in range(len(ops)):
+        pieces[barrier.get(n, n)].append(n)
+    written: dict[int, int] = {}
+    needs: dict[int, list[int]] = defaultdict(list)
+    for n, op in enumerate(ops):
+        needs[barrier.get(n, n)] += [written[b] for b in (*op.reads, *op.writes) if b in written]
+        written |= dict.fromkeys(op.writes, barrier.get(n, n))
+    out: list[Op] = []
+    met: set[int] = set()
+
+    def add(unit: int) -> None:
+        if unit in met:
+            return
+        met.add(unit)
+        for needed in needs[unit]:
+            add(needed)
+        parts = [ops[n] for n in pieces[unit]]
+        reads, writes = (dict.fromkeys(b for op in parts for b in all_of(op)) for all_of in (_READS, _WRITES))
+        out.append(parts[0] if len(parts) == 1 else replace(parts[-1], reads=tuple(reads), writes=tuple(writes)))
+
+    for n in range(len(ops)):
+        if n == pieces[barrier.get(n, n)][-1]:
+            add(barrier.get(n, n))
+    return tuple(out)
+
+
+class _Builder:
+    """Gives every value in memory a buffer. What writes in place shares its first operand's, if nothing may read
+    that later: a temporary's, or that of carried state which is renewed so."""
+
+    def __init__(
+        self,
+        local: LocalProgram,
+        kernels: Sequence[Fused],
+        profile: HardwareProfile,
+        loops: tuple[Trips, ...],
+        carried: Sequence[tuple[int, int]],
+    ) -> None:
+        self.instructions, self.kernels, self.loops = local.instructions, kernels, loops
+        self.profile, self.estimator = profile, profile.xla_estimator
+        self.order_of_outputs = [at for at in local.outputs if at is not None]
+        self.outputs = set(self.order_of_outputs)
+        self.home = {root: n for n, kernel in enumerate(kernels) for root in kernel.roots}
+        self.last_read = {operand: n for n, kernel in enumerate(kernels) for operand in kernel.operands}
+        self.renewing = self._renewing(local, carried)
+        self.buffers: list[Buffer] = []
+        self.buffer_of: dict[int, int] = {}
+
+    def build(self) -> DeviceProgram:
+        for at in dict.fromkeys(at for at in self.order_of_outputs if at in self.home):
+            self._own_buffer(at)
+        for at, one in enumerate(self.instructions):
+            if one.kind == "argument":
+                self._own_buffer(at)
+        ops = []
+        for n, kernel in enumerate(self.kernels):
+            for root in kernel.roots:
+                if root in self.outputs:
+                    continue
+                shared = self._shared_with(root, n)
+                if shared is None:
+                    self._own_buffer(root)
+                else:
+                    self.buffer_of[root] = self.buffer_of[shared]
+            ops.append(self._op(kernel, n))
+        return DeviceProgram(tuple(ops), tuple(self.buffers), self.loops)
+
+    def _own_buffer(self, at: int) -> None:
+        one = self.instructions[at]
+        self.buffer_of[at] = len(self.buffers)
+        moved = bool(one.collective) or one.primitive == "cut"
+        self.buffers.append(Buffer(one.num_bytes, one.value, one.kind == "argument", at in self.outputs, moved))
+
+    def _shared_with(self, root: int, n: int) -> int | None:
+        one = self.instructions[root]
+        if one.kind == "border" and one.operands and one.value >= 0:
+            return next(iter(one.operands))
+        return next(iter(one.operands)) if root not in self.outputs and self._is_in_place(root, n) else None
+
+    def _is_in_place(self, root: int, n: int) -> bool:
+        """Whether kernel n writes into its first operand's memory, and not into a copy."""
+        one = self.instructions[root]
+        if one.kind != "inplace":
+            return False
+        if root in self.renewing:
+            return True
+        first = next(iter(one.operands))
+        is_free = first in self.home and first not in self.outputs
+        return is_free and self.instructions[first].num_bytes == one.num_bytes and self.last_read[first] == n
+
+    def _renewing(self, local: LocalProgram, carried: Sequence[tuple[int, int]]) -> set[int]:
+        """What is written in place, one after the other, between carried state and the output that renews it; none of it
+        where one of these needs a copy, for the last is where the first was."""
+        found: set[int] = set()
+        for before, after in carried:
+            at, line, is_free = local.outputs[after], list[int](), True
+            while at is not None and (one := self.instructions[at]).kind in ("inplace", "border") and one.operands:
+                first = next(iter(one.operands))
+                is_free &= one.kind == "border" or self.last_read[first] == self.home[at]
+                line += [at] if one.kind == "inplace" else []
+                at = first
+            if is_free and at is not None and at == local.arguments.get(before):
+                found |= set(line)
+        return found
+
+    def _op(self, kernel: Fused, n: int) -> Op:
+        one = self.instructions[kernel.roots[0]]
+        flops, reads = self._work(kernel)
+        first = again = small = 0.0
+        for operand in kernel.operands:
+            size, times = self.instructions[operand].num_bytes, reads.get(operand, 0.0)
+            first += size * min(times, 1.0)
+            rest = size * max(times - 1.0, 0.0)
+            if size < self.profile.near_cache_bytes:
+                small += rest
+            elif size < self.profile.cache_bytes:
+                again += rest
+            else:
+                first += rest
+        written = sum(self.instructions[root].num_bytes for root in kernel.roots)
+        if one.primitive in _UPDATES:  # reads and writes what it changes, not the whole
+            target = next(iter(one.operands))
+            first -= min(self.instructions[target].num_bytes, first)
+            written = min(written, 2 * first)
+        spared = 0.0
+        if one.primitive.startswith("scatter") and self._is_in_place(kernel.roots[0], n):
+            target, *others = (self.instructions[operand].num_bytes for operand in one.operands)
+            changed = min(target, others[1] if len(others) > 1 else 0.0)  # the second are the updates
+            first, written, spared = max(first - target, 0.0) + changed, changed, target - changed
+        return Op(
+            kind=_kind(one),
+            node=one.node,
+            reads=tuple(self.buffer_of[o] for o in kernel.operands),
+            writes=tuple(self.buffer_of[root] for root in kernel.roots),
+            read_bytes=first,
+            reread_bytes=again,
+            broadcast_bytes=small,
+            written_bytes=written,
+            spared_bytes=spared,
+            flops=flops,
+            matrix_flops=one.matrix_flops,
+            num_nodes=len(kernel.members),
+            gemm=one.gemm,
+            dtype=one.dtype,
+            collective=one.collective,
+            axes=one.axes,
+            payload_bytes=one.payload_bytes,
+            combinable=one.combinable,
+            unpriced=kernel.tiled or (_kind(one) == "other"),
+            num_blocks=0.0 if kernel.tiled else num_blocks(self.instructions, kernel.roots, kernel.operands),
+        )
+
+    def _work(self, kernel: Fused) -> tuple[float, dict[int, float]]:
+        """Arithmetic, and how often the elements of each operand are read, as XLA's cost analysis counts both.
+
+        What is used at the same position by several is computed once; every use at another position, as a
+        reduction's or a broadcast's, computes it anew (openxla/xla, gpu_hlo_cost_analysis.cc).
+        """
+        if kernel.tiled and self.estimator is not None:  # row by row: a row is read once, whatever is made of it
+            own = sum(self._flops(self.instructions[i]) for i in set(kernel.members))
+            return own, {operand: min(read, 1.0) for operand, read in kernel.operands.items()}
+        if self.estimator is None or (len(kernel.members) == 1 and len(kernel.roots) == 1):
+            one = self.instructions[kernel.roots[0]]
+            if self.estimator is None:
+                return kernel.flops, dict(kernel.operands)
+            own = EXPANDED.get(one.primitive, 1.0)
+            return self._flops(one), {operand: read / own for operand, read in kernel.operands.items()}
+        inside = set(kernel.members)
+        places: dict[int, set[int]] = {root: {-1} for root in kernel.roots}
+        times: dict[int, float] = defaultdict(float)
+        times[-1] = 1.0
+        flops = 0.0
+        for at in sorted(inside, reverse=True) + sorted(kernel.operands, reverse=True):
+            if at not in places:
+                continue
+            here = sum(times[place] for place in places[at])
+            if at not in inside:
+                continue
+            one = self.instructions[at]
+            flops += here * self._flops(one)
+            moves = one.kind != "loop" or one.primitive in _MOVES
+            for operand, read in one.operands.items():
+                read /= EXPANDED.get(one.primitive, 1.0)
+                if moves or read != 1.0:  # a smaller operand is broadcast
+                    places.setdefault(operand, set()).add(operand)
+                    times[operand] += here * read
+                else:
+                    places.setdefault(operand, set()).update(places[at])
+        return flops, {operand: sum(times[place] for place in places.get(operand, ())) for operand in kernel.operands}
+
+    def _flops(self, one: Instruction) -> float:
+        assert self.estimator is not None
+        if not one.flops or one.kind == "hero":
+            return one.flops
+        return one.elements * one.reduces * cycles(one.primitive, one.dtype, self.estimator)
+
+
+def _kind(one: Instruction) -> OpKind:
+    if one.kind in ("collective", "border"):
+        return one.kind
+    if one.gemm is not None:
+        return "gemm"
+    if one.primitive == "conv_general_dilated":
+        return "convolution"
+    return "other" if one.kind == "hero" else "fusion"

@@ -1,0 +1,282 @@
+"""One device's schedule, as much of it as a plan keeps: what runs when, and what is in memory meanwhile.
+
+In: a graph, its `DeviceProgram`, the `Timeline` of it. Out: `StepTrace` and `MemoryOverStep`. Kernels and collectives of one
+module that follow each other are one entry; where these are still too many, so are those of the module around it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.cost.kernel_time import op_seconds
+from autopar.ir.device_program import Buffer, DeviceProgram, Op, Trips, buffers_at_peak, live_temporaries
+from autopar.ir.graph import Graph, Node, Phase
+from autopar.ir.mesh import MeshShape
+from autopar.system.name_patterns import collapse
+from autopar.plans.step_trace import CollectiveRuns, Held, Instant, KernelRuns, MemoryOverStep, StepTrace
+from autopar.xla_model.latency_hiding import Ran, Timeline
+
+#: Parts of the step time for which a plan keeps how much is live.
+NUM_PARTS = 160
+#: Runs of kernels, and of collectives, that a plan keeps at most, where module paths can be cut short enough.
+MAX_RUNS = 500
+#: A pause of kernels that ends a run, as a share of the step.
+_PAUSE = 1 / 400
+#: Groups of buffers at the peak that a plan keeps.
+MAX_HELD = 24
+
+_Place = tuple[Phase, str]
+
+
+# -- what runs when --------------------------------------------------------------------------
+
+
+def step_trace(graph: Graph, program: DeviceProgram, timeline: Timeline) -> StepTrace | None:
+    """When a device runs what.
+
+    Returns:
+        None where nothing takes time.
+    """
+    if not timeline.step_time_s:
+        return None
+    kernels = [ran for ran in timeline.ran if ran.op.kind != "collective" and ran.end_s > ran.start_s]
+    sent = [ran for ran in timeline.ran if ran.op.kind == "collective" and ran.end_s > ran.start_s]
+    of_kernels = _coarse_enough(kernels, graph, timeline.step_time_s * _PAUSE, lambda ran: ())
+    of_sent = _coarse_enough(sent, graph, timeline.step_time_s * _PAUSE, lambda ran: (ran.op.collective, ran.op.axes))
+    places = list(dict.fromkeys(run.place for run in (*of_kernels, *of_sent)))
+    kinds = list(dict.fromkeys((run.ran[0].op.collective, run.ran[0].op.axes) for run in of_sent))
+    return StepTrace(
+        places=tuple(places),
+        kinds=tuple(kinds),
+        kernels=KernelRuns(
+            place=tuple(places.index(run.place) for run in of_kernels),
+            start_ns=tuple(_ns(run.start_s) for run in of_kernels),
+            ns=tuple(_ns(run.seconds) for run in of_kernels),
+        ),
+        collectives=CollectiveRuns(
+            kind=tuple(kinds.index((run.ran[0].op.collective, run.ran[0].op.axes)) for run in of_sent),
+            place=tuple(places.index(run.place) for run in of_sent),
+            start_ns=tuple(_ns(run.start_s) for run in of_sent),
+            ns=tuple(_ns(run.seconds) for run in of_sent),
+            exposed_ns=tuple(_ns(sum(ran.exposed_s for ran in run.ran)) for run in of_sent),
+            num_bytes=tuple(sum(ran.trips * ran.op.payload_bytes for ran in run.ran) for run in of_sent),
+            count=tuple(round(sum(ran.trips for ran in run.ran)) for run in of_sent),
+        ),
+        loops=_loops_ran(program.loops, timeline.ran),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Operations of one place that follow each other."""
+
+    place: _Place
+    ran: tuple[Ran, ...]
+
+    @property
+    def start_s(self) -> float:
+        return self.ran[0].start_s
+
+    @property
+    def seconds(self) -> float:
+        return sum(ran.end_s - ran.start_s for ran in self.ran)
+
+
+def _coarse_enough(
+    ran: Sequence[Ran], graph: Graph, pause_s: float, sort_of: Callable[[Ran], tuple[object, ...]]
+) -> list[_Run]:
+    """Runs of operations, by whole module paths, or by so much of them that there are few runs.
+
+    Args:
+        sort_of: what else those of a run have in common.
+    """
+    deepest = max((graph.nodes[one.op.node].path.count("/") + 1 for one in ran), default=1)
+    runs: list[_Run] = []
+    for depth in range(deepest, -1, -1):
+        runs = list(_runs(ran, graph, pause_s, sort_of, depth))
+        if len(runs) <= MAX_RUNS:
+            break
+    return runs
+
+
+def _runs(
+    ran: Sequence[Ran], graph: Graph, pause_s: float, sort_of: Callable[[Ran], tuple[object, ...]], depth: int
+) -> Iterable[_Run]:
+    members: list[Ran] = []
+    key: object = None
+    place: _Place = ("forward", "")
+    for one in ran:
+        node = graph.nodes[one.op.node]
+        here: _Place = (node.phase, "/".join(node.path.split("/")[:depth]))
+        this = (here, sort_of(one))
+        if members and (this != key or one.start_s - members[-1].end_s > pause_s):
+            yield _Run(place, tuple(members))
+            members = []
+        members.append(one)
+        key, place = this, here
+    if members:
+        yield _Run(place, tuple(members))
+
+
+def _loops_ran(loops: Sequence[Trips], ran: Sequence[Ran]) -> tuple[tuple[int, int, int], ...]:
+    """Start, end and trips of each loop that ran, outer ones first."""
+    found = []
+    for loop in reversed(loops):
+        own = [one for one in ran if loop.start <= one.op.node < loop.stop]
+        if own and loop.count > 1:
+            start, end = min(one.start_s for one in own), max(one.end_s for one in own)
+            found.append((_ns(start), _ns(end), round(loop.count)))
+    return tuple(found)
+
+
+def _ns(seconds: float) -> int:
+    return round(1e9 * seconds)
+
+
+# -- what is in memory -----------------------------------------------------------------------
+
+
+def memory_over_step(
+    graph: Graph,
+    program: DeviceProgram,
+    order: Sequence[Op],
+    timeline: Timeline,
+    mesh: MeshShape,
+    profile: HardwareProfile,
+) -> MemoryOverStep | None:
+    """What is live over a step, besides arguments and outputs.
+
+    Args:
+        order: the operations in the order in which most is live.
+        timeline: of the step, which says how long kernels and collectives of each kind take of it. profile: that it
+            was made by.
+
+    Returns:
+        None where nothing takes time.
+    """
+    if not timeline.step_time_s:
+        return None
+    ends = _ends(program.loops, order, timeline, mesh, profile)
+    live = live_temporaries(program, order)
+    most = [0.0] * NUM_PARTS
+    time_of: list[dict[Phase, float]] = [defaultdict(float) for _ in range(NUM_PARTS)]
+    start = 0.0
+    for held, end, phase in zip(live, ends, _phases(order, graph), strict=True):
+        for part in range(_part(start), _part(end) + 1):
+            most[part] = max(most[part], held)
+            time_of[part][phase] += max(0.0, min(end, (part + 1) / NUM_PARTS) - max(start, part / NUM_PARTS))
+        start = end
+    instant, buffers = buffers_at_peak(program, order)
+    node = graph.nodes[order[instant].node]
+    return MemoryOverStep(
+        live_bytes=tuple(most),
+        phases=_runs_of([_longest(times) for times in time_of]),
+        peak=Instant(path=node.path, primitive=node.primitive, phase=node.phase, source=node.source),
+        at_peak=_held(buffers, graph)[:MAX_HELD],
+        loops=_loop_parts(program.loops, order, ends),
+    )
+
+
+def _phases(order: Sequence[Op], graph: Graph) -> list[Phase]:
+    """The phase that each operation runs in. A collective is sent for what follows: it is in the phase of the next
+    kernel, whichever made it needed."""
+    found: list[Phase] = []
+    phase: Phase = "update"
+    for op in reversed(order):
+        if op.kind != "collective":
+            phase = graph.nodes[op.node].phase
+        found.append(phase)
+    return found[::-1]
+
+
+def _runs_of(phases: Sequence[Phase]) -> tuple[tuple[Phase, int], ...]:
+    runs: list[tuple[Phase, int]] = []
+    for phase in phases:
+        runs = [*runs[:-1], (phase, runs[-1][1] + 1)] if runs and runs[-1][0] == phase else [*runs, (phase, 1)]
+    return tuple(runs)
+
+
+def _longest(times: Mapping[Phase, float]) -> Phase:
+    return max(times, key=lambda phase: times[phase])
+
+
+def _ends(
+    loops: Sequence[Trips], order: Sequence[Op], timeline: Timeline, mesh: MeshShape, profile: HardwareProfile
+) -> list[float]:
+    """By which share of the step each operation has run. Kernels take, all together, what they take of the step, and
+    collectives of each kind what of them is exposed: where that is hidden differs from order to order, the sums do not.
+    """
+    seconds = [op_seconds(op, mesh, profile) * _trips(op.node, loops) for op in order]
+    whole: dict[str, float] = defaultdict(float)
+    for op, own in zip(order, seconds, strict=True):
+        whole[op.collective] += own
+    times = {"": timeline.compute_s, **timeline.exposed_s}
+    ends, clock = [], 0.0
+    for op, own in zip(order, seconds, strict=True):
+        if own:
+            clock += own / whole[op.collective] * times.get(op.collective, 0.0) / timeline.step_time_s
+        ends.append(min(clock, 1.0))
+    return ends
+
+
+def seconds_by_node(device: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> dict[int, float]:
+    """Seconds in a step of the kernels that are named by each node, in all trips of its loops."""
+    seconds: dict[int, float] = defaultdict(float)
+    for op in device.ops:
+        if op.kind != "collective":
+            seconds[op.node] += op_seconds(op, mesh, profile) * _trips(op.node, device.loops)
+    return dict(seconds)
+
+
+def _trips(node: int, loops: Sequence[Trips]) -> float:
+    times = 1.0
+    for loop in loops:
+        if loop.start <= node < loop.stop:
+            times *= loop.count
+    return times
+
+
+def _part(share: float) -> int:
+    return min(int(share * NUM_PARTS), NUM_PARTS - 1)
+
+
+def _loop_parts(loops: Sequence[Trips], order: Sequence[Op], ends: Sequence[float]) -> tuple[tuple[int, int, int], ...]:
+    found = []
+    for loop in reversed(loops):
+        inside = [n for n, op in enumerate(order) if loop.start <= op.node < loop.stop]
+        if inside and loop.count > 1:
+            start = ends[inside[0] - 1] if inside[0] else 0.0
+            found.append((_part(start), _part(ends[inside[-1]]) + 1, round(loop.count)))
+    return tuple(found)
+
+
+def _held(buffers: Sequence[Buffer], graph: Graph) -> tuple[Held, ...]:
+    """Buffers, those alike together, the largest first."""
+    makers: dict[int, Node] = {value: node for node in graph.nodes for value in node.results}
+    inputs = dict(zip(graph.inputs, graph.input_paths, strict=True))
+    alike: dict[tuple[str, Phase, str, tuple[int, ...], str], list[tuple[str, Buffer]]] = defaultdict(list)
+    for buffer in buffers:
+        node, value = makers.get(buffer.value), graph.values[buffer.value] if buffer.value >= 0 else None
+        shape, dtype = (value.shape, value.dtype) if value else ((), "")
+        if node:
+            alike[node.primitive, node.phase, node.source, shape, dtype].append((node.path, buffer))
+        else:
+            alike["", "forward", "", shape, dtype].append((inputs.get(buffer.value, ""), buffer))
+    held = [
+        Held(
+            path=path,
+            primitive=primitive,
+            phase=phase,
+            source=source,
+            shape=shape,
+            dtype=dtype,
+            count=len(positions),
+            num_bytes=sum(own[position][1].num_bytes for position in positions),
+        )
+        for (primitive, phase, source, shape, dtype), own in alike.items()
+        for path, positions in collapse([path for path, _ in own])
+    ]
+    return tuple(sorted(held, key=lambda one: (-one.num_bytes, one.path, one.primitive)))
