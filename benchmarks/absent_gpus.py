@@ -13,8 +13,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from autopar.xla_compiler.gpu_target import target_text, topology_text
 from autopar.cost.hardware_profile import HardwareProfile
+from autopar.xla_compiler.gpu_target import target_text, topology_text
 
 
 def absent_mesh(axes: Mapping[str, int], profile: HardwareProfile) -> Mesh:

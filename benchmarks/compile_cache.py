@@ -21,9 +21,9 @@ from typing import Any
 from jax._src.interpreters import mlir  # noqa: TID251 - a context to read a module in, nothing else
 from jaxlib.mlir import ir
 
-from autopar.xla_compiler.gpu_target import target_text, topology_text
-from autopar.xla_compiler.compiler import FLAGS, Arguments, CompiledStep, Compiler
 from autopar.cost.hardware_profile import HardwareProfile
+from autopar.xla_compiler.compiler import FLAGS, Arguments, CompiledStep, Compiler
+from autopar.xla_compiler.gpu_target import target_text, topology_text
 
 #: Flags that change what XLA writes to disk, and not what it compiles.
 _DUMP = "--xla_dump_"

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference import DecoderConfig
+from autopar.inference.kernels.paged_attention import BACKENDS, attend_paged
+from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.model.attention import AttendContiguous, ContiguousCache
 from autopar.inference.model.decoder import Decoder
-from autopar.inference.kernels.paged_attention import BACKENDS, attend_paged
 from benchmarks.timing import take_turns
 
 Row = dict[str, str | float | bool]

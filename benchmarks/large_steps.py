@@ -22,12 +22,12 @@ from typing import Any
 from unittest import mock
 
 import autopar
-from autopar.planner import planner
-from autopar.planner import memory_search as within_budget
 from autopar.cost import hardware_profile as hardware
+from autopar.planner import memory_search as within_budget
+from autopar.planner import planner
 from autopar.plans.plan import Plan
-from autopar.solve.ilp import Ilp
 from autopar.solve.exact_search import PROVEN
+from autopar.solve.ilp import Ilp
 from benchmarks.absent_gpus import absent_mesh
 from benchmarks.models import llama_8b_scanned_target, llama_8b_target
 from benchmarks.zoo.training import Target

@@ -17,10 +17,10 @@ from typing import Any
 import autopar
 from autopar.errors import AutoparError
 from autopar.ir.mesh import parse_mesh
-from autopar.plans.plan import Plan
-from autopar.planner.planner import plan_program
-from autopar.transforms.program import program_of
 from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.planner.planner import plan_program
+from autopar.plans.plan import Plan
+from autopar.transforms.program import program_of
 from benchmarks.baselines import pinned
 from benchmarks.baselines.checkpointed import whole_layers
 from benchmarks.compile_cache import CachingCompiler, default_folder

@@ -24,8 +24,8 @@ from autopar.cost.collectives import collective_time
 from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.ir.mesh import MeshShape
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
-from autopar.pipeline.partition.objectives import one_f_one_b
 from autopar.pipeline.partition.exact import ExactPartitioner
+from autopar.pipeline.partition.objectives import one_f_one_b
 from autopar.pipeline.partition.problem import Growth, Partitioner, PartitionProblem, StageCost
 from benchmarks.baselines.stages_equal import EqualLayers, EqualOperators
 from benchmarks.baselines.stages_min_cut import MinCut

@@ -24,9 +24,9 @@ from unittest import mock
 import jax
 
 import autopar
-from autopar.verification.figures import CollectiveMatch
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.plans.plan import Plan
+from autopar.verification.figures import CollectiveMatch
 from autopar.verification.verification import Verification
 from benchmarks.baselines import pinned
 from benchmarks.baselines.megatron_only import data_whole_over

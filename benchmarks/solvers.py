@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from autopar.solve.branch_and_bound import branch
-from benchmarks.baselines.dynamic_program import DynamicProgram
 from autopar.solve.highs import End
 from autopar.solve.ilp import Ilp
-from autopar.solve.problem import Problem, Solution, Solver, Status
 from autopar.solve.presolve import delete_forbidden, reduce
+from autopar.solve.problem import Problem, Solution, Solver, Status
 from benchmarks import iopddl
+from benchmarks.baselines.dynamic_program import DynamicProgram
 from benchmarks.baselines.mcmc import Mcmc
 
 Row = dict[str, str | float | bool]

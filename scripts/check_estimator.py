@@ -29,8 +29,8 @@ from fit_xla_tables import ACCURACY, plugin, write_section
 from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.cost.kernel_time import column_blocks
 from autopar.ir.device_program import Buffer, DeviceProgram, Gemm, Op
-from autopar.xla_compiler.hlo_metadata import mesh_axes, read_groups
 from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.xla_compiler.hlo_metadata import mesh_axes, read_groups
 from autopar.xla_model.latency_hiding import Timeline, simulate
 
 HEADING = "## XLA's estimate of compiled programs"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.pipeline.schedule.kind import PipelineShape
-from autopar.pipeline.schedule.table import SCHEDULES, build, unmet
-from autopar.pipeline.schedule.simulate import simulate
-from autopar.pipeline.schedule.tasks import Task
 from autopar.pipeline.draw.svg import timeline_svg
+from autopar.pipeline.schedule.kind import PipelineShape
+from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.table import SCHEDULES, build, unmet
+from autopar.pipeline.schedule.tasks import Task
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images" / "schedules"
 NUM_SUBMESHES, NUM_MICROBATCHES, VIRTUAL = 4, 8, 2

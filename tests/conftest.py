@@ -83,8 +83,8 @@ def shared_dir() -> Path:
 @pytest.fixture(scope="session")
 def gpu_compiler() -> None:
     """XLA's compiler for GPUs that are not there. Skips where its wheels are absent, and says how to get them."""
-    from autopar.xla_compiler.gpu_target import require_wheels
     from autopar.errors import VerifyError
+    from autopar.xla_compiler.gpu_target import require_wheels
 
     try:
         require_wheels()

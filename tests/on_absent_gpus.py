@@ -7,13 +7,13 @@ import re
 from collections import Counter
 from typing import Any
 
-from autopar.xla_compiler.compiler import Compiler
-from autopar.runtime.xla_options import compiler_options
 from autopar.cost.hardware_profile import load
-from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.jax_interop.compat import module_bytes
 from autopar.plans.plan import Plan
+from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
+from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program
+from autopar.xla_compiler.compiler import Compiler
 
 _ALL_REDUCE = re.compile(r" = (.*) all-reduce(?:-start)?\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.runtime import jit as execute
-from autopar.planner import planner
 from autopar.cost.hardware_profile import load
 from autopar.frontend.flat_jaxpr import LiteralOperand
-from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.search.stage_costs import StageCosts
+from autopar.planner import planner
 from autopar.plans.plan import Plan
+from autopar.runtime import jit as execute
 from autopar.transforms.program import program_of
 from benchmarks.pipeline.execution import equal_starts
 

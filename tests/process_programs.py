@@ -22,8 +22,8 @@ import optax
 from several_processes import TOLD
 
 import autopar
-from autopar.runtime import jit as execute
 from autopar import errors
+from autopar.runtime import jit as execute
 
 WIDTH, BATCH, STEPS = 64, 16, 6
 OPTIMIZER = optax.adam(1e-2)

@@ -16,8 +16,8 @@ from random_elementwise import unit
 from random_programs import Builder
 from test_rules_forced import bind
 
-from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.inference.kernels.paged_attention import attend_paged
+from autopar.inference.kv_cache.device_pages import KVPages
 
 
 def product(b: Builder) -> None:

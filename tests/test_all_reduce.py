@@ -17,9 +17,9 @@ from autopar.cost.all_reduce import (
     backend_of,
     cheapest_all_reduce,
 )
+from autopar.cost.all_reduce_steps import SCHEDULES, Schedule, double_tree, double_tree_parents, run
 from autopar.cost.collectives import all_reduce_choice, collective_time, link_of, workers_of
 from autopar.cost.hardware_profile import LinkProfile
-from autopar.cost.all_reduce_steps import SCHEDULES, Schedule, double_tree, double_tree_parents, run
 from autopar.ir.mesh import parse_mesh
 
 HOST, NETWORK = LinkProfile(1e11, 1e-6), LinkProfile(1e10, 1e-5)

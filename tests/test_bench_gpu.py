@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.runtime import jit as execute
 from autopar.plans.plan import Plan
+from autopar.runtime import jit as execute
 from benchmarks.gpu import prepared, records, runner
 from benchmarks.gpu.__main__ import CARDS, main
 from benchmarks.gpu.kernels import family

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from nearest import exact_nearest, recall
 
-from autopar.vector_search.graph import beam_search as beam
-from autopar.vector_search.ivf import search as list_search
-from autopar.vector_search.graph.build import build_graph, near_in_lists
-from autopar.vector_search.ivf.build import build_lists
-from autopar.vector_search.graph.entry_points import _helpful, with_entries_for_all
-from autopar.vector_search.ivf.lists import members
 from autopar.vector_search.data.metrics import METRICS, Metric
+from autopar.vector_search.graph import beam_search as beam
+from autopar.vector_search.graph.build import build_graph, near_in_lists
+from autopar.vector_search.graph.entry_points import _helpful, with_entries_for_all
 from autopar.vector_search.graph.neighbor_graph import connect
+from autopar.vector_search.ivf import search as list_search
+from autopar.vector_search.ivf.build import build_lists
+from autopar.vector_search.ivf.lists import members
 from benchmarks.synthetic_vectors import faiss_synthetic, skewed_clusters
 
 search = jax.jit(list_search.search, static_argnums=(2, 3))

@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 
 from autopar.calibration import calibrate as calibrate_module
-from autopar.calibration import layer_probes
-from autopar.calibration import probes
+from autopar.calibration import layer_probes, probes
 from autopar.calibration.calibrate import calibrate
 from autopar.calibration.calibration import Calibration, Machine, describe, fit_all, profile_table, toml, write
+from autopar.calibration.fit import Sample, fit
+from autopar.calibration.probes import collective_points, ring
 from autopar.cli.main import main
 from autopar.cost import hardware_profile as hardware
 from autopar.cost.collectives import KINDS, collective_time
 from autopar.errors import HardwareError
-from autopar.calibration.fit import Sample, fit
 from autopar.ir.mesh import parse_mesh
-from autopar.calibration.probes import collective_points, ring
 from benchmarks.gpu.calibration import TINY as TINY_OF_A_DRY_RUN
 
 CALIBRATED = Path(__file__).resolve().parent.parent / "cost_models" / "calibrated"

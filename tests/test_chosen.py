@@ -18,8 +18,8 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.xla_compiler.compiler import Compiler
 from autopar.plans.plan import Plan
+from autopar.xla_compiler.compiler import Compiler
 
 PROFILE = str(Path(__file__).parent / "profiles" / "slow_gpu.toml")
 Params = dict[str, Any]

@@ -19,9 +19,9 @@ from autopar.cli import main as cli
 from autopar.cli.main import load_target, main
 from autopar.cli.options import parse_pin, parse_size
 from autopar.errors import BudgetError, PinError, TargetError
+from autopar.pipeline.plan_files import load_plan
 from autopar.report.explain import explain
 from autopar.system.text_tables import TEXT_WIDTH
-from autopar.pipeline.plan_files import load_plan
 
 TARGET = """\
 def step(state, batch):

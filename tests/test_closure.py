@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from nearest import exact_nearest, recall
 
+from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.ivf import search as list_search
 from autopar.vector_search.ivf.closure import closure
-from autopar.vector_search.kernels.robust_prune import diverse, squared_distances
 from autopar.vector_search.ivf.lists import fill
 from autopar.vector_search.kernels.k_means import k_means
-from autopar.vector_search.data.metrics import NO_ID
+from autopar.vector_search.kernels.robust_prune import diverse, squared_distances
 from benchmarks.synthetic_vectors import faiss_synthetic
 
 search = jax.jit(list_search.search, static_argnums=(2, 3))

@@ -14,8 +14,8 @@ from test_compare_hardware import H100, profile, step_and_args
 from autopar.cli.main import main
 from autopar.comparison.by_hardware_and_count import Cell, compare_grid
 from autopar.comparison.grid_text import plot_grid, render_grid
-from autopar.system.text_tables import plain_text
 from autopar.planner.planner import plan_in_microbatches
+from autopar.system.text_tables import plain_text
 from autopar.transforms.program import program_of
 
 SMALL, LARGE = replace(profile(5, "small"), usd_per_device_hour=3.6), profile(200, "large")

@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from autopar.comparison import least_devices
 from autopar.cli.main import main
+from autopar.comparison import least_devices
 from autopar.comparison.by_hardware import Compared, Comparison, compare, profiles_of
+from autopar.comparison.by_hardware_text import comparison_json, render_comparison
+from autopar.comparison.least_devices import Fit, fits, meshes_of, numbers_of_devices, state_of
 from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.errors import HardwareError
-from autopar.comparison.by_hardware_text import comparison_json, render_comparison
-from autopar.system.text_tables import plain_text
-from autopar.comparison.least_devices import Fit, fits, meshes_of, numbers_of_devices, state_of
-from autopar.plans.plan import Plan
+from autopar.planner.memory_search import BUDGET_MARGIN, NothingFitsError
 from autopar.planner.planner import plan_in_microbatches
-from autopar.transforms.program import Program, program_of
+from autopar.plans.plan import Plan
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Problem, Solution, Status
-from autopar.planner.memory_search import BUDGET_MARGIN, NothingFitsError
+from autopar.system.text_tables import plain_text
+from autopar.transforms.program import Program, program_of
 
 WIDTH = 512
 H100 = Path(__file__).parents[1] / "cost_models" / "hardware" / "h100-sxm.toml"

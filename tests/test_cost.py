@@ -11,8 +11,8 @@ import pytest
 
 from autopar.cost import hardware_profile as hardware
 from autopar.cost.collectives import KINDS, collective_time, link_of
-from autopar.cost.resharding_paths import collectives_of, resharding_moves
 from autopar.cost.resharding_matrix import EACH_S, ReshardingTimes
+from autopar.cost.resharding_paths import collectives_of, resharding_moves
 from autopar.ir.mesh import MeshShape, factorisations, parse_mesh
 from autopar.ir.sharding import TensorSharding
 

@@ -15,20 +15,20 @@ from jax.sharding import PartitionSpec as P
 from test_verify import StandIn, compiled_step
 
 import autopar
-from autopar.xla_compiler import gpu_target as absent
-from autopar.diagnosis.sharding_changes import Group, Pins, Priced, groups_of, search
 from autopar.cli.main import main
-from autopar.verification.figures import Collectives, CompiledCollective
-from autopar.xla_compiler.compiler import Compiler
 from autopar.cost.collectives import collective_time
 from autopar.cost.hardware_profile import load
-from autopar.errors import HardwareError, MeshError, StepSignatureError, TraceError, VerifyError
-from autopar.runtime.jit import abstract_mesh
-from autopar.diagnosis.unintended_collectives import extras, origins_of
 from autopar.diagnosis.hand_sharded import read_hand_sharded
+from autopar.diagnosis.sharding_changes import Group, Pins, Priced, groups_of, search
+from autopar.diagnosis.unintended_collectives import extras, origins_of
+from autopar.errors import HardwareError, MeshError, StepSignatureError, TraceError, VerifyError
 from autopar.ir.mesh import MeshShape
-from autopar.plans.plan import Role, TensorPlan
 from autopar.ir.sharding import TensorSharding
+from autopar.plans.plan import Role, TensorPlan
+from autopar.runtime.jit import abstract_mesh
+from autopar.verification.figures import Collectives, CompiledCollective
+from autopar.xla_compiler import gpu_target as absent
+from autopar.xla_compiler.compiler import Compiler
 from benchmarks.baselines import pinned
 from benchmarks.baselines.jitted import jitted
 from benchmarks.zoo import language

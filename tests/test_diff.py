@@ -20,8 +20,8 @@ import autopar
 from autopar.cli.main import main
 from autopar.ir.mesh import MeshShape
 from autopar.ir.placement import Part, move
-from autopar.jax_interop.partition_spec import named_shardings
 from autopar.ir.sharding import TensorSharding
+from autopar.jax_interop.partition_spec import named_shardings
 
 MESHES = (MeshShape(("data",), (8,)), MeshShape(("data", "model"), (2, 4)), MeshShape(("model", "data"), (2, 2)))
 SHAPE = (16, 8)

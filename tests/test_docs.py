@@ -177,9 +177,7 @@ def test_the_report_in_the_guide_is_of_a_program_that_runs(tmp_path: Path) -> No
 
 def test_the_step_sharded_by_hand_in_the_guide_is_read(tmp_path: Path) -> None:
     program = next(b.text for b in blocks(DOCS / "diagnose.md") if b.title == "gpt2_by_hand.py")
-    check = (
-        "from autopar.diagnosis.hand_sharded import read_hand_sharded as read; step, args = make(); print(read(step, args).mesh)"
-    )
+    check = "from autopar.diagnosis.hand_sharded import read_hand_sharded as read; step, args = make(); print(read(step, args).mesh)"
     (tmp_path / "gpt2_by_hand.py").write_text(f"{program}\n\n{check}\n", encoding="utf-8")
     assert run("python gpt2_by_hand.py", tmp_path, QUICK).strip() == "2x4"
 

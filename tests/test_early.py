@@ -15,22 +15,22 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.planner import planner
-from autopar.xla_compiler.compiler import Compiler
-from autopar.runtime.xla_options import compiler_options
 from autopar.cost.hardware_profile import load
 from autopar.ir.device_program import DeviceProgram
-from autopar.planner.early_reductions import REDUCTIONS, Early
-from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.ir.graph import Graph
-from autopar.jax_interop.compat import module_bytes
-from autopar.xla_model.collective_combiner import predecessors
 from autopar.ir.mesh import parse_mesh
-from autopar.xla_model.buffer_assignment import device_program
-from autopar.plans.plan import Awaited, Plan
-from autopar.transforms.program import Program, program_of
-from autopar.xla_model.latency_hiding import simulate
+from autopar.jax_interop.compat import module_bytes
+from autopar.planner import planner
+from autopar.planner.early_reductions import REDUCTIONS, Early
 from autopar.planner.memory_search import Made
+from autopar.plans.plan import Awaited, Plan
+from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
+from autopar.runtime.xla_options import compiler_options
+from autopar.transforms.program import Program, program_of
+from autopar.xla_compiler.compiler import Compiler
+from autopar.xla_model.buffer_assignment import device_program
+from autopar.xla_model.collective_combiner import predecessors
+from autopar.xla_model.latency_hiding import simulate
 
 H100 = load("h100-sxm")
 NUM_LAYERS = 8

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 from test_plan import make_plan
 
+from autopar.ir.mesh import MeshShape
+from autopar.plans.plan import Plan, Replicated, Tie
 from autopar.report.explain import explain, explain_json, render, render_summary
 from autopar.report.explain_program import MAX_ROWS
-from autopar.system.text_tables import TEXT_WIDTH, short_source
-from autopar.ir.mesh import MeshShape
 from autopar.system.name_patterns import collapse
-from autopar.plans.plan import Plan, Replicated, Tie
+from autopar.system.text_tables import TEXT_WIDTH, short_source
 from autopar.system.units import human_bytes, human_seconds
 
 #: All of `explain` for the hand-made plan. After a wanted change, paste what the test prints.

@@ -16,15 +16,15 @@ from test_plan import make_plan
 from test_stages import plan as staged_plan
 
 import autopar
-from autopar.xla_model import step_summary as over_time
-from autopar.ir.device_program import Buffer, DeviceProgram, Op, buffers_at_peak, live_temporaries
 from autopar.errors import PlanFileError
-from autopar.report.module_tree import Module, module_tree
-from autopar.report.breakdown import memory_use, step_time
+from autopar.ir.device_program import Buffer, DeviceProgram, Op, buffers_at_peak, live_temporaries
 from autopar.ir.graph import Graph, Node
 from autopar.pipeline.plan import PipelinePlan
-from autopar.plans.plan import Plan
 from autopar.plans.json_codec import encode
+from autopar.plans.plan import Plan
+from autopar.report.breakdown import memory_use, step_time
+from autopar.report.module_tree import Module, module_tree
+from autopar.xla_model import step_summary as over_time
 from autopar.xla_model.latency_hiding import Ran, Timeline
 
 

@@ -17,18 +17,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.runtime import jit as execute
-from autopar.xla_compiler import hlo_collectives as hlo
 from autopar.cli.main import main
-from autopar.errors import ExportError, MeshError, PlanFileError, PlanMismatchError
 from autopar.code_export.export import _table
 from autopar.code_export.name_patterns import as_patterns, inputs_as_patterns
+from autopar.errors import ExportError, MeshError, PlanFileError, PlanMismatchError
 from autopar.frontend.step import Step
 from autopar.ir.mesh import MeshShape
-from autopar.plans.plan import Plan, TensorPlan
-from autopar.transforms.program import program_of
-from autopar.pipeline.plan_files import load_plan
 from autopar.ir.sharding import TensorSharding
+from autopar.pipeline.plan_files import load_plan
+from autopar.plans.plan import Plan, TensorPlan
+from autopar.runtime import jit as execute
+from autopar.transforms.program import program_of
+from autopar.xla_compiler import hlo_collectives as hlo
 
 HERE = Path(__file__).parent
 

@@ -19,16 +19,16 @@ from any_choice import AnyChoice
 from jax import lax
 
 import autopar
-from autopar.runtime import jit as execute
-from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.frontend.from_jaxpr import graph_of
+from autopar.frontend.trace import Trace, trace
+from autopar.ir.verifier import check
 from autopar.jax_interop import compat as jax_compat
 from autopar.planner import planner
-from autopar.frontend.flat_jaxpr import LiteralOperand
-from autopar.transforms.split_dims.rewrite import factor_dims
-from autopar.ir.verifier import check
-from autopar.frontend.from_jaxpr import graph_of
+from autopar.runtime import jit as execute
 from autopar.transforms.program import program_of
-from autopar.frontend.trace import Trace, trace
+from autopar.transforms.split_dims.rewrite import factor_dims
+from autopar.xla_compiler import hlo_collectives as hlo
 
 PROFILE = str(Path(__file__).parent / "profiles" / "alpha_beta.toml")
 Array = jax.Array

@@ -16,9 +16,9 @@ import optax
 import pytest
 
 import autopar
-from autopar.jax_interop import compat as jax_compat
 from autopar.api import prepared_step as prepared
 from autopar.api import step_plans
+from autopar.jax_interop import compat as jax_compat
 from autopar.system import progress as waiting
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"

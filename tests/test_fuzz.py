@@ -28,11 +28,11 @@ from random_operations import COMBINATORS, OPERATIONS, Operation
 from random_programs import RandomProgram, kind_of, random_program
 from test_rules_forced import ONE_DEVICE_ONLY
 
-from autopar.runtime import jit as execute
-from autopar.planner import planner
 from autopar.ir.mesh import parse_mesh
-from autopar.transforms.program import program_of
+from autopar.planner import planner
 from autopar.rules.table import RULES
+from autopar.runtime import jit as execute
+from autopar.transforms.program import program_of
 
 NUM_PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "500"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))

@@ -20,17 +20,17 @@ import pytest
 from jax.sharding import NamedSharding
 from test_rules_forced import ONE_DEVICE_ONLY, SAMPLES, Case, Forced
 
-from autopar.xla_compiler import hlo_collectives as hlo
-from autopar.jax_interop import compat as jax_compat
-from autopar.xla_compiler.compiler import CompiledStep, Compiler
 from autopar.cost.hardware_profile import load
 from autopar.cost.resharding_paths import Move, resharding_moves
-from autopar.runtime.jit import abstract_mesh
-from autopar.xla_compiler.hlo_metadata import mesh_axes
 from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.ir.sharding import TensorSharding
+from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import named_shardings
 from autopar.rules.strategies import Strategy
-from autopar.ir.sharding import TensorSharding
+from autopar.runtime.jit import abstract_mesh
+from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.xla_compiler.compiler import CompiledStep, Compiler
+from autopar.xla_compiler.hlo_metadata import mesh_axes
 
 #: Kind, mesh axes, bytes on one device (see `cost.collectives`), times a step runs it.
 Sent = tuple[str, tuple[str, ...] | None, float, int]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.xla_compiler import hlo_collectives as hlo
-from autopar.xla_compiler import hlo_metadata as hlo_places
 from autopar.errors import VerifyError
 from autopar.ir.mesh import MeshShape
+from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.xla_compiler import hlo_metadata as hlo_places
 
 MESH = MeshShape(("data", "model"), (2, 4))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hnsw_reference import Hnsw
 from nearest import exact_nearest, recall
 
-from hnsw_reference import Hnsw
 from autopar.vector_search.data.metrics import METRICS, Metric
 from benchmarks.synthetic_vectors import faiss_synthetic
 

@@ -21,14 +21,14 @@ import pytest
 import autopar
 from autopar import vector_search
 from autopar.cli.main import main
-from autopar.report.diff import diff
 from autopar.errors import AutoparError, IndexFileError, ModelError, PlanFileError
-from autopar.report.explain import explain, explain_json, render
-from autopar.system.text_tables import new_console
 from autopar.inference.model.safetensors import read_header
-from autopar.report.html.document import page
 from autopar.pipeline.plan import AnyPlan
 from autopar.pipeline.plan_files import load_plan
+from autopar.report.diff import diff
+from autopar.report.explain import explain, explain_json, render
+from autopar.report.html.document import page
+from autopar.system.text_tables import new_console
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\r\x08"
 #: What each place of a file is replaced by; `_GONE` is nothing.

@@ -18,17 +18,17 @@ from nearest import exact_nearest, exact_scores, recall
 
 from autopar import vector_search
 from autopar.errors import IndexFileError, SearchError, SearchWarning
-from autopar.vector_search.graph import beam_search as beam
-from autopar.vector_search.frame.approximate_index import ApproximateIndex
-from autopar.vector_search.kernels.top_k_merge import LeftOut
 from autopar.vector_search.build import _place
 from autopar.vector_search.choose_index import choose
 from autopar.vector_search.data.duplicates import Duplicates, distances_between
-from autopar.vector_search.frame.recall_tuning import Recall, least_effort, shares_of
-from autopar.vector_search.graph.index import GRAPH
-from autopar.vector_search.ivf.index import IVF, IVF_PQ
 from autopar.vector_search.data.metrics import NO_ID
+from autopar.vector_search.frame.approximate_index import ApproximateIndex
+from autopar.vector_search.frame.recall_tuning import Recall, least_effort, shares_of
+from autopar.vector_search.graph import beam_search as beam
+from autopar.vector_search.graph.index import GRAPH
 from autopar.vector_search.graph.neighbor_graph import connect
+from autopar.vector_search.ivf.index import IVF, IVF_PQ
+from autopar.vector_search.kernels.top_k_merge import LeftOut
 from benchmarks.synthetic_vectors import faiss_synthetic
 
 NUM, DIM = 1000, 16

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.xla_compiler import hlo_collectives as hlo
-from autopar.jax_interop import compat as jax_compat
 from autopar.cost.hardware_profile import load
 from autopar.errors import InferenceError
-from autopar.inference.kernels import select_backend as choose_attention
-from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.kernels import paged_attention
 from autopar.inference.kernels import paged_attention_pallas as paged_kernel
-from autopar.inference.kernels.select_backend import Problem, choose_backend
-from autopar.inference.kv_cache.device_pages import KVPages
+from autopar.inference.kernels import select_backend as choose_attention
 from autopar.inference.kernels.paged_attention import BACKENDS, Backend, attend_paged
+from autopar.inference.kernels.select_backend import Problem, choose_backend
+from autopar.inference.kv_cache import device_pages as kv_pages
+from autopar.inference.kv_cache.device_pages import KVPages
+from autopar.jax_interop import compat as jax_compat
 from autopar.plans.plan import Plan
+from autopar.xla_compiler import hlo_collectives as hlo
 
 DIM = 16
 

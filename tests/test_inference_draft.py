@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from autopar.api.planned_function import Planned
 from autopar.errors import InferenceError
 from autopar.inference import Checkpoint, write_checkpoint
-from autopar.inference.serve.draft_model import DraftModel, Jitted
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
-from autopar.inference.schedule.speculation_policy import Asked
 from autopar.inference.schedule.requests import Options, Request, Result, Run, Shape
-from autopar.inference.step.sampling import params_of
 from autopar.inference.schedule.scheduler import Scheduler
+from autopar.inference.schedule.speculation_policy import Asked
+from autopar.inference.serve.draft_model import DraftModel, Jitted
+from autopar.inference.step.sampling import params_of
 from autopar.inference.step.verify_draft import verify
 from autopar.jax_interop.partition_spec import partition_spec
-from autopar.api.planned_function import Planned
 
 LENGTH, SLOTS, PROPOSALS, CHUNK = 40, 3, 3, (2, 8)
 FIELDS = {

@@ -16,8 +16,8 @@ from tiny_models import BAD, CONFIG, LENGTH, OPTIONS, is_idle, opened, write_mod
 
 from autopar.errors import InferenceError, ModelError
 from autopar.inference import Checkpoint, Engine, Options, SamplingOptions, write_checkpoint
-from autopar.inference.serve.setup import planned_for, stop_tokens_of
 from autopar.inference.schedule.speculation_policy import NGram
+from autopar.inference.serve.setup import planned_for, stop_tokens_of
 
 
 @pytest.fixture(scope="module")

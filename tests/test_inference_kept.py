@@ -22,16 +22,16 @@ import pytest
 from jax.experimental import serialize_executable
 from tiny_models import OPTIONS, opened, write_model
 
-from autopar.system import checksummed_file as kept_file
-from autopar.planner.cache import key as plan_key
+from autopar.api.planned_function import Compiled
 from autopar.errors import InferenceError
 from autopar.inference import Checkpoint, Engine, Options
-from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
-from autopar.inference.serve.layout import Key, Layout
-from autopar.inference.serve.setup import served_of
 from autopar.inference.model.async_load import Reading
-from autopar.api.planned_function import Compiled
+from autopar.inference.serve.layout import Key, Layout
+from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
+from autopar.inference.serve.setup import served_of
+from autopar.planner.cache import key as plan_key
 from autopar.solve.ilp import Ilp
+from autopar.system import checksummed_file as kept_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = Options(num_slots=2, max_length=64, chunks=((1, 32),), steps=2)

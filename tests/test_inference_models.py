@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.errors import ModelError
-from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference import Checkpoint, DecoderConfig, load_tokenizer, write_checkpoint
+from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.model.attention import AttendContiguous, ContiguousCache
 from autopar.inference.model.rotary import Llama3Scaling, Rotary
 

@@ -12,21 +12,21 @@ from typing import Any
 import jax
 import pytest
 
-from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.api.planned_function import Planned
 from autopar.cli.main import main
 from autopar.cost.hardware_profile import load
 from autopar.errors import BudgetError, InferenceError
-from autopar.inference.model.config import DecoderConfig
-from autopar.inference.estimate.layout_text import layout_in_words
 from autopar.inference.estimate.estimate import InferenceOnPaper, PaperInference, choose, inference_on_paper, verdict
+from autopar.inference.estimate.layout_text import layout_in_words
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
+from autopar.inference.model.config import DecoderConfig
 from autopar.inference.schedule.requests import Iteration, Options, Request, Result, Shape
 from autopar.inference.schedule.scheduler import Scheduler
 from autopar.inference.schedule.steady_state import steady_state
-from autopar.plans.plan import Plan
-from autopar.api.planned_function import Planned
 from autopar.pipeline.plan_files import load_plan
+from autopar.plans.plan import Plan
+from autopar.xla_compiler import hlo_collectives as hlo
 
 #: Two layers of the size of LLaMA 3.1 8B.
 FIELDS: dict[str, Any] = {

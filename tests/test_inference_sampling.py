@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from scipy import special, stats
 
-from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.api.planned_function import Planned
 from autopar.errors import InferenceError
 from autopar.inference.step.sampling import SamplingOptions, SamplingParams, kept, params_of, sample
 from autopar.inference.step.verify_draft import verify
-from autopar.api.planned_function import Planned
+from autopar.xla_compiler import hlo_collectives as hlo
 
 RNG = np.random.default_rng(0)
 NUM, VOCABULARY = 8, 97  # candidates, tokens

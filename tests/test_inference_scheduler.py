@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from autopar.errors import InferenceError
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
-from autopar.inference.schedule.speculation_policy import Asked, NGram, Payoff, Proposer, expected_tokens
 from autopar.inference.schedule.requests import Iteration, Options, Progress, Request, Result, Run
 from autopar.inference.schedule.scheduler import Scheduler
+from autopar.inference.schedule.speculation_policy import Asked, NGram, Payoff, Proposer, expected_tokens
 from autopar.inference.schedule.stop_strings import TextUntilStop
 
 PAGE = 16

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from nearest import exact_nearest, exact_scores, recall
 
 from autopar.api.planned_function import Planned
-from autopar.vector_search.ivf import search as list_search
-from autopar.vector_search.kernels.top_k_merge import Best, distinct
-from autopar.vector_search.ivf.lists import InvertedLists, fill, lists_of, longest_of, members, usual_slots
-from autopar.vector_search.kernels.k_means import k_means
-from autopar.vector_search.ivf.search import Shape, shape_of
 from autopar.vector_search.data.metrics import METRICS, NO_ID, Metric
+from autopar.vector_search.ivf import search as list_search
+from autopar.vector_search.ivf.lists import InvertedLists, fill, lists_of, longest_of, members, usual_slots
 from autopar.vector_search.ivf.probe_batching import num_units, seats, units
+from autopar.vector_search.ivf.search import Shape, shape_of
+from autopar.vector_search.kernels.k_means import k_means
+from autopar.vector_search.kernels.top_k_merge import Best, distinct
 from benchmarks.synthetic_vectors import faiss_synthetic
 
 NUM, LISTS, DIM = 1000, 16, 12

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost.xla_latency_estimator import EstimatorProfile
 from autopar.cost.hardware_profile import known_names, load
 from autopar.cost.kernel_time import collective_seconds, column_blocks, cycles, fusion_seconds, gemm_seconds, op_seconds
-from autopar.ir.device_program import Gemm, Op
+from autopar.cost.xla_latency_estimator import EstimatorProfile
 from autopar.errors import HardwareError
+from autopar.ir.device_program import Gemm, Op
 from autopar.ir.mesh import MeshShape, parse_mesh
 
 H100 = load("h100-sxm")

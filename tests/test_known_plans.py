@@ -14,10 +14,10 @@ import programs
 import pytest
 
 import autopar
-from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.ir.sharding import TensorSharding
 from autopar.planner import planner
 from autopar.plans.plan import Plan
-from autopar.ir.sharding import TensorSharding
+from autopar.xla_compiler import hlo_collectives as hlo
 
 PROFILE = str(Path(__file__).parent / "profiles" / "alpha_beta.toml")
 

@@ -19,21 +19,21 @@ from jax.sharding import PartitionSpec as P
 from test_rules import CASES
 
 import autopar
-from autopar.xla_compiler import hlo_collectives as hlo
-from autopar.jax_interop import compat as jax_compat
-from autopar.xla_compiler.compiler import Compiler
-from autopar.runtime.jit import make_mesh
 from autopar.frontend.from_jaxpr import graph_of
-from autopar.runtime.manual.region import run_region
-from autopar.runtime.manual.table import LOCAL
-from autopar.runtime.manual.top_k import sharded_top_k
+from autopar.frontend.trace import Equation, LiteralOperand, trace
 from autopar.ir.mesh import parse_mesh
+from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import ManualRegion
 from autopar.rules.node_view import NodeView
 from autopar.rules.strategies import enumerate_strategies
 from autopar.rules.table import rule_for
-from autopar.frontend.trace import Equation, LiteralOperand, trace
+from autopar.runtime.jit import make_mesh
+from autopar.runtime.manual.region import run_region
+from autopar.runtime.manual.table import LOCAL
+from autopar.runtime.manual.top_k import sharded_top_k
+from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.xla_compiler.compiler import Compiler
 
 RNG = np.random.default_rng(0)
 

@@ -17,15 +17,15 @@ from jax import lax
 from same_steps import QUICKLY, assert_same, train
 
 import autopar
-from autopar.xla_compiler.compiler import Compiler
 from autopar.errors import BudgetError, MicrobatchError
-from autopar.report.explain import explain
-from autopar.transforms.microbatch.classify import classify
-from autopar.transforms.microbatch.batch_dims import Place, Places
-from autopar.plans.plan import Plan
-from autopar.planner.planner import plan_program
-from autopar.transforms.program import Program, program_of
 from autopar.pipeline.plan_files import load_plan
+from autopar.planner.planner import plan_program
+from autopar.plans.plan import Plan
+from autopar.report.explain import explain
+from autopar.transforms.microbatch.batch_dims import Place, Places
+from autopar.transforms.microbatch.classify import classify
+from autopar.transforms.program import Program, program_of
+from autopar.xla_compiler.compiler import Compiler
 from benchmarks.zoo import small
 
 Array = jax.Array

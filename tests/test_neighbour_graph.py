@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from nearest import exact_nearest, exact_scores, recall
 
-from autopar.vector_search.graph import beam_search as beam
 from autopar.vector_search.data.metrics import METRICS, NO_ID, Metric
+from autopar.vector_search.graph import beam_search as beam
 from autopar.vector_search.graph.neighbor_graph import NeighbourGraph, connect, led_to, pruned, reverse
 from benchmarks.synthetic_vectors import faiss_synthetic
 

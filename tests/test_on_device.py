@@ -16,22 +16,22 @@ from jax.sharding import PartitionSpec
 from on_absent_gpus import all_reduced, compiled
 
 import autopar
-from autopar.xla_compiler.compiler import Compiler
 from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.cost.kernel_time import op_seconds
-from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, peak_of_temporaries
 from autopar.formulate.formulation import Formulation, formulate
-from autopar.xla_model.kernel_fusion import Fused, _Fusion, _Siblings, fuse
+from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, peak_of_temporaries
 from autopar.ir.graph import Graph
-from autopar.jax_interop.compat import module_bytes
-from autopar.xla_model.spmd_partition import Instruction, InstructionKind, LocalProgram
 from autopar.ir.mesh import parse_mesh
-from autopar.xla_model.buffer_assignment import _together, device_program
+from autopar.jax_interop.compat import module_bytes
 from autopar.planner.pins import resolve_pins
 from autopar.planner.planner import _group, plan_and_parts
-from autopar.transforms.program import program_of
 from autopar.solve.ilp import Ilp
+from autopar.transforms.program import program_of
+from autopar.xla_compiler.compiler import Compiler
+from autopar.xla_model.buffer_assignment import _together, device_program
+from autopar.xla_model.kernel_fusion import Fused, _Fusion, _Siblings, fuse
 from autopar.xla_model.latency_hiding import simulate
+from autopar.xla_model.spmd_partition import Instruction, InstructionKind, LocalProgram
 
 H100 = load("h100-sxm")
 ROWS, COLUMNS = 8192, 4096

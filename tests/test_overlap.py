@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec
 from on_absent_gpus import all_reduced, compiled
 
+from autopar.cost.hardware_profile import load
 from autopar.planner import overlap_search as overlap
 from autopar.planner import planner
-from autopar.xla_compiler.compiler import Compiler
-from autopar.cost.hardware_profile import load
+from autopar.planner.memory_search import Made
 from autopar.plans.plan import Awaited, Plan
 from autopar.transforms.program import Program, program_of
-from autopar.planner.memory_search import Made
+from autopar.xla_compiler.compiler import Compiler
 
 H100 = load("h100-sxm")
 NUM_LAYERS = 12

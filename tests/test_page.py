@@ -20,15 +20,15 @@ from test_stages import plan as staged_plan
 import autopar
 from autopar.cli.main import main
 from autopar.errors import PlotError, VerifyError
-from autopar.report.predicted_vs_compiled import compiled_of
 from autopar.ir.mesh import MeshShape
-from autopar.report.html.document import page
-from autopar.report.html.timeline import MAX_TASKS, pipeline_lanes
-from autopar.report.html.markup import written
 from autopar.pipeline.plan import AnyPlan
-from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.table import build
 from autopar.plans.plan import Replicated, Tie
+from autopar.report.html.document import page
+from autopar.report.html.markup import written
+from autopar.report.html.timeline import MAX_TASKS, pipeline_lanes
+from autopar.report.predicted_vs_compiled import compiled_of
 
 _VOID = {"meta", "input", "br"}
 

@@ -17,11 +17,11 @@ from autopar.errors import ClusterError
 from autopar.pipeline.partition.branches import Branches
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, Submesh, SubmeshShape, lines
 from autopar.pipeline.partition.cluster_layers import cluster_layers
+from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.interleaved import InterleavedPartitioner
 from autopar.pipeline.partition.objectives import forward_only, gpipe, interleaved, one_at_a_time, one_f_one_b, zb_h1
-from autopar.pipeline.partition.exact import ExactPartitioner
-from autopar.pipeline.partition.problem import Growth, Objective, Partition, PartitionProblem, Stage, StageCost
 from autopar.pipeline.partition.price_tables import Prices
+from autopar.pipeline.partition.problem import Growth, Objective, Partition, PartitionProblem, Stage, StageCost
 from autopar.solve.problem import Status
 from benchmarks.baselines.stages_equal import EqualLayers, EqualOperators
 from benchmarks.baselines.stages_min_cut import MinCut

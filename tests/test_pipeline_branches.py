@@ -14,20 +14,20 @@ import optax
 import pytest
 from pipelines import QUICKLY, crossing, planned_stages
 
-from autopar.planner import planner
+from autopar.pipeline.cut.branches import branch_layers
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, edges_of
 from autopar.pipeline.partition.branches import Branches
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, edges_of
-from autopar.pipeline.cut.branches import branch_layers
-from autopar.pipeline.schedule.in_flight import in_flight
-from autopar.pipeline.partition.objectives import one_f_one_b
 from autopar.pipeline.partition.exact import ExactPartitioner
+from autopar.pipeline.partition.objectives import one_f_one_b
 from autopar.pipeline.partition.problem import PartitionProblem, StageCost
 from autopar.pipeline.run.executor import Pipeline
 from autopar.pipeline.schedule.dag import Backward, as_they_come
-from autopar.pipeline.schedule.table import build
+from autopar.pipeline.schedule.in_flight import in_flight
 from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.tasks import Edges, Task, chain
+from autopar.planner import planner
 from autopar.transforms.program import program_of
 
 BATCH, CHANNELS = 8, 20

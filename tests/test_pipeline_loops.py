@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pipelines import assert_alike, crossing, pipelined
 
-from autopar.pipeline.run.stacked_leaves import as_arrays, joined, part_of
-from autopar.pipeline.run.executor import Pipeline
 from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.pipeline.run.executor import Pipeline
+from autopar.pipeline.run.stacked_leaves import as_arrays, joined, part_of
 
 WIDTH, LAYERS, BATCH = 16, 6, 8
 SGD = optax.sgd(0.1)

@@ -20,15 +20,15 @@ from test_stages import mlp, plan, staged
 
 import autopar
 from autopar.errors import PlotError, StepSignatureError
-from autopar.pipeline.run.measured import run_measured
 from autopar.pipeline.draw.perfetto import perfetto_trace
-from autopar.pipeline.schedule.table import build
-from autopar.pipeline.schedule.simulate import simulate
-from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
-from autopar.pipeline.schedule.tasks import Schedule, Task
+from autopar.pipeline.draw.predicted_vs_measured import differences, stage_twins
 from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.draw.text import timeline_text
-from autopar.pipeline.draw.predicted_vs_measured import differences, stage_twins
+from autopar.pipeline.run.measured import run_measured
+from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.table import build
+from autopar.pipeline.schedule.tasks import Schedule, Task
+from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from pipelines import pipelined
 
-from autopar.pipeline.run.instructions import Call
 from autopar.pipeline.run.executor import Pipeline
+from autopar.pipeline.run.instructions import Call
 
 WIDTH, LAYERS, BATCH = 16, 4, 64
 _COLLECTIVE = re.compile(r"= (.*?) (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")

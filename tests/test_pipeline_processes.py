@@ -10,8 +10,8 @@ import pytest
 from several_processes import run
 
 from autopar.errors import ProcessError
-from autopar.pipeline.run.stacked_leaves import StackedLeaf, as_arrays
 from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.pipeline.run.stacked_leaves import StackedLeaf, as_arrays
 
 
 def check(*cases: str, processes: int, devices: int) -> None:

@@ -12,13 +12,13 @@ import pytest
 from pipelines import tanh_layers
 
 from autopar.cost.hardware_profile import HardwareProfile, LinkProfile, load
+from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cluster_layers
-from autopar.pipeline.cut.stage_programs import Cuttable
-from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.partition.problem import StageCost
-from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
+from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.search.stage_costs import StageCosts, likely_shapes
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
 from autopar.transforms.program import program_of
 
 LAYERS, WIDTH, BATCH, MICROBATCHES = 8, 8192, 16384, 8

@@ -19,10 +19,21 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar.errors import MeshError, PinError, PlanFileError, PlanMismatchError
 from autopar.ir.mesh import MeshShape
-from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
-from autopar.plans.plan import CollectiveUse, Constraint, Decision, Outcome, Plan, Prediction, ProgramSignature, RejectedMesh, Role, TensorPlan
-from autopar.pipeline.plan_files import load_plan
 from autopar.ir.sharding import TensorSharding, replicated
+from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
+from autopar.pipeline.plan_files import load_plan
+from autopar.plans.plan import (
+    CollectiveUse,
+    Constraint,
+    Decision,
+    Outcome,
+    Plan,
+    Prediction,
+    ProgramSignature,
+    RejectedMesh,
+    Role,
+    TensorPlan,
+)
 
 MESH = MeshShape(("data", "model"), (2, 4))
 COLUMN = TensorSharding(((), ("model",)))

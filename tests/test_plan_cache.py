@@ -24,13 +24,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.system import checksummed_file as kept_file
-from autopar.planner.cache import plans as plan_cache
 from autopar.cost import hardware_profile as hardware
+from autopar.planner.cache import plans as plan_cache
 from autopar.planner.cache.key import key_of
-from autopar.transforms.program import program_of
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Problem, Solution
+from autopar.system import checksummed_file as kept_file
+from autopar.transforms.program import program_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE_HITS = "/jax/compilation_cache/cache_hits"

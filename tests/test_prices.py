@@ -17,18 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import autopar
+from autopar.api.measure_step import model_flops
 from autopar.cost.hardware_profile import MATRIX_DTYPES, HardwareProfile, known_names, load
 from autopar.cost.kernel_time import op_seconds
 from autopar.frontend.kernel_flops import counted_work
 from autopar.ir.device_program import Op
-from autopar.jax_interop.compat import primitive_of
-from autopar.api.measure_step import model_flops
 from autopar.ir.mesh import parse_mesh
+from autopar.jax_interop.compat import primitive_of
 from autopar.planner.planner import plan_and_parts
-from autopar.transforms.program import program_of
 from autopar.rules.convolution import _meeting_pairs
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for
+from autopar.transforms.program import program_of
 
 PROFILES = {name: load(name) for name in known_names()}
 H100 = PROFILES["h100-sxm"]

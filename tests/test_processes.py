@@ -17,16 +17,16 @@ import pytest
 from several_processes import Ended, run
 
 import autopar
-from autopar.runtime import jit as execute
 from autopar import errors
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.jax_interop.partition_spec import partition_spec
+from autopar.runtime import jit as execute
 from autopar.runtime.distributed import device_order
 from autopar.runtime.distributed import process_sentinel as obituary
-from autopar.runtime.distributed.plan_agreement import with_hosts
-from autopar.runtime.distributed.exchange import Exchange, Member
 from autopar.runtime.distributed.coordination_store import Service
+from autopar.runtime.distributed.exchange import Exchange, Member
 from autopar.runtime.distributed.fault_attribution import Judge, Record, step_times
+from autopar.runtime.distributed.plan_agreement import with_hosts
 
 
 @pytest.fixture(scope="module")

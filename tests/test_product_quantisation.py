@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from nearest import exact_nearest, recall
 
+from autopar.vector_search.data.metrics import NO_ID, distances_of, scores
 from autopar.vector_search.ivf import search as list_search
 from autopar.vector_search.ivf.lists import fill, fill_codes
-from autopar.vector_search.kernels.k_means import k_means
-from autopar.vector_search.data.metrics import NO_ID, distances_of, scores
 from autopar.vector_search.ivf.product_quantization import Codebooks, decode, encode, train_codebooks
+from autopar.vector_search.kernels.k_means import k_means
 from autopar.vector_search.kernels.rerank import rerank
 from benchmarks.synthetic_vectors import faiss_synthetic
 

@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.xla_compiler.compiler import CompiledStep
 from autopar.cost.hardware_profile import load
-from autopar.jax_interop.compat import module_bytes
 from autopar.ir.mesh import parse_mesh
+from autopar.jax_interop.compat import module_bytes
 from autopar.solve.problem import Edge, Problem
+from autopar.xla_compiler.compiler import CompiledStep
 from benchmarks import compile_cache, proof_summary
 from benchmarks.baselines import pinned
 from benchmarks.baselines.megatron_only import data_dims, data_whole_over

@@ -15,16 +15,16 @@ from nearest import exact_nearest, recall
 
 from autopar import vector_search
 from autopar.errors import SearchWarning
-from autopar.vector_search.graph import beam_search as beam
-from autopar.vector_search.data import duplicates
-from autopar.vector_search.frame.approximate_index import ApproximateIndex
 from autopar.vector_search.build import KINDS, _sample
-from autopar.vector_search.graph.build import build_graph
+from autopar.vector_search.data import duplicates
 from autopar.vector_search.data.duplicates import Duplicates, distances_between
+from autopar.vector_search.data.metrics import Metric
+from autopar.vector_search.frame.approximate_index import ApproximateIndex
 from autopar.vector_search.frame.recall_tuning import Measured, Recall
+from autopar.vector_search.graph import beam_search as beam
+from autopar.vector_search.graph.build import build_graph
 from autopar.vector_search.graph.index import GRAPH
 from autopar.vector_search.ivf.index import IVF, IVF_PQ
-from autopar.vector_search.data.metrics import Metric
 from benchmarks.synthetic_vectors import skewed_clusters
 
 MESH_OF_ONE = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

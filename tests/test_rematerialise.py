@@ -16,23 +16,23 @@ import optax
 import pytest
 
 import autopar
-from autopar.runtime import jit as execute
 from autopar import errors
-from autopar.xla_compiler.compiler import Compiler
 from autopar.cost.hardware_profile import load
-from autopar.report.explain import explain_json
 from autopar.formulate.formulation import Formulation, formulate
-from autopar.ir.verifier import check
 from autopar.ir.mesh import parse_mesh
-from autopar.xla_model.buffer_assignment import device_program
-from autopar.plans.plan import Again, Plan, Recomputation
+from autopar.ir.verifier import check
 from autopar.planner.planner import plan_program, rules_of
-from autopar.transforms.program import Program, program_of, recomputing
-from autopar.planner.remat.min_cut import Step, cheapest
 from autopar.planner.remat.candidates import ladder
-from autopar.transforms.remat.sites import sites_of
+from autopar.planner.remat.min_cut import Step, cheapest
+from autopar.plans.plan import Again, Plan, Recomputation
+from autopar.report.explain import explain_json
 from autopar.rules.grouping import form_groups
+from autopar.runtime import jit as execute
 from autopar.solve.ilp import Ilp
+from autopar.transforms.program import Program, program_of, recomputing
+from autopar.transforms.remat.sites import sites_of
+from autopar.xla_compiler.compiler import Compiler
+from autopar.xla_model.buffer_assignment import device_program
 
 HARDWARE = "h100-sxm"
 #: Activations are many times the parameters.

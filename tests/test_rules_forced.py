@@ -27,22 +27,22 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 
-from autopar.xla_compiler import hlo_collectives as hlo
-from autopar.jax_interop import compat as jax_compat
 from autopar.frontend.from_jaxpr import graph_of
-from autopar.inference.kv_cache.device_pages import KVPages
+from autopar.frontend.trace import Equation, LiteralOperand, trace
 from autopar.inference.kernels.paged_attention import attend_paged
-from autopar.runtime.manual.region import run_region
+from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import ManualRegion
+from autopar.rules.control_flow import BORDERS
 from autopar.rules.factors import Reduction, Rule
+from autopar.rules.halo_window import Window
 from autopar.rules.node_view import NodeView
 from autopar.rules.strategies import Strategy, enumerate_strategies
-from autopar.rules.control_flow import BORDERS
 from autopar.rules.table import RULES, rule_for
-from autopar.rules.halo_window import Window
-from autopar.frontend.trace import Equation, LiteralOperand, trace
+from autopar.runtime.manual.region import run_region
+from autopar.xla_compiler import hlo_collectives as hlo
 
 Sample = tuple[Callable[..., Any], Sequence[Any]]
 

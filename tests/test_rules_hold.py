@@ -21,12 +21,12 @@ import pytest
 from jax import lax
 from programs import PROGRAMS
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.frontend.from_jaxpr import graph_of
+from autopar.frontend.trace import Equation, LiteralOperand, trace
+from autopar.jax_interop import compat as jax_compat
 from autopar.rules.factors import DimFactors, Rule
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for
-from autopar.frontend.trace import Equation, LiteralOperand, trace
 
 #: (equation, its view, its rule, its operands' abstract values, None for a literal)
 Case = tuple[Equation, NodeView, Rule | None, list[Any]]

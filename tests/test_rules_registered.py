@@ -16,12 +16,12 @@ from rich.console import Console
 from test_rules import Shapes, text
 
 import autopar
-from autopar.xla_compiler import hlo_collectives as hlo
 from autopar.errors import RuleError
 from autopar.report.explain import render_summary
-from autopar.rules.user_rules import template
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for
+from autopar.rules.user_rules import template
+from autopar.xla_compiler import hlo_collectives as hlo
 
 
 @pytest.mark.contract

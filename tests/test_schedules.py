@@ -19,18 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.schedule.verifier import check
-from autopar.pipeline.schedule.critical_path import longest_path
-from autopar.pipeline.schedule.in_flight import held_most, in_flight
 from autopar.pipeline.draw.palette import label
 from autopar.pipeline.draw.perfetto import perfetto_trace
-from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
-from autopar.pipeline.schedule.table import SCHEDULES, build, find, unmet
-from autopar.pipeline.schedule.simulate import simulate
-from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
-from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, Schedule, Task, chain, synchronous_needs
 from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.draw.text import timeline_text
+from autopar.pipeline.schedule.critical_path import longest_path
+from autopar.pipeline.schedule.in_flight import held_most, in_flight
+from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
+from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.table import SCHEDULES, build, find, unmet
+from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, Schedule, Task, chain, synchronous_needs
+from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
+from autopar.pipeline.schedule.verifier import check
 from benchmarks.pipeline.theory import seconds_of
 
 ROOT = Path(__file__).parents[1]

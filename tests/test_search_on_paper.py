@@ -12,9 +12,17 @@ from autopar import vector_search
 from autopar.cli.main import main
 from autopar.errors import SearchError
 from autopar.pipeline.plan_files import load_plan
-from autopar.vector_search.exact.index import ExactIndex
 from autopar.vector_search.estimate.estimate import search_on_paper
-from autopar.vector_search.estimate.sizes import PARTS, PaperSearch, index_bytes, least_devices, nodes_in_blocks, read_bytes, with_fewer_devices
+from autopar.vector_search.estimate.sizes import (
+    PARTS,
+    PaperSearch,
+    index_bytes,
+    least_devices,
+    nodes_in_blocks,
+    read_bytes,
+    with_fewer_devices,
+)
+from autopar.vector_search.exact.index import ExactIndex
 
 LECTURE = ("--for", "search", "--corpus", "1.4e9x100:int8", "--hardware", "h200")
 

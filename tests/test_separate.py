@@ -15,14 +15,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.planner import planner
-from autopar.xla_compiler.compiler import Compiler
-from autopar.runtime.xla_options import compiler_options
 from autopar.cost.hardware_profile import load
-from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.jax_interop.compat import module_bytes
+from autopar.planner import planner
 from autopar.plans.plan import Plan
+from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
+from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program, program_of
+from autopar.xla_compiler.compiler import Compiler
 
 H100 = load("h100-sxm")
 NUM_LAYERS = 3

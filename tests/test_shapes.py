@@ -19,8 +19,8 @@ from oracles import RandomSolver
 from same_steps import Trained, assert_same, splits, train
 
 import autopar
-from autopar.ir.mesh import parse_mesh
 from autopar.api.make_plan import plan
+from autopar.ir.mesh import parse_mesh
 from benchmarks.zoo import language, vision
 from benchmarks.zoo.training import Training
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.planner import planner
-from autopar.planner import fork_pool as side_by_side
 from autopar.errors import BudgetError
+from autopar.planner import fork_pool as side_by_side
+from autopar.planner import planner
 from autopar.planner.fork_pool import Least, each_its_own, lanes, spread
 from tests import programs
 

@@ -19,15 +19,15 @@ import pytest
 from autopar.solve import exact_search as search
 from autopar.solve import hash_consing as shared
 from autopar.solve.branch_and_bound import branch
-from autopar.solve.memory_dual import price_memory
+from autopar.solve.compact_costs import Table
 from autopar.solve.elimination import plan_elimination, plan_exact
 from autopar.solve.highs import solve_lp, solve_mip
 from autopar.solve.ilp import Ilp, minimum_memory
 from autopar.solve.live_instants import instants_of
+from autopar.solve.memory_dual import price_memory
 from autopar.solve.mip import End, Programme
-from autopar.solve.problem import Edge, Problem, Solution, Status, Usage
 from autopar.solve.presolve import RULES, delete_forbidden, reduce
-from autopar.solve.compact_costs import Table
+from autopar.solve.problem import Edge, Problem, Solution, Status, Usage
 
 KINDS = ("whole numbers", "fractions", "forbidden")
 

@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.solve import exact_search as search
-from autopar.solve.search_budget import Budget
 from autopar.solve.certified_bound import certified_bound
-from autopar.solve.ilp import Ilp
-from autopar.solve.live_instants import instants_of
-from autopar.solve.large_search import LargeSearch
-from autopar.solve.instant_loads import loads_of, price
-from autopar.solve.trws import evaluate, sweep
 from autopar.solve.flat_problem import pairwise
-from autopar.solve.problem import Edge, Problem, Solution, Status, Usage
-from autopar.solve.presolve import delete_forbidden, reduce
+from autopar.solve.ilp import Ilp
+from autopar.solve.instant_loads import loads_of, price
 from autopar.solve.instant_thinning import thin
+from autopar.solve.large_search import LargeSearch
+from autopar.solve.live_instants import instants_of
+from autopar.solve.presolve import delete_forbidden, reduce
+from autopar.solve.problem import Edge, Problem, Solution, Status, Usage
+from autopar.solve.search_budget import Budget
+from autopar.solve.trws import evaluate, sweep
 
 numbers = st.one_of(st.integers(0, 9).map(float), st.floats(0, 1e3), st.floats(0, 1e-6))
 

@@ -16,8 +16,8 @@ from autopar.solve.branch_and_bound import branch
 from autopar.solve.ilp import Ilp
 from autopar.solve.mip import End
 from autopar.solve.polish import polish
-from autopar.solve.problem import Edge, Problem, Solution, Status, Usage
 from autopar.solve.presolve import delete_forbidden, reduce
+from autopar.solve.problem import Edge, Problem, Solution, Status, Usage
 
 Solve = Callable[[Problem], Solution]
 

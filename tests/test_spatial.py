@@ -15,16 +15,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.cost.hardware_profile import HardwareProfile, load
+from autopar.jax_interop.compat import module_bytes
+from autopar.pipeline.plan_files import load_plan
+from autopar.plans.plan import Plan
+from autopar.rules.halo_window import LocalWindow, Window
+from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
+from autopar.transforms.program import program_of
 from autopar.xla_compiler import hlo_collectives as hlo
 from autopar.xla_compiler.compiler import Compiler
-from autopar.cost.hardware_profile import HardwareProfile, load
-from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.xla_compiler.hlo_collectives import Collective
-from autopar.jax_interop.compat import module_bytes
-from autopar.plans.plan import Plan
-from autopar.transforms.program import program_of
-from autopar.rules.halo_window import LocalWindow, Window
-from autopar.pipeline.plan_files import load_plan
 
 Params = list[jax.Array]
 Layer = tuple[tuple[int, int, int, int], dict[str, Any]]  # a kernel's shape, and how it is applied

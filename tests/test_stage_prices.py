@@ -9,19 +9,19 @@ import pytest
 
 from autopar.cost.hardware_profile import LinkProfile, load
 from autopar.ir.mesh import MeshShape
+from autopar.pipeline.cut.pieces import Layout
+from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cluster_layers
-from autopar.pipeline.cut.stage_programs import Cuttable
-from autopar.pipeline.search.microbatch_search import over_microbatches
 from autopar.pipeline.partition.problem import StageCost
-from autopar.pipeline.cut.pieces import Layout
+from autopar.pipeline.search.microbatch_search import over_microbatches
 from autopar.pipeline.search.plan_stages import StagesAsked, searches_of
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way
 from autopar.pipeline.search.scaled_costs import ScaledCosts
-from autopar.pipeline.search.stage_search import StageSearch
 from autopar.pipeline.search.stage_costs import HELD_PRICES, OPTIONS, STATE_PRICES, StageCosts
-from autopar.transforms.program import program_of
+from autopar.pipeline.search.stage_search import StageSearch
 from autopar.solve.ilp import Ilp
+from autopar.transforms.program import program_of
 from benchmarks.zoo.gpt import GptSizes, gpt
 
 H100 = load("h100-sxm")

@@ -17,6 +17,7 @@ import pytest
 from pipelines import tanh_layers
 
 import autopar
+from autopar.api.make_plan import cluster_of
 from autopar.cli.main import main
 from autopar.cost.hardware_profile import HardwareProfile, LinkProfile, load
 from autopar.errors import (
@@ -30,7 +31,6 @@ from autopar.errors import (
     StepSignatureError,
 )
 from autopar.pipeline.draw.svg import timeline_svg
-from autopar.api.make_plan import cluster_of
 
 OPTIONS: dict[str, Any] = {"stages": 2, "num_microbatches": 4, "schedule": "1f1b", "hardware": "cpu-host"}
 H100 = load("h100-sxm")

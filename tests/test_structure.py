@@ -15,11 +15,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import autopar
-from autopar.xla_compiler.compiler import Compiler
 from autopar.errors import PinError
+from autopar.frontend.trace import Trace, trace
 from autopar.plans.plan import Plan
 from autopar.transforms.program import program_of
-from autopar.frontend.trace import Trace, trace
+from autopar.xla_compiler.compiler import Compiler
 
 LAYERS, WIDTH, ROWS = 4, 32, 16
 

@@ -8,8 +8,8 @@ import pytest
 
 from autopar.cost.hardware_profile import load
 from autopar.ir.device_program import Buffer, DeviceProgram, Op
-from autopar.xla_model.collective_combiner import Merging
 from autopar.ir.mesh import parse_mesh
+from autopar.xla_model.collective_combiner import Merging
 from autopar.xla_model.latency_hiding import Simulation, Timeline, simulate
 
 MESH = parse_mesh("x=8")

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.xla_compiler import hlo_collectives as hlo
 from autopar import vector_search
 from autopar.errors import BudgetError, IndexFileError, SearchError
-from autopar.vector_search.data import metrics
-from autopar.vector_search.frame.subset_search import Among
 from autopar.vector_search.build import _place
+from autopar.vector_search.data import metrics
 from autopar.vector_search.data.centering import centred, whole
-from autopar.vector_search.kernels.exact_top_k import Corpus, exact_arguments, exact_search
 from autopar.vector_search.exact.index import ExactIndex
+from autopar.vector_search.frame.subset_search import Among
+from autopar.vector_search.kernels.exact_top_k import Corpus, exact_arguments, exact_search
 from autopar.vector_search.kernels.tiling import Blocks, Tiling
+from autopar.xla_compiler import hlo_collectives as hlo
 
 MESH_OF_ONE = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 RNG = np.random.default_rng(0)

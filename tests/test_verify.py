@@ -22,19 +22,19 @@ from test_hlo import MESH, PROGRAM
 from test_plan import make_plan
 
 import autopar
-from autopar.xla_compiler import gpu_target as absent
-from autopar.xla_compiler import compiler
-from autopar.xla_compiler.gpu_target import target_text, topology_text
 from autopar.cli.main import main
-from autopar.verification.figures import Collectives, Figure, match_collectives, memory_figures, step_time_figure
-from autopar.xla_compiler.compiler import CompiledStep, Compiler, read_times
 from autopar.cost.hardware_profile import load
 from autopar.errors import HardwareError, MeshError, VerifyError
-from autopar.xla_compiler.hlo_collectives import Collective, collectives
 from autopar.ir.mesh import MeshShape
-from autopar.verification.attribution import Pairing, describe_origin, module_paths, pair
 from autopar.plans.plan import CollectiveUse, Plan
+from autopar.verification.attribution import Pairing, describe_origin, module_paths, pair
+from autopar.verification.figures import Collectives, Figure, match_collectives, memory_figures, step_time_figure
 from autopar.verification.verification import Verification
+from autopar.xla_compiler import compiler
+from autopar.xla_compiler import gpu_target as absent
+from autopar.xla_compiler.compiler import CompiledStep, Compiler, read_times
+from autopar.xla_compiler.gpu_target import target_text, topology_text
+from autopar.xla_compiler.hlo_collectives import Collective, collectives
 
 # -- XLA's log -----------------------------------------------------------------------------
 
@@ -567,8 +567,8 @@ def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
 @pytest.mark.usefixtures("gpu_compiler")
 def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices stand in for GPUs: the same process, the same messages; carried state goes round."""
-    from autopar.runtime import jit as execute
     from autopar.jax_interop import compat as jax_compat
+    from autopar.runtime import jit as execute
     from autopar.verification.compile_plan import _arguments
 
     monkeypatch.setattr(compiler, "own_flags", lambda text: ["--xla_force_host_platform_device_count=4"])
@@ -758,8 +758,8 @@ def test_lowering_needs_no_device() -> None:
     """What travels to the compiler's process: bytecode that names modules, made under an abstract mesh."""
     program = two_layers()
     plan, traced = autopar.parallelize(mesh="2x8", hardware="h100-sxm")(program.step).planned(*program.abstract_args())
-    from autopar.runtime import jit as execute
     from autopar.jax_interop import compat as jax_compat
+    from autopar.runtime import jit as execute
 
     jitted = execute.jit_plan(plan, traced.trace, execute.abstract_mesh(plan.mesh))
     module = jax_compat.module_bytes(execute.lower_for("cuda", jitted, program.abstract_args()))

@@ -13,8 +13,8 @@ from test_plan_check import SLOW, make
 
 import autopar
 from autopar.cli.main import main
-from autopar.errors import PinError
 from autopar.comparison.why import why
+from autopar.errors import PinError
 
 
 def of_mlp(path: str, **options: Any) -> Any:

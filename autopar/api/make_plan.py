@@ -14,8 +14,6 @@ from typing import Any, Literal, overload
 
 import jax
 
-from autopar.planner.cache import plans as plan_cache
-from autopar.planner import planner
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import (
     AutoparError,
@@ -27,18 +25,20 @@ from autopar.errors import (
     PlanMismatchError,
 )
 from autopar.frontend.sharding_metadata import Rules
-from autopar.planner.layout_hints import Metadata
 from autopar.ir.mesh import MeshShape
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.plan import AnyPlan, PipelinePlan, StagesTried
-from autopar.pipeline.search.plan_stages import StagesAsked, plan_stages
-from autopar.plans.plan import Plan
-from autopar.planner.planner import Progress
-from autopar.transforms.program import Program, program_of
 from autopar.pipeline.plan_files import plan_from_json
+from autopar.pipeline.search.plan_stages import StagesAsked, plan_stages
+from autopar.planner import planner
+from autopar.planner.cache import plans as plan_cache
+from autopar.planner.layout_hints import Metadata
+from autopar.planner.planner import Progress
+from autopar.plans.plan import Plan
 from autopar.solve.problem import Solver
 from autopar.system.units import human_seconds, parse_size
+from autopar.transforms.program import Program, program_of
 
 Hardware = str | HardwareProfile | Mapping[str, int]
 

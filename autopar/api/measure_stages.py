@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from autopar.api.call_clock import Calls
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.api.measure_step import FAR_OFF, device_peak_bytes, model_flops, of_another_machine, wait
+from autopar.api.step_report import StepReport
+from autopar.cost.hardware_profile import HardwareProfile
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.transforms.program import Program
-from autopar.api.step_report import StepReport
 
 
 def measure_stages(

@@ -14,12 +14,12 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.api.call_clock import Calls
+from autopar.api.step_report import StepReport, Suspect
 from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.ir.graph import Graph
-from autopar.plans.plan import Plan
 from autopar.planner.planner import Program, rules_of
+from autopar.plans.plan import Plan
 from autopar.rules.grouping import CONTRACTIONS
-from autopar.api.step_report import StepReport, Suspect
 
 #: A prediction that is off by more than this part of what is measured is worth a look at the profile.
 FAR_OFF = 0.30

@@ -15,31 +15,31 @@ from typing import Any, Generic, Literal, TypeVar, cast, overload
 import jax
 from jax.sharding import Mesh
 
-from autopar.runtime import jit as execute
 from autopar.api import make_plan as plan_step
 from autopar.api.call_clock import Calls
+from autopar.api.measure_stages import measure_stages
+from autopar.api.measure_step import FEWEST_STEPS, measure, wait
+from autopar.api.prepared_step import Prepared, built, prepared_of
+from autopar.api.step_plans import StepPlans
+from autopar.api.step_report import StepReport
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import StepSignatureError
 from autopar.frontend.call import Call, opened
 from autopar.frontend.state import abstract_of, new_state, state_arguments, state_like
 from autopar.frontend.step import Step
 from autopar.jax_interop.compat import is_traced, placed_struct, shape_struct
-from autopar.api.measure_stages import measure_stages
-from autopar.api.measure_step import FEWEST_STEPS, measure, wait
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.plan_files import load_plan
 from autopar.pipeline.run.step import PipelinedStep
 from autopar.plans.plan import Plan
-from autopar.api.prepared_step import Prepared, built, prepared_of
+from autopar.runtime import jit as execute
 from autopar.runtime.distributed.argument_layout import shard_batch
+from autopar.runtime.distributed.cpu_transport import let_arrays_pass
 from autopar.runtime.distributed.exchange import among_processes
 from autopar.runtime.distributed.local_batch import check_equal
 from autopar.runtime.distributed.step_clock import StepClock
-from autopar.runtime.distributed.cpu_transport import let_arrays_pass
-from autopar.transforms.program import Program
-from autopar.pipeline.plan_files import load_plan
-from autopar.api.step_plans import StepPlans
-from autopar.api.step_report import StepReport
 from autopar.system.progress import announced
+from autopar.transforms.program import Program
 
 #: The plans of a step: of one program, or, where stages are asked for, of either kind.
 P = TypeVar("P", bound=AnyPlan)

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.runtime import jit as execute
-from autopar.jax_interop.partition_spec import named_shardings
-from autopar.plans.plan import Plan
-from autopar.planner.cache.plans import quietly
 from autopar.api.make_plan import plan_program
+from autopar.jax_interop.partition_spec import named_shardings
+from autopar.planner.cache.plans import quietly
+from autopar.plans.plan import Plan
+from autopar.runtime import jit as execute
 from autopar.transforms.program import Program, program_of
 
 

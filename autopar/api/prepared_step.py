@@ -15,17 +15,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime import jit as execute
 from autopar.frontend.call import Results
 from autopar.jax_interop.compat import compiled_to_draw, compiling, shape_struct
 from autopar.jax_interop.partition_spec import named_shardings
-from autopar.pipeline.run.batches import Gathering
-from autopar.pipeline.run.transfers import is_mine, without_shards
-from autopar.pipeline.run.stacked_leaves import joined, rows_of
-from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.pipeline.run.step import PipelinedStep
 from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.run.batches import Gathering
+from autopar.pipeline.run.stacked_leaves import joined, rows_of
+from autopar.pipeline.run.step import PipelinedStep
+from autopar.pipeline.run.transfers import is_mine, without_shards
+from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.runtime import jit as execute
 from autopar.runtime.distributed.argument_layout import Arguments
 from autopar.transforms.program import Program
 

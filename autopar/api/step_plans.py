@@ -15,25 +15,25 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from autopar.runtime import jit as execute
-from autopar.planner.cache import plans as plan_cache
 from autopar.api import make_plan as plan_step
-from autopar.planner import planner
-from autopar.jax_interop.compilation_cache import compiled_kept_in
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import PlanMismatchError
 from autopar.frontend.call import Call, Results
 from autopar.frontend.step import Step
-from autopar.planner.layout_hints import options_like
 from autopar.ir.mesh import MeshShape
+from autopar.jax_interop.compilation_cache import compiled_kept_in
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.plan_files import plan_from_json
+from autopar.planner import planner
+from autopar.planner.cache import plans as plan_cache
+from autopar.planner.layout_hints import options_like
 from autopar.plans.plan import Plan
-from autopar.runtime.distributed.plan_agreement import agreed_plan, with_hosts
+from autopar.runtime import jit as execute
 from autopar.runtime.distributed.device_order import in_host_order
 from autopar.runtime.distributed.exchange import among_processes
-from autopar.transforms.program import Program, program_of_call
-from autopar.pipeline.plan_files import plan_from_json
+from autopar.runtime.distributed.plan_agreement import agreed_plan, with_hosts
 from autopar.system.progress import announced_by_progress
+from autopar.transforms.program import Program, program_of_call
 
 #: After how many plans for the same shapes a user is told of it.
 _MANY = 4

@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.errors import PlotError
-from autopar.system.text_tables import TEXT_WIDTH, inset, plain_text
-from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.draw.file import write_timelines
-from autopar.pipeline.draw.text import timeline_text
 from autopar.pipeline.draw.predicted_vs_measured import differences
+from autopar.pipeline.draw.text import timeline_text
+from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.system.text_tables import TEXT_WIDTH, inset, plain_text
 from autopar.system.units import human_bytes, human_seconds
 
 

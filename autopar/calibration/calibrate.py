@@ -19,10 +19,10 @@ import jax
 import jaxlib.version
 
 from autopar.calibration.calibration import Calibration, Machine, fit_all, write
-from autopar.cost.hardware_profile import HardwareProfile, detect, load
-from autopar.errors import HardwareError
 from autopar.calibration.measure import measure
 from autopar.calibration.probes import CPU_SIZES, GPU_SIZES, Sizes
+from autopar.cost.hardware_profile import HardwareProfile, detect, load
+from autopar.errors import HardwareError
 from autopar.version import __version__
 
 #: Seconds that a calibration takes unless told otherwise.

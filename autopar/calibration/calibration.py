@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autopar.calibration.fit import Fit, Sample, fit
 from autopar.cost.collectives import KINDS
 from autopar.cost.hardware_profile import MATRIX_DTYPES, HardwareProfile
 from autopar.errors import HardwareError
-from autopar.calibration.fit import Fit, Sample, fit
 from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 
 #: Collectives that the profile prices by one link; an all-to-all has its own share of the link's rate.

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.calibration.probes import Point, Sizes, program
+from autopar.cost.hardware_profile import HardwareProfile
 
 _MOST_UNROLLED = 16
 

@@ -19,10 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.calibration.fit import Sample
 from autopar.calibration.layer_probes import attention_points, convolution_points
-from autopar.calibration.probes import Point, Sizes, collective_points, copy_points, empty_program, launch_points, matmul_points, memory_points, reduction_points, wide_matmul_points
+from autopar.calibration.probes import (
+    Point,
+    Sizes,
+    collective_points,
+    copy_points,
+    empty_program,
+    launch_points,
+    matmul_points,
+    memory_points,
+    reduction_points,
+    wide_matmul_points,
+)
+from autopar.cost.hardware_profile import HardwareProfile
 
 Progress = Callable[[str, float], None]
 

@@ -111,8 +111,8 @@ def _prompts(options: argparse.Namespace) -> list[str | list[int]]:
 def _most_tokens(options: argparse.Namespace, prompts: list[str | list[int]], longest: int) -> list[int]:
     """How many tokens to generate from each prompt. What can be refused is, before the model is opened."""
     from autopar.inference.model.config import DecoderConfig
-    from autopar.inference.schedule.stop_strings import TextUntilStop
     from autopar.inference.model.tokenizer import load_tokenizer, tokens_of
+    from autopar.inference.schedule.stop_strings import TextUntilStop
 
     vocab_size = DecoderConfig.read(options.model).vocab_size
     TextUntilStop(options.stop)

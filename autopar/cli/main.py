@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.generate import run_generate
-from autopar.cli.plan_inference import run_inference
 from autopar.cli.options import parse_hardware, parse_pin, parser_of
+from autopar.cli.plan_inference import run_inference
 from autopar.cli.plan_search import check_target, search_asked
+from autopar.cli.target import load_target
 from autopar.errors import AutoparError, BudgetError, PlanFileError, TargetError
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.plan_files import load_plan
+from autopar.plans.plan import Plan
 from autopar.report.explain import explain, explain_json, render, render_summary
 from autopar.system.text_tables import new_console, plain_text
-from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.plans.plan import Plan
-from autopar.pipeline.plan_files import load_plan
-from autopar.cli.target import load_target
 from autopar.system.units import without_controls
 
 if TYPE_CHECKING:
@@ -182,10 +182,10 @@ def _run_grid(options: argparse.Namespace) -> int:
             else "give --hardware NAME,NAME,... and --devices N,N,..., or --compare NAME,..."
         )
         raise TargetError(f"--compare plans each kind of device and each number of them, and saves no plan: {why}")
-    from autopar.comparison.by_hardware_and_count import compare_grid
     from autopar.comparison.by_hardware import profiles_of
-    from autopar.report.all_reduce_table import check_can_plot
+    from autopar.comparison.by_hardware_and_count import compare_grid
     from autopar.comparison.grid_text import grid_json, plot_grid, render_grid
+    from autopar.report.all_reduce_table import check_can_plot
 
     if options.plot is not None:
         check_can_plot(options.plot)

@@ -92,9 +92,9 @@ def run_inference(
     Args:
         planning: of `autopar.plan`. progress, show: of the command line.
     """
-    from autopar.inference.model.config import DecoderConfig
     from autopar.inference.estimate.estimate import PaperInference, inference_on_paper
     from autopar.inference.estimate.tables import inference_json, render_inference
+    from autopar.inference.model.config import DecoderConfig
     from autopar.inference.schedule.requests import Shape
 
     (model,) = options.target

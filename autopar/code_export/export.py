@@ -19,20 +19,20 @@ from typing import Any
 import jax
 
 from autopar.code_export import runtime as export_runtime
-from autopar.runtime.xla_options import compiler_options
-from autopar.errors import ExportError, PlanMismatchError
-from autopar.system.text_tables import short_source
 from autopar.code_export.name_patterns import as_patterns, carried_roots, inputs_as_patterns
-from autopar.code_export.value_places import places_of
 from autopar.code_export.runtime import leaf_paths
+from autopar.code_export.value_places import places_of
+from autopar.errors import ExportError, PlanMismatchError
 from autopar.frontend.call import Call, opened
 from autopar.frontend.step import Step
+from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Constraint, Plan
-from autopar.transforms.program import Program, program_of_call
-from autopar.ir.sharding import TensorSharding
+from autopar.runtime.xla_options import compiler_options
+from autopar.system.text_tables import short_source
 from autopar.system.units import human_bytes, human_seconds, printable
+from autopar.transforms.program import Program, program_of_call
 from autopar.version import __version__
 
 #: Operations whose results an expert would lay out: the partitioner has a choice there.

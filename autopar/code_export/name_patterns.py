@@ -12,8 +12,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from autopar.code_export.runtime import matches, without_numbers
-from autopar.plans.plan import TensorPlan
 from autopar.ir.sharding import TensorSharding
+from autopar.plans.plan import TensorPlan
 
 _T = TypeVar("_T", bound=Hashable)
 _NUMBER = re.compile(r"\d+")

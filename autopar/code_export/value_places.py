@@ -15,8 +15,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from autopar.code_export import runtime as export_runtime
-from autopar.frontend.flat_jaxpr import Equation
 from autopar.errors import ExportError
+from autopar.frontend.flat_jaxpr import Equation
 from autopar.frontend.trace import Trace, trace
 
 

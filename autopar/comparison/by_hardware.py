@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.comparison.least_devices import MAX_DEVICES, Fit, TrainingState, fits, state_of
 from autopar.cost.hardware_profile import HardwareProfile, known_names, load
 from autopar.errors import AutoparError, HardwareError
-from autopar.comparison.least_devices import MAX_DEVICES, Fit, TrainingState, fits, state_of
 from autopar.planner.planner import Progress
 from autopar.transforms.program import program_of
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.comparison.least_devices import Fit, Refused, TrainingState, fits, plan_on, state_of
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import AutoparError, MeshError
-from autopar.comparison.least_devices import Fit, Refused, TrainingState, fits, plan_on, state_of
-from autopar.plans.plan import Plan
 from autopar.planner.planner import Progress
+from autopar.plans.plan import Plan
 from autopar.transforms.program import program_of
 
 

@@ -15,8 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autopar.errors import PlotError
 from autopar.comparison.by_hardware_text import plan_words
+from autopar.errors import PlotError
 from autopar.system.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:

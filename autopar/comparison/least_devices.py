@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.planner.plan_assembly import input_roles
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import AutoparError, MicrobatchError, TimeLimitError
 from autopar.ir.mesh import DEFAULT_AXIS_NAMES, MeshShape
-from autopar.transforms.microbatch.batch_dims import num_examples
-from autopar.plans.plan import Plan
+from autopar.planner.memory_search import BUDGET_MARGIN, NothingFitsError
+from autopar.planner.plan_assembly import input_roles
 from autopar.planner.planner import Progress, plan_in_microbatches
-from autopar.transforms.program import Program
+from autopar.plans.plan import Plan
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Problem, Solution, Solver, Status
-from autopar.planner.memory_search import BUDGET_MARGIN, NothingFitsError
+from autopar.transforms.microbatch.batch_dims import num_examples
+from autopar.transforms.program import Program
 
 #: Devices that are tried at the most, unless the user says how many.
 MAX_DEVICES = 1024

@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from autopar.api.make_plan import plan as plan_of
 from autopar.errors import BudgetError, PlanMismatchError
-from autopar.system.text_tables import finite, short_source
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import CollectiveUse, Plan
-from autopar.api.make_plan import plan as plan_of
+from autopar.system.text_tables import finite, short_source
 from autopar.system.units import human_bytes, human_seconds
 
 

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from autopar.comparison.plan_check import unlike_collectives
 from autopar.errors import AutoparError, BudgetError, PinError
+from autopar.ir.sharding import TensorSharding
+from autopar.planner.planner import plan_and_parts, plan_program
+from autopar.plans.plan import CollectiveUse, Decision, Plan
 from autopar.report.rows import collapse
 from autopar.system.text_tables import finite, short_source
-from autopar.plans.plan import CollectiveUse, Decision, Plan
-from autopar.comparison.plan_check import unlike_collectives
-from autopar.planner.planner import plan_and_parts, plan_program
-from autopar.transforms.program import Program, program_of
-from autopar.ir.sharding import TensorSharding
 from autopar.system.units import human_bytes, human_seconds
+from autopar.transforms.program import Program, program_of
 
 
 @dataclass(frozen=True, slots=True)

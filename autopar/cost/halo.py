@@ -14,10 +14,10 @@ from autopar.cost.collectives import collective_time
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
-from autopar.rules.grouping import Group
-from autopar.rules.strategies import Strategy
-from autopar.rules.halo_window import LocalWindow
 from autopar.ir.sharding import TensorSharding
+from autopar.rules.grouping import Group
+from autopar.rules.halo_window import LocalWindow
+from autopar.rules.strategies import Strategy
 
 KIND = "collective-permute"
 

@@ -18,6 +18,7 @@ from typing import Any
 from autopar.cost.xla_latency_estimator import EstimatorProfile, read_estimator
 from autopar.errors import HardwareError
 from autopar.rules.elementwise import FLOPS_PER_ELEMENT
+from autopar.system.source_paths import PACKAGE
 
 #: Dtypes whose matrix rate a profile must state; `float8` stands for every 8-bit float.
 MATRIX_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "float8")
@@ -244,8 +245,7 @@ def detect(device_kind: str, platform: str) -> str:
 
 def _data_folder() -> Path:
     """`cost_models/hardware`: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    places = (package / "cost_models" / "hardware", package.parent / "cost_models" / "hardware")
+    places = (PACKAGE / "cost_models" / "hardware", PACKAGE.parent / "cost_models" / "hardware")
     for place in places:
         if place.is_dir():
             return place

@@ -14,21 +14,21 @@ from typing import Any, Literal
 
 import jax
 
-from autopar.xla_compiler.gpu_target import target_text, topology_text
-from autopar.diagnosis.sharding_changes import LEAST_SHARE, Repin, groups_of, search
-from autopar.diagnosis.compiled_costs import CompiledCosts
-from autopar.xla_compiler.compiler import Compiler
 from autopar.cost.hardware_profile import HardwareProfile, detect, load
+from autopar.diagnosis.compiled_costs import CompiledCosts
 from autopar.diagnosis.diagnosis import Change, Cost, Diagnosis
-from autopar.diagnosis.rows import Place, TensorChange, places, tensor_changes
-from autopar.errors import StepSignatureError
-from autopar.diagnosis.unintended_collectives import Extra, origins_of
 from autopar.diagnosis.hand_sharded import HandSharded, read_hand_sharded
-from autopar.ir.mesh import MeshShape
 from autopar.diagnosis.pinned_plans import PinnedPlans
+from autopar.diagnosis.rows import Place, TensorChange, places, tensor_changes
+from autopar.diagnosis.sharding_changes import LEAST_SHARE, Repin, groups_of, search
+from autopar.diagnosis.unintended_collectives import Extra, origins_of
+from autopar.errors import StepSignatureError
+from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan
-from autopar.transforms.program import Program, program_of
 from autopar.system.units import human_bytes
+from autopar.transforms.program import Program, program_of
+from autopar.xla_compiler.compiler import Compiler
+from autopar.xla_compiler.gpu_target import target_text, topology_text
 
 #: The part of the difference to autopar's plan that changes are looked for.
 ENOUGH = 0.9

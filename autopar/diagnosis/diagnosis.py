@@ -17,10 +17,10 @@ from rich.text import Text
 
 from autopar.diagnosis.compiled_costs import Cost
 from autopar.diagnosis.rows import Place, TensorChange
-from autopar.system.text_tables import plain_text, short_source
 from autopar.diagnosis.unintended_collectives import Extra
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan
+from autopar.system.text_tables import plain_text, short_source
 from autopar.system.units import human_bytes, human_seconds
 
 #: Rows shown of collectives that nobody meant, and of the places of a change; the JSON has all.

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.errors import MeshError, PinError, StepSignatureError, TraceError
 from autopar.frontend.pytree_paths import leaf_paths
 from autopar.frontend.step import Step
 from autopar.ir.mesh import MeshShape, parse_mesh
-from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
 from autopar.ir.sharding import TensorSharding
+from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
 
 #: A mesh that is expected, or its number of devices.
 Asked = str | int | MeshShape | Mesh | AbstractMesh | None

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.diagnosis.sharding_changes import Pins, Priced
 from autopar.cost.hardware_profile import HardwareProfile
-from autopar.errors import BudgetError, TimeLimitError
 from autopar.diagnosis.hand_sharded import HandSharded
-from autopar.plans.plan import Plan
+from autopar.diagnosis.sharding_changes import Pins, Priced
+from autopar.errors import BudgetError, TimeLimitError
 from autopar.planner.planner import Program, plan_program
+from autopar.plans.plan import Plan
 
 #: A budget that any plan keeps to.
 _NO_BUDGET = 1e18

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from autopar.diagnosis.sharding_changes import Pins
 from autopar.diagnosis.unintended_collectives import without_numbers
-from autopar.system.name_patterns import collapse
 from autopar.plans.plan import Decision, Plan, TensorPlan
+from autopar.system.name_patterns import collapse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

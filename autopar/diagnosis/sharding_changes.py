@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.diagnosis.unintended_collectives import without_numbers
-from autopar.plans.plan import Role, TensorPlan
 from autopar.ir.sharding import TensorSharding
+from autopar.plans.plan import Role, TensorPlan
 
 #: Input position -> the sharding that it is pinned to.
 Pins = Mapping[int, TensorSharding]

@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.verification.figures import Collectives, CompiledCollective, sent_bytes
 from autopar.cost.collectives import KINDS, collective_time
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.frontend.flat_jaxpr import module_path
 from autopar.ir.mesh import MeshShape
-from autopar.system.name_patterns import collapse
 from autopar.plans.plan import Plan
+from autopar.system.name_patterns import collapse
+from autopar.verification.figures import Collectives, CompiledCollective, sent_bytes
 
 _SUMS = ("all-reduce", "reduce-scatter")
 #: Kinds that a profile has no rates of its own for, and the nearest that it has.

@@ -22,19 +22,19 @@ from typing import Literal
 import numpy as np
 
 from autopar.cost.collectives import collective_time
-from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.cost.halo import Extension, Strip, extension_time, extensions_of
 from autopar.cost.hardware_profile import HardwareProfile
-from autopar.cost.resharding_paths import Move, collectives_of, resharding_moves
 from autopar.cost.resharding_matrix import Hideable, ReshardingTimes
+from autopar.cost.resharding_paths import Move, collectives_of, resharding_moves
+from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.ir.device_program import Stored
 from autopar.ir.graph import Graph, Phase, Value
 from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding
 from autopar.rules.factors import DimFactors, Factor
 from autopar.rules.grouping import SMALL_SIZE, Group
 from autopar.rules.manual_regions import gather_of
 from autopar.rules.strategies import Strategy, enumerate_strategies
-from autopar.ir.sharding import TensorSharding
 from autopar.solve.problem import Edge, Problem, Usage
 
 Shardings = tuple[TensorSharding, ...]  # one per strategy of a decision

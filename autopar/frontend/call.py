@@ -19,10 +19,20 @@ from typing import Any
 import jax
 
 from autopar.errors import StepSignatureError
-from autopar.frontend.sharding_metadata import Annotation, annotation_of, annotations_in
 from autopar.frontend.mutable_objects import Graph, Objects
 from autopar.frontend.pytree_paths import leaf_paths
-from autopar.frontend.pytrees import Kept, Static, at_objects, is_number, objects_in, put_together, shape_and_dtype, take_apart, values_of_objects
+from autopar.frontend.pytrees import (
+    Kept,
+    Static,
+    at_objects,
+    is_number,
+    objects_in,
+    put_together,
+    shape_and_dtype,
+    take_apart,
+    values_of_objects,
+)
+from autopar.frontend.sharding_metadata import Annotation, annotation_of, annotations_in
 from autopar.frontend.step import Step
 
 

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.errors import EffectError
-from autopar.ir.graph import UNKNOWN_TRIPS, Phase
 from autopar.frontend.gather_gradient import as_comparison
+from autopar.ir.graph import UNKNOWN_TRIPS, Phase
+from autopar.jax_interop import compat as jax_compat
 
 #: What a value does at the border of a region. Going in: `enter_const` is the same in every trip, `enter_carry` what
 #: the first trip starts with, `enter_slice` one element of a stack for each trip, `enter_branch` for all branches.

@@ -10,14 +10,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.jax_interop import compat as jax_compat
-from autopar.frontend.kernel_flops import WORK, counted_work
+from autopar.frontend.accumulators import Sums
 from autopar.frontend.flat_jaxpr import Equation, Region
+from autopar.frontend.kernel_flops import WORK, counted_work
+from autopar.frontend.trace import Trace
+from autopar.frontend.user_shardings import constraint_params, shard_map_params
 from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Loop, Node, Value
 from autopar.ir.params import plain_params
-from autopar.frontend.accumulators import Sums
-from autopar.frontend.user_shardings import constraint_params, shard_map_params
-from autopar.frontend.trace import Trace
+from autopar.jax_interop import compat as jax_compat
 
 
 def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from autopar.jax_interop import compat as jax_compat
-from autopar.frontend.flat_jaxpr import Equation, Flattener, LiteralOperand, Region
 from autopar.errors import AutoparError, TraceError
+from autopar.frontend.flat_jaxpr import Equation, Flattener, LiteralOperand, Region
 from autopar.frontend.pytree_paths import leaf_paths
 from autopar.frontend.step import Step
+from autopar.jax_interop import compat as jax_compat
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.frontend.kernel_flops import WORK, every_equation, work_of
+from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import tensor_sharding
 
 #: A collective of a `shard_map`'s program: the kind it is compiled to, and whose buffer is the full one.

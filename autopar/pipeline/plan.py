@@ -11,17 +11,17 @@ from itertools import pairwise
 from typing import Any
 
 from autopar.ir.placement import Lies, Part
+from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.partition.cluster import Cluster, Submesh
 from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.partition.step_time import Send, staged_timeline, task_seconds
 from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.table import build
-from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.pipeline.partition.step_time import Send, staged_timeline, task_seconds
 from autopar.pipeline.schedule.tasks import Schedule, chain
-from autopar.plans.plan import Plan, ProgramSignature, TensorPlan, check_plan, check_positions, check_sharding
+from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
-from autopar.ir.sharding import TensorSharding
+from autopar.plans.plan import Plan, ProgramSignature, TensorPlan, check_plan, check_positions, check_sharding
 
 #: What the file of such a plan says it is; from each version of its fields to the next, as in `plan`.
 FORMAT = "autopar-pipeline-plan"

@@ -16,9 +16,9 @@ from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import is_unestimated, op_seconds
 from autopar.ir.device_program import DeviceProgram, Op
 from autopar.ir.graph import Graph
-from autopar.xla_model.collective_combiner import predecessors
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Awaited
+from autopar.xla_model.collective_combiner import predecessors
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 #: Pieces of branches: what is in one is not run each time.

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from autopar.cost import hardware_profile as hardware_profiles
 from autopar.errors import PinError, PlanMismatchError
-from autopar.frontend.sharding_metadata import Annotation, Rules, specs_of
 from autopar.frontend.libraries import active_axis_rules
+from autopar.frontend.sharding_metadata import Annotation, Rules, specs_of
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan, TensorPlan
 from autopar.transforms.program import Program

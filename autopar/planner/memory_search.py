@@ -13,21 +13,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.planner.plan_assembly import Assembled, assemble
-from autopar.ir.device_program import Buffer, buffers_at_peak, stored_values
 from autopar.errors import BudgetError, MicrobatchError, TimeLimitError
 from autopar.formulate.formulation import Formulation, formulate
+from autopar.ir.device_program import Buffer, buffers_at_peak, stored_values
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
-from autopar.plans.plan import Prediction, Recomputation
-from autopar.transforms.program import Program, recomputing
-from autopar.planner.remat.candidates import Rung, ladder
-from autopar.rules.grouping import Group
 from autopar.ir.sharding import TensorSharding
 from autopar.planner.fork_pool import Least
+from autopar.planner.plan_assembly import Assembled, assemble
+from autopar.planner.remat.candidates import Rung, ladder
+from autopar.plans.plan import Prediction, Recomputation
+from autopar.rules.grouping import Group
 from autopar.solve.ilp import minimum_memory
 from autopar.solve.problem import Solution, Solver, Status
 from autopar.system.units import human_bytes
+from autopar.transforms.program import Program, recomputing
 
 #: The part of a memory budget that a plan leaves free: for what XLA's fusion holds beyond the plan's
 #: estimate, and for the allocator, whose memory is never all in one piece.

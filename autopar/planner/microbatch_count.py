@@ -11,11 +11,11 @@ from math import inf
 
 from autopar.errors import BudgetError, MicrobatchError, TimeLimitError
 from autopar.ir.mesh import MeshShape
-from autopar.transforms.microbatch.batch_dims import num_examples
-from autopar.plans.plan import Constraint, Microbatches, Plan, Tried
-from autopar.transforms.program import Program
 from autopar.ir.sharding import replicated
 from autopar.planner.memory_search import NothingFitsError
+from autopar.plans.plan import Constraint, Microbatches, Plan, Tried
+from autopar.transforms.microbatch.batch_dims import num_examples
+from autopar.transforms.program import Program
 
 
 def fastest_that_fits(planned: Callable[[int], Plan], num_examples: Callable[[], int]) -> Plan:

@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.planner.plan_assembly import hiding
 from autopar.cost.resharding_matrix import Hideable
 from autopar.planner.early_reductions import REDUCTIONS, Early
-from autopar.xla_model.buffer_assignment import device_program
-from autopar.plans.plan import Awaited
-from autopar.xla_model.latency_hiding import Simulation
 from autopar.planner.memory_search import Made
+from autopar.planner.plan_assembly import hiding
+from autopar.plans.plan import Awaited
+from autopar.xla_model.buffer_assignment import device_program
+from autopar.xla_model.latency_hiding import Simulation
 
 Prices = Mapping[Hideable, float]
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from autopar.errors import PinError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
-from autopar.jax_interop.partition_spec import tensor_sharding
 from autopar.ir.sharding import TensorSharding
+from autopar.jax_interop.partition_spec import tensor_sharding
 
 
 def meshes_with_pinned_axes(meshes: Sequence[MeshShape], pin: Mapping[str, Any]) -> list[MeshShape]:

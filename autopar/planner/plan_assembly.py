@@ -13,18 +13,28 @@ import numpy as np
 
 from autopar.cost import halo
 from autopar.cost.halo import Extension, Strip
-from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.formulate.formulation import Decision as Choice
 from autopar.formulate.formulation import Flow, Formulation
+from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.ir.graph import Graph, Node
 from autopar.ir.node_names import NodeNames
-from autopar.xla_model.buffer_assignment import device_program
-from autopar.plans.plan import Awaited, CollectiveUse, Constraint, Decision, ManualRegion, Prediction, Role, Separate, TensorPlan
+from autopar.ir.sharding import TensorSharding, replicated
+from autopar.plans.plan import (
+    Awaited,
+    CollectiveUse,
+    Constraint,
+    Decision,
+    ManualRegion,
+    Prediction,
+    Role,
+    Separate,
+    TensorPlan,
+)
+from autopar.rules.control_flow import BORDERS, PINNED
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.rules.indexing import INDEXING
 from autopar.rules.manual_regions import gather_of, is_manual
-from autopar.rules.control_flow import BORDERS, PINNED
-from autopar.ir.sharding import TensorSharding, replicated
+from autopar.xla_model.buffer_assignment import device_program
 from autopar.xla_model.latency_hiding import Opinions, Simulation, Timeline
 
 #: Primitives whose result is worth a row of its own in the report.

@@ -20,40 +20,40 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from autopar.planner.cache import plans as plan_cache
-from autopar.planner.plan_assembly import named, separate_sums
 from autopar.cost import hardware_profile as hardware_profiles
 from autopar.cost.collectives import workers_of
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_matrix import ReshardingTimes
-from autopar.ir.device_program import DeviceProgram
 from autopar.errors import BudgetError, MeshError, MicrobatchError, PinError
-from autopar.transforms.split_dims.undo import sees_two
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.frontend.sharding_metadata import Rules
+from autopar.ir.device_program import DeviceProgram
 from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Node
-from autopar.planner.layout_hints import Metadata, Told, check_mesh_like, options_like, told_by_metadata, told_by_plan
 from autopar.ir.mesh import MeshShape, factorisations, mesh_of
-from autopar.transforms.microbatch.batch_dims import num_examples
+from autopar.ir.sharding import TensorSharding
+from autopar.planner.cache import plans as plan_cache
+from autopar.planner.fork_pool import Lane, Least, each_its_own, lanes, spread
+from autopar.planner.layout_hints import Metadata, Told, check_mesh_like, options_like, told_by_metadata, told_by_plan
+from autopar.planner.memory_search import BUDGET_MARGIN, Made, NothingFitsError, Planning, within_budget
 from autopar.planner.microbatch_count import fastest_that_fits, microbatch_notes, microbatches_of
-from autopar.xla_model.step_summary import memory_over_step, seconds_by_node, step_trace
 from autopar.planner.overlap_search import Prices, best_hidden, counting_on_overlap, least_s
 from autopar.planner.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
+from autopar.planner.plan_assembly import named, separate_sums
+from autopar.planner.strategy_names import strategy_words
 from autopar.plans.plan import Outcome, Plan, RejectedMesh, Replicated, Tie, num_split, split_dims
-from autopar.transforms.program import Program
 from autopar.rules.factors import Rule
 from autopar.rules.grouping import Group, form_groups
-from autopar.rules.user_rules import called, needs_local, template
 from autopar.rules.node_view import NodeView, of_each_node
 from autopar.rules.table import rule_for, unknown_rule
-from autopar.system.gc_pause import seldom_collect
-from autopar.ir.sharding import TensorSharding
-from autopar.planner.fork_pool import Lane, Least, each_its_own, lanes, spread
+from autopar.rules.user_rules import called, needs_local, template
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solution, Solver
+from autopar.system.gc_pause import seldom_collect
+from autopar.transforms.microbatch.batch_dims import num_examples
+from autopar.transforms.program import Program
+from autopar.transforms.split_dims.undo import sees_two
 from autopar.version import versions_of
-from autopar.planner.memory_search import BUDGET_MARGIN, Made, NothingFitsError, Planning, within_budget
-from autopar.planner.strategy_names import strategy_words
+from autopar.xla_model.step_summary import memory_over_step, seconds_by_node, step_trace
 
 Progress = Callable[[str, float], None]
 

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args,
 from autopar.errors import AutoparError, PlanFileError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
-from autopar.version import __version__
 from autopar.system.atomic_file import write_whole
+from autopar.version import __version__
 
 #: A figure of what could not be: the time of a mesh on which nothing fits. All other figures of a plan are finite.
 MaybeInfinite: TypeAlias = Annotated[float, "may be infinite"]

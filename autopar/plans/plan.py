@@ -16,9 +16,9 @@ from autopar.errors import PlanMismatchError
 from autopar.ir.graph import Phase
 from autopar.ir.mesh import MeshShape
 from autopar.ir.placement import Lies, Part
+from autopar.ir.sharding import TensorSharding
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
-from autopar.ir.sharding import TensorSharding
 from autopar.plans.step_trace import MemoryOverStep, StepTrace, check_trace
 
 if TYPE_CHECKING:

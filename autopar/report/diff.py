@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from autopar.report.diff_text import render_diff
-from autopar.system.text_tables import finite, plain_text
 from autopar.ir.mesh import MeshShape
 from autopar.ir.placement import Lies, Move, move
+from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Decision, Plan, TensorPlan
-from autopar.ir.sharding import TensorSharding
+from autopar.report.diff_text import render_diff
+from autopar.system.text_tables import finite, plain_text
 from autopar.system.units import human_bytes
 
 

@@ -16,11 +16,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.system.text_tables import inset, short_source
-from autopar.system.name_patterns import collapse
+from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.plan import AnyPlan, PipelinePlan, PipelinePrediction
 from autopar.plans.plan import Plan
-from autopar.ir.sharding import TensorSharding
+from autopar.system.name_patterns import collapse
+from autopar.system.text_tables import inset, short_source
 from autopar.system.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:

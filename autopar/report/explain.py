@@ -11,10 +11,22 @@ from typing import Any, overload
 from rich.console import Console
 
 from autopar.errors import OptionError
-from autopar.report.explain_program import Explanation, explain_program, program_json, render_program, render_program_summary
-from autopar.report.explain_stages import StagesExplanation, explain_stages, render_stages, render_stages_summary, stages_json
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Plan
+from autopar.report.explain_program import (
+    Explanation,
+    explain_program,
+    program_json,
+    render_program,
+    render_program_summary,
+)
+from autopar.report.explain_stages import (
+    StagesExplanation,
+    explain_stages,
+    render_stages,
+    render_stages_summary,
+    stages_json,
+)
 
 
 @overload

@@ -19,13 +19,44 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from autopar.report.module_tree import ModuleTree, module_tree
-from autopar.report.breakdown import SIMULATED_IS, MemoryUse, StepTime, memory_use, replicated_words, simulated_words, step_time, tie_words
-from autopar.report.rows import CollectiveRow, Span, StateRow, TensorRow, largest_first, merge_collectives, merge_state, merge_tensors, of_activation, of_input
-from autopar.system.text_tables import bars, facts_table, finite, inset, new_table, notes_section, plain_text, section, share_text, short_source
-from autopar.system.name_patterns import collapse
 from autopar.plans.plan import Plan
+from autopar.report.breakdown import (
+    SIMULATED_IS,
+    MemoryUse,
+    StepTime,
+    memory_use,
+    replicated_words,
+    simulated_words,
+    step_time,
+    tie_words,
+)
+from autopar.report.module_tree import ModuleTree, module_tree
+from autopar.report.rows import (
+    CollectiveRow,
+    Span,
+    StateRow,
+    TensorRow,
+    largest_first,
+    merge_collectives,
+    merge_state,
+    merge_tensors,
+    of_activation,
+    of_input,
+)
 from autopar.report.step_perfetto import write_step
+from autopar.system.name_patterns import collapse
+from autopar.system.text_tables import (
+    bars,
+    facts_table,
+    finite,
+    inset,
+    new_table,
+    notes_section,
+    plain_text,
+    section,
+    share_text,
+    short_source,
+)
 from autopar.system.units import human_bytes, human_seconds
 
 #: A path longer than this is broken after a slash.

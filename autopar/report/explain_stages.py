@@ -16,17 +16,28 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from autopar.report.breakdown import replicated_words
-from autopar.report.explain_program import Explanation, explain_program
-from autopar.report.submeshes import SubmeshUse, submesh_uses
-from autopar.system.text_tables import TEXT_WIDTH, bars, facts_table, finite, inset, new_table, notes_section, plain_text, section, share_text
+from autopar.pipeline.draw.file import write_timelines
+from autopar.pipeline.draw.text import timeline_text
+from autopar.pipeline.partition.step_time import Send
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.table import SCHEDULES
 from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.pipeline.partition.step_time import Send
-from autopar.pipeline.draw.file import write_timelines
-from autopar.pipeline.draw.text import timeline_text
+from autopar.report.breakdown import replicated_words
+from autopar.report.explain_program import Explanation, explain_program
+from autopar.report.submeshes import SubmeshUse, submesh_uses
+from autopar.system.text_tables import (
+    TEXT_WIDTH,
+    bars,
+    facts_table,
+    finite,
+    inset,
+    new_table,
+    notes_section,
+    plain_text,
+    section,
+    share_text,
+)
 from autopar.system.units import human_bytes, human_seconds
 
 #: Other ways to run the step that are shown; the JSON has all.

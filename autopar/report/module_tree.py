@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from autopar.plans.plan import Plan
 from autopar.report.rows import TensorRow, merge_tensors, of_activation, of_input
 from autopar.system.name_patterns import collapse
-from autopar.plans.plan import Plan
 
 #: Where a module stands: the parts of its path below the model's root.
 Place: TypeAlias = tuple[str, ...]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from autopar.system.name_patterns import collapse
-from autopar.plans.plan import CollectiveUse, Decision, Plan, TensorPlan
 from autopar.ir.sharding import TensorSharding
+from autopar.plans.plan import CollectiveUse, Decision, Plan, TensorPlan
+from autopar.system.name_patterns import collapse
 
 Span: TypeAlias = tuple[float, float]  # lowest and highest of the tensors in a row
 _T = TypeVar("_T")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlotError
-from autopar.report.breakdown import MemoryUse, memory_use
 from autopar.plans.plan import Plan
 from autopar.plans.step_trace import StepTrace
+from autopar.report.breakdown import MemoryUse, memory_use
 from autopar.system.atomic_file import write_whole
 
 _KERNELS, _COLLECTIVES = 0, 1

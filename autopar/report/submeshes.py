@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from autopar.pipeline.schedule.in_flight import held_while
 from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.schedule.in_flight import held_while
 from autopar.pipeline.schedule.tasks import PHASES, Phase
+from autopar.pipeline.schedule.timeline import PipelineTimeline
 
 
 @dataclass(frozen=True, slots=True)

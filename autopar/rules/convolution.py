@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 
 from autopar.rules.factors import Name, Rule, build_rule
-from autopar.rules.node_view import NodeView, RuleFunction
 from autopar.rules.halo_window import Window
+from autopar.rules.node_view import NodeView, RuleFunction
 
 
 def conv_general_dilated(view: NodeView) -> Rule:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from autopar.rules.factors import DimNames, Name, Rule, build_rule
-from autopar.rules.node_view import NodeView, RuleFunction
 from autopar.rules.halo_window import Window
+from autopar.rules.node_view import NodeView, RuleFunction
 
 
 def _pool(view: NodeView) -> Rule:

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding
 from autopar.rules.factors import DimFactors, Factor
 from autopar.rules.halo_window import Window
-from autopar.ir.sharding import TensorSharding
 
 #: A factor that an axis does not divide may still be split if padding wastes at most 1 part in this
 #: many (GPT-2's vocabulary of 50,257 over 8 devices wastes 1 in 7,000).

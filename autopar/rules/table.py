@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from autopar.rules.contraction import CONTRACTION
+from autopar.rules.control_flow import BORDERS, PINNED
 from autopar.rules.convolution import CONVOLUTION
 from autopar.rules.elementwise import ELEMENTWISE
 from autopar.rules.factors import Rule
 from autopar.rules.indexing import INDEXING
 from autopar.rules.linear_algebra import LINEAR_ALGEBRA
+from autopar.rules.node_view import NodeView, RuleFunction, counted
 from autopar.rules.pooling import POOLING
 from autopar.rules.reduction import REDUCTION
-from autopar.rules.user_rules import registered_rule
-from autopar.rules.node_view import NodeView, RuleFunction, counted
 from autopar.rules.shape import SHAPE
-from autopar.rules.control_flow import BORDERS, PINNED
+from autopar.rules.user_rules import registered_rule
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(

@@ -14,15 +14,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from autopar.jax_interop import compat as jax_compat
-from autopar.runtime.xla_options import compiler_options
 from autopar.errors import MeshError, StepSignatureError
+from autopar.frontend.trace import Trace
 from autopar.ir.mesh import MeshShape
+from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import check_mesh, named_shardings
 from autopar.plans.plan import Placement, Plan
 from autopar.runtime.distributed.device_order import cluster_text, in_host_order
 from autopar.runtime.replay import Replay
-from autopar.frontend.trace import Trace
+from autopar.runtime.xla_options import compiler_options
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:

@@ -16,15 +16,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.frontend.flat_jaxpr import Equation, LiteralOperand, Region
-from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
-from autopar.runtime.manual.region import run_region
+from autopar.frontend.trace import Trace
 from autopar.frontend.user_shardings import run_shard_map
+from autopar.ir.sharding import TensorSharding
+from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import Awaited, Plan, Separate, split_dims
-from autopar.ir.sharding import TensorSharding
-from autopar.frontend.trace import Trace
+from autopar.runtime.manual.region import run_region
+from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
 
 _Path = tuple[TensorSharding, ...]
 

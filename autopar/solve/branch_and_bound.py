@@ -20,8 +20,8 @@ import numpy as np
 
 from autopar.solve.live_instants import Instants, instants_of
 from autopar.solve.mip import TOLERANCE, End
-from autopar.solve.problem import ROUNDING, Problem
 from autopar.solve.mip_encoding import Columns
+from autopar.solve.problem import ROUNDING, Problem
 
 Report = Callable[[float, float], None]
 _OBJECTIVE = 1e4  # what the objective is scaled to: far above HiGHS's tolerances of 1e-7, far below 1/eps

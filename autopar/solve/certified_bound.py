@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.solve.numba_jit import compiled
-from autopar.solve.instant_loads import price
 from autopar.solve.flat_problem import Pairwise
+from autopar.solve.instant_loads import price
+from autopar.solve.numba_jit import compiled
 
 _UNIT = 2.0**-52
 _DIGITS = 40  # binary digits of prices: their sums over instants are exact

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solve.compact_costs import Table
 from autopar.solve.label_classes import Partitions
 from autopar.solve.problem import Edge, Problem
-from autopar.solve.compact_costs import Table
 
 _MANY_NEIGHBOURS = 24  # a table over more nodes is never small
 _DEPTH = 16  # how many times as large as the table it leaves the table may be that a step adds up

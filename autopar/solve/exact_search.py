@@ -23,18 +23,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solve.branch_and_bound import Branched, branch
-from autopar.solve.search_budget import Budget
-from autopar.solve.memory_dual import Dual, dear_memory, price_memory
-from autopar.solve.elimination import Elimination, plan_elimination, plan_exact
 from autopar.solve.cost_grid import Gridded, on_grid
+from autopar.solve.elimination import Elimination, plan_elimination, plan_exact
+from autopar.solve.greedy_start import cheap_start
+from autopar.solve.instant_thinning import thin
 from autopar.solve.live_instants import instants_of
+from autopar.solve.memory_dual import Dual, dear_memory, price_memory
 from autopar.solve.minimum_memory import minimum_memory
 from autopar.solve.mip import End
 from autopar.solve.polish import polish
-from autopar.solve.problem import ROUNDING, Edge, Problem, Usage
 from autopar.solve.presolve import Overdue, Reduced, reduce
-from autopar.solve.greedy_start import cheap_start
-from autopar.solve.instant_thinning import thin
+from autopar.solve.problem import ROUNDING, Edge, Problem, Usage
+from autopar.solve.search_budget import Budget
 
 Progress = Callable[[float, float], None]
 PROVEN = 1e-6  # relative gap that counts as optimal

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.solve.compact_costs import Table
 from autopar.solve.live_instants import instants_of
 from autopar.solve.problem import Problem
-from autopar.solve.compact_costs import Table
 
 NODE = np.dtype([("start", "i8"), ("edges", "i8"), ("lower", "i8"), ("pieces", "i8")])
 EDGE = np.dtype(

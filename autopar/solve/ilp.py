@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solve.search_budget import Budget
+from autopar.solve.exact_search import PROVEN, Search
 from autopar.solve.minimum_memory import minimum_memory as minimum_memory
 from autopar.solve.problem import Problem, Solution, Status
-from autopar.solve.exact_search import PROVEN, Search
+from autopar.solve.search_budget import Budget
 
 Progress = Callable[[float, float], None]
 

@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
-from autopar.solve.search_budget import Budget
 from autopar.solve.certified_bound import certified_bound
-from autopar.solve.instant_loads import loads_of
-from autopar.solve.trws import evaluate
-from autopar.solve.memory_multipliers import Multipliers
 from autopar.solve.flat_problem import Pairwise, pairwise
+from autopar.solve.instant_loads import loads_of
+from autopar.solve.memory_multipliers import Multipliers
 from autopar.solve.problem import Problem
+from autopar.solve.search_budget import Budget
 from autopar.solve.tree_annealing import anneal
+from autopar.solve.trws import evaluate
 
 Found = Callable[[tuple[int, ...]], None]
 Bounded = Callable[[float], None]

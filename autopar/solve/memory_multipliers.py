@@ -17,8 +17,8 @@ from collections.abc import Callable
 import numpy as np
 
 from autopar.solve import trws as messages
-from autopar.solve.instant_loads import loads_of, price
 from autopar.solve.flat_problem import Pairwise
+from autopar.solve.instant_loads import loads_of, price
 
 Meet = Callable[[np.ndarray], None]
 _FACTORS, _PASSES_AROUND = (0.85, 0.9, 0.95, 1.05, 1.1, 1.2), 10

@@ -17,9 +17,9 @@ import numpy as np
 
 from autopar.solve.live_instants import instants_of
 from autopar.solve.mip import TOLERANCE, End
-from autopar.solve.problem import Problem
 from autopar.solve.mip_encoding import Columns
 from autopar.solve.presolve import Overdue, Reduced, reduce
+from autopar.solve.problem import Problem
 
 _ROWS_A_ROUND = 4
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solve.compact_costs import Table
 from autopar.solve.mip import Programme
 from autopar.solve.problem import Problem, Usage
-from autopar.solve.compact_costs import Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.solve.compact_costs import Table
+from autopar.solve.hash_consing import SharedTables
 from autopar.solve.live_instants import instants_of
 from autopar.solve.problem import Edge, Problem, Usage
-from autopar.solve.hash_consing import SharedTables
-from autopar.solve.compact_costs import Table
 
 _FITS_CACHE = 1 << 14  # entries
 _LISTEN = 16  # nodes between two looks at the clock

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.solve.numba_jit import compiled
 from autopar.solve.flat_problem import Pairwise
+from autopar.solve.numba_jit import compiled
 
 
 @compiled

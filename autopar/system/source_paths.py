@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+#: The folder of this package.
+PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 

@@ -14,21 +14,21 @@ from typing import Any
 
 import jax
 
-from autopar.frontend.carried_state import carried_arguments, carried_leaves, donated_leaves
-from autopar.frontend.kernel_flops import WORK
-from autopar.transforms.split_dims.rewrite import factor_dims
-from autopar.frontend.sharding_metadata import Annotation
 from autopar.frontend.call import Call, opened
-from autopar.frontend.step import Step
-from autopar.ir.verifier import check
+from autopar.frontend.carried_state import carried_arguments, carried_leaves, donated_leaves
 from autopar.frontend.from_jaxpr import graph_of
-from autopar.ir.graph import Graph
-from autopar.jax_interop.compat import shape_struct
-from autopar.transforms.microbatch.rewrite import split_batch
-from autopar.plans.plan import Again, Plan, ProgramSignature
-from autopar.transforms.remat.rewrite import recompute
-from autopar.system.gc_pause import seldom_collect
+from autopar.frontend.kernel_flops import WORK
+from autopar.frontend.sharding_metadata import Annotation
+from autopar.frontend.step import Step
 from autopar.frontend.trace import Trace, trace
+from autopar.ir.graph import Graph
+from autopar.ir.verifier import check
+from autopar.jax_interop.compat import shape_struct
+from autopar.plans.plan import Again, Plan, ProgramSignature
+from autopar.system.gc_pause import seldom_collect
+from autopar.transforms.microbatch.rewrite import split_batch
+from autopar.transforms.remat.rewrite import recompute
+from autopar.transforms.split_dims.rewrite import factor_dims
 
 
 @dataclass(frozen=True, slots=True)

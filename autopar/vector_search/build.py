@@ -21,18 +21,18 @@ from numpy.typing import ArrayLike, NDArray
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import AutoparError, IndexFileError, SearchError, SearchWarning
 from autopar.ir.mesh import MeshShape
-from autopar.vector_search.exact import index as exact_index
-from autopar.vector_search.graph import index as graph_index
-from autopar.vector_search.data import inputs
-from autopar.vector_search.ivf import index as lists_index
-from autopar.vector_search.data.build_request import Asked
 from autopar.vector_search.choose_index import choose
-from autopar.vector_search.frame.recall_tuning import can_tell
-from autopar.vector_search.exact.index import ExactIndex
+from autopar.vector_search.data import inputs
+from autopar.vector_search.data.build_request import Asked
 from autopar.vector_search.data.index import Index
 from autopar.vector_search.data.index_file import Saved, read
 from autopar.vector_search.data.placement import Place
 from autopar.vector_search.data.progress import progress_bar
+from autopar.vector_search.exact import index as exact_index
+from autopar.vector_search.exact.index import ExactIndex
+from autopar.vector_search.frame.recall_tuning import can_tell
+from autopar.vector_search.graph import index as graph_index
+from autopar.vector_search.ivf import index as lists_index
 
 
 @dataclass(frozen=True, slots=True)

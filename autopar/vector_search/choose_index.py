@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import BudgetError
 from autopar.api.planned_function import plan_of
-from autopar.vector_search.exact import index as exact_index
+from autopar.errors import BudgetError
 from autopar.vector_search.data import metrics
 from autopar.vector_search.data.build_request import Asked
-from autopar.vector_search.ivf.build import usual_num_lists
-from autopar.vector_search.frame.recall_tuning import MEASURED_AT
-from autopar.vector_search.kernels.exact_top_k import exact_arguments, exact_search
-from autopar.vector_search.graph.index import DEGREE, GRAPH, NUM_ENTRIES, WIDTH, Graph, Nodes
-from autopar.vector_search.ivf.lists import InvertedLists, longest_of, usual_slots
-from autopar.vector_search.ivf.index import IVF, IVF_PQ, Lists
-from autopar.vector_search.frame.search_method import AT_ONCE, Method, Search, step_of
 from autopar.vector_search.data.metrics import FEW_QUERIES
-from autopar.vector_search.graph.neighbor_graph import NeighbourGraph
+from autopar.vector_search.exact import index as exact_index
 from autopar.vector_search.frame.planned_programs import Step
+from autopar.vector_search.frame.recall_tuning import MEASURED_AT
+from autopar.vector_search.frame.search_method import AT_ONCE, Method, Search, step_of
+from autopar.vector_search.graph.index import DEGREE, GRAPH, NUM_ENTRIES, WIDTH, Graph, Nodes
+from autopar.vector_search.graph.neighbor_graph import NeighbourGraph
+from autopar.vector_search.ivf.build import usual_num_lists
+from autopar.vector_search.ivf.index import IVF, IVF_PQ, Lists
+from autopar.vector_search.ivf.lists import InvertedLists, longest_of, usual_slots
+from autopar.vector_search.kernels.exact_top_k import exact_arguments, exact_search
 from autopar.vector_search.kernels.tiling import Blocks, Tiling, rounded
 
 #: A search that takes no longer is quick enough to be exact.

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.runtime import jit as execute
-from autopar.xla_compiler.gpu_target import target_text, topology_text
-from autopar.verification.figures import match_collectives, memory_figures, step_time_figure
-from autopar.xla_compiler.compiler import Arguments, CompiledStep, Compiler
-from autopar.runtime.xla_options import compiler_options
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.jax_interop.compat import kept_inputs, module_bytes, raw_struct
 from autopar.plans.plan import Plan
+from autopar.runtime import jit as execute
+from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program
+from autopar.verification.figures import match_collectives, memory_figures, step_time_figure
 from autopar.verification.verification import Attempt, Verification
+from autopar.xla_compiler.compiler import Arguments, CompiledStep, Compiler
+from autopar.xla_compiler.gpu_target import target_text, topology_text
 
 
 def compile_plan(

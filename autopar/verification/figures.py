@@ -11,14 +11,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.xla_compiler.compiler import CompiledStep
-from autopar.report.breakdown import PREDICTED, SIMULATED
 from autopar.ir.graph import UNKNOWN_TRIPS
+from autopar.ir.mesh import MeshShape
+from autopar.plans.plan import CollectiveUse, Plan
+from autopar.report.breakdown import PREDICTED, SIMULATED
+from autopar.verification.attribution import describe_origin, pair
+from autopar.xla_compiler.compiler import CompiledStep
 from autopar.xla_compiler.hlo_collectives import Collective, collectives, has_loops
 from autopar.xla_compiler.hlo_metadata import mesh_axes
-from autopar.ir.mesh import MeshShape
-from autopar.verification.attribution import describe_origin, pair
-from autopar.plans.plan import CollectiveUse, Plan
 
 #: Arguments, outputs and what they share follow from shapes and shardings alone.
 EXACT_TOLERANCE = 0.005

@@ -14,13 +14,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autopar.verification.figures import CollectiveMatch, Collectives, CompiledCollective, Figure, as_json, names_off
-from autopar.xla_compiler.compiler import CompiledStep
+from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.plans.plan import Plan
 from autopar.report.breakdown import PREDICTED, PREDICTED_IS, SIMULATED, SIMULATED_IS
 from autopar.system.text_tables import plain_text, short_source
-from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes, human_seconds
-from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.verification.figures import CollectiveMatch, Collectives, CompiledCollective, Figure, as_json, names_off
+from autopar.xla_compiler.compiler import CompiledStep
 
 #: Rows shown of collectives that nobody predicted; the JSON has all.
 MAX_ROWS = 16

@@ -16,21 +16,21 @@ from typing import Any, Literal, overload
 
 import jax
 
-from autopar.xla_compiler.gpu_target import topology_text
 from autopar.api.parallelize import ParallelStep, parallelize
-from autopar.verification.compile_plan import compile_plan, held_against, hosts_needed
-from autopar.xla_compiler.compiler import CompiledStep, Compiler
 from autopar.cost.hardware_profile import HardwareProfile, detect, load
 from autopar.errors import BudgetError, TimeLimitError, VerifyError
 from autopar.frontend.step import Step
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.plans.plan import Plan
+from autopar.planner.memory_search import BUDGET_MARGIN
 from autopar.planner.planner import Program, plan_program
+from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes
+from autopar.verification.compile_plan import compile_plan, held_against, hosts_needed
 from autopar.verification.verification import Attempt, Verification
 from autopar.verification.verify_stages import StagesVerification, verify_stages
-from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.xla_compiler.compiler import CompiledStep, Compiler
+from autopar.xla_compiler.gpu_target import topology_text
 
 #: How often a plan whose compiled program takes more than the memory budget is made anew.
 MOST_REPLANS = 2

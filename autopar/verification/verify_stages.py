@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from autopar.verification.compile_plan import compile_plan, held_against, hosts_needed
-from autopar.xla_compiler.compiler import Compiler
 from autopar.cost.hardware_profile import HardwareProfile
-from autopar.system.text_tables import new_table, plain_text
-from autopar.pipeline.schedule.in_flight import held_most
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.run.step import stage_programs
-from autopar.transforms.program import Program
+from autopar.pipeline.schedule.in_flight import held_most
+from autopar.system.text_tables import new_table, plain_text
 from autopar.system.units import human_bytes, human_seconds
+from autopar.transforms.program import Program
+from autopar.verification.compile_plan import compile_plan, held_against, hosts_needed
 from autopar.verification.verification import Verification, render_verification
+from autopar.xla_compiler.compiler import Compiler
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -22,9 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from autopar.xla_compiler.gpu_target import require_wheels, target_text, topology_text
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import VerifyError
+from autopar.system.source_paths import PACKAGE
+from autopar.xla_compiler.gpu_target import require_wheels, target_text, topology_text
 
 #: What XLA is told besides a user's own XLA_FLAGS, wherever it compiles: the scheduler that overlaps
 #: communication, with its analytical estimate of times.
@@ -278,7 +279,6 @@ class Compiler:
 
     def _start(self) -> subprocess.Popen[str]:
         folder = self._folder.name
-        package = str(Path(__file__).resolve().parent.parent)
         # XLA writes the text of its program for us, which is quicker than to ask the executable for it.
         own_dump = any(flag.startswith("--xla_dump_to") for flag in self.flags)
         dump = () if own_dump else (f"--xla_dump_to={folder}/dump", "--xla_dump_hlo_as_text")
@@ -288,12 +288,17 @@ class Compiler:
             "XLA_FLAGS": " ".join((*self.flags, *dump)),
             "TF_CPP_VMODULE": _LOG_MODULES,
             "TF_CPP_MIN_LOG_LEVEL": "0",
-            "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH")))),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH")))),
         }
         with self._log.open("wb") as log:
             # A session of its own: Ctrl-C reaches this process alone, which then ends the compiler.
             return subprocess.Popen(
-                [sys.executable, "-m", f"autopar.compile_{'absent' if self._platform is None else 'present'}", folder],
+                [
+                    sys.executable,
+                    "-m",
+                    f"autopar.xla_compiler.worker_{'deviceless' if self._platform is None else 'local'}",
+                    folder,
+                ],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

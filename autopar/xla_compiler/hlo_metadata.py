@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
 from autopar.errors import VerifyError
 from autopar.ir.mesh import MeshShape
+from autopar.system.source_paths import PACKAGE
 
 #: Device numbers, group by group; for a collective-permute (source, target) pairs.
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -23,7 +23,6 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
 _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+))?")
 _SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
-_PACKAGE = str(Path(__file__).resolve().parent)
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _FRAMEWORKS = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax)[/\\]")
 
@@ -108,7 +107,7 @@ def _line(
         seen.add(frame)
         place, parent = frames[frame]
         file, line = places.get(place, ("", 0))
-        if file and not passed_over.search(file) and not file.startswith(_PACKAGE):
+        if file and not passed_over.search(file) and not file.startswith(str(PACKAGE)):
             return f"{file}:{line}"
         innermost = innermost or (f"{file}:{line}" if file else "")
         frame = parent

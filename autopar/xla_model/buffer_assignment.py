@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import cycles
-from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
 from autopar.formulate.formulation import Formulation
-from autopar.xla_model.kernel_fusion import Fused, fuse, num_blocks
+from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
 from autopar.ir.graph import Graph
+from autopar.xla_model.kernel_fusion import Fused, fuse, num_blocks
 from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
 
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")

@@ -19,8 +19,8 @@ from typing import NamedTuple, overload
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import is_small, is_unestimated, op_seconds
 from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
-from autopar.xla_model.collective_combiner import Merging, Task
 from autopar.ir.mesh import MeshShape
+from autopar.xla_model.collective_combiner import Merging, Task
 
 #: The scheduler takes this long to pass between two kernels at the least.
 _BETWEEN_S = 1e-6

@@ -15,16 +15,16 @@ from typing import Literal
 from autopar.cost import halo
 from autopar.cost.halo import Extension, Strip
 from autopar.cost.resharding_paths import Move
-from autopar.ir.device_program import Gemm
 from autopar.formulate.formulation import Formulation
+from autopar.ir.device_program import Gemm
 from autopar.ir.graph import Graph, Loop, Node, Value
-from autopar.xla_model.ragged_dot import dense_product
+from autopar.ir.sharding import TensorSharding, replicated
+from autopar.rules.control_flow import BORDERS
 from autopar.rules.grouping import SMALL_SIZE, Work
 from autopar.rules.manual_regions import Gather, gather_of
 from autopar.rules.node_view import NodeView
-from autopar.rules.control_flow import BORDERS
 from autopar.rules.table import RULES, rule_for, unknown_rule
-from autopar.ir.sharding import TensorSharding, replicated
+from autopar.xla_model.ragged_dot import dense_product
 
 #: `alias`: the same memory under another shape. `loop`: one output element at a time. `reduce`: many elements
 #: to one. `inplace`: writes into its first operand. `hero`: a kernel of its own that nothing is fused with. `border`: the

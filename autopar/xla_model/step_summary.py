@@ -15,8 +15,8 @@ from autopar.cost.kernel_time import op_seconds
 from autopar.ir.device_program import Buffer, DeviceProgram, Op, Trips, buffers_at_peak, live_temporaries
 from autopar.ir.graph import Graph, Node, Phase
 from autopar.ir.mesh import MeshShape
-from autopar.system.name_patterns import collapse
 from autopar.plans.step_trace import CollectiveRuns, Held, Instant, KernelRuns, MemoryOverStep, StepTrace
+from autopar.system.name_patterns import collapse
 from autopar.xla_model.latency_hiding import Ran, Timeline
 
 #: Parts of the step time for which a plan keeps how much is live.

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime.jit import abstract_mesh
 from autopar.ir.mesh import MeshShape
+from autopar.runtime.jit import abstract_mesh
 from benchmarks.baselines.pinned import Pins
 
 

@@ -15,9 +15,9 @@ from unittest import mock
 
 import numpy as np
 
-from autopar.planner import planner
 from autopar.formulate.formulation import Formulation
 from autopar.ir.sharding import TensorSharding
+from autopar.planner import planner
 
 #: Channels of an image.
 COLOURS = 3

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.pipeline.partition.cluster import Line, lines
-from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage
 from autopar.pipeline.partition.price_tables import Prices
+from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage
 from benchmarks.baselines.stages_equal import best, on_places
 
 _HIDDEN = 16

@@ -11,8 +11,8 @@ from typing import Any
 
 from autopar.calibration.calibrate import calibrated
 from autopar.calibration.calibration import profile_table, to_json
-from autopar.cost.hardware_profile import load
 from autopar.calibration.probes import Sizes
+from autopar.cost.hardware_profile import load
 from benchmarks.gpu.setting import Record, Setting
 
 TINY = Sizes(

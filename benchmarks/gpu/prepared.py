@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.runtime import jit as execute
-from autopar.xla_compiler.compiler import Compiler
-from autopar.runtime.xla_options import compiler_options
 from autopar.cost.hardware_profile import load
 from autopar.errors import AutoparError
+from autopar.frontend.trace import Trace
 from autopar.jax_interop.compat import module_bytes
 from autopar.plans.plan import Plan
-from autopar.frontend.trace import Trace
+from autopar.runtime import jit as execute
+from autopar.runtime.xla_options import compiler_options
+from autopar.xla_compiler.compiler import Compiler
 from benchmarks.gpu.models import MODELS, ON_SEVERAL
 from benchmarks.zoo.training import Training
 

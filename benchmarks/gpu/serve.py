@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar.inference import DecoderConfig, Engine, Options
-from autopar.inference.model.decoder import Decoder
-from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.inference.kernels.paged_attention import BACKENDS, attend_paged
+from autopar.inference.kv_cache.device_pages import KVPages
+from autopar.inference.model.decoder import Decoder
 from benchmarks.gpu.setting import Record, Setting
 from benchmarks.timing import median_s
 

@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 import autopar
-from autopar.runtime.jit import make_mesh
 from autopar.ir.mesh import MeshShape
+from autopar.runtime.jit import make_mesh
 from benchmarks.baselines import pinned
 from benchmarks.baselines.jitted import jitted, shardings_of
 from benchmarks.baselines.pinned import Pins

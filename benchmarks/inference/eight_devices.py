@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.xla_compiler import hlo_collectives as hlo
 from autopar.inference import DecoderConfig, Engine, Options
 from autopar.inference.model.decoder import Decoder
+from autopar.inference.schedule.requests import Shape
 from autopar.inference.serve.layout import Served
 from autopar.inference.serve.setup import planned_for
-from autopar.inference.schedule.requests import Shape
+from autopar.xla_compiler import hlo_collectives as hlo
 from benchmarks.inference.models import LLAMA_8B, SMALL, config_of, output_lengths, params_of, random_prompts
 from benchmarks.inference.rows import Row, row
 

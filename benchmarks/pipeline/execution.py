@@ -28,20 +28,20 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from autopar.runtime import jit as execute
-from autopar.planner import planner
 from autopar.frontend.flat_jaxpr import LiteralOperand
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.cut.flow import Chain
-from autopar.pipeline.run.memory_count import Held, run_counted
-from autopar.pipeline.schedule.in_flight import in_flight
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.run.instructions import Call
 from autopar.pipeline.run.measured import run_measured
-from autopar.pipeline.run.executor import Pipeline, PlannedStage
-from autopar.pipeline.schedule.table import build
+from autopar.pipeline.run.memory_count import Held, run_counted
+from autopar.pipeline.schedule.in_flight import in_flight
 from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.tasks import Task
+from autopar.planner import planner
 from autopar.plans.plan import Plan
+from autopar.runtime import jit as execute
 from autopar.transforms.program import Program, program_of
 
 Row = dict[str, Any]

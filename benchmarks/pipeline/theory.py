@@ -23,8 +23,8 @@ from typing import Any
 from autopar.pipeline.schedule.critical_path import longest_path
 from autopar.pipeline.schedule.in_flight import held_most
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
-from autopar.pipeline.schedule.table import SCHEDULES, build, unmet
 from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.table import SCHEDULES, build, unmet
 from autopar.pipeline.schedule.tasks import Schedule, Task
 
 STAGES = range(2, 17)

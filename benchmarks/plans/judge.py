@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.ir.mesh import MeshShape
 from autopar.verification.figures import sent_by
 from autopar.xla_compiler.compiler import CompiledStep
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.xla_compiler.hlo_collectives import collectives, has_loops
-from autopar.ir.mesh import MeshShape
 from benchmarks.compile_cache import CachingCompiler, default_folder, key
 
 Figures = dict[str, Any]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import autopar
-from autopar.runtime.xla_options import compiler_options
 from autopar.cost import hardware_profile as hardware
-from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.jax_interop.compat import module_bytes
+from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
+from autopar.runtime.xla_options import compiler_options
 from benchmarks.plans.judge import Judge, new_compiler
 from benchmarks.plans.models import MODELS
 from benchmarks.plans.recipes import Recipe, recipes

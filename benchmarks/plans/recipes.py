@@ -16,8 +16,8 @@ import flax.linen as nn
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.runtime.jit import abstract_mesh
 from autopar.ir.mesh import MeshShape
+from autopar.runtime.jit import abstract_mesh
 from benchmarks.baselines import pinned
 from benchmarks.baselines.jitted import jitted
 from benchmarks.baselines.pinned import Pins

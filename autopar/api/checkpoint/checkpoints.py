@@ -21,15 +21,15 @@ import jax
 import numpy as np
 
 from autopar.api.checkpoint import state_tree as checkpoint_state
-from autopar.runtime import jit as execute
 from autopar.api.parallelize import ParallelStep
-from autopar.report.diff import PlanDiff, diff
 from autopar.errors import CheckpointError, PlanFileError
 from autopar.frontend.state import makes_state, state_apart
-from autopar.pipeline.run.stacked_leaves import as_arrays
 from autopar.pipeline.plan import AnyPlan
-from autopar.runtime.distributed.exchange import among_processes
 from autopar.pipeline.plan_files import plan_from_json
+from autopar.pipeline.run.stacked_leaves import as_arrays
+from autopar.report.diff import PlanDiff, diff
+from autopar.runtime import jit as execute
+from autopar.runtime.distributed.exchange import among_processes
 from autopar.version import __version__
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.errors import CheckpointError
 from autopar.frontend.pytree_paths import leaf_keys
 from autopar.frontend.pytrees import shape_and_dtype
+from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.run.transfers import without_shards
 from autopar.plans.plan import Placement
 

@@ -16,19 +16,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from autopar.api.planned_function import plan_of
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import BudgetError, InferenceError, MeshError
+from autopar.inference.estimate.figures import ReplicaFigures, figures_of
+from autopar.inference.kv_cache.device_pages import page_bytes
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
-from autopar.inference.kv_cache.device_pages import page_bytes
-from autopar.inference.serve.layout import Layout, PlanAlone, Served, laid_out
-from autopar.inference.estimate.figures import ReplicaFigures, figures_of
 from autopar.inference.schedule.requests import Options
+from autopar.inference.serve.layout import Layout, PlanAlone, Served, laid_out
 from autopar.ir.mesh import MeshShape
-from autopar.api.planned_function import plan_of
+from autopar.planner.memory_search import BUDGET_MARGIN
 from autopar.planner.planner import Progress, asked_meshes, asked_profile
 from autopar.system.units import human_bytes
-from autopar.planner.memory_search import BUDGET_MARGIN
 
 Objective = Literal["latency", "throughput"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.cost.hardware_profile import HardwareProfile
-from autopar.inference.serve.layout import Layout, PlanAlone, Served
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.schedule.steady_state import num_chunks, steady_state
+from autopar.inference.serve.layout import Layout, PlanAlone, Served
 from autopar.plans.plan import Plan
 
 _LAYER = re.compile(r"\blayers_(\d+)(?=/|\.|$)")

@@ -10,8 +10,8 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from autopar.plans.plan import Plan
 from autopar.ir.sharding import TensorSharding
+from autopar.plans.plan import Plan
 
 #: The dims of an array by what its path ends with, the first that fits.
 _DIMS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autopar.report.explain import explain_json
-from autopar.system.text_tables import bars, finite, inset, new_table, section, share_text
-from autopar.inference.estimate.layout_text import layout_in_words
 from autopar.inference.estimate.estimate import InferenceOnPaper, Replicas
 from autopar.inference.estimate.figures import ReplicaFigures
+from autopar.inference.estimate.layout_text import layout_in_words
 from autopar.inference.schedule.requests import Shape
 from autopar.plans.plan import Plan
+from autopar.report.explain import explain_json
+from autopar.system.text_tables import bars, finite, inset, new_table, section, share_text
 from autopar.system.units import human_bytes, human_seconds
 
 _REPLICAS = (

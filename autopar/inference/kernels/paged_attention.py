@@ -15,11 +15,11 @@ from types import MappingProxyType
 
 import jax
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.errors import InferenceError
-from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.kernels import paged_attention_pallas as paged_kernel
+from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.kv_cache.device_pages import KVPages
+from autopar.jax_interop import compat as jax_compat
 
 
 def _blocks(

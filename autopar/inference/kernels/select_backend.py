@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.inference.kernels.paged_attention import BACKENDS, REFERENCE, attend_paged, backend_named
+from autopar.inference.kv_cache.device_pages import KVPages
 
 #: Largest difference from the reference that is rounding alone, by the bytes of an element: of outputs of about 1.
 _TOLERANCE = {8: 1e-5, 4: 1e-5, 2: 2e-2}

@@ -29,8 +29,8 @@ from autopar.errors import ModelError
 from autopar.inference.model import parameter_names as names
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
-from autopar.inference.model.sharded_load import lay_out
 from autopar.inference.model.safetensors import DTYPES, StoredTensor, read_header, write_file
+from autopar.inference.model.sharded_load import lay_out
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LISTED = 5  # of names in an error

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from autopar.errors import InferenceError
 from autopar.inference.kv_cache.page_tables import Copy, PagedCache, PageTable
-from autopar.inference.schedule.speculation_policy import Asked, Payoff, Proposer
 from autopar.inference.schedule.requests import Iteration, Options, Progress, Request, Result, Run, Shape
+from autopar.inference.schedule.speculation_policy import Asked, Payoff, Proposer
 
 
 @dataclass(eq=False, slots=True)

@@ -18,21 +18,21 @@ from typing import Any, TypedDict, Unpack
 import jax
 
 from autopar.errors import InferenceError
-from autopar.inference.model.checkpoint import Checkpoint
-from autopar.inference.model.config import DecoderConfig
-from autopar.inference.serve.generation import Generation
-from autopar.inference.serve.setup import Opened, Propose, opened, payoff_of, proposer_of, served_of, stop_tokens_of
+from autopar.inference.kernels.paged_attention import REFERENCE
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
-from autopar.inference.kernels.paged_attention import REFERENCE
-from autopar.inference.schedule.speculation_policy import Payoff, Proposer
 from autopar.inference.model.async_load import Load, Progress
-from autopar.inference.schedule.requests import Iteration, Options, Request
-from autopar.inference.serve.runner import PageMemory, Runner, Running
-from autopar.inference.step.sampling import SamplingOptions
-from autopar.inference.schedule.scheduler import Scheduler
-from autopar.inference.schedule.stop_strings import TextUntilStop
+from autopar.inference.model.checkpoint import Checkpoint
+from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.tokenizer import load_tokenizer, text_stream, tokens_of
+from autopar.inference.schedule.requests import Iteration, Options, Request
+from autopar.inference.schedule.scheduler import Scheduler
+from autopar.inference.schedule.speculation_policy import Payoff, Proposer
+from autopar.inference.schedule.stop_strings import TextUntilStop
+from autopar.inference.serve.generation import Generation
+from autopar.inference.serve.runner import PageMemory, Runner, Running
+from autopar.inference.serve.setup import Opened, Propose, opened, payoff_of, proposer_of, served_of, stop_tokens_of
+from autopar.inference.step.sampling import SamplingOptions
 from autopar.jax_interop.compat import shape_struct
 
 #: Iterations that are sent to the devices before the results of the first are looked at.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from autopar.errors import InferenceError
 from autopar.inference.schedule.requests import Request
+from autopar.inference.schedule.stop_strings import TextUntilStop
 from autopar.inference.serve.runner import UNSOUND, Told
 from autopar.inference.step.sampling import SamplingOptions
-from autopar.inference.schedule.stop_strings import TextUntilStop
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import BudgetError, InferenceError
-from autopar.inference.model.decoder import Decoder
 from autopar.inference.kernels.paged_attention import REFERENCE
+from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options, Shape
 from autopar.inference.step.host_inputs import Rows
 from autopar.inference.step.step import copy_pages, resident_shapes, step_of
 from autopar.jax_interop.partition_spec import partition_spec
-from autopar.plans.plan import Plan
 from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.plans.plan import Plan
 
 #: One program: an iteration of a shape, or the copying of pages.
 Key = Shape | Literal["copy"]

@@ -18,15 +18,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from autopar.runtime import jit as execute
-from autopar.jax_interop.serialized_executable import deserialized, place_key, serialized
-from autopar.errors import PlanFileError
-from autopar.inference.serve.layout import Key, Layout, Served
-from autopar.inference.schedule.requests import Shape
-from autopar.system.checksummed_file import read_kept, write_kept
-from autopar.plans.plan import Plan
-from autopar.planner.cache.key import UnkeyedError, digest_of, maker
 from autopar.api.planned_function import Compiled
+from autopar.errors import PlanFileError
+from autopar.inference.schedule.requests import Shape
+from autopar.inference.serve.layout import Key, Layout, Served
+from autopar.jax_interop.serialized_executable import deserialized, place_key, serialized
+from autopar.planner.cache.key import UnkeyedError, digest_of, maker
+from autopar.plans.plan import Plan
+from autopar.runtime import jit as execute
+from autopar.system.checksummed_file import read_kept, write_kept
 
 #: How many models' programs a folder holds, some megabytes each; those that were used longest ago go first.
 MOST_MODELS = 30

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.api.planned_function import Compiled
 from autopar.inference.kv_cache.device_pages import KVPages
-from autopar.inference.serve.layout import Key, Layout, Served
 from autopar.inference.kv_cache.page_tables import Copy
 from autopar.inference.schedule.requests import Iteration, Result, Run, Shape
+from autopar.inference.serve.layout import Key, Layout, Served
 from autopar.inference.step.sampling import SamplingOptions
 from autopar.inference.step.step import Out, Resident
-from autopar.api.planned_function import Compiled
 
 #: Why a request ended whose logits were no numbers.
 UNSOUND = "unsound"

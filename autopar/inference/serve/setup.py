@@ -16,22 +16,22 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from autopar.jax_interop import compat as jax_compat
-from autopar.planner.cache import plans as plan_cache
+from autopar.api.planned_function import Compiled, Planned, shardings_of
 from autopar.errors import InferenceError, ModelError
-from autopar.inference.model.checkpoint import Checkpoint
+from autopar.inference.kernels.paged_attention import REFERENCE, backend_named
 from autopar.inference.kernels.select_backend import Chosen, Problem, choose_backend
+from autopar.inference.model.async_load import Load, Progress, Reading
+from autopar.inference.model.checkpoint import Checkpoint
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
-from autopar.inference.serve.draft_model import DraftModel
-from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
-from autopar.inference.serve.layout import Key, Layout, Served, laid_out, pins_of_pages
-from autopar.inference.kernels.paged_attention import REFERENCE, backend_named
-from autopar.inference.schedule.speculation_policy import NGram, Payoff, Proposer
-from autopar.inference.model.async_load import Load, Progress, Reading
 from autopar.inference.schedule.requests import Options, Shape
+from autopar.inference.schedule.speculation_policy import NGram, Payoff, Proposer
+from autopar.inference.serve.draft_model import DraftModel
+from autopar.inference.serve.layout import Key, Layout, Served, laid_out, pins_of_pages
+from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
+from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
-from autopar.api.planned_function import Compiled, Planned, shardings_of
+from autopar.planner.cache import plans as plan_cache
 from autopar.planner.planner import asked_meshes, asked_profile
 
 #: Who guesses tokens: `N_GRAM`, the folder of a small model, or whoever does.

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from autopar.inference.kernels.paged_attention import REFERENCE, attend_paged
 from autopar.inference.kv_cache import device_pages as kv_pages
+from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
-from autopar.inference.kv_cache.device_pages import KVPages
-from autopar.inference.kernels.paged_attention import REFERENCE, attend_paged
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.step.host_inputs import Rows
 from autopar.inference.step.sampling import Sampled, sample

@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.transforms.microbatch.classify import PARTIAL
+from autopar.frontend.trace import Trace
 from autopar.pipeline.cut.flow import Flow
 from autopar.pipeline.cut.recompute_aliases import twins_of
-from autopar.frontend.trace import Trace
+from autopar.transforms.microbatch.classify import PARTIAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.pipeline.partition.cluster_layers import cluster_layers
 from autopar.pipeline.cut.flow import Chain, Flow, chain_of
+from autopar.pipeline.partition.cluster_layers import cluster_layers
 
 #: What of the forward pass must run beside the rest, at the least, for branches to be worth a search.
 _LEAST_BESIDE = 0.05

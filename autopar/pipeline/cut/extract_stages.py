@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import jax
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand, Nest, equations_of, items_of, laid, without_dead
+from autopar.frontend.trace import Trace
+from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.rules.grouping import CONTRACTIONS
-from autopar.frontend.trace import Trace
 
 #: What crosses a border: an argument or a result of the step; a value from another stage, or for one, that passes once a
 #: step (`outside`) or once a microbatch (`inside`); the place that the latter is sent from (`buffer`).

@@ -11,12 +11,12 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph
-from autopar.transforms.microbatch.classify import Split
-from autopar.transforms.microbatch.batch_dims import Places
-from autopar.transforms.microbatch.units import Unit, backward_of, units_of
-from autopar.rules.grouping import CONTRACTIONS, SMALL_SIZE
 from autopar.frontend.trace import Trace
+from autopar.ir.graph import Graph
+from autopar.rules.grouping import CONTRACTIONS, SMALL_SIZE
+from autopar.transforms.microbatch.batch_dims import Places
+from autopar.transforms.microbatch.classify import Split
+from autopar.transforms.microbatch.units import Unit, backward_of, units_of
 
 #: State of so few elements (a counter, a key, a learning rate) every layer may have of its own.
 _FEW = 16

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.frontend.flat_jaxpr import Equation, Item, equations_of, items_of, laid
-from autopar.transforms.microbatch.classify import PARTIAL
-from autopar.pipeline.cut.flow import Flow
 from autopar.frontend.trace import Trace
+from autopar.pipeline.cut.flow import Flow
+from autopar.transforms.microbatch.classify import PARTIAL
 
 _ADDS = frozenset(["add", "add_any"])
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from autopar.frontend.flat_jaxpr import Region
 from autopar.errors import MicrobatchError
+from autopar.frontend.flat_jaxpr import Region
+from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
 from autopar.transforms.microbatch.batch_dims import Batch, Place, Places, leading_dim
-from autopar.frontend.trace import Trace
 
 #: Loops with less than this share of the step's work are left whole.
 _WORTH = 0.02

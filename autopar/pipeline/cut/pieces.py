@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.transforms.microbatch.units import Unit, backward_of
-from autopar.pipeline.cut.extract_stages import Port
 from autopar.frontend.trace import Trace
+from autopar.pipeline.cut.extract_stages import Port
+from autopar.transforms.microbatch.units import Unit, backward_of
 
 #: How often a value is made: once a step, once for each microbatch, or carried on from microbatch to microbatch.
 SlotKind = Literal["once", "each", "carry"]

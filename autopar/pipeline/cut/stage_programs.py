@@ -15,18 +15,18 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import MicrobatchError
 from autopar.frontend.from_jaxpr import graph_of
+from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
-from autopar.transforms.microbatch.classify import Split, classify
-from autopar.transforms.microbatch.batch_dims import Places
-from autopar.transforms.microbatch.rewrite import check_divides, laid_for_parts, rewritten
-from autopar.pipeline.cut.hoist_cotangent_sums import added_where_made
+from autopar.pipeline.cut.assign_layers import Homes, homes_of, labelled
 from autopar.pipeline.cut.extract_stages import Cut, Port, StageTrace, stage_trace, stage_traces
 from autopar.pipeline.cut.flow import Chain, Flow, chain_of
-from autopar.pipeline.cut.assign_layers import Homes, homes_of, labelled
+from autopar.pipeline.cut.hoist_cotangent_sums import added_where_made
 from autopar.pipeline.cut.layer_loops import Stack, stack_of, stacks_of
 from autopar.pipeline.cut.unroll_layers import Unstacked, as_it_is, unstacked
+from autopar.transforms.microbatch.batch_dims import Places
+from autopar.transforms.microbatch.classify import Split, classify
+from autopar.transforms.microbatch.rewrite import check_divides, laid_for_parts, rewritten
 from autopar.transforms.program import Program, program_of_trace
-from autopar.frontend.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

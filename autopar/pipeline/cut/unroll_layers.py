@@ -19,16 +19,26 @@ from typing import Any
 import jax
 from jax import lax
 
-from autopar.jax_interop import compat as jax_compat
-from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand, Nest, Region, equations_of, items_of, laid, without_dead
-from autopar.ir.graph import Graph
 from autopar.frontend.accumulators import Sums
-from autopar.transforms.microbatch.slices import COMBINE
+from autopar.frontend.flat_jaxpr import (
+    Equation,
+    Item,
+    LiteralOperand,
+    Nest,
+    Region,
+    equations_of,
+    items_of,
+    laid,
+    without_dead,
+)
+from autopar.frontend.trace import Trace
+from autopar.ir.graph import Graph
+from autopar.jax_interop import compat as jax_compat
+from autopar.pipeline.cut.layer_loops import Stack
 from autopar.transforms.microbatch.batch_dims import Place, Places
 from autopar.transforms.microbatch.resize import is_as_written, resized
+from autopar.transforms.microbatch.slices import COMBINE
 from autopar.transforms.rewriting.equation_writer import Atom, Writer
-from autopar.pipeline.cut.layer_loops import Stack
-from autopar.frontend.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from autopar.errors import PlotError
 from autopar.pipeline.draw.perfetto import perfetto_trace
-from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.draw.svg import timeline_svg
+from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.system.atomic_file import write_whole
 
 

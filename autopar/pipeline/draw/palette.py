@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.schedule.tasks import Phase, Task
+from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.system.units import human_seconds
 
 #: Where a submesh runs nothing.

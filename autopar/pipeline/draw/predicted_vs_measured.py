@@ -10,8 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.pipeline.draw.palette import LOOKS
-from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.schedule.tasks import Phase
+from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.system.units import human_seconds
 
 #: A stage this much slower than another against its prediction is worth a name.

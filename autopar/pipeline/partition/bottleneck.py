@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.pipeline.partition.problem import Stage
 from autopar.pipeline.partition.price_tables import Prices
+from autopar.pipeline.partition.problem import Stage
 from autopar.solve.problem import Status
 
 Progress = Callable[[float, float], None]

@@ -20,8 +20,8 @@ import numpy as np
 from autopar.pipeline.partition.bottleneck import PROVEN, Budget, Progress, Stages, searched
 from autopar.pipeline.partition.cluster import Line, lines
 from autopar.pipeline.partition.dynamic_program import Found, Hops, solve
-from autopar.pipeline.partition.problem import Partition, PartitionProblem, Shortage, Stage
 from autopar.pipeline.partition.price_tables import Prices
+from autopar.pipeline.partition.problem import Partition, PartitionProblem, Shortage, Stage
 from autopar.pipeline.partition.transfer_tables import Transfers
 from autopar.solve.problem import Status
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from autopar.pipeline.partition.bottleneck import PROVEN, Budget, Progress, Stages, searched
 from autopar.pipeline.partition.cluster import Line, Submesh, lines
-from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage
 from autopar.pipeline.partition.price_tables import ROUNDING, Prices, Run
+from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage
 from autopar.solve.problem import Status
 
 

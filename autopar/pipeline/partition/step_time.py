@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.pipeline.schedule.in_flight import held_most
 from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.schedule.in_flight import held_most
 from autopar.pipeline.schedule.simulate import Seconds, simulate
-from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.schedule.tasks import Schedule, Task
+from autopar.pipeline.schedule.timeline import PipelineTimeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.runtime import jit as execute
-from autopar.jax_interop import compat as jax_compat
 from autopar.errors import BatchError
-from autopar.pipeline.run.transfers import Crossing, as_it_lies, is_mine, wire
+from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.extract_stages import LeafKey
-from autopar.pipeline.run.stacked_leaves import StackedLeaf, part_of
-from autopar.pipeline.run.piece_programs import StagePieces
 from autopar.pipeline.cut.pieces import Slot
+from autopar.pipeline.run.piece_programs import StagePieces
+from autopar.pipeline.run.stacked_leaves import StackedLeaf, part_of
+from autopar.pipeline.run.transfers import Crossing, as_it_lies, is_mine, wire
+from autopar.runtime import jit as execute
 
 #: What the pipeline holds, by register; None where there is nothing, or where it is in other processes alone.
 Values = list[Any]

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.frontend.flat_jaxpr import LiteralOperand
 from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding
+from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.pipeline.cut.pieces import Layout
 from autopar.runtime.replay import Part, Replay
-from autopar.ir.sharding import TensorSharding
 
 #: What may stand between the contraction and the sum: linear, element by element.
 _BETWEEN = frozenset(["convert_element_type", "neg", "copy", "transpose"])

@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from autopar.pipeline.run.arguments import PipelineArguments
 from autopar.pipeline.cut.extract_stages import LeafKey
+from autopar.pipeline.cut.pieces import Layout, pieces_of
+from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.pipeline.run.arguments import PipelineArguments
 from autopar.pipeline.run.instructions import Instructions, Values, instructions_of
-from autopar.pipeline.run.stacked_leaves import joined, sharding_of_parts
 from autopar.pipeline.run.levels import levels_of
 from autopar.pipeline.run.piece_programs import PlannedStage, StagePieces
-from autopar.pipeline.cut.pieces import Layout, pieces_of
+from autopar.pipeline.run.stacked_leaves import joined, sharding_of_parts
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.tasks import Schedule, Task
-from autopar.pipeline.cut.unroll_layers import Rows
 
 __all__ = ["Pipeline", "PlannedStage"]
 

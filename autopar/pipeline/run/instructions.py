@@ -15,14 +15,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.errors import ScheduleError
-from autopar.pipeline.run.arguments import PipelineArguments, Values
-from autopar.pipeline.run.transfers import Crossing, is_mine, wire, without_shards
-from autopar.pipeline.run.broadcast import Everywhere, is_small
+from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.extract_stages import LeafKey, Port
-from autopar.pipeline.run.piece_programs import Compiled, Key, PieceProgram, Send, StagePieces
 from autopar.pipeline.cut.pieces import Slot
+from autopar.pipeline.run.arguments import PipelineArguments, Values
+from autopar.pipeline.run.broadcast import Everywhere, is_small
+from autopar.pipeline.run.piece_programs import Compiled, Key, PieceProgram, Send, StagePieces
+from autopar.pipeline.run.transfers import Crossing, is_mine, wire, without_shards
 from autopar.pipeline.schedule.tasks import PHASES, Task
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.pipeline.cut.stage_programs import StageProgram
 from autopar.pipeline.cut.pieces import Layout, Level, value_levels
+from autopar.pipeline.cut.stage_programs import StageProgram
 
 
 def levels_of(stages: Sequence[StageProgram], layouts: Sequence[Layout]) -> list[dict[int, Level]]:

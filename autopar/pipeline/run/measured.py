@@ -21,10 +21,10 @@ from typing import Any
 import jax
 
 from autopar.pipeline.run.arguments import Values
-from autopar.pipeline.run.instructions import Call, Move, Spread
 from autopar.pipeline.run.executor import Pipeline
-from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
+from autopar.pipeline.run.instructions import Call, Move, Spread
 from autopar.pipeline.schedule.tasks import Task
+from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 from autopar.runtime.distributed.exchange import Exchange, among_processes
 
 #: The lane of transfers, where there are several processes.

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from autopar.pipeline.run.arguments import Values
-from autopar.pipeline.run.instructions import Call
 from autopar.pipeline.run.executor import Pipeline
+from autopar.pipeline.run.instructions import Call
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import named_shardings
-from autopar.pipeline.cut.stage_programs import StageProgram
 from autopar.pipeline.cut.extract_stages import Port
-from autopar.pipeline.run.deferred_reductions import partial_sums
 from autopar.pipeline.cut.pieces import Layout, Level, Piece, Pieces, Slot
+from autopar.pipeline.cut.stage_programs import StageProgram
+from autopar.pipeline.run.deferred_reductions import partial_sums
 from autopar.plans.plan import Plan
 from autopar.runtime.replay import Replay
 

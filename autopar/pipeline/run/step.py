@@ -11,16 +11,16 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.runtime import jit as execute
-from autopar.frontend.flat_jaxpr import LiteralOperand
 from autopar.errors import PlanMismatchError
+from autopar.frontend.flat_jaxpr import LiteralOperand
 from autopar.jax_interop.partition_spec import named_shardings
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
-from autopar.pipeline.run.measured import run_measured
+from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.run.executor import Pipeline, PlannedStage
+from autopar.pipeline.run.measured import run_measured
 from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.runtime import jit as execute
 from autopar.transforms.program import Program
 
 

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.errors import ProcessError
+from autopar.jax_interop import compat as jax_compat
 from autopar.runtime.distributed.cpu_transport import check_arrays_pass
 
 Shape = tuple[int, ...]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from autopar.pipeline.schedule.verifier import check
 from autopar.pipeline.schedule.tasks import Edges, Phase, Schedule, Task, synchronous_needs, with_updates
+from autopar.pipeline.schedule.verifier import check
 
 Backward = Literal["whole", "split", "none"]
 #: What such a schedule is called, by how its backward pass runs.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 from autopar.pipeline.schedule.tasks import Schedule, Task
+from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 
 Seconds = Callable[[Task], float]
 #: (the task that sends, the task that waits for it) -> seconds. Asked only where they are on different submeshes.

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.schedule.verifier import check
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.one_forward_one_backward import INTERLEAVED, ONE_F_ONE_B
 from autopar.pipeline.schedule.sequential import GPIPE, INFERENCE, NONE
-from autopar.pipeline.schedule.zero_bubble import ZB_H1
 from autopar.pipeline.schedule.tasks import Edges, Schedule, chain, with_updates
+from autopar.pipeline.schedule.verifier import check
+from autopar.pipeline.schedule.zero_bubble import ZB_H1
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {kind.name: kind for kind in (NONE, INFERENCE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1)}

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from autopar.cost.hardware_profile import HardwareProfile
+from autopar.pipeline.cut.branches import ForkedLayers
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, edges_of
 from autopar.pipeline.partition.branches import Branches, on_part
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, edges_of
-from autopar.pipeline.cut.branches import ForkedLayers
-from autopar.pipeline.partition.objectives import forward_only, one_f_one_b
 from autopar.pipeline.partition.exact import ExactPartitioner
+from autopar.pipeline.partition.objectives import forward_only, one_f_one_b
 from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage, StageCost
-from autopar.pipeline.schedule.dag import NAMES, Backward, as_they_come, backward_in
-from autopar.pipeline.search.stage_search import Outcome, StagedStep, joined, sent, sent_s
-from autopar.pipeline.search.stage_costs import HELD_PRICES, PlannedRun, StageCosts
 from autopar.pipeline.partition.step_time import Send, staged_peaks, staged_timeline, task_seconds
+from autopar.pipeline.schedule.dag import NAMES, Backward, as_they_come, backward_in
+from autopar.pipeline.search.stage_costs import HELD_PRICES, PlannedRun, StageCosts
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, joined, sent, sent_s
 
 #: Of the partitions so many are simulated.
 _MOST_SIMULATED = 3

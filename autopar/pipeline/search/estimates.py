@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.ir.device_program import DeviceProgram, Op
-from autopar.pipeline.search.residuals import Crossing, Crossings
-from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.cut.pieces import Layout
-from autopar.xla_model.latency_hiding import simulate
+from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.search.residuals import Crossing, Crossings
 from autopar.planner.memory_search import Made
+from autopar.xla_model.latency_hiding import simulate
 
 
 class StageFigures:

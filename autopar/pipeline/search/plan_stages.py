@@ -17,27 +17,27 @@ from typing import Any, Literal
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import BudgetError, ClusterError, MicrobatchError, ScheduleError
 from autopar.ir.graph import Graph
-from autopar.transforms.microbatch.batch_dims import num_examples
-from autopar.pipeline.search.branch_search import BranchSearch
+from autopar.ir.sharding import TensorSharding
+from autopar.pipeline.cut.branches import forked_layers
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import cluster_layers
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
-from autopar.pipeline.cut.branches import forked_layers
-from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
 from autopar.pipeline.schedule.table import find
-from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
+from autopar.pipeline.search.branch_search import BranchSearch
+from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.search.searches_by_microbatches import Searches
 from autopar.pipeline.search.stage_costs import PlannedRun
-from autopar.pipeline.cut.unroll_layers import Rows
-from autopar.plans.plan import TensorPlan
-from autopar.transforms.program import Program
-from autopar.system.gc_pause import seldom_collect
-from autopar.ir.sharding import TensorSharding
-from autopar.system.units import human_bytes
-from autopar.version import versions_of
+from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
 from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.plans.plan import TensorPlan
+from autopar.system.gc_pause import seldom_collect
+from autopar.system.units import human_bytes
+from autopar.transforms.microbatch.batch_dims import num_examples
+from autopar.transforms.program import Program
+from autopar.version import versions_of
 
 #: Of numbers of microbatches, one is tried first that has about so many for each device, and at least so many examples
 #: in each: with fewer microbatches stages wait, with fewer examples kernels are small.

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.planner.plan_assembly import assemble
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.errors import TimeLimitError
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.ir.mesh import MeshShape
+from autopar.planner.memory_search import Made
+from autopar.planner.plan_assembly import assemble
 from autopar.planner.planner import distinct_meshes, rules_of
-from autopar.transforms.program import Program
 from autopar.rules.grouping import Group, form_groups
 from autopar.solve.problem import Edge, Problem, Solution, Solver
-from autopar.planner.memory_search import Made
+from autopar.transforms.program import Program
 
 #: Another form is laid out, too, where the solver's costs are as close as this: they know nothing of what is hidden.
 _CLOSE = 1.05

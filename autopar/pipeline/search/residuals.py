@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.pipeline.cut.pieces import Layout
-from autopar.plans.plan import Again, Recomputation
-from autopar.planner.remat.min_cut import States, Step, cheapest
+from autopar.planner.memory_search import Made
 from autopar.planner.remat.candidates import common_path
 from autopar.planner.remat.costs import numbers_of
-from autopar.transforms.remat.sites import sites_of
+from autopar.planner.remat.min_cut import States, Step, cheapest
+from autopar.plans.plan import Again, Recomputation
 from autopar.rules.grouping import SMALL_SIZE
-from autopar.planner.memory_search import Made
+from autopar.transforms.remat.sites import sites_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.cost.hardware_profile import HardwareProfile
+from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering
-from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.search.scaled_costs import ScaledCosts
-from autopar.pipeline.search.stage_search import StageSearch
 from autopar.pipeline.search.stage_costs import StageCosts, at_state_price, likely_shapes
+from autopar.pipeline.search.stage_search import StageSearch
 
 
 @dataclass(slots=True)

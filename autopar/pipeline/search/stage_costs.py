@@ -24,19 +24,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from autopar.cost.hardware_profile import HardwareProfile
-from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
-from autopar.pipeline.cut.stage_programs import Layers, StageProgram
 from autopar.pipeline.cut.extract_stages import Port
-from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.cut.pieces import Layout
-from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
+from autopar.pipeline.cut.stage_programs import Layers, StageProgram
+from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
+from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.estimates import StageFigures
-from autopar.plans.plan import Plan
+from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
+from autopar.planner.memory_search import Made
 from autopar.planner.planner import asked_meshes, plan_as_made
-from autopar.transforms.program import recomputing
+from autopar.plans.plan import Plan
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solver
-from autopar.planner.memory_search import Made
+from autopar.transforms.program import recomputing
 
 #: What a byte is worth that is held from the forward to the backward pass, by option of a shape, in units of what it
 #: takes to write it and to read it: nearly nothing; more than anything but matrix products; more than anything.

@@ -15,15 +15,24 @@ from itertools import pairwise
 
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.pipeline.partition.cluster import Cluster, Line, Submesh, SubmeshShape, lines
+from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.interleaved import InterleavedPartitioner
 from autopar.pipeline.partition.objectives import forward_only, gpipe, interleaved, one_at_a_time, one_f_one_b, zb_h1
-from autopar.pipeline.partition.exact import ExactPartitioner
-from autopar.pipeline.partition.problem import Growth, Objective, Partition, Partitioner, PartitionProblem, Shortage, Stage, StageCost
+from autopar.pipeline.partition.problem import (
+    Growth,
+    Objective,
+    Partition,
+    Partitioner,
+    PartitionProblem,
+    Shortage,
+    Stage,
+    StageCost,
+)
+from autopar.pipeline.partition.step_time import Send, staged_peaks, staged_timeline
 from autopar.pipeline.schedule.kind import PipelineShape
 from autopar.pipeline.schedule.table import build, find, unmet
-from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.pipeline.partition.step_time import Send, staged_peaks, staged_timeline
 from autopar.pipeline.schedule.tasks import Schedule
+from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.solve.problem import Status
 
 #: Of each schedule that stages may be cut for, what it makes of their prices.

@@ -12,14 +12,14 @@ import hashlib
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import Graph
-from autopar.transforms.program import Program
 from autopar.rules.user_rules import registered_texts
+from autopar.system.source_paths import PACKAGE
+from autopar.transforms.program import Program
 from autopar.version import versions_of
 
 #: Packages whose versions a plan depends on, beside autopar's own code.
@@ -122,9 +122,8 @@ def _described(name: str, value: Any) -> str:
 def _own_code() -> str:
     """A digest of autopar's own files: a change of the planner is another planner, whatever its version."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(str(file.relative_to(folder)).encode())
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(file.relative_to(PACKAGE)).encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.device_program import DeviceProgram
 from autopar.formulate.formulation import Formulation
-from autopar.ir.graph import Graph, Node
-from autopar.plans.plan import Again, Recomputation
-from autopar.planner.remat.min_cut import States, Step, cheapest
-from autopar.planner.remat.costs import Numbers, numbers_of
-from autopar.planner.remat.segments import Segment, segments_of
-from autopar.transforms.remat.sites import Site, sites_of
-from autopar.rules.grouping import SMALL_SIZE
 from autopar.frontend.trace import Trace
+from autopar.ir.device_program import DeviceProgram
+from autopar.ir.graph import Graph, Node
+from autopar.planner.remat.costs import Numbers, numbers_of
+from autopar.planner.remat.min_cut import States, Step, cheapest
+from autopar.planner.remat.segments import Segment, segments_of
+from autopar.plans.plan import Again, Recomputation
+from autopar.rules.grouping import SMALL_SIZE
+from autopar.transforms.remat.sites import Site, sites_of
 
 #: Prices of memory, in seconds a byte: from a tenth of the time it takes to write a byte and to read it again, by factors
 #: of two, to a thousand times that.

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.kernel_time import op_seconds
-from autopar.ir.device_program import DeviceProgram
 from autopar.formulate.formulation import Formulation
+from autopar.ir.device_program import DeviceProgram
 
 
 @dataclass(frozen=True, slots=True)

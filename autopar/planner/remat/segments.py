@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import Graph
 from autopar.planner.remat.costs import Numbers
-from autopar.transforms.remat.sites import Site
 from autopar.rules.grouping import SMALL_SIZE
+from autopar.transforms.remat.sites import Site
 
 _MOST_PLACES = 400
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.ir.mesh import MeshShape
-from autopar.report.html.markup import Element, el
 from autopar.ir.sharding import TensorSharding
+from autopar.report.html.markup import Element, el
 
 #: Colours there are for mesh axes; a mesh of more axes begins again.
 NUM_COLOURS = 6

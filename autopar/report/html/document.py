@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlotError
-from autopar.report.explain import explain
-from autopar.report.predicted_vs_compiled import Compiled, compiled_of, read_compiled
+from autopar.pipeline.plan import AnyPlan
 from autopar.report.breakdown import replicated_words, simulated_words, tie_words
+from autopar.report.explain import explain
 from autopar.report.explain_program import Explanation
 from autopar.report.explain_stages import StagesExplanation, stages_replicated
-from autopar.system.text_tables import share_text
 from autopar.report.html.figures import at_peak, memory_curve, time_bar
-from autopar.report.html.timeline import HATCH, pipeline_lanes, step_lanes
 from autopar.report.html.markup import Child, Element, data, el, in_code, written
+from autopar.report.html.module_tree import module_view
 from autopar.report.html.stages import same_stages, stages_table, submesh_memory, submesh_times, tried_table
 from autopar.report.html.tables import collectives_table, compiled_view, decisions_table, meshes_table
-from autopar.report.html.module_tree import module_view
-from autopar.pipeline.plan import AnyPlan
+from autopar.report.html.timeline import HATCH, pipeline_lanes, step_lanes
+from autopar.report.predicted_vs_compiled import Compiled, compiled_of, read_compiled
+from autopar.system.atomic_file import write_whole
+from autopar.system.text_tables import share_text
 from autopar.system.units import human_bytes, human_seconds
 from autopar.version import __version__
-from autopar.system.atomic_file import write_whole
 
 
 def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: Any = None) -> None:
@@ -89,7 +89,9 @@ def page(told: Explanation | StagesExplanation, compiled: Sequence[Compiled] = (
         body.append(_section("compiled", "Predicted beside compiled", compiled_view(compiled)))
     body += _closing(told)
     name = told.plan.program.name
-    style, script = ((files("autopar.report.html") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    style, script = (
+        (files("autopar.report.html") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
+    )
     head = el(
         "head",
         el("meta", charset="utf-8"),

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from autopar.report.breakdown import MemoryUse, StepTime
-from autopar.system.text_tables import share_text, short_source
-from autopar.report.html.markup import Child, Element, el, percent, svg
 from autopar.plans.step_trace import Held
+from autopar.report.breakdown import MemoryUse, StepTime
+from autopar.report.html.markup import Child, Element, el, percent, svg
+from autopar.system.text_tables import share_text, short_source
 from autopar.system.units import human_bytes, human_seconds
 
 #: Kinds of collectives that have a colour of their own.

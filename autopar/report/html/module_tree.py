@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from autopar.report.module_tree import Module, ModuleTensor, ModuleTree
-from autopar.report.rows import TensorRow
-from autopar.system.text_tables import short_source
 from autopar.ir.mesh import MeshShape
 from autopar.report.html.blocks import axis_legend, blocks
 from autopar.report.html.markup import Element, el
+from autopar.report.module_tree import Module, ModuleTensor, ModuleTree
+from autopar.report.rows import TensorRow
+from autopar.system.text_tables import short_source
 from autopar.system.units import human_bytes
 
 #: Trees of more modules are open at the top alone.

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.report.explain_stages import StagesExplanation
-from autopar.report.submeshes import SubmeshUse
-from autopar.system.text_tables import share_text
-from autopar.report.html.markup import Child, Element, el, in_code, percent, svg
-from autopar.report.html.tables import cell, table
 from autopar.pipeline.draw.palette import LOOKS, phases_of
 from autopar.pipeline.plan import StagePlan
+from autopar.report.explain_stages import StagesExplanation
+from autopar.report.html.markup import Child, Element, el, in_code, percent, svg
+from autopar.report.html.tables import cell, table
+from autopar.report.submeshes import SubmeshUse
+from autopar.system.text_tables import share_text
 from autopar.system.units import human_bytes, human_seconds
 
 #: Other ways to run the step that are shown.

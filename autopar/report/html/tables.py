@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.report.predicted_vs_compiled import Compiled, CompiledCollectives, CompiledFigure
+from autopar.ir.mesh import MeshShape
+from autopar.plans.plan import RejectedMesh
 from autopar.report.breakdown import SIMULATED
 from autopar.report.explain_program import Explanation
-from autopar.report.rows import CollectiveRow, Span, TensorRow
-from autopar.system.text_tables import short_source
-from autopar.ir.mesh import MeshShape
 from autopar.report.html.blocks import blocks
 from autopar.report.html.figures import below, kind_class
 from autopar.report.html.markup import Child, Element, el, in_code
-from autopar.plans.plan import RejectedMesh
+from autopar.report.predicted_vs_compiled import Compiled, CompiledCollectives, CompiledFigure
+from autopar.report.rows import CollectiveRow, Span, TensorRow
+from autopar.system.text_tables import short_source
 from autopar.system.units import human_bytes, human_seconds
 
 #: Rows shown of tables that can grow without end.

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from autopar.pipeline.draw.palette import LOOKS, label, phases_of, shade
+from autopar.pipeline.draw.text import owners
+from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.plans.step_trace import StepTrace
 from autopar.report.html.figures import kind_class, ticks_of_time
 from autopar.report.html.markup import Element, el, percent, svg
-from autopar.pipeline.draw.palette import LOOKS, label, phases_of, shade
-from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.pipeline.draw.text import owners
-from autopar.plans.step_trace import StepTrace
 from autopar.system.units import human_bytes, human_seconds
 
 _WIDTH, _HEIGHT = 10_000, 10

@@ -11,7 +11,12 @@ import socket
 import jax
 
 from autopar.errors import ProcessError
-from autopar.jax_interop.compat import backends_are_initialized, coordinator_address, cross_host_address, process_count_said
+from autopar.jax_interop.compat import (
+    backends_are_initialized,
+    coordinator_address,
+    cross_host_address,
+    process_count_said,
+)
 
 
 def let_arrays_pass() -> None:

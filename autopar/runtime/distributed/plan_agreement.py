@@ -19,10 +19,10 @@ import jax
 import numpy as np
 
 from autopar.cost.hardware_profile import HardwareProfile, detect, load
-from autopar.frontend.flat_jaxpr import LiteralOperand
 from autopar.errors import ProcessError
-from autopar.plans.plan import Placement, ProgramSignature
+from autopar.frontend.flat_jaxpr import LiteralOperand
 from autopar.plans.json_codec import decoder, encode
+from autopar.plans.plan import Placement, ProgramSignature
 from autopar.runtime.distributed.device_order import devices_per_host
 from autopar.runtime.distributed.exchange import Exchange, Given, Member, named
 from autopar.transforms.program import Program

@@ -25,11 +25,12 @@ import jax
 
 from autopar.errors import ProcessError, StepSignatureError
 from autopar.jax_interop.compat import coordinator_address, leave_without_waiting
-from autopar.runtime.distributed.exchange import Exchange, Member, among_processes
-from autopar.runtime.distributed.process_sentinel import Obituary
 from autopar.runtime.distributed.coordination_store import ServiceLostError
-from autopar.runtime.distributed.step_clock import StepClock
+from autopar.runtime.distributed.exchange import Exchange, Member, among_processes
 from autopar.runtime.distributed.fault_attribution import Judge, Record, State, StepTime, step_times
+from autopar.runtime.distributed.process_sentinel import Obituary
+from autopar.runtime.distributed.step_clock import StepClock
+from autopar.system.source_paths import PACKAGE
 
 _LOG = logging.getLogger("autopar")
 _ROOT = "autopar/watch"
@@ -316,7 +317,6 @@ def _of_runtime(error: BaseException | None) -> bool:
 
 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")})
-_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
 
 
 def _place(frame: FrameType | None) -> str:
@@ -324,7 +324,7 @@ def _place(frame: FrameType | None) -> str:
     innermost = frame
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, _OWN_FOLDER)):
+        if not file.startswith((*_LIBRARIES, str(PACKAGE))):
             break
         frame = frame.f_back
     frame = frame or innermost

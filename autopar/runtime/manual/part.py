@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from autopar.rules.node_view import NodeView
 from autopar.ir.sharding import TensorSharding
+from autopar.rules.node_view import NodeView
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.ir.params import plain_params
-from autopar.runtime.manual.part import Part
-from autopar.runtime.manual.table import local_function
+from autopar.ir.sharding import TensorSharding
+from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import ManualRegion
-from autopar.rules.user_rules import called
 from autopar.rules.node_view import NodeView
-from autopar.ir.sharding import TensorSharding
+from autopar.rules.user_rules import called
+from autopar.runtime.manual.part import Part
+from autopar.runtime.manual.table import local_function
 
 #: How terms are put together, along a dim that they are stacked in.
 _COMBINE: Mapping[str, Callable[[Any, tuple[int, ...]], Any]] = {

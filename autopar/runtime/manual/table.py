@@ -11,13 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.errors import RuleError
+from autopar.rules.user_rules import registered_local
 from autopar.runtime.manual.part import LocalFunction, Part
 from autopar.runtime.manual.ragged_dot import ragged_dot_general
 from autopar.runtime.manual.scans import cumulative
 from autopar.runtime.manual.slices import dynamic_slice, dynamic_update_slice
 from autopar.runtime.manual.top_k import approx_top_k, arg_extreme, top_k
 from autopar.runtime.manual.windows import convolution, pooling, unpooling
-from autopar.rules.user_rules import registered_local
 
 
 def _batch(part: Part, *operands: Any) -> Sequence[Any]:

@@ -14,10 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.runtime.manual.part import Part, num_parts, position
 from autopar.rules.factors import Rule
-from autopar.rules.table import rule_for
 from autopar.rules.halo_window import LocalWindow
+from autopar.rules.table import rule_for
+from autopar.runtime.manual.part import Part, num_parts, position
 
 
 def _extended(

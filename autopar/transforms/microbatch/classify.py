@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.frontend.flat_jaxpr import LiteralOperand, Region
 from autopar.errors import MicrobatchError
+from autopar.frontend.flat_jaxpr import LiteralOperand, Region
+from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
-from autopar.transforms.microbatch.linear_ops import adds_up, is_zero, passes_zero
 from autopar.transforms.microbatch.batch_dims import Batch, Factor, Places
 from autopar.transforms.microbatch.errors import Refusals
+from autopar.transforms.microbatch.linear_ops import adds_up, is_zero, passes_zero
 from autopar.transforms.microbatch.units import Unit, units_of
-from autopar.frontend.trace import Trace
 
 #: What a value is inside the loop. `rows`: examples of the microbatch. `same`: the same in each microbatch; `zero`
 #: so, and nothing but zeros. `own`: each microbatch has its own, in place of the whole batch's. All others are

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.frontend.flat_jaxpr import Equation, Flattener, Item, Nest, items_of, laid
 from autopar.frontend.trace import Trace
+from autopar.jax_interop import compat as jax_compat
 
 
 def with_drawn_bits(trace: Trace, size: int) -> Trace:

@@ -16,19 +16,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.jax_interop import compat as jax_compat
-from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand, Nest, Piece, Region, items_of, laid, without_dead
 from autopar.errors import MicrobatchError
+from autopar.frontend.flat_jaxpr import (
+    Equation,
+    Item,
+    LiteralOperand,
+    Nest,
+    Piece,
+    Region,
+    items_of,
+    laid,
+    without_dead,
+)
 from autopar.frontend.from_jaxpr import graph_of
+from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
+from autopar.jax_interop import compat as jax_compat
 from autopar.transforms.microbatch import slices as parts
+from autopar.transforms.microbatch.batch_dims import Places, leading_dim
 from autopar.transforms.microbatch.classify import PARTIAL, Split, classify
 from autopar.transforms.microbatch.random_bits import with_drawn_bits
-from autopar.transforms.microbatch.slices import Cut
-from autopar.transforms.microbatch.batch_dims import Places, leading_dim
 from autopar.transforms.microbatch.resize import is_as_written, resized
+from autopar.transforms.microbatch.slices import Cut
 from autopar.transforms.rewriting.equation_writer import Atom, Writer
-from autopar.frontend.trace import Trace
 
 
 def split_batch(trace: Trace, graph: Graph, num_microbatches: int, *, own_statistics: bool = False) -> Trace:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.frontend.flat_jaxpr import Equation, Region
-from autopar.ir.graph import Graph
 from autopar.frontend.trace import Trace
+from autopar.ir.graph import Graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.jax_interop import compat as jax_compat
-from autopar.frontend.flat_jaxpr import Equation, Item, Nest, items_of, laid, without_dead
 from autopar.frontend.accumulators import Sums
-from autopar.plans.plan import Again
+from autopar.frontend.flat_jaxpr import Equation, Item, Nest, items_of, laid, without_dead
 from autopar.frontend.trace import Rewritten, Trace
+from autopar.jax_interop import compat as jax_compat
+from autopar.plans.plan import Again
 
 #: A gradient of so few elements may be known long before the others.
 _FEW = 64

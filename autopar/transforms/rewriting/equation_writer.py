@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand
 from autopar.frontend.trace import Trace
+from autopar.jax_interop import compat as jax_compat
 
 Atom = int | LiteralOperand
 

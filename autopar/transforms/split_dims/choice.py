@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.transforms.split_dims.cuts import CUTTING, Tensor, part_size
-from autopar.transforms.split_dims.loops import Loop, Loops, Place
 from autopar.ir.graph import Graph
 from autopar.solve.min_cut import source_side
+from autopar.transforms.split_dims.cuts import CUTTING, Tensor, part_size
+from autopar.transforms.split_dims.loops import Loop, Loops, Place
 
 #: Pieces by which an input goes into a loop, a branch, or what is computed anew.
 _BORDERS = frozenset(["enter_const", "enter_slice", "enter_branch", "barrier"])

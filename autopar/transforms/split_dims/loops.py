@@ -11,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.transforms.split_dims.cuts import Tensor, part_size
 from autopar.ir.graph import Graph
 from autopar.rules.factors import DimFactors, Rule
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for
+from autopar.transforms.split_dims.cuts import Tensor, part_size
 
 #: A dim of a value.
 Place = tuple[int, int]

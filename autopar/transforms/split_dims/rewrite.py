@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
-from autopar.jax_interop import compat as jax_compat
 from autopar.frontend.flat_jaxpr import Equation, LiteralOperand, Region
+from autopar.frontend.trace import Rewritten, Trace
+from autopar.ir.graph import Graph
+from autopar.jax_interop import compat as jax_compat
 from autopar.transforms.split_dims.choice import Factored, factored_loops
 from autopar.transforms.split_dims.rebuild import ELEMENTWISE, REBUILD, Form, shape_of
-from autopar.ir.graph import Graph
-from autopar.frontend.trace import Rewritten, Trace
 
 
 def factor_dims(trace: Trace, graph: Graph) -> Trace:

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from autopar.jax_interop import compat as jax_compat
-from autopar.ir.sharding import TensorSharding
 from autopar.frontend.trace import Rewritten, Trace
+from autopar.ir.sharding import TensorSharding
+from autopar.jax_interop import compat as jax_compat
 
 
 def as_written(trace: Trace, split: Set[tuple[int, int]]) -> dict[int, Rewritten]:

@@ -10,17 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.verification.figures import sent_bytes
+from autopar.api.make_plan import plan
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import BudgetError, SearchError
-from autopar.plans.plan import Plan, TensorPlan
-from autopar.api.make_plan import plan
-from autopar.planner.planner import Progress, asked_meshes, asked_profile
-from autopar.vector_search.kernels.exact_top_k import exact_arguments, exact_search
-from autopar.vector_search.data.inputs import DTYPES
-from autopar.vector_search.estimate.sizes import PARTS, FewerDevices, NodesInBlocks, PaperSearch, Part, index_bytes, least_devices, nodes_in_blocks, read_bytes, with_fewer_devices
-from autopar.vector_search.kernels.tiling import Blocks, Tiling
 from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.planner.planner import Progress, asked_meshes, asked_profile
+from autopar.plans.plan import Plan, TensorPlan
+from autopar.vector_search.data.inputs import DTYPES
+from autopar.vector_search.estimate.sizes import (
+    PARTS,
+    FewerDevices,
+    NodesInBlocks,
+    PaperSearch,
+    Part,
+    index_bytes,
+    least_devices,
+    nodes_in_blocks,
+    read_bytes,
+    with_fewer_devices,
+)
+from autopar.vector_search.kernels.exact_top_k import exact_arguments, exact_search
+from autopar.vector_search.kernels.tiling import Blocks, Tiling
+from autopar.verification.figures import sent_bytes
 
 #: Batches shown beside the one asked for: how the layout changes with it.
 _OTHER_BATCHES = (1, 100, 10_000)

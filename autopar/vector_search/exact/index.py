@@ -15,18 +15,18 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopar.errors import SearchError
 from autopar.api.planned_function import Planned
+from autopar.errors import SearchError
 from autopar.vector_search.data import inputs
 from autopar.vector_search.data.centering import centred, whole
-from autopar.vector_search.frame.exact_retry import Answers, Certain
-from autopar.vector_search.kernels.exact_top_k import EXTRA, Corpus, exact_arguments, exact_search, search_terms
-from autopar.vector_search.frame.device_corpus import Arrays
 from autopar.vector_search.data.index import Found, IndexStats, found_at
 from autopar.vector_search.data.index_file import write
 from autopar.vector_search.data.metrics import Metric
 from autopar.vector_search.data.placement import Place
+from autopar.vector_search.frame.device_corpus import Arrays
+from autopar.vector_search.frame.exact_retry import Answers, Certain
 from autopar.vector_search.frame.planned_programs import Programs, Step
+from autopar.vector_search.kernels.exact_top_k import EXTRA, Corpus, exact_arguments, exact_search, search_terms
 from autopar.vector_search.kernels.tiling import Blocks, Tiling
 
 KIND = "exact"

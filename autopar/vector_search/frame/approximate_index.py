@@ -19,23 +19,30 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopar.errors import BudgetError
 from autopar.api.planned_function import Planned
+from autopar.errors import BudgetError
 from autopar.vector_search.data import inputs
-from autopar.vector_search.frame.subset_search import Among
-from autopar.vector_search.kernels.top_k_merge import LeftOut
 from autopar.vector_search.data.centering import less_centre
 from autopar.vector_search.data.duplicates import Duplicates, distances_between
-from autopar.vector_search.frame.recall_tuning import MEASURED_AT, Measured, Recall, least_effort, queries_for, shares_of
-from autopar.vector_search.frame.host_rerank import HostRerank
 from autopar.vector_search.data.index import Found, IndexStats, found_at
 from autopar.vector_search.data.index_file import write
-from autopar.vector_search.frame.search_method import AT_ONCE, Method, Search, step_of
 from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.data.placement import Place
-from autopar.vector_search.frame.planned_programs import Programs, Step
 from autopar.vector_search.data.progress import Report
+from autopar.vector_search.frame.host_rerank import HostRerank
+from autopar.vector_search.frame.planned_programs import Programs, Step
+from autopar.vector_search.frame.recall_tuning import (
+    MEASURED_AT,
+    Measured,
+    Recall,
+    least_effort,
+    queries_for,
+    shares_of,
+)
+from autopar.vector_search.frame.search_method import AT_ONCE, Method, Search, step_of
+from autopar.vector_search.frame.subset_search import Among
 from autopar.vector_search.kernels.tiling import rounded
+from autopar.vector_search.kernels.top_k_merge import LeftOut
 
 
 class _Sample(NamedTuple):

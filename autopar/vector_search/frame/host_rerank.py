@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.api.planned_function import Planned
-from autopar.vector_search.kernels.exact_top_k import is_scored_again
 from autopar.vector_search.data.metrics import NO_ID, Metric, distances_of
 from autopar.vector_search.data.placement import Place
+from autopar.vector_search.kernels.exact_top_k import is_scored_again
 from autopar.vector_search.kernels.rerank import best_of
 from autopar.vector_search.kernels.tiling import rounded
 

@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 
 from jax.sharding import NamedSharding
 
-from autopar.jax_interop.partition_spec import partition_spec
 from autopar.api.planned_function import Planned
-from autopar.vector_search.frame.device_corpus import Arrays, Held
+from autopar.jax_interop.partition_spec import partition_spec
 from autopar.vector_search.data.placement import Place
+from autopar.vector_search.frame.device_corpus import Arrays, Held
 
 #: A function to plan, and the shapes of its arguments.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]

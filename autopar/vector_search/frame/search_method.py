@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
 from autopar.vector_search.data.metrics import Metric, distances_of
 from autopar.vector_search.frame.planned_programs import Step
+from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
 
 #: Queries of one program: more are searched one after the other.
 AT_ONCE = 1024

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from autopar.api.planned_function import Planned
 from autopar.vector_search.data import metrics
 from autopar.vector_search.data.centering import centred
-from autopar.vector_search.frame.exact_retry import Answers, Certain
-from autopar.vector_search.kernels.exact_top_k import EXTRA, Corpus, Exact, exact_arguments, exact_search, search_terms
 from autopar.vector_search.data.metrics import NO_ID, Metric
 from autopar.vector_search.data.placement import Place
+from autopar.vector_search.frame.exact_retry import Answers, Certain
+from autopar.vector_search.kernels.exact_top_k import EXTRA, Corpus, Exact, exact_arguments, exact_search, search_terms
 from autopar.vector_search.kernels.tiling import Blocks, Tiling
 
 #: Bytes of vectors on all devices at a time; of a budget at most this share.

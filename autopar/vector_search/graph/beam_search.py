@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.vector_search.kernels.top_k_merge import LeftOut, is_first
 from autopar.vector_search.data.metrics import NO_ID, score_dtype, scores, worst_score
 from autopar.vector_search.graph.neighbor_graph import NeighbourGraph
+from autopar.vector_search.kernels.top_k_merge import LeftOut, is_first
 
 _BITS = 32
 

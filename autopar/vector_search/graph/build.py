@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.vector_search.ivf.build import build_lists, usual_num_lists
-from autopar.vector_search.graph.entry_points import with_entries_for_all
-from autopar.vector_search.ivf.lists import InvertedLists
-from autopar.vector_search.kernels.k_means import k_means
-from autopar.vector_search.ivf.search import search
 from autopar.vector_search.data.metrics import Metric, scores, terms
+from autopar.vector_search.graph.entry_points import with_entries_for_all
 from autopar.vector_search.graph.neighbor_graph import NeighbourGraph, connect
+from autopar.vector_search.ivf.build import build_lists, usual_num_lists
+from autopar.vector_search.ivf.lists import InvertedLists
+from autopar.vector_search.ivf.search import search
+from autopar.vector_search.kernels.k_means import k_means
 
 #: Queries in one search of the lists.
 _AT_ONCE = 2048

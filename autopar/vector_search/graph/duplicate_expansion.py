@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
 from autopar.vector_search.data.metrics import NO_ID, worst_score
+from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
 
 
 class Copies(NamedTuple):

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.vector_search.graph import beam_search as beam
-from autopar.vector_search.kernels.robust_prune import squared_distances, unit
 from autopar.vector_search.data.metrics import NO_ID, Metric
+from autopar.vector_search.graph import beam_search as beam
 from autopar.vector_search.graph.neighbor_graph import NeighbourGraph
+from autopar.vector_search.kernels.robust_prune import squared_distances, unit
 
 #: Vectors that are looked for, how many at once, and how many of the lost are compared with each other, at most.
 _TRIED, _AT_ONCE, _LOST = 8192, 512, 2048

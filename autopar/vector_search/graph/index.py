@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.vector_search.graph import beam_search as beam
-from autopar.vector_search.frame.approximate_index import ApproximateIndex
 from autopar.vector_search.data.build_request import Asked
-from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
-from autopar.vector_search.graph.build import build_graph
 from autopar.vector_search.data.centering import less_centre, moved
-from autopar.vector_search.graph.duplicate_expansion import Copies
 from autopar.vector_search.data.duplicates import Duplicates
-from autopar.vector_search.frame.recall_tuning import Measured, in_steps
 from autopar.vector_search.data.index_file import Saved
 from autopar.vector_search.data.inputs import checked_metric
 from autopar.vector_search.data.metrics import Metric, terms
-from autopar.vector_search.graph.neighbor_graph import NeighbourGraph
 from autopar.vector_search.data.placement import Place
+from autopar.vector_search.frame.approximate_index import ApproximateIndex
+from autopar.vector_search.frame.recall_tuning import Measured, in_steps
+from autopar.vector_search.graph import beam_search as beam
+from autopar.vector_search.graph.build import build_graph
+from autopar.vector_search.graph.duplicate_expansion import Copies
+from autopar.vector_search.graph.neighbor_graph import NeighbourGraph
+from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
 
 GRAPH = "graph"
 

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import register_dataclass
 
-from autopar.vector_search.kernels.top_k_merge import is_first
-from autopar.vector_search.kernels.robust_prune import diverse, squared_distances, unit
 from autopar.vector_search.data.metrics import NO_ID, Metric, terms
+from autopar.vector_search.kernels.robust_prune import diverse, squared_distances, unit
+from autopar.vector_search.kernels.top_k_merge import is_first
 
 #: How often nodes without an edge to them ask for one, and how many a node takes in each time.
 _ASKED, _TAKEN_IN = 4, 4

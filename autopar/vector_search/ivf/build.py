@@ -11,12 +11,12 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.vector_search.ivf.closure import closure
-from autopar.vector_search.kernels.robust_prune import unit
-from autopar.vector_search.ivf.lists import InvertedLists, fill, fill_codes
-from autopar.vector_search.kernels.k_means import k_means
 from autopar.vector_search.data.metrics import Metric
+from autopar.vector_search.ivf.closure import closure
+from autopar.vector_search.ivf.lists import InvertedLists, fill, fill_codes
 from autopar.vector_search.ivf.product_quantization import train_codebooks
+from autopar.vector_search.kernels.k_means import k_means
+from autopar.vector_search.kernels.robust_prune import unit
 
 
 def usual_num_lists(num_vectors: int) -> int:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.vector_search.kernels.robust_prune import diverse, squared_distances
 from autopar.vector_search.data.metrics import NO_ID, scores
+from autopar.vector_search.kernels.robust_prune import diverse, squared_distances
 
 #: Nearest lists that are looked at, for each that may be taken.
 _LOOKED_AT = 4

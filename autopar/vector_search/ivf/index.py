@@ -17,19 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import SearchError
-from autopar.vector_search.ivf import search as list_search
-from autopar.vector_search.frame.approximate_index import ApproximateIndex
 from autopar.vector_search.data.build_request import Asked
-from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
-from autopar.vector_search.ivf.build import build_lists, usual_num_lists
 from autopar.vector_search.data.centering import less_centre, moved
-from autopar.vector_search.frame.recall_tuning import Measured, Recall, in_steps
 from autopar.vector_search.data.index_file import Saved
 from autopar.vector_search.data.inputs import checked_metric
-from autopar.vector_search.ivf.lists import InvertedLists, lists_of, longest_of
 from autopar.vector_search.data.metrics import NO_ID, Metric, scores, terms
 from autopar.vector_search.data.placement import Place
+from autopar.vector_search.frame.approximate_index import ApproximateIndex
+from autopar.vector_search.frame.recall_tuning import Measured, Recall, in_steps
+from autopar.vector_search.ivf import search as list_search
+from autopar.vector_search.ivf.build import build_lists, usual_num_lists
+from autopar.vector_search.ivf.lists import InvertedLists, lists_of, longest_of
 from autopar.vector_search.ivf.product_quantization import Codebooks
+from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
 
 IVF, IVF_PQ = "ivf", "ivfpq"
 

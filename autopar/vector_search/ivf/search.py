@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.vector_search.kernels.top_k_merge import Best, LeftOut, distinct
-from autopar.vector_search.ivf.lists import InvertedLists
 from autopar.vector_search.data.metrics import NO_ID, score_dtype, scores, worst_score
 from autopar.vector_search.data.placement import CACHED_BYTES
-from autopar.vector_search.ivf.product_quantization import decode
+from autopar.vector_search.ivf.lists import InvertedLists
 from autopar.vector_search.ivf.probe_batching import Units, num_units, seats, units
+from autopar.vector_search.ivf.product_quantization import decode
+from autopar.vector_search.kernels.top_k_merge import Best, LeftOut, distinct
 
 #: Queries of a unit, at least and at most: powers of two.
 _LEAST_ROWS, _MOST_ROWS = 8, 32

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.vector_search.kernels.top_k_merge import Best
 from autopar.vector_search.data.metrics import NO_ID, Metric, scores, worst_score
 from autopar.vector_search.data.placement import CACHED_BYTES
+from autopar.vector_search.kernels.top_k_merge import Best
 
 
 def rerank(vectors: jax.Array, queries: jax.Array, candidates: jax.Array, k: int, metric: Metric) -> Best:

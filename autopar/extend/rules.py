@@ -1,0 +1,7 @@
+"""Sharding rules as named factors: what a rule may see, and what it gives."""
+
+from autopar.rules.factors import Factor as Factor
+from autopar.rules.factors import Rule as Rule
+from autopar.rules.factors import build_rule as build_rule
+from autopar.rules.node_view import NodeView as NodeView
+from autopar.rules.user_rules import register_rule as register_rule

@@ -1,0 +1,10 @@
+"""Pipeline schedules: tasks in an order for each device, built, simulated and drawn."""
+
+from autopar.pipeline.draw.text import timeline_text as timeline_text
+from autopar.pipeline.schedule.kind import PipelineShape as PipelineShape
+from autopar.pipeline.schedule.kind import ScheduleKind as ScheduleKind
+from autopar.pipeline.schedule.kind import one_stage_each as one_stage_each
+from autopar.pipeline.schedule.simulate import simulate as simulate
+from autopar.pipeline.schedule.table import build as build
+from autopar.pipeline.schedule.tasks import Orders as Orders
+from autopar.pipeline.schedule.tasks import Task as Task

@@ -1,0 +1,5 @@
+"""The optimization problem of a plan, and the solver of it."""
+
+from autopar.solve.ilp import Ilp as Ilp
+from autopar.solve.problem import Problem as Problem
+from autopar.solve.problem import Solution as Solution
