@@ -1,0 +1,6 @@
+"""The command line: parse, call, print.
+
+In: a user's words.
+Out: text, files, an exit status.
+Imported by: `__main__`.
+"""

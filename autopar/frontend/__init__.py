@@ -1,4 +1,6 @@
-"""How a user's call becomes flat arrays, and how the arrays that come back become what the user's step returns.
+"""A user's call becomes flat arrays and a `Graph`; what comes back becomes what the user's step returns.
 
-Step.open(args, kwargs) -> Call: trees of arrays, a pure function of them, a key -> Call.finish(arrays)
+In: a step of Flax, NNX, equinox or plain JAX, and its arguments: Step.open(args, kwargs) -> Call.
+Out: arrays, a trace, a `Graph`; Call.finish(arrays).
+Imported by: plans (types alone), transforms, runtime, api.
 """

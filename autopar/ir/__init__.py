@@ -1,1 +1,6 @@
-"""What is computed: the graph (`ir`), how a trace becomes one (`from_jaxpr`), what is legal (`check`)."""
+"""The values that every pass speaks, without JAX.
+
+In: nothing of this package but `errors`.
+Out: `MeshShape`, `TensorSharding`, `Graph` with its verifier, `DeviceProgram`, placements.
+Imported by: every package below it.
+"""

@@ -1,0 +1,6 @@
+"""The only door to JAX's internals: `jax._src`, `jax.extend`, `jaxlib`.
+
+In: JAX objects of any supported version.
+Out: one interface to them; PartitionSpecs; executables and a compilation cache on disk.
+Imported by: frontend, transforms, runtime, pipeline, api, verification, diagnosis, code_export.
+"""

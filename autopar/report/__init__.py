@@ -1,0 +1,6 @@
+"""A plan explained: text, HTML, JSON, diff. Never plans.
+
+In: a `Plan` or `PipelinePlan`.
+Out: text, one HTML page, rows as data.
+Imported by: api, inference, vector_search, comparison, cli.
+"""

@@ -8,7 +8,7 @@ neighbours. Only the *classes* of a neighbour's strategies that those tables tel
 `table.py`), so its side is their number, not that of the strategies. Steps that add the same tables in the
 same way, as those of identical layers do, are computed once. (Dechter, "Bucket elimination", 1999.)
 
-Where tables would grow too large the order splits them (`order.py`): then what is found is an assignment and
+Where tables would grow too large the order splits them (`solve/elimination_order.py`): then what is found is an assignment and
 a lower bound, not the optimum. The node's own costs are divided among its buckets such that each has the
 same cheapest completion of every strategy, which makes the bound tighter (Ihler et al., "Join-graph based
 cost-shifting schemes", 2012).

@@ -1,13 +1,13 @@
 """The search for the optimum of a reduced problem: bounds, incumbents, and what cannot beat them.
 
-Costs are put on a grid first (`grid.py`), on which reductions and elimination have no rounding; where the grid turns
+Costs are put on a grid first (`solve/cost_grid.py`), on which reductions and elimination have no rounding; where the grid turns
 out too coarse or too fine for the assignment found, there is another search on a better one. In the end the best
 assignment is bettered by small changes (`polish.py`).
 
 Each round works on a part of the problem that holds every assignment cheaper than the incumbent:
 
 1. Elimination bounds the part and finds assignments; where it is affordable in full, and no memory limit is
-   in the way, that is the optimum. With a limit, memory is priced (`dual.py`).
+   in the way, that is the optimum. With a limit, memory is priced (`solve/memory_dual.py`).
 2. The best combination of the strategies met is the next incumbent, commonly within 0.1 % of the bound.
 3. Strategies whose every assignment is no cheaper than the incumbent are deleted. The part that is left is
    reduced again, and goes to HiGHS if it is small or no longer shrinks, else to another round.

@@ -1,8 +1,8 @@
 """The search for a good assignment of a problem that is too large for elimination and for HiGHS.
 
 In: a reduced `Problem` and a `Budget`. Out, as they come: assignments and bounds. Message passing with prices of
-memory (`multipliers.py`) gives a bound, prices, and assignments that nearly fit or fit; from the best of them two
-threads anneal by trees (`trees.py`), each by its own random numbers, in stages: each stage starts from the best of
+memory (`solve/memory_multipliers.py`) gives a bound, prices, and assignments that nearly fit or fit; from the best of them two
+threads anneal by trees (`solve/tree_annealing.py`), each by its own random numbers, in stages: each stage starts from the best of
 the one before, and colder.
 """
 

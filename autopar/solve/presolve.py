@@ -14,7 +14,7 @@ The rules, applied node by node until none of them does anything:
 
 Parallel edges are added, and what an edge costs in any case is moved to its nodes, when a table is stored. What a
 rule finds for a node follows from the node's costs, usages and tables, so for nodes that have equal ones it is found
-once (`shared.py`).
+once (`solve/hash_consing.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,6 @@
+"""Trace to trace: rewritten forms of a step that compute the same.
+
+In: a trace.
+Out: a `Program`: the trace with dims split in two, a loop over microbatches, or activations recomputed.
+Imported by: planner, runtime, pipeline.
+"""

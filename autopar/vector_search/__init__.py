@@ -1,4 +1,9 @@
-"""Vector search: indexes as compiled programs, laid over the mesh by the planner."""
+"""Vector search: indexes as planned programs over a mesh.
+
+In: vectors, a metric, a recall target.
+Out: an `Index` that is searched, saved and loaded.
+Imported by: cli.
+"""
 
 from autopar.vector_search.build import Kind as Kind
 from autopar.vector_search.build import build as build

@@ -1,7 +1,7 @@
 """The planned step as one device sees it: local shapes, and every collective an instruction of its own.
 
 In: a formulation and an assignment. Out: `Instruction`s in program order, about as many as equations of the
-step; they are what XLA's partitioner hands on to its fusion (`fusion.py`).
+step; they are what XLA's partitioner hands on to its fusion (`xla_model/kernel_fusion.py`).
 """
 
 from __future__ import annotations

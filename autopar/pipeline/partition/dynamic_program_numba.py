@@ -1,6 +1,6 @@
-"""The loops of `line_program.py` and `prices.py`, compiled; all arrays are as there.
+"""The loops of `pipeline/partition/dynamic_program.py` and `pipeline/partition/price_tables.py`, compiled; all arrays are as there.
 
-They are imported when the first problem is solved: `solve/compiled.py` says why.
+They are imported when the first problem is solved: `solve/numba_jit.py` says why.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Layers to stages on submeshes, proven optimal: dynamic programming along the line of devices.
 
-In: a `PartitionProblem`. Out: a `Partition`. For a limit on `repeated` the dynamic programme (`line_program.py`) finds
+In: a `PartitionProblem`. Out: a `Partition`. For a limit on `repeated` the dynamic programme (`pipeline/partition/dynamic_program.py`) finds
 the least sum of `once`; the search (`bottleneck.py`) finds the limit, and asks prices as late as it can
-(`prices.py`). Every order of the cluster's groups is a line of its own. Devices stay idle only where that makes the
+(`pipeline/partition/price_tables.py`). Every order of the cluster's groups is a line of its own. Devices stay idle only where that makes the
 objective smaller: among equal partitions stages get the larger submesh.
 
 The memory that a stage needs depends on how many stages come after it. So stages are counted, which makes a dynamic

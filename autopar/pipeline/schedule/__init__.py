@@ -1,1 +1,6 @@
-"""Schedules: one function each, one file for each family, all in one table (`table.py`)."""
+"""Schedules: tasks of stages and microbatches in an order, simulated and verified.
+
+In: numbers of stages and microbatches, durations.
+Out: tasks by device, makespan, bubble, activations in flight; `table` has all schedules.
+Imported by: the other packages of pipeline.
+"""

@@ -11,7 +11,7 @@ runs are planned:
   but for what it holds while it is worked on, which is the most of any pair.
 - On which mesh a shape is used, and in which form a program is planned there, the layer says that is there most often.
 - Options of a shape hold more or less state, and more or less from the forward to the backward pass. The latter are
-  priced from one plan, by what passes between the two and what is computed again (`crossing.py`). A stage that is chosen
+  priced from one plan, by what passes between the two and what is computed again (`pipeline/search/residuals.py`). A stage that is chosen
   is planned with it.
 """
 

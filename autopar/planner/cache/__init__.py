@@ -1,0 +1,6 @@
+"""Plans kept on disk.
+
+In: a program, options, the sources of this package.
+Out: a key, and the plan under it.
+Imported by: planner, api.
+"""

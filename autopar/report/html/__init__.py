@@ -1,1 +1,6 @@
-"""Explanations as one HTML page that needs nothing but a browser."""
+"""The report as one HTML page that needs nothing but a browser.
+
+In: the rows of a report.
+Out: HTML.
+Imported by: report, api, cli.
+"""

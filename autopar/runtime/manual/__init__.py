@@ -1,2 +1,6 @@
-"""Nodes that each device runs its own part of, where XLA's partitioner cannot or will not do what the rule says:
-how a region is run (`region`), the parts by primitive (`table`), and the parts themselves."""
+"""Nodes that each device runs on its own part under `shard_map`, where XLA's partitioner would gather.
+
+In: an equation, its shardings, the part of each operand that is here.
+Out: results split as the rule says; `table` has an entry for each primitive.
+Imported by: runtime, pipeline.
+"""

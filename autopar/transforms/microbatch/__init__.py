@@ -1,1 +1,6 @@
-"""A step whose batch is split over time: which values hold the batch, what is summed, and the trace rewritten."""
+"""Gradient accumulation: the batch split over time, sums kept apart.
+
+In: a trace, a number of microbatches.
+Out: the trace as a loop over microbatches.
+Imported by: `transforms.program`, planner, pipeline.
+"""
