@@ -1,25 +1,80 @@
-"""autopar: decorate a train step, and it runs sharded on every device, by a plan you can read."""
+"""autopar: decorate a train step, and it runs sharded on every device, by a plan you can read.
 
-from autopar import vector_search as vector_search
-from autopar.api.checkpoint.checkpoints import Checkpoints as Checkpoints
-from autopar.api.make_plan import plan as plan
-from autopar.api.parallelize import ParallelStep as ParallelStep
-from autopar.api.parallelize import parallelize as parallelize
-from autopar.api.step_report import StepReport as StepReport
-from autopar.code_export.export import export as export
-from autopar.diagnosis.diagnose import diagnose as diagnose
-from autopar.diagnosis.diagnosis import Diagnosis as Diagnosis
-from autopar.pipeline.plan import PipelinePlan as PipelinePlan
-from autopar.pipeline.plan_files import load_plan as load_plan
-from autopar.plans.plan import Plan as Plan
-from autopar.report.diff import PlanDiff as PlanDiff
-from autopar.report.diff import diff as diff
-from autopar.report.explain import explain as explain
-from autopar.report.html.document import write_report as write_report
-from autopar.rules.user_rules import register_rule as register_rule
-from autopar.runtime.distributed.cpu_transport import let_arrays_pass as let_arrays_pass
-from autopar.runtime.distributed.watchdog import Watch as Watch
-from autopar.runtime.distributed.watchdog import watch as watch
-from autopar.verification.verification import Verification as Verification
-from autopar.verification.verify import verify as verify
+Names are imported when they are first used (PEP 562), so `import autopar` loads neither JAX nor the planner.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from autopar.system.moved_modules import install as _install
 from autopar.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from autopar import errors as errors
+    from autopar import inference as inference
+    from autopar import vector_search as vector_search
+    from autopar.api.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from autopar.api.make_plan import plan as plan
+    from autopar.api.parallelize import ParallelStep as ParallelStep
+    from autopar.api.parallelize import parallelize as parallelize
+    from autopar.api.step_report import StepReport as StepReport
+    from autopar.code_export.export import export as export
+    from autopar.diagnosis.diagnose import diagnose as diagnose
+    from autopar.diagnosis.diagnosis import Diagnosis as Diagnosis
+    from autopar.pipeline.plan import PipelinePlan as PipelinePlan
+    from autopar.pipeline.plan_files import load_plan as load_plan
+    from autopar.plans.plan import Plan as Plan
+    from autopar.report.diff import PlanDiff as PlanDiff
+    from autopar.report.diff import diff as diff
+    from autopar.report.explain import explain as explain
+    from autopar.report.html.document import write_report as write_report
+    from autopar.rules.user_rules import register_rule as register_rule
+    from autopar.runtime.distributed.cpu_transport import let_arrays_pass as let_arrays_pass
+    from autopar.runtime.distributed.watchdog import Watch as Watch
+    from autopar.runtime.distributed.watchdog import watch as watch
+    from autopar.verification.verification import Verification as Verification
+    from autopar.verification.verify import verify as verify
+
+#: Where each public name is defined; checked against the imports above by `tests/test_facade.py`.
+_DEFINED_IN = {
+    "Checkpoints": "autopar.api.checkpoint.checkpoints",
+    "diagnose": "autopar.diagnosis.diagnose",
+    "Diagnosis": "autopar.diagnosis.diagnosis",
+    "diff": "autopar.report.diff",
+    "explain": "autopar.report.explain",
+    "export": "autopar.code_export.export",
+    "let_arrays_pass": "autopar.runtime.distributed.cpu_transport",
+    "load_plan": "autopar.pipeline.plan_files",
+    "parallelize": "autopar.api.parallelize",
+    "ParallelStep": "autopar.api.parallelize",
+    "PipelinePlan": "autopar.pipeline.plan",
+    "plan": "autopar.api.make_plan",
+    "Plan": "autopar.plans.plan",
+    "PlanDiff": "autopar.report.diff",
+    "register_rule": "autopar.rules.user_rules",
+    "StepReport": "autopar.api.step_report",
+    "Verification": "autopar.verification.verification",
+    "verify": "autopar.verification.verify",
+    "Watch": "autopar.runtime.distributed.watchdog",
+    "watch": "autopar.runtime.distributed.watchdog",
+    "write_report": "autopar.report.html.document",
+}
+_PACKAGES = ("errors", "inference", "vector_search")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DEFINED_IN:
+        value = getattr(import_module(_DEFINED_IN[name]), name)
+    elif name in _PACKAGES:
+        value = import_module(f"autopar.{name}")
+    else:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_DEFINED_IN, *_PACKAGES})
+
+
+_install()
