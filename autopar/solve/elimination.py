@@ -5,7 +5,7 @@ minimised out one by one. Solving along it takes node costs, so the same order s
 
 Minimising out v adds all tables that hold v and takes the minimum over v's strategies: a table over v's
 neighbours. Only the *classes* of a neighbour's strategies that those tables tell apart matter (see
-`table.py`), so its side is their number, not that of the strategies. Steps that add the same tables in the
+`solve/compact_costs.py`), so its side is their number, not that of the strategies. Steps that add the same tables in the
 same way, as those of identical layers do, are computed once. (Dechter, "Bucket elimination", 1999.)
 
 Where tables would grow too large the order splits them (`solve/elimination_order.py`): then what is found is an assignment and

@@ -6,9 +6,9 @@
                 sum_(u live at t) m_u . x_u <= limit     for every instant t       (memory)
                 x binary, y >= 0
 
-P and Q class strategies that an edge does not tell apart (`table.py`). HiGHS solves it (`solve/mip_encoding.py`,
-`solve/branch_and_bound.py`), but only what is left of it: reductions that keep the optimum come first (`reduction.py`), then
-elimination, prices of memory, and the deletion of strategies that cannot be in the optimum (`search.py`).
+P and Q class strategies that an edge does not tell apart (`solve/compact_costs.py`). HiGHS solves it (`solve/mip_encoding.py`,
+`solve/branch_and_bound.py`), but only what is left of it: reductions that keep the optimum come first (`solve/presolve.py`), then
+elimination, prices of memory, and the deletion of strategies that cannot be in the optimum (`solve/exact_search.py`).
 Costs are re-evaluated in float64 on the original problem, and its limit is checked there.
 """
 

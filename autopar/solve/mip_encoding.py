@@ -9,7 +9,7 @@
 
 The edge columns y are the marginal (transport) linearisation: with x binary, y is 1 for the chosen pair and
 0 elsewhere, and the relaxation is the tightest that looks at one edge at a time. They stand for pairs of
-*classes* of strategies that the edge does not tell apart (`table.py`), which is as tight and far smaller.
+*classes* of strategies that the edge does not tell apart (`solve/compact_costs.py`), which is as tight and far smaller.
 Forbidden choices have no column. Memory rows are given one by one, for few of them ever bind.
 """
 

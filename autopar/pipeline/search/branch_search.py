@@ -1,4 +1,4 @@
-"""Stages that fork and join, found beside the chains of `search.py`.
+"""Stages that fork and join, found beside the chains of `stage_search.py`.
 
 In: a step whose forward pass has branches, their layers, a cluster. Out: `BranchSearch`, which finds for a number of
 microbatches the `StagedStep` whose simulated step is shortest among those whose branches run side by side and that fit.
