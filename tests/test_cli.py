@@ -15,14 +15,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_plan import make_plan
 
-from autopar.cli import main as cli
-from autopar.cli.main import load_target, main
-from autopar.cli.options import parse_pin, parse_size
+import autopar
+from autopar.cli.main import main
+from autopar.cli.options import parse_pin
+from autopar.cli.target import load_target
 from autopar.errors import BudgetError, PinError, TargetError
 from autopar.pipeline.plan_files import load_plan
 from autopar.report.explain import explain
 from autopar.system.text_tables import TEXT_WIDTH
+from autopar.system.units import parse_size
 
+PACKAGE_PATH = str(Path(autopar.__file__).parent.parent)
+PLAN_FILES = Path(__file__).parent / "plan_files"
 TARGET = """\
 def step(state, batch):
     return state, batch
@@ -253,12 +257,28 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_program_runs_piped(folder: Path) -> None:
     """The real program, in a process of its own: plain text, and quiet when its reader leaves."""
     make_plan(12).save("p.json")
-    package = str(Path(cli.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": package}
+    environment = {**os.environ, "PYTHONPATH": PACKAGE_PATH}
     command = f"'{sys.executable}' -m autopar explain p.json"
     done = subprocess.run(f"{command} | head -1", shell=True, env=environment, capture_output=True, text=True)
     assert done.stdout == "Plan of `train_step` for 8 h100-sxm devices, mesh 2x4 (data=2, model=4)\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["explain", "p.json"], ["explain", str(PLAN_FILES / "stages_version_4.json")]]
+)
+def test_help_and_saved_plans_load_no_jax(folder: Path, argv: list[str]) -> None:
+    make_plan(12).save("p.json")
+    source = f"""
+import contextlib, io, sys
+from autopar.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+    main({argv!r})
+assert len(said.getvalue().splitlines()) > 20
+assert "jax" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": PACKAGE_PATH}
+    subprocess.run([sys.executable, "-c", source], env=environment, check=True)
 
 
 # Arguments.

@@ -6,14 +6,14 @@ In: a folder, prompts, options. Out: text on standard output; what it took, on s
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli.options import size
+from autopar.cli.terminal import print_json, progress
 from autopar.errors import InferenceError
 
 if TYPE_CHECKING:
@@ -21,16 +21,10 @@ if TYPE_CHECKING:
 
 #: By default at most so many are generated.
 _MOST_TOKENS = 128
-#: A bar for planning and reading, as `with`.
-Progress = Callable[[], AbstractContextManager[Callable[[str, float], None] | None]]
 
 
-def add_generate_command(added: Any, run: Callable[[argparse.Namespace], Any], size: Any) -> None:
-    """The command and its options.
-
-    Args:
-        added: `argparse`'s sub-parsers. size: what reads a size.
-    """
+def add_command(added: Any) -> None:
+    """The command and its options; `added` takes parsers of commands."""
     about = "generate text from a model's folder, on the devices that are here"
     generate = added.add_parser("generate", help=about, description=about)
     about = "a model as Hugging Face writes it: config.json, *.safetensors, tokenizer.json"
@@ -74,7 +68,7 @@ def add_generate_command(added: Any, run: Callable[[argparse.Namespace], Any], s
     generate.set_defaults(run=run)
 
 
-def run_generate(options: argparse.Namespace, progress: Progress) -> None:
+def run(options: argparse.Namespace) -> None:
     """Generate, and print."""
     from autopar.inference import Engine, SamplingOptions
 
@@ -90,7 +84,7 @@ def run_generate(options: argparse.Namespace, progress: Progress) -> None:
     started = time.perf_counter()
     told = list(_told(engine, prompts, options, asked))
     if options.json:
-        print(json.dumps(told, indent=2, allow_nan=False))
+        print_json(told)
     seconds, stats = time.perf_counter() - started, engine.stats
     print(
         f"{stats.num_tokens} tokens in {seconds:.2f} s ({stats.num_tokens / seconds:,.1f} per second,"

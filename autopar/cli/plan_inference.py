@@ -6,18 +6,15 @@ In: texts. Out: what `inference.on_paper` takes; or a refusal of options that sa
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
 
+from autopar.cli.files import check_output
+from autopar.cli.options import count, seconds
+from autopar.cli.planning import planning
+from autopar.cli.terminal import given, progress, refuse, tell
 from autopar.errors import TargetError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-#: By option: the field of `PaperInference` that it is. Those that a search has too are in `cli_search`.
-FIELDS = {
+#: By option: the field of `PaperInference` that it is. Those that a search has too are in `plan_search`.
+_FIELDS = {
     "batch": "batch",
     "prompt_tokens": "prompt",
     "output_tokens": "output",
@@ -29,17 +26,13 @@ FIELDS = {
     "tpot": "tpot_s",
 }
 #: Options of inference alone.
-OWN = tuple(name for name in FIELDS if name != "batch")
+OWN = tuple(name for name in _FIELDS if name != "batch")
 #: Options of planning that inference has no use for.
 _NO_USE = ("compare", "no_rematerialize", "pin", "num_microbatches", "per_microbatch_statistics", "stages", "schedule")
 
 
-def add_inference_options(parser: argparse.ArgumentParser, count: Any, seconds: Any) -> None:
-    """The options, each None where it is not given; `--batch` is the search's.
-
-    Args:
-        count, seconds: what read a whole number, and a time.
-    """
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options, each None where it is not given; `--batch` is the search's."""
     group = parser.add_argument_group("inference, on paper (with --for inference MODEL)")
     about = "tokens of a prompt (default: 1000); MODEL is a folder with a config.json, or such a file"
     group.add_argument("--prompt-tokens", type=count, metavar="N", help=about)
@@ -58,18 +51,16 @@ def add_inference_options(parser: argparse.ArgumentParser, count: Any, seconds: 
     group.add_argument("--tpot", type=seconds, metavar="S", help=about)
 
 
-def check_inference(options: argparse.Namespace, flags: Callable[[list[str]], str], of_search: list[str]) -> None:
+def check(options: argparse.Namespace, of_search: list[str]) -> None:
     """Refuse what says nothing of inference.
 
     Args:
-        flags: options by name to what a user writes. of_search: those of a search alone that were given.
+        of_search: those of a search alone that were given.
 
     Raises:
         TargetError: naming them.
     """
-    useless = [*of_search, *(name for name in _NO_USE if getattr(options, name))]
-    if useless:
-        raise TargetError(f"--for inference plans the serving of a model: drop {flags(useless)}")
+    refuse([*of_search, *given(options, _NO_USE)], "--for inference plans the serving of a model")
     if len(options.target) != 1:
         named = ", ".join(options.target) or "none"
         raise TargetError(
@@ -81,34 +72,24 @@ def check_inference(options: argparse.Namespace, flags: Callable[[list[str]], st
         )
 
 
-def run_inference(
-    options: argparse.Namespace,
-    planning: dict[str, Any],
-    progress: Callable[[], AbstractContextManager[Any]],
-    show: Callable[[Callable[[Console], None]], None],
-) -> None:
-    """Plan, print, and save the plan of a decode iteration where that was asked for.
-
-    Args:
-        planning: of `autopar.plan`. progress, show: of the command line.
-    """
+def run(options: argparse.Namespace) -> None:
+    """Plan, print, and save the plan of a decode iteration where that was asked for."""
+    check_output(options)
+    more = planning(options)
     from autopar.inference.estimate.estimate import PaperInference, inference_on_paper
     from autopar.inference.estimate.tables import inference_json, render_inference
     from autopar.inference.model.config import DecoderConfig
     from autopar.inference.schedule.requests import Shape
 
     (model,) = options.target
-    asked = {field: getattr(options, name) for name, field in FIELDS.items() if getattr(options, name) is not None}
+    asked = {field: getattr(options, name) for name, field in _FIELDS.items() if getattr(options, name) is not None}
     case = PaperInference(config=DecoderConfig.read(model), **asked)
-    planning.pop("pin")
+    more.pop("pin")
     with progress() as report:
-        told = inference_on_paper(case, progress=report, **planning)
+        told = inference_on_paper(case, progress=report, **more)
     if options.output is not None:
         assert told.chosen.layout is not None
         told.chosen.layout.programs[Shape()].plan.save(options.output)
-    if options.json:
-        print(json.dumps(inference_json(told), indent=2, allow_nan=False))
-        return
-    show(lambda console: render_inference(told, console))
-    if options.output is not None:
+    tell(options, lambda: inference_json(told), lambda console: render_inference(told, console))
+    if options.output is not None and not options.json:
         print(f"\nThe plan of a decode iteration is saved to {options.output}; `autopar explain` says why.")

@@ -1,6 +1,6 @@
-"""`autopar plan --for search`: its options, and what they mean; and which options go with which `--for`.
+"""`autopar plan --for search`: its options, and what they mean.
 
-In: texts. Out: what `vector_search.on_paper` takes; or a refusal of options that say nothing of what is planned.
+In: texts. Out: the times of a search on paper, in words or JSON; or a refusal of options that say nothing of it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ import argparse
 import re
 from typing import Any
 
-from autopar.cli import plan_inference as cli_inference
-from autopar.errors import SearchError, TargetError
+from autopar.cli.files import check_output
+from autopar.cli.options import count, size, whole_number
+from autopar.cli.planning import planning
+from autopar.cli.terminal import flags, given, progress, refuse, tell
+from autopar.errors import BudgetError, SearchError, TargetError
 
 #: By option: the field of `PaperSearch` that it is.
 _FIELDS = ("metric", "batch", "k", "degree", "beam", "code_bytes", "num_lists", "num_probes", "rerank", "block_bytes")
+#: Options that say what to search.
+OWN = ("corpus", "index", "ssd", *_FIELDS)
 #: Options of planning that a search has no use for.
 _NO_USE = (
     "compare",
@@ -26,12 +31,8 @@ _NO_USE = (
 )
 
 
-def add_search_options(parser: argparse.ArgumentParser, size: Any) -> None:
-    """The options, each None where it is not given.
-
-    Args:
-        size: what reads a size. See `cli_inference` for those of `--for inference`.
-    """
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options, each None where it is not given; `plan_inference` has those of `--for inference`."""
     group = parser.add_argument_group("search, on paper (with --for search)")
     about = (
         "instead of a TARGET: a search of so many vectors, or the serving of a MODEL, on devices that need not be there"
@@ -60,32 +61,19 @@ def add_search_options(parser: argparse.ArgumentParser, size: Any) -> None:
     group.add_argument("--block", dest="block_bytes", type=size, metavar="SIZE", help="of a drive (default: 4KiB)")
 
 
-def check_target(options: argparse.Namespace) -> None:
-    """Refuse a plan of nothing, and options of the one kind with the other.
+def check(options: argparse.Namespace, of_inference: list[str]) -> None:
+    """Refuse what says nothing of a search.
+
+    Args:
+        of_inference: options of inference alone that were given.
 
     Raises:
         TargetError: naming them.
     """
-    of_search, of_inference = (
-        [name for name in names if getattr(options, name) is not None]
-        for names in (("corpus", "index", "ssd", *_FIELDS), cli_inference.OWN)
-    )
-    if options.plan_for is None:
-        if of_search:
-            raise TargetError(f"{_flags(of_search)} say what to search: add --for search, or drop them")
-        if of_inference:
-            raise TargetError(f"{_flags(of_inference)} say what to serve: add --for inference, or drop them")
-        if not options.target:
-            raise TargetError("`autopar plan` needs a TARGET, or --for search with --corpus NxD:DTYPE")
-        return
-    if options.plan_for == "inference":
-        cli_inference.check_inference(options, _flags, [name for name in of_search if name != "batch"])
-        return
     if of_inference:
-        raise TargetError(f"{_flags(of_inference)} say what to serve, and --for search plans a search: drop them")
-    useless = [name for name in ("target", *_NO_USE) if getattr(options, name) not in (None, [], False)]
-    if useless:
-        raise TargetError(f"--for search plans a search, and no step of yours: drop {_flags(useless)}")
+        raise TargetError(f"{flags(of_inference)} say what to serve, and --for search plans a search: drop them")
+    useless = given(options, ("target", *_NO_USE), empty=True)
+    refuse(useless, "--for search plans a search, and no step of yours")
     if "=" in (options.hardware or ""):
         raise TargetError(
             f"--for search plans devices of one kind, and --hardware is {options.hardware!r}: give one name"
@@ -94,7 +82,26 @@ def check_target(options: argparse.Namespace) -> None:
         raise TargetError("--for search needs --corpus NxD:DTYPE, e.g. --corpus 1.4e9x100:int8")
 
 
-def search_asked(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> None:
+    """Plan, print, and save the plan of a batch of queries where that was asked for."""
+    check_output(options)
+    case, more = _asked(options), planning(options)
+    from autopar.vector_search.estimate.estimate import search_on_paper
+    from autopar.vector_search.estimate.sizes import PARTS, PaperSearch
+    from autopar.vector_search.estimate.tables import on_paper_json, render_on_paper
+
+    with progress() as report:
+        told = search_on_paper(PaperSearch(**case), indexes=options.index or tuple(PARTS), progress=report, **more)
+    if options.output is not None:
+        if told.asked.plan is None:
+            raise BudgetError(told.asked.refused)
+        told.asked.plan.save(options.output)
+    tell(options, lambda: on_paper_json(told), lambda console: render_on_paper(told, console))
+    if options.output is not None and not options.json:
+        print(f"\nThe plan of {told.case.batch:,} queries is saved to {options.output}; `autopar explain` says why.")
+
+
+def _asked(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `PaperSearch`, as far as they were given.
 
     Raises:
@@ -119,30 +126,9 @@ def parse_corpus(text: str) -> tuple[int, int, str]:
     (1400000000, 100, 'int8')
     """
     match = re.fullmatch(r"([\d.]+(?:e\+?\d+)?)x(\d+):(\w+)", text.strip(), re.IGNORECASE)
-    number = _whole(match[1]) if match else None
+    number = whole_number(match[1]) if match else None
     if match is None or not number or int(match[2]) < 1:
         raise SearchError(
             f"--corpus {text!r} is no corpus: write NxD:DTYPE, N vectors of D elements each, e.g. 1.4e9x100:int8"
         )
     return number, int(match[2]), match[3]
-
-
-def _whole(text: str) -> int | None:
-    """`1.4e9` as a whole number; None where it is none."""
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return int(number) if number.is_integer() else None
-
-
-def count(text: str) -> int:
-    number = _whole(text)
-    if not number or number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of these: write 1 or more")
-    return number
-
-
-def _flags(names: list[str]) -> str:
-    spelled = {"target": "TARGET", "block_bytes": "--block"}
-    return ", ".join(spelled.get(name, f"--{name.replace('_', '-')}") for name in names)

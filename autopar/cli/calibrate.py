@@ -1,0 +1,35 @@
+"""`autopar calibrate`: measure the devices that are here, and write a hardware profile.
+
+In: how long, and where to. Out: the profile and its samples, and what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from autopar.cli.options import seconds
+from autopar.cli.terminal import progress
+
+
+def add_command(added: Any) -> None:
+    """The command and its options; `added` takes parsers of commands."""
+    about = "measure the devices of this machine, and write a hardware profile that --hardware takes"
+    calibrate = added.add_parser("calibrate", help=about, description=about)
+    where = "the profile, .toml; its samples go beside it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"
+    calibrate.add_argument("-o", "--output", metavar="FILE", help=where)
+    calibrate.add_argument("--seconds", type=seconds, default=150.0, metavar="S", help="how long (default: 150)")
+    about = "profile for what cannot be measured here, e.g. the network (default: that of the devices)"
+    calibrate.add_argument("--base", metavar="NAME", help=about)
+    calibrate.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, and say what was found and where it is."""
+    from autopar.calibration.calibrate import calibrate
+    from autopar.calibration.calibration import describe
+
+    with progress() as report:
+        found, profile, samples = calibrate(options.output, seconds=options.seconds, base=options.base, progress=report)
+    print(describe(found))
+    print(f"\nSaved to {profile}, its samples to {samples}; use it as --hardware {profile}.")

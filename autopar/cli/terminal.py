@@ -1,0 +1,107 @@
+"""What every command does: print tables and JSON, show progress, refuse options, keep JAX off the accelerators.
+
+In: what draws, data, names of options. Out: text on standard output, a bar on standard error, or a `TargetError`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import TargetError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Options that a user does not write as they are kept.
+_SPELLED = {"target": "TARGET", "block_bytes": "--block", "run_step": "--run"}
+
+
+def show(draw: Callable[[Console], None]) -> None:
+    """Tables in a terminal, as wide as it is; plain text of a fixed width where it is piped."""
+    from autopar.system.text_tables import new_console, plain_text
+
+    console = new_console(highlight=False)
+    if console.is_terminal:
+        draw(console)
+    else:
+        print(plain_text(draw))
+
+
+def print_json(data: Any) -> None:
+    """All rows and plain numbers, for programs; none is infinite."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def print_told(options: argparse.Namespace, told: Any) -> None:
+    """As JSON where that was asked for, else as the text that it is."""
+    if options.json:
+        print_json(told.to_json())
+    else:
+        print(told)
+
+
+def tell(options: argparse.Namespace, to_json: Callable[[], Any], draw: Callable[[Console], None]) -> None:
+    """As JSON where that was asked for, else as tables."""
+    if options.json:
+        print_json(to_json())
+    else:
+        show(draw)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str, float], None] | None]:
+    """A bar on standard error while planning, gone afterwards; nothing where it is piped."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("start", total=1.0)
+        yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
+
+
+def given(options: argparse.Namespace, names: Iterable[str], *, empty: bool = False) -> list[str]:
+    """Which of these options a user gave; with `empty`, also those given as an empty text."""
+    unset = (None, False, []) if empty else (None, False, [], "")
+    return [name for name in names if getattr(options, name) not in unset]
+
+
+def flags(names: Iterable[str]) -> str:
+    """Options as a user writes them.
+
+    >>> flags(["target", "memory_budget"])
+    'TARGET, --memory-budget'
+    """
+    return ", ".join(_SPELLED.get(name, f"--{name.replace('_', '-')}") for name in names)
+
+
+def refuse(useless: list[str], why: str, or_else: str = "") -> None:
+    """Refuse options that say nothing here.
+
+    Raises:
+        TargetError: `why`, and which to drop, where there are any.
+    """
+    if useless:
+        raise TargetError(f"{why}: drop {flags(useless)}{or_else}")
+
+
+def use_cpu_only() -> None:
+    """Keep JAX off the accelerators: everything about the target machine has been said.
+
+    Where something was left to be read off this machine (its devices, their kind), JAX may look.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if "jax" in sys.modules:  # it has read the environment already
+        jax = sys.modules["jax"]
+        if not jax.config.jax_platforms:
+            jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
