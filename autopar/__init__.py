@@ -6,7 +6,7 @@ Names are imported when they are first used (PEP 562), so `import autopar` loads
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autopar.system.moved_modules import install as _install
+from autopar.system.moved_modules import install
 from autopar.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -77,4 +77,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_DEFINED_IN, *_PACKAGES})
 
 
-_install()
+install()
+del install

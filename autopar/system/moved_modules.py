@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -34,7 +33,7 @@ MOVED = {
 }
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -46,7 +45,7 @@ class _Finder(MetaPathFinder):
         return ModuleSpec(fullname, _Loader(new), is_package=any(old.startswith(f"{fullname}.") for old in MOVED))
 
 
-class _Loader(Loader):
+class _Loader:
     """Of a module that is there under another name, which stays its name."""
 
     def __init__(self, new: str) -> None:
