@@ -16,7 +16,7 @@ from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
 from autopar.inference.schedule.requests import Iteration, Options, Progress, Request, Result, Run
 from autopar.inference.schedule.scheduler import Scheduler
-from autopar.inference.schedule.speculation_policy import Asked, NGram, Payoff, Proposer, expected_tokens
+from autopar.inference.schedule.speculation_policy import Asked, NGram, Payoff, Proposer
 from autopar.inference.schedule.stop_strings import TextUntilStop
 
 PAGE = 16
@@ -438,12 +438,6 @@ def test_who_guesses_wrong_is_asked_seldom(ahead: int) -> None:
     served.check(requests)
     verified = sum(iteration.shape.width > 1 for iteration in served.iterations)
     assert 8 <= verified <= 40 and max(iteration.shape.steps for iteration in served.iterations) == 8
-
-
-@pytest.mark.parametrize(("acceptance", "num", "expected"), [(0.6, 4, 2.306), (0.8, 4, 3.362), (0.9, 7, 5.695)])
-def test_tokens_of_a_verified_step_are_those_of_the_formula(acceptance: float, num: int, expected: float) -> None:
-    assert expected_tokens(acceptance, num) == pytest.approx(expected, abs=6e-4)
-    assert expected_tokens(1.0, num) == num + 1
 
 
 def test_speculation_is_off_while_it_does_not_pay_and_tried_again() -> None:

@@ -10,8 +10,8 @@ import pytest
 from pipelines import pipelined
 
 from autopar.pipeline.run.executor import Pipeline
-from autopar.pipeline.run.memory_count import Held, run_counted
 from autopar.pipeline.schedule.in_flight import in_flight
+from benchmarks.pipeline.memory_count import Held, run_counted
 
 WIDTH, LAYERS, BATCH = 16, 4, 1024
 

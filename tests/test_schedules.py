@@ -23,7 +23,6 @@ from autopar.pipeline.draw.palette import label
 from autopar.pipeline.draw.perfetto import perfetto_trace
 from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.draw.text import timeline_text
-from autopar.pipeline.schedule.critical_path import longest_path
 from autopar.pipeline.schedule.in_flight import held_most, in_flight
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.simulate import simulate
@@ -31,6 +30,7 @@ from autopar.pipeline.schedule.table import SCHEDULES, build, find, unmet
 from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, Schedule, Task, chain, synchronous_needs
 from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 from autopar.pipeline.schedule.verifier import check
+from benchmarks.pipeline.critical_path import longest_path
 from benchmarks.pipeline.theory import seconds_of
 
 ROOT = Path(__file__).parents[1]
@@ -288,18 +288,6 @@ def test_branches_run_at_once() -> None:
     assert simulate(build("inference", 4, 1), lambda task: 1).makespan_s == 4
     for name in ("none", "gpipe", "1f1b", "zb-h1"):
         assert simulate(build(name, 4, 6, edges=edges), lambda task: 1).makespan_s > 0
-
-
-def test_updates_may_wait_for_all_gradients() -> None:
-    """As where a gradient is clipped by its global norm."""
-    schedule = build("1f1b", 3, 4)
-    gradients = [task for task in schedule.tasks if task.phase == "backward"]
-    updates = [task for task in schedule.tasks if task.phase == "update"]
-    clipped = simulate(schedule.waiting_also(dict.fromkeys(updates, gradients)), lambda task: 1)
-    last = max(span.end_s for span in clipped.spans if span.task.phase == "backward")
-    assert [span.start_s for span in clipped.spans if span.task.phase == "update"] == [last] * 3
-    free = simulate(schedule, lambda task: 1)
-    assert min(span.start_s for span in free.spans if span.task.phase == "update") < last
 
 
 # -- errors ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -90,20 +90,6 @@ class Planned:
     def compiled(self) -> Compiled:
         """Compiled for the shapes of its arguments."""
         return Compiled(self.plan, self.mesh, self.run.lower(*self.arguments).compile())
-
-
-class Compilable(Protocol):
-    """A planned program that is to be compiled, or has been before."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    def compiled(self) -> Compiled:
-        """On the devices."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,6 @@ _COLLECTIVES = {
     "ppermute": ("collective-permute", "operand"),
 }
 
-Dims = tuple[tuple[str, ...], ...]
-
 
 def constraint_params(equation: Any) -> dict[str, Any]:
     """Of a `sharding_constraint`: `dims`, per dim its mesh axes, None where the program leaves it open; and

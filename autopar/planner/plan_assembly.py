@@ -37,9 +37,6 @@ from autopar.rules.manual_regions import gather_of, is_manual
 from autopar.xla_model.buffer_assignment import device_program
 from autopar.xla_model.latency_hiding import Opinions, Simulation, Timeline
 
-#: Primitives whose result is worth a row of its own in the report.
-_NOTABLE = ("dot_general", "conv_general_dilated", "gather", "scatter-add", "reduce_window_max", "sort", "cumsum")
-
 
 @dataclass(frozen=True, slots=True)
 class Assembled:

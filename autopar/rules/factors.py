@@ -173,36 +173,6 @@ def build_rule(
     )
 
 
-def parse_rule(
-    text: str,
-    operand_shapes: tuple[tuple[int, ...], ...],
-    result_shapes: tuple[tuple[int, ...], ...],
-    *,
-    reduction: Reduction = "sum",
-    pointwise: bool = False,
-    flops_per_point: float = 1.0,
-) -> Rule:
-    """Build a rule from einsum-like text: names for factors, `.` for a dim that needs replication,
-    `(a b)` for a dim made of a major and a minor factor whose size stands elsewhere.
-
-    A factor that no result has is a reduction. Dims of size 1 carry no factor, whatever is written.
-
-    >>> rule = parse_rule("i k, k j -> i j", ((4, 8), (8, 2)), ((4, 2),), flops_per_point=2)
-    >>> [(f.size, f.reduction) for f in rule.factors]
-    [(4, None), (8, 'sum'), (2, None)]
-    """
-    left, right = text.split("->")
-    return build_rule(
-        [_split_dims(part) for part in left.split(",")] if left.strip() or operand_shapes else [],
-        [_split_dims(part) for part in right.split(",")],
-        operand_shapes,
-        result_shapes,
-        reduction=reduction,
-        pointwise=pointwise,
-        flops_per_point=flops_per_point,
-    )
-
-
 def _factor_sizes(
     terms: Sequence[DimNames],
     shapes: Sequence[tuple[int, ...]],
@@ -217,21 +187,3 @@ def _factor_sizes(
                 known = sizes.setdefault(names[0], size)
                 assert known == size, f"factor {names[0]!r} has size {known} and {size}"
     return {name: size for name, size in sizes.items() if size > 1}
-
-
-def _split_dims(part: str) -> list[tuple[Name, ...]]:
-    """`i . (a b)` -> names of each dim's factors."""
-    out: list[tuple[Name, ...]] = []
-    inside: list[Name] | None = None
-    for token in part.replace("(", " ( ").replace(")", " ) ").split():
-        if token == "(":
-            inside = []
-        elif token == ")":
-            assert inside is not None
-            out.append(tuple(inside))
-            inside = None
-        elif inside is not None:
-            inside.append(token)
-        else:
-            out.append(() if token == "." else (token,))
-    return out

@@ -142,33 +142,6 @@ def result_bytes(hlo_text: str, ignore_up_to: int = 64) -> dict[str, float]:
     return total
 
 
-def count_combined(hlo_text: str, ignore_up_to: int = 64) -> int:
-    """All-reduces left if the compiler combined all it may: for programs where it combined too few.
-
-    All-reduces can be one if they agree in replica groups and element types and none depends on
-    another. Among those that agree, as many are needed as the longest chain in which each depends
-    on the one before (Mirsky's theorem), and this is the sum of these chains. Exact where all agree.
-    Where several kinds of groups are interleaved it is a lower bound, for combining two pairs may
-    make each wait for the other. The reduction (sum, max) is not read: the text clones it per use.
-    """
-    chains: dict[str, Counter[str]] = {}
-    last = ""
-    for instruction, one in _read(hlo_text):
-        depth: Counter[str] = Counter()
-        callees: Counter[str] = Counter()
-        for name in instruction.mentioned:
-            depth |= chains.get(f"{instruction.computation}/{name}", Counter())
-            callees |= chains.get(name, Counter())
-        depth += callees
-        if one is not None and one.kind == "all-reduce" and one.num_elements > ignore_up_to:
-            depth[f"{one.replica_groups} {one.dtypes}"] += 1
-        last = instruction.computation
-        chains[f"{last}/{instruction.name}"] = depth
-        chains[last] = chains.get(last, Counter()) | depth
-    # The entry computation is written last, after those it calls.
-    return sum(chains.get(last, Counter()).values())
-
-
 def _read(hlo_text: str, unknown_trips: int = 1) -> list[tuple[_Instruction, Collective | None]]:
     """Instructions in the order of the text, in which each follows its operands and callees."""
     computation, known = "", {}

@@ -34,7 +34,6 @@ from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.run.instructions import Call
 from autopar.pipeline.run.measured import run_measured
-from autopar.pipeline.run.memory_count import Held, run_counted
 from autopar.pipeline.schedule.in_flight import in_flight
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import build
@@ -43,6 +42,7 @@ from autopar.planner import planner
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.transforms.program import Program, program_of
+from benchmarks.pipeline.memory_count import Held, run_counted
 
 Row = dict[str, Any]
 

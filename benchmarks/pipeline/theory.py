@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from autopar.pipeline.schedule.critical_path import longest_path
 from autopar.pipeline.schedule.in_flight import held_most
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build, unmet
 from autopar.pipeline.schedule.tasks import Schedule, Task
+from benchmarks.pipeline.critical_path import longest_path
 
 STAGES = range(2, 17)
 MICROBATCHES = range(1, 65)

@@ -26,7 +26,7 @@ class PagePool:
     """Pages `0 .. num_pages - 1`. No call's cost grows with their number.
 
     Args:
-        num_pages: as many as there are; see `num_pages_in`.
+        num_pages: as many as there are.
 
     Raises:
         InferenceError: there is no page.
@@ -123,18 +123,3 @@ class PagePool:
         assert len(free) + len(evictable) + len(held) == self.num_pages == len(free | evictable | held)
         assert evictable == self._remembered.keys() - held, "a page is evictable if it is remembered and not held"
         assert min(self._references) >= 0
-
-
-def num_pages_in(left_bytes: int, page_bytes: int) -> int:
-    """Pages that fit into what other tensors leave, one of which is the device's waste page (`kv_pages`).
-
-    Raises:
-        InferenceError: not even one fits beside it.
-    """
-    num_pages = left_bytes // page_bytes - 1
-    if num_pages < 1:
-        raise InferenceError(
-            f"{left_bytes} bytes are left for the KV cache, of which a page takes {page_bytes} and at least two are "
-            "needed: use more devices, a smaller model, or smaller pages"
-        )
-    return num_pages

@@ -59,12 +59,6 @@ class NGram:
         return []
 
 
-def expected_tokens(acceptance: float, num_proposals: int) -> float:
-    """Tokens of a verified step, where each proposal is accepted with a probability, independently:
-    `1 + a + a^2 + ... + a^num_proposals`."""
-    return sum(acceptance**i for i in range(num_proposals + 1))
-
-
 @dataclass(slots=True)
 class Payoff:
     """Whether to propose: as long as a verified step gives more tokens than plain steps would in the same time.

@@ -41,7 +41,7 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KeptProgram:
-    """One program: a plan, and bytes. See `planned.Compilable`."""
+    """One program: a plan, and bytes."""
 
     plan: Plan
     mesh: Mesh

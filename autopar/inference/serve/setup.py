@@ -95,7 +95,7 @@ def _with_weights(
     """Programs compiled, and weights read meanwhile.
 
     Args:
-        layout: of `Compilable`s.
+        layout: of programs planned, or compiled before.
     """
     programs: dict[Key, Compiled] = {}
     home = layout.programs[served.keys[0]]

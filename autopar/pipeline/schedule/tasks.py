@@ -8,8 +8,8 @@ data, so that a schedule may wait for more, less or other things than a synchron
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward", "input", "weight", "update"]
@@ -85,15 +85,6 @@ class Schedule:
     def submesh_of(self) -> dict[Task, int]:
         """Of each task, the submesh that runs it."""
         return {task: submesh for submesh, order in enumerate(self.orders) for task in order}
-
-    def waiting_also(self, extra: Mapping[Task, Iterable[Task]]) -> Schedule:
-        """The same, with tasks that wait for others too.
-
-        For what the program asks beyond its stages: a gradient clipped by its global norm, say, makes every update wait
-        for all gradients; a parameter that two stages share, both updates for both.
-        """
-        more = {task: tuple(dict.fromkeys((*self.needs.get(task, ()), *tasks))) for task, tasks in extra.items()}
-        return replace(self, needs={**self.needs, **more})
 
 
 def chain(num_stages: int) -> tuple[tuple[int, int], ...]:

@@ -150,14 +150,6 @@ def nearest(vectors: jax.Array, centroids: jax.Array) -> tuple[jax.Array, jax.Ar
     return jnp.argmax(found, axis=1).astype(jnp.int32), best
 
 
-@partial(jax.jit, static_argnames="chunk")
-def assign(vectors: jax.Array, centroids: jax.Array, chunk: int = 8192) -> jax.Array:
-    """int32 `[n]`: the list whose centroid is nearest to each vector."""
-    chunks, _ = _in_chunks(vectors, chunk)
-    found = lax.map(lambda part: nearest(part.astype(jnp.float32), centroids)[0], chunks)
-    return found.reshape(-1)[: vectors.shape[0]]
-
-
 @partial(jax.jit, static_argnames=("room", "chunk"))
 def within_room(vectors: jax.Array, centroids: jax.Array, room: int, chunk: int = 8192) -> jax.Array:
     """The nearest list of each vector, int32 `[n]`, where no list may have more than `room`: a list keeps the vectors

@@ -39,13 +39,6 @@ def nothing(num_queries: int, k: int, dtype: jnp.dtype, metric: Metric) -> Best:
     return Best(jnp.full((num_queries, k), worst_score(made), made), jnp.full((num_queries, k), NO_ID, jnp.int32))
 
 
-def better(one: Best, other: Best) -> Best:
-    """The best of both, as many as `one` has."""
-    best, place = lax.top_k(jnp.concatenate([one.scores, other.scores], axis=1), one.scores.shape[1])
-    positions = jnp.concatenate([one.positions, other.positions], axis=1)
-    return Best(best, jnp.take_along_axis(positions, place, axis=1))
-
-
 def distinct(found: Best, k: int) -> Best:
     """The best k of which none is there twice."""
     is_again = ~is_first(found.positions) & (found.positions != NO_ID)
