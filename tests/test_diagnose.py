@@ -24,7 +24,7 @@ from autopar.diagnosis.unintended_collectives import extras, origins_of
 from autopar.errors import HardwareError, MeshError, StepSignatureError, TraceError, VerifyError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
-from autopar.plans.plan import Role, TensorPlan
+from autopar.plans.records import Role, TensorPlan
 from autopar.runtime.jit import abstract_mesh
 from autopar.verification.figures import Collectives, CompiledCollective
 from autopar.xla_compiler import gpu_target as absent

@@ -23,7 +23,8 @@ from autopar.jax_interop.compat import module_bytes
 from autopar.planner import planner
 from autopar.planner.early_reductions import REDUCTIONS, Early
 from autopar.planner.memory_search import Made
-from autopar.plans.plan import Awaited, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.records import Awaited
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program, program_of

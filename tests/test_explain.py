@@ -12,7 +12,8 @@ from rich.console import Console
 from test_plan import make_plan
 
 from autopar.ir.mesh import MeshShape
-from autopar.plans.plan import Plan, Replicated, Tie
+from autopar.plans.plan import Plan
+from autopar.plans.records import Replicated, Tie
 from autopar.report.explain import explain, explain_json, render, render_summary
 from autopar.report.explain_program import MAX_ROWS
 from autopar.system.name_patterns import collapse

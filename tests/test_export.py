@@ -25,7 +25,8 @@ from autopar.frontend.step import Step
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.plan_files import load_plan
-from autopar.plans.plan import Plan, TensorPlan
+from autopar.plans.plan import Plan
+from autopar.plans.records import TensorPlan
 from autopar.runtime import jit as execute
 from autopar.transforms.program import program_of
 from autopar.xla_compiler import hlo_collectives as hlo

@@ -24,7 +24,7 @@ from autopar.frontend.trace import Equation, LiteralOperand, trace
 from autopar.ir.mesh import parse_mesh
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
-from autopar.plans.plan import ManualRegion
+from autopar.plans.records import ManualRegion
 from autopar.rules.node_view import NodeView
 from autopar.rules.strategies import enumerate_strategies
 from autopar.rules.table import rule_for

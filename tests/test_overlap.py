@@ -16,7 +16,8 @@ from autopar.cost.hardware_profile import load
 from autopar.planner import overlap_search as overlap
 from autopar.planner import planner
 from autopar.planner.memory_search import Made
-from autopar.plans.plan import Awaited, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.records import Awaited
 from autopar.transforms.program import Program, program_of
 from autopar.xla_compiler.compiler import Compiler
 

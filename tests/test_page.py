@@ -24,7 +24,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.pipeline.plan import AnyPlan
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import build
-from autopar.plans.plan import Replicated, Tie
+from autopar.plans.records import Replicated, Tie
 from autopar.report.html.document import page
 from autopar.report.html.markup import written
 from autopar.report.html.timeline import MAX_TASKS, pipeline_lanes

@@ -22,12 +22,12 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding, replicated
 from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
 from autopar.pipeline.plan_files import load_plan
-from autopar.plans.plan import (
+from autopar.plans.plan import Plan
+from autopar.plans.records import (
     CollectiveUse,
     Constraint,
     Decision,
     Outcome,
-    Plan,
     Prediction,
     ProgramSignature,
     RejectedMesh,

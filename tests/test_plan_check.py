@@ -14,7 +14,7 @@ import pytest
 import autopar
 from autopar.cli.main import main
 from autopar.comparison.plan_check import Allowed, check_plan, unlike_collectives
-from autopar.plans.plan import CollectiveUse
+from autopar.plans.records import CollectiveUse
 
 SLOW = str(Path(__file__).parent / "profiles" / "slow_gpu.toml")
 TARGET = """\

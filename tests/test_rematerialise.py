@@ -24,7 +24,8 @@ from autopar.ir.verifier import check
 from autopar.planner.planner import plan_program, rules_of
 from autopar.planner.remat.candidates import ladder
 from autopar.planner.remat.min_cut import Step, cheapest
-from autopar.plans.plan import Again, Plan, Recomputation
+from autopar.plans.plan import Plan
+from autopar.plans.records import Again, Recomputation
 from autopar.report.explain import explain_json
 from autopar.rules.grouping import form_groups
 from autopar.runtime import jit as execute

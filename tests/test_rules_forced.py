@@ -34,7 +34,7 @@ from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
-from autopar.plans.plan import ManualRegion
+from autopar.plans.records import ManualRegion
 from autopar.rules.control_flow import BORDERS
 from autopar.rules.factors import Reduction, Rule
 from autopar.rules.halo_window import Window

@@ -26,7 +26,8 @@ from autopar.cli.main import main
 from autopar.cost.hardware_profile import load
 from autopar.errors import HardwareError, MeshError, VerifyError
 from autopar.ir.mesh import MeshShape
-from autopar.plans.plan import CollectiveUse, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.records import CollectiveUse
 from autopar.verification.attribution import Pairing, describe_origin, module_paths, pair
 from autopar.verification.figures import Collectives, Figure, match_collectives, memory_figures, step_time_figure
 from autopar.verification.verification import Verification

@@ -28,7 +28,8 @@ from autopar.frontend.step import Step
 from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.plans.plan import Constraint, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.records import Constraint
 from autopar.runtime.xla_options import compiler_options
 from autopar.system.text_tables import short_source
 from autopar.system.units import human_bytes, human_seconds, printable

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from autopar.code_export.runtime import matches, without_numbers
 from autopar.ir.sharding import TensorSharding
-from autopar.plans.plan import TensorPlan
+from autopar.plans.records import TensorPlan
 
 _T = TypeVar("_T", bound=Hashable)
 _NUMBER = re.compile(r"\d+")

@@ -14,7 +14,8 @@ from typing import Any
 from autopar.api.make_plan import plan as plan_of
 from autopar.errors import BudgetError, PlanMismatchError
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.plans.plan import CollectiveUse, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.records import CollectiveUse
 from autopar.system.text_tables import finite, short_source
 from autopar.system.units import human_bytes, human_seconds
 

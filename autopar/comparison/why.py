@@ -18,7 +18,8 @@ from autopar.comparison.plan_check import unlike_collectives
 from autopar.errors import AutoparError, BudgetError, PinError
 from autopar.ir.sharding import TensorSharding
 from autopar.planner.planner import plan_and_parts, plan_program
-from autopar.plans.plan import CollectiveUse, Decision, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.records import CollectiveUse, Decision
 from autopar.report.rows import collapse
 from autopar.system.text_tables import finite, short_source
 from autopar.system.units import human_bytes, human_seconds

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from autopar.diagnosis.sharding_changes import Pins
 from autopar.diagnosis.unintended_collectives import without_numbers
-from autopar.plans.plan import Decision, Plan, TensorPlan
+from autopar.plans.plan import Plan
+from autopar.plans.records import Decision, TensorPlan
 from autopar.system.name_patterns import collapse
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.diagnosis.unintended_collectives import without_numbers
 from autopar.ir.sharding import TensorSharding
-from autopar.plans.plan import Role, TensorPlan
+from autopar.plans.records import Role, TensorPlan
 
 #: Input position -> the sharding that it is pinned to.
 Pins = Mapping[int, TensorSharding]

@@ -21,7 +21,9 @@ from autopar.pipeline.schedule.tasks import Schedule, chain
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
-from autopar.plans.plan import Plan, ProgramSignature, TensorPlan, check_plan, check_positions, check_sharding
+from autopar.plans.plan import Plan
+from autopar.plans.records import ProgramSignature, TensorPlan
+from autopar.plans.validate import check_plan, check_positions, check_sharding
 
 #: What the file of such a plan says it is; from each version of its fields to the next, as in `plan`.
 FORMAT = "autopar-pipeline-plan"

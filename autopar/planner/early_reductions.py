@@ -17,7 +17,7 @@ from autopar.cost.kernel_time import is_unestimated, op_seconds
 from autopar.ir.device_program import DeviceProgram, Op
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
-from autopar.plans.plan import Awaited
+from autopar.plans.records import Awaited
 from autopar.xla_model.collective_combiner import predecessors
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")

@@ -15,7 +15,8 @@ from autopar.errors import PinError, PlanMismatchError
 from autopar.frontend.libraries import active_axis_rules
 from autopar.frontend.sharding_metadata import Annotation, Rules, specs_of
 from autopar.ir.mesh import MeshShape
-from autopar.plans.plan import Plan, TensorPlan
+from autopar.plans.plan import Plan
+from autopar.plans.records import TensorPlan
 from autopar.transforms.program import Program
 
 #: What is done with metadata on a step's arguments.

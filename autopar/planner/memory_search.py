@@ -22,7 +22,7 @@ from autopar.ir.sharding import TensorSharding
 from autopar.planner.fork_pool import Least
 from autopar.planner.plan_assembly import Assembled, assemble
 from autopar.planner.remat.candidates import Rung, ladder
-from autopar.plans.plan import Prediction, Recomputation
+from autopar.plans.records import Prediction, Recomputation
 from autopar.rules.grouping import Group
 from autopar.solve.ilp import minimum_memory
 from autopar.solve.problem import Solution, Solver, Status

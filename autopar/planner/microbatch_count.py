@@ -13,7 +13,8 @@ from autopar.errors import BudgetError, MicrobatchError, TimeLimitError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import replicated
 from autopar.planner.memory_search import NothingFitsError
-from autopar.plans.plan import Constraint, Microbatches, Plan, Tried
+from autopar.plans.plan import Plan
+from autopar.plans.records import Constraint, Microbatches, Tried
 from autopar.transforms.microbatch.batch_dims import num_examples
 from autopar.transforms.program import Program
 

@@ -17,7 +17,7 @@ from autopar.cost.resharding_matrix import Hideable
 from autopar.planner.early_reductions import REDUCTIONS, Early
 from autopar.planner.memory_search import Made
 from autopar.planner.plan_assembly import hiding
-from autopar.plans.plan import Awaited
+from autopar.plans.records import Awaited
 from autopar.xla_model.buffer_assignment import device_program
 from autopar.xla_model.latency_hiding import Simulation
 

@@ -19,7 +19,7 @@ from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.ir.graph import Graph, Node
 from autopar.ir.node_names import NodeNames
 from autopar.ir.sharding import TensorSharding, replicated
-from autopar.plans.plan import (
+from autopar.plans.records import (
     Awaited,
     CollectiveUse,
     Constraint,

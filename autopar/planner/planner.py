@@ -40,7 +40,8 @@ from autopar.planner.overlap_search import Prices, best_hidden, counting_on_over
 from autopar.planner.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
 from autopar.planner.plan_assembly import named, separate_sums
 from autopar.planner.strategy_names import strategy_words
-from autopar.plans.plan import Outcome, Plan, RejectedMesh, Replicated, Tie, num_split, split_dims
+from autopar.plans.plan import Plan
+from autopar.plans.records import Outcome, RejectedMesh, Replicated, Tie, num_split, split_dims
 from autopar.rules.factors import Rule
 from autopar.rules.grouping import Group, form_groups
 from autopar.rules.node_view import NodeView, of_each_node

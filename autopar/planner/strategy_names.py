@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from autopar.formulate.formulation import Formulation
 from autopar.ir.graph import Node
-from autopar.plans.plan import TensorPlan
+from autopar.plans.records import TensorPlan
 from autopar.rules.grouping import Group
 
 #: An axis is said to do what it does in at least this share of the forward arithmetic.

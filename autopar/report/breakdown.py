@@ -9,7 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.ir.graph import Phase
-from autopar.plans.plan import Plan, num_split
+from autopar.plans.plan import Plan
+from autopar.plans.records import num_split
 from autopar.plans.step_trace import Held, Instant
 from autopar.system.units import human_seconds
 

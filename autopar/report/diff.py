@@ -16,7 +16,8 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.placement import Lies, Move, move
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.plans.plan import Decision, Plan, TensorPlan
+from autopar.plans.plan import Plan
+from autopar.plans.records import Decision, TensorPlan
 from autopar.report.diff_text import render_diff
 from autopar.system.text_tables import finite, plain_text
 from autopar.system.units import human_bytes

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from autopar.ir.sharding import TensorSharding
-from autopar.plans.plan import CollectiveUse, Decision, Plan, TensorPlan
+from autopar.plans.plan import Plan
+from autopar.plans.records import CollectiveUse, Decision, TensorPlan
 from autopar.system.name_patterns import collapse
 
 Span: TypeAlias = tuple[float, float]  # lowest and highest of the tensors in a row

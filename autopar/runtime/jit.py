@@ -19,7 +19,8 @@ from autopar.frontend.trace import Trace
 from autopar.ir.mesh import MeshShape
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import check_mesh, named_shardings
-from autopar.plans.plan import Placement, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.records import Placement
 from autopar.runtime.distributed.device_order import cluster_text, in_host_order
 from autopar.runtime.replay import Replay
 from autopar.runtime.xla_options import compiler_options

@@ -22,7 +22,8 @@ from autopar.frontend.user_shardings import run_shard_map
 from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
-from autopar.plans.plan import Awaited, Plan, Separate, split_dims
+from autopar.plans.plan import Plan
+from autopar.plans.records import Awaited, Separate, split_dims
 from autopar.runtime.manual.region import run_region
 from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
 

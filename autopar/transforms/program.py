@@ -24,7 +24,8 @@ from autopar.frontend.trace import Trace, trace
 from autopar.ir.graph import Graph
 from autopar.ir.verifier import check
 from autopar.jax_interop.compat import shape_struct
-from autopar.plans.plan import Again, Plan, ProgramSignature
+from autopar.plans.plan import Plan
+from autopar.plans.records import Again, ProgramSignature
 from autopar.system.gc_pause import seldom_collect
 from autopar.transforms.microbatch.rewrite import split_batch
 from autopar.transforms.remat.rewrite import recompute

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 
-from autopar.plans.plan import CollectiveUse
+from autopar.plans.records import CollectiveUse
 from autopar.xla_compiler.hlo_collectives import Collective
 
 #: Relative difference of bytes that is none: XLA pads a little when it combines.

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import UNKNOWN_TRIPS
 from autopar.ir.mesh import MeshShape
-from autopar.plans.plan import CollectiveUse, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.records import CollectiveUse
 from autopar.report.breakdown import PREDICTED, SIMULATED
 from autopar.verification.attribution import describe_origin, pair
 from autopar.xla_compiler.compiler import CompiledStep

@@ -22,7 +22,7 @@ from autopar.frontend.pytree_paths import leaf_keys
 from autopar.frontend.pytrees import shape_and_dtype
 from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.run.transfers import without_shards
-from autopar.plans.plan import Placement
+from autopar.plans.records import Placement
 
 #: How many leaves an error names.
 _NAMED = 3

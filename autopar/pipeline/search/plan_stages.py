@@ -32,7 +32,7 @@ from autopar.pipeline.search.searches_by_microbatches import Searches
 from autopar.pipeline.search.stage_costs import PlannedRun
 from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
 from autopar.planner.memory_search import BUDGET_MARGIN
-from autopar.plans.plan import TensorPlan
+from autopar.plans.records import TensorPlan
 from autopar.system.gc_pause import seldom_collect
 from autopar.system.units import human_bytes
 from autopar.transforms.microbatch.batch_dims import num_examples

@@ -17,7 +17,7 @@ from autopar.planner.memory_search import Made
 from autopar.planner.remat.candidates import common_path
 from autopar.planner.remat.costs import numbers_of
 from autopar.planner.remat.min_cut import States, Step, cheapest
-from autopar.plans.plan import Again, Recomputation
+from autopar.plans.records import Again, Recomputation
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.transforms.remat.sites import sites_of
 

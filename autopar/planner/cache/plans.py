@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from autopar.errors import PlanFileError
 from autopar.planner.cache.key import PlanKey, UnkeyedError, key_of
 from autopar.plans.json_codec import decoder, encode
-from autopar.plans.plan import Placement
+from autopar.plans.records import Placement
 from autopar.system.checksummed_file import last_used, read_kept, write_kept
 from autopar.transforms.program import Program
 

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.planner.remat.costs import Numbers, numbers_of
 from autopar.planner.remat.min_cut import States, Step, cheapest
 from autopar.planner.remat.segments import Segment, segments_of
-from autopar.plans.plan import Again, Recomputation
+from autopar.plans.records import Again, Recomputation
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.transforms.remat.sites import Site, sites_of
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.ir.mesh import MeshShape
-from autopar.plans.plan import RejectedMesh
+from autopar.plans.records import RejectedMesh
 from autopar.report.breakdown import SIMULATED
 from autopar.report.explain_program import Explanation
 from autopar.report.html.blocks import blocks

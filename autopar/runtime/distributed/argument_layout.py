@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from autopar.errors import BatchError
 from autopar.frontend.pytree_paths import leaf_paths
-from autopar.plans.plan import Placement
+from autopar.plans.records import Placement
 from autopar.runtime.distributed.exchange import among_processes
 from autopar.runtime.distributed.local_batch import Gather, Place, is_global, lay_out, on_host
 

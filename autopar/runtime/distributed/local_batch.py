@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import BatchError
-from autopar.plans.plan import TensorPlan
+from autopar.plans.records import TensorPlan
 from autopar.runtime.distributed.exchange import Exchange, Given, named
 
 _LOG = logging.getLogger("autopar")

@@ -22,7 +22,7 @@ from autopar.cost.hardware_profile import HardwareProfile, detect, load
 from autopar.errors import ProcessError
 from autopar.frontend.flat_jaxpr import LiteralOperand
 from autopar.plans.json_codec import decoder, encode
-from autopar.plans.plan import Placement, ProgramSignature
+from autopar.plans.records import Placement, ProgramSignature
 from autopar.runtime.distributed.device_order import devices_per_host
 from autopar.runtime.distributed.exchange import Exchange, Given, Member, named
 from autopar.transforms.program import Program

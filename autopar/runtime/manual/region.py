@@ -18,7 +18,7 @@ from autopar.ir.params import plain_params
 from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
-from autopar.plans.plan import ManualRegion
+from autopar.plans.records import ManualRegion
 from autopar.rules.node_view import NodeView
 from autopar.rules.user_rules import called
 from autopar.runtime.manual.part import Part

@@ -21,7 +21,7 @@ from autopar.frontend.accumulators import Sums
 from autopar.frontend.flat_jaxpr import Equation, Item, Nest, items_of, laid, without_dead
 from autopar.frontend.trace import Rewritten, Trace
 from autopar.jax_interop import compat as jax_compat
-from autopar.plans.plan import Again
+from autopar.plans.records import Again
 
 #: A gradient of so few elements may be known long before the others.
 _FEW = 64

@@ -15,7 +15,8 @@ from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import BudgetError, SearchError
 from autopar.planner.memory_search import BUDGET_MARGIN
 from autopar.planner.planner import Progress, asked_meshes, asked_profile
-from autopar.plans.plan import Plan, TensorPlan
+from autopar.plans.plan import Plan
+from autopar.plans.records import TensorPlan
 from autopar.vector_search.data.inputs import DTYPES
 from autopar.vector_search.estimate.sizes import (
     PARTS,

@@ -1,0 +1,94 @@
+"""What a plan file must hold beyond its types: positions, axes and ranks that point at something.
+
+In: a plan as it was read. Out: nothing, or `WrongFieldError`, naming the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding
+from autopar.plans.json_codec import WrongFieldError
+from autopar.plans.records import Placement
+from autopar.plans.step_trace import check_trace
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse what is well typed but points nowhere: axes, positions, ranks.
+
+    Raises:
+        WrongFieldError: naming the field.
+    """
+    for place, sharding, shape in _shardings(plan):
+        check_sharding(sharding, plan.mesh, place)
+        if shape is not None and len(sharding.dims) != len(shape):
+            raise WrongFieldError(place, f"has {len(sharding.dims)} dims for a tensor of {len(shape)}")
+    for name in (one.name for one in fields(plan.prediction)):
+        found = getattr(plan.prediction, name)
+        if any(number < 0 for number in (found.values() if isinstance(found, dict) else (found or 0.0,))):
+            raise WrongFieldError(f"prediction.{name}", "must not be negative")
+    check_positions(plan)
+    check_trace(plan.trace, plan.memory)
+    for number, index in [(n, index) for n, decision in enumerate(plan.decisions) for index in decision.collectives]:
+        if not 0 <= index < len(plan.collectives):
+            place = f"decisions[{number}].collectives"
+            raise WrongFieldError(place, f"points at position {index} of a list of {len(plan.collectives)}")
+
+
+def check_sharding(sharding: TensorSharding, mesh: MeshShape, place: str) -> None:
+    """Refuse a sharding that cannot be on a mesh.
+
+    Raises:
+        WrongFieldError: naming the field, which is at `place`.
+    """
+    named = [axis for axes in (*sharding.dims, sharding.unreduced) for axis in axes]
+    for axis in named:
+        if axis not in mesh.axis_names:
+            raise WrongFieldError(place, f"names the axis {axis!r}, which mesh {mesh.describe()} has not")
+    if len(set(named)) != len(named):
+        raise WrongFieldError(place, f"uses an axis twice: {sharding}")
+
+
+def check_positions(plan: Placement) -> None:
+    """Refuse a plan read from a file whose arguments and results are not those of its program.
+
+    Raises:
+        WrongFieldError: naming the field.
+    """
+    num_inputs, num_outputs = len(plan.inputs), len(plan.outputs)
+    positions = [("donated", index, num_inputs) for index in plan.donated]
+    positions += [("carried", index, num_inputs) for index, _ in plan.carried]
+    positions += [("carried", index, num_outputs) for _, index in plan.carried]
+    for place, index, size in positions:
+        if not 0 <= index < size:
+            raise WrongFieldError(place, f"points at position {index} of a list of {size}")
+    for place, planned, signature in (
+        ("inputs", num_inputs, plan.program.inputs),
+        ("outputs", num_outputs, plan.program.outputs),
+    ):
+        if planned != len(signature):
+            raise WrongFieldError(place, f"has {planned} entries, but `program.{place}` has {len(signature)}")
+
+
+def _shardings(plan: Plan) -> Iterator[tuple[str, TensorSharding, tuple[int, ...] | None]]:
+    for name, tensors in (("inputs", plan.inputs), ("outputs", plan.outputs)):
+        for index, tensor in enumerate(tensors):
+            yield f"{name}[{index}].sharding", tensor.sharding, tensor.shape
+    for index, decision in enumerate(plan.decisions):
+        yield f"decisions[{index}].sharding", decision.sharding, decision.shape
+        if decision.runner_up is not None:
+            yield f"decisions[{index}].runner_up", decision.runner_up, decision.shape
+    for index, constraint in enumerate(plan.constraints):
+        for sharding in constraint.shardings:
+            yield f"constraints[{index}].shardings", sharding, None
+    for index, region in enumerate(plan.regions):
+        for sharding in (*region.operands, *region.results):
+            yield f"regions[{index}]", sharding, None
+    for index, use in enumerate(plan.collectives):
+        yield f"collectives[{index}].axes", TensorSharding((use.axes,)), None
