@@ -12,8 +12,9 @@ import pytest
 from test_compare_hardware import H100, profile, step_and_args
 
 from autopar.cli.main import main
-from autopar.comparison.by_hardware_and_count import Cell, compare_grid
-from autopar.comparison.grid_text import plot_grid, render_grid
+from autopar.comparison.by_hardware import Cell, compare_grid
+from autopar.comparison.by_hardware_plot import plot_grid
+from autopar.comparison.by_hardware_text import render_grid
 from autopar.planner.planner import plan_in_microbatches
 from autopar.system.text_tables import plain_text
 from autopar.transforms.program import program_of
@@ -32,7 +33,7 @@ def test_each_number_is_planned_and_the_least_is_named() -> None:
     assert [(cell.profile.name, cell.num_devices) for cell in one.cells] == [
         (name, number) for name in ("small", "large") for number in (1, 4, 8)
     ]
-    least = {fit.profile.name: fit.num_devices for fit in one.least}
+    least = {fit.profile.name: fit.num_devices for fit in one.fits}
     assert least["large"] == 1
     for cell in one.cells:
         number = least[cell.profile.name]

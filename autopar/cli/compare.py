@@ -18,8 +18,7 @@ from autopar.cli.terminal import given, progress, refuse, tell, use_cpu_only
 from autopar.errors import TargetError
 
 if TYPE_CHECKING:
-    from autopar.comparison.by_hardware import Compared, Comparison
-    from autopar.comparison.by_hardware_and_count import Grid, GridComparison
+    from autopar.comparison.by_hardware import Compared, Comparison, GridComparison
 
 _Told = TypeVar("_Told")
 
@@ -49,9 +48,9 @@ def run_grid(options: argparse.Namespace) -> int:
         TargetError: options that say nothing here, or no kinds or numbers.
     """
     _check_grid(options)
-    from autopar.comparison.by_hardware import profiles_of
-    from autopar.comparison.by_hardware_and_count import compare_grid
-    from autopar.comparison.grid_text import grid_json, plot_grid, render_grid
+    from autopar.comparison.by_hardware import compare_grid, profiles_of
+    from autopar.comparison.by_hardware_plot import plot_grid
+    from autopar.comparison.by_hardware_text import grid_json, render_grid
     from autopar.report.all_reduce_table import check_can_plot
 
     if options.plot is not None:
@@ -83,7 +82,7 @@ def _compared(options: argparse.Namespace, compare: Callable[..., _Told]) -> _To
         return compare(targets, progress=report, **more)
 
 
-def _exit_code(told: Comparison | GridComparison, targets: Iterable[Compared | Grid]) -> int:
+def _exit_code(told: Comparison | GridComparison, targets: Iterable[Compared]) -> int:
     for one in targets:
         if one.error:
             print(f"autopar: {one.target}: {one.error}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""What steps need of each kind of device: which fit on one, and the least number on which they fit.
+"""What steps need of each kind of device, and how they run on numbers of them.
 
-In: steps and hardware profiles. Out: `Comparison`, with a `Fit` for each pair; where it is interrupted, those found
-until then.
+In: steps and hardware profiles; numbers of devices, if any. Out: `Comparison`, with a `Fit` for each step and profile: the
+least number of devices on which it fits; or `GridComparison`, with a `Cell` for each number too: how fast, how much
+memory, at what price. Where it is interrupted, those found until then.
 """
 
 from __future__ import annotations
@@ -10,20 +11,47 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.comparison.least_devices import MAX_DEVICES, Fit, TrainingState, fits, state_of
+from autopar.comparison.least_devices import MAX_DEVICES, Fit, Refused, TrainingState, fits, plan_on, state_of
 from autopar.cost.hardware_profile import HardwareProfile, known_names, load
-from autopar.errors import AutoparError, HardwareError
+from autopar.errors import AutoparError, HardwareError, MeshError
 from autopar.planner.planner import Progress
+from autopar.plans.plan import Plan
 from autopar.transforms.program import program_of
+
+#: By what the user calls it, what makes a step and its arguments; each is traced once.
+Targets = Mapping[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One step on a number of devices of one kind.
+
+    Args:
+        plan: the fastest with the fewest microbatches that fit; None where none does. refused: then, why.
+    """
+
+    profile: HardwareProfile
+    num_devices: int
+    plan: Plan | None
+    refused: Refused | None = None
+
+    @property
+    def usd_per_step(self) -> float | None:
+        """What all devices cost for as long as a step takes; None without a plan, or without a price in the profile."""
+        price = self.profile.usd_per_device_hour
+        if price is None or self.plan is None:
+            return None
+        return self.plan.prediction.step_time_s * self.num_devices * price / 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One step on every kind of device.
+    """One step on every kind of device, and number of them.
 
     Args:
         target: what the user calls it. name: of the step's function.
         fits: in the order of the profiles asked for; those found before an interruption or an error.
+        cells: of a grid, by profile, then by number, as asked for.
         error: why it could not be planned; empty where it could.
     """
 
@@ -31,6 +59,7 @@ class Compared:
     name: str = ""
     state: TrainingState | None = None
     fits: tuple[Fit, ...] = ()
+    cells: tuple[Cell, ...] = ()
     error: str = ""
 
 
@@ -52,6 +81,19 @@ class Comparison:
         return any(one.error for one in self.compared)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridComparison:
+    """Several steps. `interrupted` by the user: what was found until then is here."""
+
+    grids: tuple[Compared, ...]
+    interrupted: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step could not be planned."""
+        return any(one.error for one in self.grids)
+
+
 def profiles_of(names: Sequence[str]) -> tuple[HardwareProfile, ...]:
     """Hardware profiles by name or path, each once.
 
@@ -67,7 +109,7 @@ def profiles_of(names: Sequence[str]) -> tuple[HardwareProfile, ...]:
 
 
 def compare(
-    targets: Mapping[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]],
+    targets: Targets,
     profiles: Sequence[HardwareProfile],
     *,
     max_devices: int = MAX_DEVICES,
@@ -77,9 +119,44 @@ def compare(
     """Every step on every kind of device. One that cannot be planned does not stop the others.
 
     Args:
-        targets: by name, what makes a step and its arguments; each is traced once.
         options: of `fits`.
     """
+    compared, interrupted = _compare(targets, profiles, (), progress, options, max_devices)
+    return Comparison(compared=compared, max_devices=max_devices, interrupted=interrupted)
+
+
+def compare_grid(
+    targets: Targets,
+    profiles: Sequence[HardwareProfile],
+    devices: Sequence[int],
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> GridComparison:
+    """Every step on every number of every kind of device. One that cannot be planned does not stop the others.
+
+    Args:
+        devices: how many. options: of `fits`.
+
+    Raises:
+        MeshError: a number that is no whole hosts.
+    """
+    for profile in profiles:
+        for number in devices:
+            _check_hosts(profile, number)
+    compared, interrupted = _compare(targets, profiles, devices, progress, options, max(devices))
+    return GridComparison(grids=compared, interrupted=interrupted)
+
+
+def _compare(
+    targets: Targets,
+    profiles: Sequence[HardwareProfile],
+    devices: Sequence[int],
+    progress: Progress | None,
+    options: Mapping[str, Any],
+    max_devices: int,
+) -> tuple[tuple[Compared, ...], bool]:
+    """Every step on every kind of device, and those numbers of them; and whether the user interrupted."""
     compared: list[Compared] = []
     for done, (target, make) in enumerate(targets.items()):
         now = Compared(target=target)
@@ -89,16 +166,44 @@ def compare(
                 progress(f"{target}, {stage}", (done + fraction) / len(targets))
 
         try:
-            if progress is not None:
+            if progress is not None and not devices:
                 progress(f"trace {target}", done / len(targets))
             step, args = make()
             program = program_of(step, args, carry=None, donate=None)
             now = replace(now, name=program.signature.name, state=state_of(program))
             for fit in fits(program, profiles, max_devices=max_devices, progress=report, **options):
-                now = replace(now, fits=tuple(sorted((*now.fits, fit), key=lambda one: profiles.index(one.profile))))
+                found = [_cell(program, fit, number, report, options) for number in devices]
+                now = replace(
+                    now, fits=_in_order(profiles, *now.fits, fit), cells=_in_order(profiles, *now.cells, *found)
+                )
         except AutoparError as error:
             now = replace(now, error=str(error))
         except KeyboardInterrupt:
-            return Comparison(compared=(*compared, now), max_devices=max_devices, interrupted=True)
+            return (*compared, now), True
         compared.append(now)
-    return Comparison(compared=tuple(compared), max_devices=max_devices)
+    return tuple(compared), False
+
+
+def _in_order(profiles: Sequence[HardwareProfile], *found: Any) -> tuple[Any, ...]:
+    return tuple(sorted(found, key=lambda one: profiles.index(one.profile)))
+
+
+def _cell(program: Any, fit: Fit, number: int, report: Progress, options: Mapping[str, Any]) -> Cell:
+    """A number of devices: planned, unless it is known to be too small or has been planned."""
+    if fit.num_devices == number:
+        return Cell(profile=fit.profile, num_devices=number, plan=fit.plan)
+    if fit.num_devices is None or number < fit.num_devices:  # memory falls with the number of devices
+        larger = [one for one in fit.refused if one.num_devices >= number]
+        return Cell(profile=fit.profile, num_devices=number, plan=None, refused=larger[0] if larger else None)
+    outcome = plan_on(program, fit.profile, number, progress=report, **options)
+    if isinstance(outcome, Plan):
+        return Cell(profile=fit.profile, num_devices=number, plan=outcome)
+    return Cell(profile=fit.profile, num_devices=number, plan=None, refused=outcome)
+
+
+def _check_hosts(profile: HardwareProfile, number: int) -> None:
+    host = profile.devices_per_host
+    if number > host and number % host:
+        raise MeshError(
+            f"{number} devices of {profile.name!r} are not whole hosts of {host}: give a multiple, or fewer"
+        )

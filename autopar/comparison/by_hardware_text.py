@@ -1,11 +1,12 @@
 """A comparison of hardware for people and for programs.
 
-In: a `Comparison`. Out: a table for each step, on a console; or JSON types.
+In: a `Comparison`, or a `GridComparison`. Out: a table for each step, on a console; or JSON types.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from autopar.comparison.by_hardware import Compared, Comparison
+    from autopar.comparison.by_hardware import Cell, Compared, Comparison, GridComparison
     from autopar.comparison.least_devices import Fit, Refused, TrainingState
 
 _LEGEND = (
@@ -38,7 +39,7 @@ def render_comparison(told: Comparison, console: Console) -> None:
             continue
         console.print(Text(f"{one.target}: `{one.name}`, {_state(one.state)}", "bold"))
         if one.fits:
-            console.print(Padding(_table(one, told.max_devices), (0, 0, 0, 2)))
+            console.print(Padding(_fits_table(one, told.max_devices), (0, 0, 0, 2)))
         console.print()
     if any(one.fits for one in told.compared):
         console.print(Text(_LEGEND))
@@ -52,12 +53,9 @@ def _state(state: TrainingState) -> str:
     )
 
 
-def _table(one: Compared, max_devices: int) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("hardware", "usable", "on one", "least", "mesh", "step", "peak"):
-        right = name in ("usable", "least", "step", "peak")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name != "hardware")
-    table.add_column("plan")
+def _fits_table(one: Compared, max_devices: int) -> Table:
+    names = ("hardware", "usable", "on one", "least", "mesh", "step", "peak")
+    table = _table(names, left=("hardware", "on one", "mesh"))
     for fit in one.fits:
         head = (Text(fit.profile.name), Text(human_bytes(fit.budget_bytes)), Text("yes" if fit.on_one else "no"))
         if fit.plan is None:
@@ -65,21 +63,10 @@ def _table(one: Compared, max_devices: int) -> Table:
             table.add_row(*head, Text("-"), Text("-"), Text("-"), Text("-"), why)
             continue
         told = fit.plan.prediction
-        words = Text(f"{plan_words(fit.plan)}{'; ' if fit.refused else ''}{_before(fit)}")
+        words = Text(f"{_plan_words(fit.plan)}{'; ' if fit.refused else ''}{_before(fit)}")
         numbers = (str(fit.num_devices), str(fit.plan.mesh), human_seconds(told.step_time_s))
         table.add_row(*head, *map(Text, numbers), Text(human_bytes(told.peak_bytes)), words)
     return table
-
-
-def plan_words(plan: Plan) -> str:
-    """A plan in a line: what is split, how often the batch is split over time, what is computed again."""
-    parts = [plan.words if plan.mesh.num_devices > 1 else ""]
-    if plan.microbatches is not None:
-        parts.append(f"{plan.microbatches.count} microbatches")
-    if plan.recomputed:
-        seconds = sum(one.time_s for one in plan.recomputed)
-        parts.append(f"values computed again, {100 * seconds / plan.prediction.step_time_s:.0f} % of the step")
-    return "; ".join(part for part in parts if part) or "as it is"
 
 
 def _before(fit: Fit) -> str:
@@ -94,6 +81,83 @@ def _need(refused: Refused) -> str:
         return f"an unknown amount ({refused.without_plan})"
     least = human_bytes(refused.least_bytes)
     return f"{least}" if refused.planned else f"{least} for parameters and optimizer state alone"
+
+
+def render_grid(told: GridComparison, console: Console) -> None:
+    """Print a table for each step."""
+    for one in told.grids:
+        if one.state is None:
+            continue
+        size = human_bytes(one.state.total_bytes)
+        head = f"{one.target}: `{one.name}`, {one.state.num_parameters:,} parameters, training state {size}"
+        console.print(Text(head, "bold"))
+        if one.cells:
+            console.print(Padding(_grid_table(one), (0, 0, 0, 2)))
+            console.print(Text(f"  Least that fit: {', '.join(_least(one))}."))
+        console.print()
+    if any(one.cells for one in told.grids):
+        console.print(Text(_legend(told)))
+
+
+def _grid_table(grid: Compared) -> Table:
+    priced = any(cell.usd_per_step is not None for cell in grid.cells)
+    names = ("hardware", "devices", "mesh", "step", "peak", "usable", *(["a step"] if priced else []))
+    table = _table(names, left=("hardware", "mesh"))
+    before = ""
+    for cell in grid.cells:
+        name, before = "" if cell.profile.name == before else cell.profile.name, cell.profile.name
+        table.add_row(*map(Text, (name, str(cell.num_devices), *_figures(cell, priced=priced))))
+    return table
+
+
+def _figures(cell: Cell, *, priced: bool) -> list[str]:
+    usable = human_bytes(cell.profile.usable_bytes)
+    if cell.plan is None:
+        least = cell.refused
+        known = least is not None and math.isfinite(least.least_bytes) and least.num_devices == cell.num_devices
+        why = f"does not fit: {human_bytes(least.least_bytes)} at the least" if known and least else "does not fit"
+        return ["-", "-", "-", usable, *(["-"] if priced else []), why]
+    told = cell.plan.prediction
+    cost = "-" if cell.usd_per_step is None else f"${cell.usd_per_step:.2g}"
+    figures = [str(cell.plan.mesh), human_seconds(told.step_time_s), human_bytes(told.peak_bytes), usable]
+    return [*figures, *([cost] if priced else []), _plan_words(cell.plan)]
+
+
+def _least(grid: Compared) -> list[str]:
+    return [
+        f"{fit.profile.name} {fit.num_devices if fit.num_devices is not None else 'none of these numbers'}"
+        for fit in grid.fits
+    ]
+
+
+def _legend(told: GridComparison) -> str:
+    legend = (
+        "`peak` and `usable` are bytes of one device. Of each number the fastest plan with the fewest microbatches that fit is"
+        " shown. All of it is predicted."
+    )
+    if any(cell.usd_per_step is not None for one in told.grids for cell in one.cells):
+        return f"{legend} `a step`: what all devices cost for as long as it takes, by the profile's price."
+    return f"{legend} No profile here has a price: `[price]` with `usd_per_device_hour` in a profile of yours gives a step's."
+
+
+def _table(names: Sequence[str], left: Sequence[str]) -> Table:
+    """Of these columns, aligned right but for those `left`; and one for the plan."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "hardware")
+    table.add_column("plan")
+    return table
+
+
+def _plan_words(plan: Plan) -> str:
+    """A plan in a line: what is split, how often the batch is split over time, what is computed again."""
+    parts = [plan.words if plan.mesh.num_devices > 1 else ""]
+    if plan.microbatches is not None:
+        parts.append(f"{plan.microbatches.count} microbatches")
+    if plan.recomputed:
+        seconds = sum(one.time_s for one in plan.recomputed)
+        parts.append(f"values computed again, {100 * seconds / plan.prediction.step_time_s:.0f} % of the step")
+    return "; ".join(part for part in parts if part) or "as it is"
 
 
 def comparison_json(told: Comparison) -> dict[str, Any]:
@@ -145,4 +209,39 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "prediction": asdict(told) | {"peak_bytes": told.peak_bytes},
         "status": plan.outcome.status,
         "gap": plan.outcome.gap if math.isfinite(plan.outcome.gap) else None,
+    }
+
+
+def grid_json(told: GridComparison) -> dict[str, Any]:
+    """As JSON types: plain seconds and bytes, null for what was not found."""
+    return {
+        "format": "autopar-hardware-grid",
+        "version": 1,
+        "interrupted": told.interrupted,
+        "targets": [
+            {
+                "target": one.target,
+                "program": one.name,
+                "error": one.error or None,
+                "least": {fit.profile.name: fit.num_devices for fit in one.fits},
+                "cells": [_cell_json(cell) for cell in one.cells],
+            }
+            for one in told.grids
+        ],
+    }
+
+
+def _cell_json(cell: Cell) -> dict[str, Any]:
+    plan = cell.plan
+    told = plan.prediction if plan is not None else None
+    return {
+        "hardware": cell.profile.name,
+        "num_devices": cell.num_devices,
+        "usable_bytes": cell.profile.usable_bytes,
+        "fits": plan is not None,
+        "mesh": None if plan is None else dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
+        "strategy": None if plan is None else plan.words,
+        "num_microbatches": None if plan is None else plan.microbatches.count if plan.microbatches else 1,
+        "prediction": None if told is None else asdict(told) | {"peak_bytes": told.peak_bytes},
+        "usd_per_step": cell.usd_per_step,
     }
