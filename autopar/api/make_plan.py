@@ -386,7 +386,7 @@ def _faster(program: Program, asked: StagesAsked, whole: Callable[[], Plan]) -> 
     alone = StagesTried(
         schedule="",
         num_stages=1,
-        num_microbatches=one.microbatches.count if one.microbatches else 1,
+        num_microbatches=one.num_microbatches,
         step_time_s=one.prediction.step_time_s,
         peak_bytes=one.prediction.peak_bytes,
     )

@@ -208,7 +208,7 @@ def _written(plan: Plan, names: Sequence[str], paths: _Paths, inside: Mapping[st
 
 def _head(plan: Plan) -> str:
     told, name = plan.prediction, printable(plan.program.name.rpartition(".")[2])
-    of = ", ".join(f"{axis}={size}" for axis, size in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    of = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.size_of.items())
     given = printable(", ".join(dict.fromkeys(path.split("/", 1)[0] for path, _, _ in plan.program.inputs)))
     about = f"Written by autopar {__version__}, which is not needed to run it, from a plan of {human_seconds(told.step_time_s)} a"
     about += f" step and {human_bytes(told.peak_bytes)} at the peak of a device, as predicted. It holds shardings and nothing"

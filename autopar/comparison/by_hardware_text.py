@@ -200,9 +200,9 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
 def _plan_json(plan: Plan) -> dict[str, Any]:
     told = plan.prediction
     return {
-        "mesh": dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
+        "mesh": plan.mesh.size_of,
         "strategy": plan.words,
-        "num_microbatches": plan.microbatches.count if plan.microbatches else 1,
+        "num_microbatches": plan.num_microbatches,
         "recomputed": [
             {"path": one.path, "saved_bytes": one.saved_bytes, "time_s": one.time_s} for one in plan.recomputed
         ],
@@ -239,9 +239,9 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "num_devices": cell.num_devices,
         "usable_bytes": cell.profile.usable_bytes,
         "fits": plan is not None,
-        "mesh": None if plan is None else dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
+        "mesh": None if plan is None else plan.mesh.size_of,
         "strategy": None if plan is None else plan.words,
-        "num_microbatches": None if plan is None else plan.microbatches.count if plan.microbatches else 1,
+        "num_microbatches": None if plan is None else plan.num_microbatches,
         "prediction": None if told is None else asdict(told) | {"peak_bytes": told.peak_bytes},
         "usd_per_step": cell.usd_per_step,
     }

@@ -260,7 +260,7 @@ class _Search:
         best: Plan | None = None
         refused: list[Refused] = []
         for mesh in meshes:
-            outcome = self._on_mesh(mesh) if best is None else self._split(mesh, _count(best))
+            outcome = self._on_mesh(mesh) if best is None else self._split(mesh, best.num_microbatches)
             if isinstance(outcome, Refused):
                 refused.append(outcome)
             elif best is None or outcome.prediction.step_time_s < best.prediction.step_time_s:
@@ -274,7 +274,7 @@ class _Search:
         found = self._fewest(mesh)
         if isinstance(found, Refused) or not found.outcome.memory_bound:
             return found
-        return self._split(mesh, _count(found))
+        return self._split(mesh, found.num_microbatches)
 
     def _fewest(self, mesh: MeshShape) -> Plan | Refused:
         """Any plan with the fewest microbatches that have one: where neither one nor the most do, none does."""
@@ -317,10 +317,6 @@ class _Search:
             return 1
         each = examples // mesh.axis_sizes[0]
         return max([2**k for k in range(each.bit_length()) if 2**k <= each and examples % 2**k == 0], default=1)
-
-
-def _count(plan: Plan) -> int:
-    return plan.microbatches.count if plan.microbatches else 1
 
 
 def _least(refused: Sequence[Refused]) -> Refused:

@@ -132,7 +132,7 @@ class Diagnosis:
             "version": 1,
             "program": self.program,
             "hardware": self.hardware,
-            "mesh": dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True)),
+            "mesh": self.mesh.size_of,
             "topology": self.topology,
             "memory_budget_bytes": self.budget_bytes,
             "compared_by": "xla" if self.by_xla else "prediction",

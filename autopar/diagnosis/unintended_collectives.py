@@ -19,7 +19,7 @@ from autopar.frontend.flat_jaxpr import module_path
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan
 from autopar.system.name_patterns import collapse
-from autopar.verification.figures import Collectives, CompiledCollective, sent_bytes
+from autopar.verification.figures import Collectives, CompiledCollective, collective_name, sent_bytes
 
 _SUMS = ("all-reduce", "reduce-scatter")
 #: Kinds that a profile has no rates of its own for, and the nearest that it has.
@@ -52,7 +52,7 @@ class Extra:
 
     @property
     def name(self) -> str:
-        return f"{self.kind} over {'no mesh axes' if self.axes is None else ', '.join(self.axes)}"
+        return collective_name(self.kind, self.axes)
 
     @property
     def is_sum(self) -> bool:

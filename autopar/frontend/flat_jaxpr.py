@@ -74,6 +74,11 @@ class Equation:
         return self.piece or self.source.primitive.name
 
     @property
+    def reads(self) -> tuple[int, ...]:
+        """The values among its operands."""
+        return tuple(v for v in self.operands if isinstance(v, int))
+
+    @property
     def effects(self) -> bool:
         return bool(self.source.effects) and self.piece is None
 
@@ -373,7 +378,7 @@ def without_dead(items: Sequence[Item], live: set[int]) -> list[Item]:
         if isinstance(item, Equation):
             if item.effects or any(r in live for r in item.results):
                 kept.append(item)
-                live.update(_read(item))
+                live.update(item.reads)
         elif (nest := _living(item, live)) is not None:
             kept.append(nest)
     kept.reverse()
@@ -384,7 +389,7 @@ def _living(nest: Nest, live: set[int]) -> Nest | None:
     """A region without the pieces that nothing reads: neither after it, nor in a later trip of it."""
     if nest.kind == "barrier":
         enter = [piece for piece in nest.enter if piece.results[0] in live]
-        live.update(v for piece in enter for v in _read(piece))
+        live.update(v for piece in enter for v in piece.reads)
         return Nest(nest.kind, nest.source, enter, [], []) if enter else None
     acts = nest.source.effects or any(equation.effects for equation in equations_of(nest))
     if not acts and not any(r in live for piece in nest.exit for r in piece.results):
@@ -403,21 +408,17 @@ def _living(nest: Nest, live: set[int]) -> Nest | None:
             or piece.results[0] in live
             or (id(piece) in state_of and state_of[id(piece)].results[0] in live)
         ]
-        live.update(v for piece in exits for v in _read(piece))
+        live.update(v for piece in exits for v in piece.reads)
         sections = [without_dead(section, live) for section in reversed(nest.sections)][::-1]
     kept = {id(piece) for piece in exits}
     needed = {id(enter) for out, enter in state_of.items() if out in kept}
     enter = [p for p in nest.enter if id(p) in needed or not p.results or p.results[0] in live]
-    live.update(v for piece in enter for v in _read(piece))
+    live.update(v for piece in enter for v in piece.reads)
     return Nest(nest.kind, nest.source, enter, sections, exits)
 
 
 def _carried_out(nest: Nest) -> Iterator[int]:
     return (id(piece) for piece in nest.exit if piece.piece == "exit_carry")
-
-
-def _read(equation: Equation) -> Iterator[int]:
-    return (v for v in equation.operands if isinstance(v, int))
 
 
 def laid(items: Sequence[Item]) -> tuple[tuple[Equation, ...], tuple[Region, ...]]:

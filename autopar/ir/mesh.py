@@ -46,6 +46,11 @@ class MeshShape:
     def num_devices(self) -> int:
         return math.prod(self.axis_sizes)
 
+    @property
+    def size_of(self) -> dict[str, int]:
+        """Devices along each axis, by its name."""
+        return dict(zip(self.axis_names, self.axis_sizes, strict=True))
+
     def size(self, axis: str) -> int:
         """Devices along one axis."""
         return self.axis_sizes[self.axis_names.index(axis)]
@@ -66,7 +71,7 @@ class MeshShape:
 
     def describe(self) -> str:
         """`2x4 (data=2, model=4)`."""
-        named = ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.axis_sizes, strict=True))
+        named = ", ".join(f"{n}={s}" for n, s in self.size_of.items())
         return f"{self} ({named})"
 
 

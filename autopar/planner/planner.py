@@ -728,7 +728,7 @@ def _notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequenc
             f"how often a `while` loop runs is known only as it does: each of {len(endless)} is priced for"
             f" {UNKNOWN_TRIPS:g} trips. The first is at {endless[0].source or 'an unknown line'}"
         )
-    axes = [(a, s) for a, s in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if s > 1]
+    axes = [(a, s) for a, s in mesh.size_of.items() if s > 1]
     undivided: dict[int, list[str]] = {}
     for tensor in inputs:
         whole = tensor.role == "data" and tensor.shape and tensor.shape[0] > 1 and not any(tensor.sharding.dims)

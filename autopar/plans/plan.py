@@ -103,6 +103,11 @@ class Plan:
         """That it runs on."""
         return self.mesh.num_devices
 
+    @property
+    def num_microbatches(self) -> int:
+        """Parts that the batch is split into over time; 1 where it is not."""
+        return self.microbatches.count if self.microbatches else 1
+
     def lies(self, position: int) -> Lies:
         """Where an input lies."""
         return (Part(self.inputs[position].sharding, self.mesh),)

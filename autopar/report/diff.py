@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from autopar.ir.mesh import MeshShape
 from autopar.ir.placement import Lies, Move, move
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Plan
-from autopar.plans.records import Decision, TensorPlan
+from autopar.plans.records import Decision, TensorPlan, type_text
 from autopar.report.diff_text import render_diff
 from autopar.system.text_tables import finite, plain_text
 from autopar.system.units import human_bytes
@@ -160,7 +159,9 @@ def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
         if old is None:
             continue
         if (old.shape, old.dtype) != (new.shape, new.dtype):
-            unlike.append(f"`{path}` is {_type(old)} in the first plan, {_type(new)} in the second")
+            unlike.append(
+                f"`{path}` is {type_text(old.shape, old.dtype)} in the first plan, {type_text(new.shape, new.dtype)} in the second"
+            )
             state_unlike += new.role != "data"
             continue
         moved, itemsize = move(new.shape, lay[path], lies[path]), _itemsize(new, lies[path])
@@ -217,10 +218,6 @@ def _itemsize(tensor: TensorPlan, lies: Lies) -> float:
     )
 
 
-def _type(tensor: TensorPlan) -> str:
-    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
-
-
 def _activations(before: AnyPlan, after: AnyPlan) -> tuple[tuple[ActivationChange, ...], int]:
     """Decisions on values of one place and type, in order: the first with the first. Stages are not compared."""
     if isinstance(before, PipelinePlan) or isinstance(after, PipelinePlan):
@@ -273,18 +270,14 @@ def _side_json(plan: AnyPlan) -> dict[str, Any]:
         "versions": plan.versions,
     }
     if isinstance(plan, PipelinePlan):
-        stages = [{"devices": list(stage.devices), "mesh": _mesh_json(stage.plan.mesh)} for stage in plan.stages]
+        stages = [{"devices": list(stage.devices), "mesh": stage.plan.mesh.size_of} for stage in plan.stages]
         return about | {"stages": stages, "schedule": plan.schedule, "num_microbatches": plan.num_microbatches}
     return about | {
-        "mesh": _mesh_json(plan.mesh),
-        "num_microbatches": plan.microbatches.count if plan.microbatches else 1,
+        "mesh": plan.mesh.size_of,
+        "num_microbatches": plan.num_microbatches,
         "recomputed": len(plan.recomputed),
         "collectives": len(plan.collectives),
     }
-
-
-def _mesh_json(mesh: MeshShape) -> dict[str, int]:
-    return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
 def _change_json(change: TensorChange | ActivationChange) -> dict[str, Any]:

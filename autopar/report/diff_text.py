@@ -51,7 +51,7 @@ def _sides(before: AnyPlan, after: AnyPlan) -> Table:
     table.add_row("devices", *(Text(f"{plan.num_devices} {plan.hardware}") for plan in plans), "")
     table.add_row("mesh", *(Text(_mesh(plan)) for plan in plans), "")
     table.add_row("strategy", *(Text(plan.words) for plan in plans), "")
-    counts = [_num_microbatches(plan) for plan in plans]
+    counts = [plan.num_microbatches for plan in plans]
     if set(counts) != {1}:
         table.add_row("microbatches", *map(str, counts), "")
     again = [sum(one.time_s for own in _programs(plan) for one in own.recomputed) for plan in plans]
@@ -93,12 +93,6 @@ def _mesh(plan: AnyPlan) -> str:
 
 def _programs(plan: AnyPlan) -> list[Plan]:
     return [stage.plan for stage in plan.stages] if isinstance(plan, PipelinePlan) else [plan]
-
-
-def _num_microbatches(plan: AnyPlan) -> int:
-    if isinstance(plan, PipelinePlan):
-        return plan.num_microbatches
-    return plan.microbatches.count if plan.microbatches else 1
 
 
 def _percent(before: float, after: float) -> str:

@@ -140,7 +140,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "format": "autopar-explanation",
         "version": 1,
         "program": plan.program.name,
-        "mesh": dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
+        "mesh": plan.mesh.size_of,
         "hardware": plan.hardware,
         "strategy": plan.words,
         "memory_budget_bytes": plan.memory_budget_bytes,

@@ -120,7 +120,7 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
         "layers": [stage.first_layer, stage.last_layer],
         "devices": [stage.devices.start, stage.devices.stop - 1],
         "hardware": stage.submesh.shape.kind,
-        "mesh": dict(zip(stage.plan.mesh.axis_names, stage.plan.mesh.axis_sizes, strict=True)),
+        "mesh": stage.plan.mesh.size_of,
         "strategy": stage.plan.words,
         "cost": asdict(stage.cost),
     }
@@ -197,8 +197,8 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
         )
         table.add_row(
             str(number),
-            _range(stage.first_layer, stage.last_layer),
-            f"{_range(stage.devices.start, stage.devices.stop - 1)}\n{stage.submesh.shape.kind}",
+            range_text(stage.first_layer, stage.last_layer),
+            f"{range_text(stage.devices.start, stage.devices.stop - 1)}\n{stage.submesh.shape.kind}",
             *map(human_seconds, seconds),
             sends or "-",
             Text(f"{stage.plan.mesh.describe()}\n{stage.plan.words}" + _again(stage)),
@@ -224,7 +224,7 @@ def _beside(fork: Sequence[Sequence[int]]) -> str:
     return " | ".join(", ".join(map(str, own)) for own in fork)
 
 
-def _range(first: int, last: int) -> str:
+def range_text(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 

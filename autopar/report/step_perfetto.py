@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlotError
+from autopar.pipeline.draw.file import write_drawing
+from autopar.pipeline.draw.perfetto import named, slice_of, trace_of
 from autopar.plans.plan import Plan
 from autopar.plans.step_trace import StepTrace
 from autopar.report.breakdown import MemoryUse, memory_use
-from autopar.system.atomic_file import write_whole
 
 _KERNELS, _COLLECTIVES = 0, 1
 
@@ -37,33 +38,29 @@ def write_step(path: str | os.PathLike[str], plan: Plan) -> None:
             f"cannot draw one program into {str(path)!r}: give a file that ends in .json, which ui.perfetto.dev shows,"
             " or `autopar explain --html FILE`"
         )
-    try:
-        write_whole(json.dumps(step_perfetto(plan.trace, memory_use(plan), plan)), path)
-    except OSError as error:
-        raise PlotError(
-            f"cannot write {str(path)!r}: {error.strerror}. Give a file in a folder that can be written to"
-        ) from error
+    write_drawing(path, json.dumps(step_perfetto(plan.trace, memory_use(plan), plan)))
 
 
 def step_perfetto(trace: StepTrace, memory: MemoryUse, plan: Plan) -> dict[str, Any]:
     """To be written by `json.dump`."""
     title = f"one device of `{plan.program.name}`, predicted"
     events = [
-        _named("process_name", 0, title),
-        _named("thread_name", _KERNELS, "kernels"),
-        _named("thread_name", _COLLECTIVES, "collectives"),
+        named("process_name", 0, 0, title),
+        named("thread_name", 0, _KERNELS, "kernels"),
+        named("thread_name", 0, _COLLECTIVES, "collectives"),
         *_kernels(trace),
         *_collectives(trace),
         *_memory(memory, plan.prediction.step_time_s),
     ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return trace_of(events)
 
 
 def _kernels(trace: StepTrace) -> Iterator[dict[str, Any]]:
     kernels = trace.kernels
     for place, start, ns in zip(kernels.place, kernels.start_ns, kernels.ns, strict=True):
         phase, path = trace.places[place]
-        yield _slice(path or phase, phase, _KERNELS, start, ns, {"phase": phase, "trips": _trips(trace, start)})
+        about = {"phase": phase, "trips": _trips(trace, start)}
+        yield slice_of(path or phase, phase, (0, _KERNELS), (start / 1e3, ns / 1e3), about)
 
 
 def _collectives(trace: StepTrace) -> Iterator[dict[str, Any]]:
@@ -73,7 +70,7 @@ def _collectives(trace: StepTrace) -> Iterator[dict[str, Any]]:
         name, axes = trace.kinds[kind]
         phase, path = trace.places[place]
         about = {"phase": phase, "path": path, "bytes": size, "count": count, "exposed_us": exposed / 1e3}
-        yield _slice(f"{name} over {', '.join(axes)}", name, _COLLECTIVES, start, ns, about)
+        yield slice_of(f"{name} over {', '.join(axes)}", name, (0, _COLLECTIVES), (start / 1e3, ns / 1e3), about)
 
 
 def _trips(trace: StepTrace, start_ns: int) -> int:
@@ -90,12 +87,3 @@ def _memory(memory: MemoryUse, step_time_s: float) -> Iterator[dict[str, Any]]:
     for n, held in enumerate(memory.over_step):
         at = 1e6 * step_time_s * n / count
         yield {"ph": "C", "name": "memory", "pid": 0, "ts": at, "args": {"bytes": held}}
-
-
-def _slice(name: str, kind: str, thread: int, start_ns: int, ns: int, about: dict[str, Any]) -> dict[str, Any]:
-    times = {"ts": start_ns / 1e3, "dur": ns / 1e3}
-    return {"ph": "X", "name": name, "cat": kind, "pid": 0, "tid": thread, **times, "args": about}
-
-
-def _named(what: str, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": 0, "tid": thread, "args": {"name": name}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from autopar.rules.factors import Name, Rule, build_rule
-from autopar.rules.node_view import NodeView, RuleFunction
+from autopar.rules.node_view import NodeView, RuleFunction, rule_by_position
 
 
 def dot_general(view: NodeView) -> Rule:
@@ -72,20 +72,9 @@ def ragged_dot_general(view: NodeView) -> Rule:
 def _symmetric_product(view: NodeView) -> Rule:
     """`alpha a aᵀ + beta c`: the rows of `a` stand on both sides, so nothing but the batch is split, and that by
     us: on GPUs it is a call of cuBLAS for which XLA's partitioner gathers."""
-    batch = len(view.operand_shapes[0]) - 2
-
-    def names(shape: tuple[int, ...]) -> list[tuple[Name, ...]]:
-        return [(d,) if d < batch else () for d in range(len(shape))]
-
-    rows, columns = view.operand_shapes[0][-2:]
-    return build_rule(
-        [names(shape) for shape in view.operand_shapes],
-        [names(shape) for shape in view.result_shapes],
-        view.operand_shapes,
-        view.result_shapes,
-        flops_per_point=float(rows * rows * columns),
-        manual=range(batch),
-    )
+    *batch, rows, columns = view.operand_shapes[0]
+    whole = (len(batch), len(batch) + 1)
+    return rule_by_position(view, whole, flops_per_point=float(rows * rows * columns), manual=range(len(batch)))
 
 
 def _paged_attention(view: NodeView) -> Rule:

@@ -10,19 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autopar.rules.factors import Factor, Name, Rule, build_rule
+from autopar.rules.factors import Factor, Rule, build_rule, by_position
 from autopar.rules.node_view import NodeView, RuleFunction, counted
-
-
-def _dims(shape: tuple[int, ...]) -> list[tuple[Name, ...]]:
-    return [(d,) for d in range(len(shape))]
 
 
 def _passes(view: NodeView) -> Rule:
     """The same on both sides, of each branch as of the one taken."""
     return build_rule(
-        [_dims(shape) for shape in view.operand_shapes if shape],
-        [_dims(shape) for shape in view.result_shapes],
+        [by_position(shape) for shape in view.operand_shapes if shape],
+        [by_position(shape) for shape in view.result_shapes],
         [shape for shape in view.operand_shapes if shape],
         view.result_shapes,
         pointwise=True,
@@ -33,15 +29,15 @@ def _passes(view: NodeView) -> Rule:
 def _takes_one(view: NodeView) -> Rule:
     """`. d… -> d…`, for each trip one element of the stack."""
     (stack,), (one,) = view.operand_shapes, view.result_shapes
-    operands = [[(), *_dims(one)]]
-    return build_rule(operands, [_dims(one)], [stack], [one], pointwise=True, flops_per_point=0.0)
+    operands = [[(), *by_position(one)]]
+    return build_rule(operands, [by_position(one)], [stack], [one], pointwise=True, flops_per_point=0.0)
 
 
 def _adds_one(view: NodeView) -> Rule:
     """`d… -> . d…`, from each trip one element of the stack."""
     (one,), (stack,) = view.operand_shapes, view.result_shapes
-    results = [[(), *_dims(stack[1:])]]
-    return build_rule([_dims(one)], results, [one], [stack], pointwise=True, flops_per_point=0.0)
+    results = [[(), *by_position(stack[1:])]]
+    return build_rule([by_position(one)], results, [one], [stack], pointwise=True, flops_per_point=0.0)
 
 
 def _decides(view: NodeView) -> Rule:

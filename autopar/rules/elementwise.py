@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from autopar.rules.factors import DimNames, Rule, build_rule
-from autopar.rules.node_view import NodeView, RuleFunction
+from autopar.rules.factors import Rule, build_rule, by_position
+from autopar.rules.node_view import NodeView, RuleFunction, rule_by_position
 
 _MOVES = """
     conj convert_element_type copy imag layout_constraint name random_clone real reduce_precision reshard
@@ -47,21 +47,9 @@ FLOPS_PER_ELEMENT: dict[str, float] = {
 }
 
 
-def positions(shape: tuple[int, ...]) -> DimNames:
-    """Each dim named by its position."""
-    return [(i,) for i in range(len(shape))]
-
-
 def elementwise(view: NodeView, flops: float) -> Rule:
     """All dims free. An operand may be a scalar, or have size 1 where the result has more."""
-    return build_rule(
-        [positions(shape) for shape in view.operand_shapes],
-        [positions(shape) for shape in view.result_shapes],
-        view.operand_shapes,
-        view.result_shapes,
-        pointwise=True,
-        flops_per_point=flops,
-    )
+    return rule_by_position(view, pointwise=True, flops_per_point=flops)
 
 
 def _integer_pow(view: NodeView) -> Rule:
@@ -82,19 +70,8 @@ def _separate(view: NodeView) -> Rule:
 def _leading(view: NodeView) -> Rule:
     """Leading dims are shared; those that only one side has (words of a key, bytes of a wider
     element, new keys) need replication."""
-    shared = min(len(shape) for shape in (*view.operand_shapes, *view.result_shapes))
-
-    def names(shape: tuple[int, ...]) -> DimNames:
-        return [(i,) if i < shared else () for i in range(len(shape))]
-
-    return build_rule(
-        [names(shape) for shape in view.operand_shapes],
-        [names(shape) for shape in view.result_shapes],
-        view.operand_shapes,
-        view.result_shapes,
-        pointwise=True,
-        flops_per_point=0.0,
-    )
+    ranks = [len(shape) for shape in (*view.operand_shapes, *view.result_shapes)]
+    return rule_by_position(view, range(min(ranks), max(ranks)), pointwise=True, flops_per_point=0.0)
 
 
 def _created(view: NodeView, flops: float) -> Rule:
@@ -104,7 +81,7 @@ def _created(view: NodeView, flops: float) -> Rule:
     """
     return build_rule(
         [[()] * len(shape) for shape in view.operand_shapes],
-        [positions(shape) for shape in view.result_shapes],
+        [by_position(shape) for shape in view.result_shapes],
         view.operand_shapes,
         view.result_shapes,
         pointwise=True,
@@ -123,7 +100,7 @@ def _rng_bit_generator(view: NodeView) -> Rule:
     state, data = view.result_shapes
     return build_rule(
         [[()] * len(shape) for shape in view.operand_shapes],
-        [[()] * len(state), positions(data)],
+        [[()] * len(state), by_position(data)],
         view.operand_shapes,
         view.result_shapes,
         pointwise=True,

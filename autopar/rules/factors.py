@@ -101,6 +101,11 @@ Name = str | int
 DimNames = Sequence[tuple[Name, ...]]
 
 
+def by_position(shape: tuple[int, ...], whole: Collection[int] = ()) -> DimNames:
+    """Each dim named by its position, except those that need replication."""
+    return [() if d in whole else (d,) for d in range(len(shape))]
+
+
 @dataclass(frozen=True, slots=True)
 class Sent:
     """An `Exchange` while its rule is being written: by the factor's name, of the first operand."""

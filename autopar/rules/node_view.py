@@ -7,12 +7,12 @@ import it, and `table` merges what they hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from autopar.ir.graph import Graph, Node
-from autopar.rules.factors import Rule
+from autopar.rules.factors import Rule, build_rule, by_position
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,17 @@ class NodeView:
             tuple(() if v is None else graph.values[v].shape for v in node.operands),
             tuple(graph.values[v].shape for v in node.results),
         )
+
+
+def rule_by_position(view: NodeView, whole: Collection[int] = (), **more: Any) -> Rule:
+    """All tensors share their dims by position, except those that need replication.
+
+    Args:
+        more: of `build_rule`.
+    """
+    operands = [by_position(shape, whole) for shape in view.operand_shapes]
+    results = [by_position(shape, whole) for shape in view.result_shapes]
+    return build_rule(operands, results, view.operand_shapes, view.result_shapes, **more)
 
 
 _T = TypeVar("_T")

@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection, Mapping
 from functools import partial
 
-from autopar.rules.factors import DimNames, Name, Rule, build_rule
+from autopar.rules.factors import Name, Rule, build_rule, by_position
 from autopar.rules.halo_window import Window
-from autopar.rules.node_view import NodeView, RuleFunction
+from autopar.rules.node_view import NodeView, RuleFunction, rule_by_position
 
 
 def _pool(view: NodeView) -> Rule:
@@ -47,10 +47,10 @@ def unpooling_windows(view: NodeView, d: int) -> tuple[Window, Window]:
 def _whole(view: NodeView, windowed: int) -> Rule:
     """`windowed` operands and all results follow the window; any further operand is a scalar to begin from."""
     whole = _windowed_dims(view)
-    terms = [_named(s, whole) if i < windowed else [()] * len(s) for i, s in enumerate(view.operand_shapes)]
+    terms = [by_position(s, whole) if i < windowed else [()] * len(s) for i, s in enumerate(view.operand_shapes)]
     return build_rule(
         terms,
-        [_named(shape, whole) for shape in view.result_shapes],
+        [by_position(shape, whole) for shape in view.result_shapes],
         view.operand_shapes,
         view.result_shapes,
         flops_per_point=_flops(view, whole),
@@ -66,11 +66,9 @@ def _windowed(view: NodeView, windows: Mapping[tuple[int, int], Window]) -> Rule
     sizes: dict[Name, int] = {d: window.count for (_, d), window in windows.items()}
     windowed = _windowed_dims(view)
     whole = [d for d in windowed if d not in sizes]
-    return build_rule(
-        [_named(shape, whole) for shape in view.operand_shapes],
-        [_named(shape, whole) for shape in view.result_shapes],
-        view.operand_shapes,
-        view.result_shapes,
+    return rule_by_position(
+        view,
+        whole,
         sizes=sizes,
         flops_per_point=_flops(view, windowed) / math.prod(sizes.values()),
         windows=windows,
@@ -97,11 +95,6 @@ def _windowed_dims(view: NodeView) -> list[int]:
         for size, stride, pad, base in zip(window, strides, padding, dilation, strict=True)
     ]
     return [d for d, is_free in enumerate(free) if not is_free]
-
-
-def _named(shape: tuple[int, ...], whole: Collection[int]) -> DimNames:
-    """Each dim named by its position, except those that need replication."""
-    return [() if d in whole else (d,) for d in range(len(shape))]
 
 
 def _flops(view: NodeView, dims: Collection[int]) -> float:

@@ -8,23 +8,18 @@ theirs as manual regions, which send totals or candidates; the others need the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 
-from autopar.rules.factors import DimNames, Elements, Reduction, Rule, Sent, build_rule
-from autopar.rules.node_view import NodeView, RuleFunction
-
-
-def _named(shape: tuple[int, ...], whole: Collection[int]) -> DimNames:
-    """Each dim named by its position, except those that need replication."""
-    return [() if d in whole else (d,) for d in range(len(shape))]
+from autopar.rules.factors import Elements, Reduction, Rule, Sent, build_rule, by_position
+from autopar.rules.node_view import NodeView, RuleFunction, rule_by_position
 
 
 def reduce(view: NodeView, kind: Reduction) -> Rule:
     """`a b -> a` with b reduced."""
     (shape,), axes = view.operand_shapes, view.params["axes"]
     result = [(d,) for d in range(len(shape)) if d not in axes]
-    return build_rule([_named(shape, ())], [result], view.operand_shapes, view.result_shapes, reduction=kind)
+    return build_rule([by_position(shape)], [result], view.operand_shapes, view.result_shapes, reduction=kind)
 
 
 def _reduce_whole(view: NodeView, parameter: str) -> Rule:
@@ -36,7 +31,7 @@ def _reduce_whole(view: NodeView, parameter: str) -> Rule:
     shape = view.operand_shapes[0]
     result = [(d,) for d in range(len(shape)) if d not in axes]
     return build_rule(
-        [_named(s, axes) if s == shape else [()] * len(s) for s in view.operand_shapes],
+        [by_position(s, axes) if s == shape else [()] * len(s) for s in view.operand_shapes],
         [result] * len(view.result_shapes),
         view.operand_shapes,
         view.result_shapes,
@@ -50,7 +45,7 @@ def _arg(view: NodeView) -> Rule:
     rank = len(view.operand_shapes[0])
     sent: tuple[Elements, ...] = (("operand", 0), ("result", 0))
     return build_rule(
-        [_named(view.operand_shapes[0], ())],
+        [by_position(view.operand_shapes[0])],
         [[(d,) for d in range(rank) if d not in axes]],
         view.operand_shapes,
         view.result_shapes,
@@ -62,7 +57,7 @@ def _arg(view: NodeView) -> Rule:
 def _cumulative(view: NodeView) -> Rule:
     """Each part of the dim begins with the total of those before it: the totals are sent."""
     shape, axis = view.operand_shapes[0], view.params["axis"]
-    names = _named(shape, ())
+    names = by_position(shape)
     return build_rule(
         [names],
         [names],
@@ -83,8 +78,8 @@ def _top_k(view: NodeView, parameter: str, flops: Callable[[int], float]) -> Rul
     if any(result[axis] != view.params["k"] for result in view.result_shapes):  # more candidates than asked for
         return _along(view, parameter, flops)
     return build_rule(
-        [_named(shape, ())],
-        [_named(result, {axis}) for result in view.result_shapes],
+        [by_position(shape)],
+        [by_position(result, {axis}) for result in view.result_shapes],
         view.operand_shapes,
         view.result_shapes,
         flops_per_point=flops(shape[axis]) / max(1, shape[axis]),
@@ -97,11 +92,9 @@ def _along(view: NodeView, parameter: str, flops: Callable[[int], float]) -> Rul
     """One dim is worked along, in every operand and result, and needs replication."""
     rank = len(view.operand_shapes[0])
     whole = {view.params[parameter] % rank} if rank else set()
-    return build_rule(
-        [_named(shape, whole) for shape in view.operand_shapes],
-        [_named(shape, whole) for shape in view.result_shapes],
-        view.operand_shapes,
-        view.result_shapes,
+    return rule_by_position(
+        view,
+        whole,
         flops_per_point=sum(flops(view.operand_shapes[0][d]) for d in whole),
     )
 

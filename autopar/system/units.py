@@ -25,6 +25,15 @@ def human_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else _human(seconds, 1e-9, ("ns", "us", "ms", "s"))
 
 
+def human_number(value: float) -> str:
+    """Three digits.
+
+    >>> human_number(1234567.0), human_number(12.345)
+    ('1,230,000', '12.3')
+    """
+    return f"{float(f'{value:.3g}'):,.{0 if value >= 99.95 else 1}f}"
+
+
 def _human(value: float, unit: float, names: Sequence[str]) -> str:
     if not math.isfinite(value):
         return "infinite"

@@ -96,7 +96,7 @@ class CollectiveMatch:
 
     @property
     def name(self) -> str:
-        return f"{self.kind} over {_over(self.axes)}"
+        return collective_name(self.kind, self.axes)
 
     @property
     def figure(self) -> Figure:
@@ -280,8 +280,9 @@ def _real_axes(axes: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis in axes and mesh.size(axis) > 1)
 
 
-def _over(axes: tuple[str, ...] | None) -> str:
-    return "no mesh axes" if axes is None else ", ".join(axes)
+def collective_name(kind: str, axes: tuple[str, ...] | None) -> str:
+    """A kind of collective, and what it runs over, in words."""
+    return f"{kind} over {'no mesh axes' if axes is None else ', '.join(axes)}"
 
 
 def names_off(figures: Sequence[Figure]) -> tuple[str, ...]:

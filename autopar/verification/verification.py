@@ -19,7 +19,15 @@ from autopar.plans.plan import Plan
 from autopar.report.breakdown import PREDICTED, PREDICTED_IS, SIMULATED, SIMULATED_IS
 from autopar.system.text_tables import plain_text, short_source
 from autopar.system.units import human_bytes, human_seconds
-from autopar.verification.figures import CollectiveMatch, Collectives, CompiledCollective, Figure, as_json, names_off
+from autopar.verification.figures import (
+    CollectiveMatch,
+    Collectives,
+    CompiledCollective,
+    Figure,
+    as_json,
+    collective_name,
+    names_off,
+)
 from autopar.xla_compiler.compiler import CompiledStep
 
 #: Rows shown of collectives that nobody predicted; the JSON has all.
@@ -118,7 +126,7 @@ class Verification:
             "version": 1,
             "program": self.plan.program.name,
             "hardware": self.plan.hardware,
-            "mesh": dict(zip(self.plan.mesh.axis_names, self.plan.mesh.axis_sizes, strict=True)),
+            "mesh": self.plan.mesh.size_of,
             "topology": self.topology,
             "strategy": self.plan.words,
             "xla_flags": list(compiled.flags),
@@ -269,7 +277,7 @@ def _one_by_one(told: Verification) -> RenderableType:
         cause = f"{causes[0]}{', …' if len(causes) > 1 else ''}" if causes else "predicted by no decision"
         times = f" x{one.num_times}" if one.num_times > 1 else ""
         table.add_row(
-            Text(f"{_name_of(one)}{times}"),
+            Text(f"{collective_name(one.kind, one.axes)}{times}"),
             human_bytes(one.num_bytes),
             str(len(uses)),
             Text(f"{cause}\n{one.path}"),
@@ -282,7 +290,11 @@ def _strangers(rows: Sequence[CompiledCollective]) -> RenderableType:
     table = _table("collective", "sends", "where")
     for one in rows[:MAX_ROWS]:
         where = [one.path, short_source(one.source)]
-        table.add_row(Text(_name_of(one)), human_bytes(one.unpredicted_bytes), Text("\n".join(filter(None, where))))
+        table.add_row(
+            Text(collective_name(one.kind, one.axes)),
+            human_bytes(one.unpredicted_bytes),
+            Text("\n".join(filter(None, where))),
+        )
     _add_rest(table, len(rows) - MAX_ROWS)
     return Padding(table, (0, 0, 1, 2))
 
@@ -296,10 +308,6 @@ def _missing(told: Verification) -> RenderableType:
         table.add_row(Text(name), human_bytes(rest), Text("\n".join(filter(None, where))))
     _add_rest(table, len(told.matched.missing) - MAX_ROWS)
     return Padding(table, (0, 0, 1, 2))
-
-
-def _name_of(one: CompiledCollective) -> str:
-    return f"{one.kind} over {'no mesh axes' if one.axes is None else ', '.join(one.axes)}"
 
 
 def _add_rest(table: Table, rest: int) -> None:

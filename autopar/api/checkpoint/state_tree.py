@@ -22,7 +22,7 @@ from autopar.frontend.pytree_paths import leaf_keys
 from autopar.frontend.pytrees import shape_and_dtype
 from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.run.transfers import without_shards
-from autopar.plans.records import Placement
+from autopar.plans.records import Placement, type_text
 
 #: How many leaves an error names.
 _NAMED = 3
@@ -47,7 +47,7 @@ class Leaf:
 
     @property
     def type(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return type_text(self.shape, self.dtype)
 
     @property
     def is_written(self) -> bool:

@@ -19,7 +19,7 @@ from autopar.inference.schedule.requests import Shape
 from autopar.plans.plan import Plan
 from autopar.report.explain import explain_json
 from autopar.system.text_tables import bars, finite, inset, new_table, section, share_text
-from autopar.system.units import human_bytes, human_seconds
+from autopar.system.units import human_bytes, human_number, human_seconds
 
 _REPLICAS = (
     "A replica is an engine on devices of its own, with {batch} slots. `TPOT`: seconds of an iteration in which each slot"
@@ -91,7 +91,7 @@ def _print_replicas(told: InferenceOnPaper, console: Console) -> None:
             continue
         figures = one.figures
         seconds = (figures.tpot_s, figures.tpot_loaded_s, figures.ttft_s)
-        cells = (*map(human_seconds, seconds), _number(one.tokens_per_s), human_bytes(figures.peak_bytes))
+        cells = (*map(human_seconds, seconds), human_number(one.tokens_per_s), human_bytes(figures.peak_bytes))
         table.add_row(*map(Text, (*left, *cells, told.verdicts.get(one.num, ""))))
     by = "the shortest TPOT" if told.case.objective == "latency" else "most tokens/s"
     legend = _REPLICAS.format(batch=told.case.batch, prompt=told.case.prompt, objective=f"{by}{_bounds(told)}")
@@ -164,10 +164,6 @@ def _times(count: float) -> str:
     ('2', '1.5')
     """
     return f"{count:.3g}"
-
-
-def _number(value: float) -> str:
-    return f"{float(f'{value:.3g}'):,.{0 if value >= 99.95 else 1}f}"
 
 
 def inference_json(told: InferenceOnPaper) -> dict[str, Any]:

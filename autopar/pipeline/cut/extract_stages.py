@@ -192,7 +192,7 @@ class _Cutting:
                 self.stage.update(dict.fromkeys((*enter.results, *leave.results), s))
                 continue
             self.shared_enters.append(enter)  # each stage that reads it takes it in
-            if all(value in self.free for value in _read(enter)):
+            if all(value in self.free for value in enter.reads):
                 self.free.update(enter.results)
         self._add(self.loop.sections[0], "body")
         for piece in self.loop.exit:
@@ -206,7 +206,7 @@ class _Cutting:
         if any(equation.effects or equation.primitive in CONTRACTIONS for equation in equations):
             return False
         made = set[int]().union(*(equation.results for equation in equations))
-        return all(v in self.free or v in made for equation in equations for v in _read(equation))
+        return all(v in self.free or v in made for equation in equations for v in equation.reads)
 
     def _stage_of(self, item: Item) -> int:
         return self.cut.stage_of[next(equations_of(item)).layer or 0]
@@ -220,7 +220,7 @@ class _Cutting:
             entered: dict[int, None] = {}
             for item in stage.body:
                 for equation in equations_of(item):
-                    for value in _read(equation):
+                    for value in equation.reads:
                         if value in enters:
                             entered[value] = None
                         if self.stage.get(value, s) != s and value in inside:
@@ -238,7 +238,7 @@ class _Cutting:
     def _import_outside(self, s: int, items: Iterable[Item]) -> None:
         for item in items:
             for equation in equations_of(item):
-                for value in _read(equation):
+                for value in equation.reads:
                     if self.stage.get(value, s) != s:
                         self.stages[s].outside[value] = None
 
@@ -311,7 +311,7 @@ class _Renumbered:
     ) -> StageTrace:
         equations, regions = laid(items)
         order = dict.fromkeys(value for _, value in inputs)
-        read = dict.fromkeys(v for equation in equations for v in _read(equation))
+        read = dict.fromkeys(v for equation in equations for v in equation.reads)
         constants = [(value, constant) for value, constant in whole.constants if value in read]
         order.update(dict.fromkeys(value for value, _ in constants))
         for equation in equations:
@@ -364,7 +364,3 @@ def _path(port: Port, paths: Sequence[str]) -> str:
 
 def _made(item: Item) -> Iterator[int]:
     return (v for equation in equations_of(item) for v in equation.results)
-
-
-def _read(equation: Equation) -> Iterator[int]:
-    return (v for v in equation.operands if isinstance(v, int))

@@ -71,7 +71,7 @@ class _Additions:
     def _added(self, i: int) -> Iterator[int]:
         unit = self.flow.units[i]
         equation = self.trace.equations[unit.start]
-        is_add = unit.region is None and equation.primitive in _ADDS and len(set(_operands(equation))) == 2
+        is_add = unit.region is None and equation.primitive in _ADDS and len(set(equation.reads)) == 2
         if is_add and self.flow.split.kinds.get(unit.results[0]) not in PARTIAL:
             yield unit.results[0]
 
@@ -92,7 +92,7 @@ class _Additions:
         """The sums that a sum is made of, itself among them, and what is added."""
         layer, inner, terms = self._layer(self.adds[value]), [value], list[int]()
         for one in inner:
-            for operand in _operands(self.trace.equations[self.flow.units[self.adds[one]].start]):
+            for operand in self.trace.equations[self.flow.units[self.adds[one]].start].reads:
                 part_of_it = operand in self.adds and self._layer(self.adds[operand]) == layer
                 (inner if part_of_it and self._goes_on(operand, layer) else terms).append(operand)
         return inner, terms
@@ -115,7 +115,3 @@ class _Additions:
             made = inner[0] if n == len(others) - 1 else free.pop()
             yield replace(like, operands=(total, term), results=(made,))
             total = made
-
-
-def _operands(equation: Equation) -> list[int]:
-    return [atom for atom in equation.operands if isinstance(atom, int)]

@@ -133,7 +133,7 @@ class Layout:
             end = region.exit[1] if region is not None else self.wholes.get(n, n + 1)
             equations = self.trace.equations[n:end]
             made = tuple(v for e in equations for v in e.results)
-            read = tuple(v for e in equations for v in e.operands if isinstance(v, int) and v not in made)
+            read = tuple(v for e in equations for v in e.reads if v not in made)
             yield Unit(n, end, region, read, made)
             n = end
 

@@ -25,10 +25,19 @@ def write_timelines(path: str | os.PathLike[str], *timelines: PipelineTimeline) 
     Raises:
         PlotError: where it cannot be written.
     """
-    file = Path(path)
-    text = json.dumps(perfetto_trace(*timelines)) if file.suffix == ".json" else timeline_svg(*timelines)
+    write_drawing(
+        path, json.dumps(perfetto_trace(*timelines)) if Path(path).suffix == ".json" else timeline_svg(*timelines)
+    )
+
+
+def write_drawing(path: str | os.PathLike[str], text: str) -> None:
+    """Write a picture or a trace, whole or not at all.
+
+    Raises:
+        PlotError: where it cannot be written.
+    """
     try:
-        write_whole(text, file)
+        write_whole(text, path)
     except OSError as error:
         raise PlotError(
             f"cannot write {str(path)!r}: {error.strerror}. Give a file in a folder that can be written to"

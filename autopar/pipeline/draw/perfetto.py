@@ -1,7 +1,8 @@
 """A step's timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing load.
 
 In: `PipelineTimeline`s. Out: the trace as JSON types, in Chrome's trace event format: a process for each timeline, a
-thread for each submesh, a slice for each task, times in microseconds from the start of the step.
+thread for each submesh, a slice for each task, times in microseconds from the start of the step. Traces of other things
+are made of the same `named` places and slices.
 """
 
 from __future__ import annotations
@@ -16,25 +17,39 @@ def perfetto_trace(*timelines: PipelineTimeline) -> dict[str, Any]:
     """To be written by `json.dump`."""
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
-        events.append(_named("process_name", process, 0, timeline.title))
+        events.append(named("process_name", process, 0, timeline.title))
         for submesh in range(timeline.num_submeshes):
-            events.append(_named("thread_name", process, submesh, f"submesh {submesh}"))
+            events.append(named("thread_name", process, submesh, f"submesh {submesh}"))
             stages = timeline.stages_on(submesh)
             events += [
-                {
-                    "ph": "X",
-                    "name": label(span.task, stages),
-                    "cat": span.task.phase,
-                    "pid": process,
-                    "tid": submesh,
-                    "ts": 1e6 * (span.start_s - timeline.start_s),
-                    "dur": 1e6 * span.seconds,
-                    "args": {"stage": span.task.stage, "microbatch": span.task.microbatch, "task": str(span.task)},
-                }
+                slice_of(
+                    label(span.task, stages),
+                    span.task.phase,
+                    (process, submesh),
+                    (1e6 * (span.start_s - timeline.start_s), 1e6 * span.seconds),
+                    {"stage": span.task.stage, "microbatch": span.task.microbatch, "task": str(span.task)},
+                )
                 for span in timeline.on(submesh)
             ]
+    return trace_of(events)
+
+
+def trace_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """A whole trace."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def slice_of(
+    name: str, kind: str, place: tuple[int, int], times_us: tuple[float, float], about: dict[str, Any]
+) -> dict[str, Any]:
+    """What runs for a while.
+
+    Args:
+        place: process and thread. times_us: when it starts, and how long it takes.
+    """
+    where = {"pid": place[0], "tid": place[1], "ts": times_us[0], "dur": times_us[1]}
+    return {"ph": "X", "name": name, "cat": kind, **where, "args": about}
+
+
+def named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}

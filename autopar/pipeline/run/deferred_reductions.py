@@ -90,7 +90,7 @@ class _Finding:
         self.layout, self.replay, self.mesh = layout, replay, mesh
         equations = layout.trace.equations
         self.maker = {v: n for n, equation in enumerate(equations) for v in equation.results}
-        self.readers = Counter(v for equation in equations for v in equation.operands if isinstance(v, int))
+        self.readers = Counter(v for equation in equations for v in equation.reads)
         self.readers.update(v for v in layout.trace.outputs if isinstance(v, int))
         self.nested = {n for region in layout.region_at.values() for n in range(region.enter[0], region.exit[1])}
         self.phases = layout.phases(splits_backward=True)

@@ -24,7 +24,7 @@ def axis_legend(mesh: MeshShape) -> Element:
     """Names, sizes and colours of the axes."""
     items = [
         el("li", el("span", class_=f"swatch {axis_class(axis, mesh)}"), f"{axis} ({size})")
-        for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+        for axis, size in mesh.size_of.items()
     ]
     return el("ul", *items, el("li", el("span", class_="swatch whole"), "whole on each device"), class_="legend")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from autopar.plans.records import type_text
 from autopar.plans.step_trace import Held
 from autopar.report.breakdown import MemoryUse, StepTime
 from autopar.report.html.markup import Child, Element, el, percent, svg
@@ -215,7 +216,7 @@ def _held_row(one: Held, whole: float, under: str) -> Element:
             el("code", below(one.path, under)),
             el("small", f"{one.phase} {one.primitive}" if one.primitive else "gathered"),
         ),
-        el("td", f"{one.dtype}[{','.join(map(str, one.shape))}]{times}", class_="type"),
+        el("td", type_text(one.shape, one.dtype) + times, class_="type"),
         el("td", human_bytes(one.num_bytes), class_="number"),
         _share_cell(one.num_bytes, whole),
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autopar.pipeline.draw.palette import LOOKS, phases_of
 from autopar.pipeline.plan import StagePlan
-from autopar.report.explain_stages import StagesExplanation
+from autopar.report.explain_stages import StagesExplanation, range_text
 from autopar.report.html.markup import Child, Element, el, in_code, percent, svg
 from autopar.report.html.tables import cell, table
 from autopar.report.submeshes import SubmeshUse
@@ -132,8 +132,8 @@ def stages_table(told: StagesExplanation) -> Element:
             el(
                 "tr",
                 cell(el("a", f"stage {number}", href=f"#stage-{number}"), value=number),
-                cell(_range(stage.first_layer, stage.last_layer)),
-                cell(_range(stage.devices.start, stage.devices.stop - 1), el("small", stage.submesh.shape.kind)),
+                cell(range_text(stage.first_layer, stage.last_layer)),
+                cell(range_text(stage.devices.start, stage.devices.stop - 1), el("small", stage.submesh.shape.kind)),
                 *(cell(human_seconds(one), value=one) for one in seconds),
                 cell(human_bytes(peak), value=peak),
                 cell(
@@ -182,10 +182,6 @@ def tried_table(told: StagesExplanation) -> Element | None:
         )
     numbers = ("stages", "microbatches", "predicted step", "peak memory")
     return table(("schedule", *numbers), rows, numbers=numbers, name="What was tried")
-
-
-def _range(first: int, last: int) -> str:
-    return f"{first}" if first == last else f"{first}-{last}"
 
 
 def same_stages(told: StagesExplanation) -> Sequence[tuple[int, ...]]:

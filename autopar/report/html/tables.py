@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.ir.mesh import MeshShape
-from autopar.plans.records import RejectedMesh
+from autopar.plans.records import RejectedMesh, type_text
 from autopar.report.breakdown import SIMULATED
 from autopar.report.explain_program import Explanation
 from autopar.report.html.blocks import blocks
@@ -90,7 +90,7 @@ def _decision(row: TensorRow, told: Explanation, mesh: MeshShape) -> Element:
         "tr",
         cell(el("code", below(row.path, under)), *(el("small", text) for text in made if text)),
         cell(row.kind),
-        cell(f"{row.dtype}[{','.join(map(str, row.shape))}]{times}", look="type"),
+        cell(type_text(row.shape, row.dtype) + times, look="type"),
         cell(blocks(row.shape, row.split, mesh, below(row.path, under))),
         cell(_span(row.cost_s), value=row.cost_s[1] if row.cost_s else math.nan),
         cell("pinned" if row.pinned else " or ".join(row.runner_up[:2]) or "no other choice", look="type"),

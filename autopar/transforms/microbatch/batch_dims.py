@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.errors import MicrobatchError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.rules.factors import DimFactors
 from autopar.rules.node_view import of_each_node
 from autopar.rules.table import rule_for
@@ -61,6 +61,10 @@ class Batch:
         """Where a value holds the batch; None where it does not, or more than once."""
         found = self.places.get(value, frozenset()) if value is not None else frozenset()
         return next(iter(found)) if len(found) == 1 else None
+
+    def touches(self, node: Node) -> bool:
+        """Whether a node reads or makes a value that holds the batch."""
+        return any(value in self.places for value in (*node.operands, *node.results))
 
     def local_shape(self, value: int, shape: Sequence[int], parts: int) -> tuple[int, ...]:
         """The shape of a part of the batch."""

@@ -303,7 +303,7 @@ class _Classifier:
                     found[value] = _joined(enter, [found[value], self._operand_kind(leave, 0, of)])
         for n in range(*region.exit):
             kinds: list[Kind] = [self._operand_kind(n, i, of) for i in range(len(equations[n].operands))]
-            kind = self._kind(n, of) if self._touches(n) else _joined(n, kinds)
+            kind = self._kind(n, of) if self.batch.touches(self.graph.nodes[n]) else _joined(n, kinds)
             if equations[n].piece == "predicate" and kind not in ("same", "zero", "own"):
                 raise _BlockedError(n, "how often a loop runs depends on the examples")
             found.update(dict.fromkeys(equations[n].results, kind))
@@ -314,14 +314,10 @@ class _Classifier:
             return "zero" if is_zero(atom) else "same"
         return of(atom)
 
-    def _touches(self, n: int) -> bool:
-        one = self.graph.nodes[n]
-        return any(v in self.batch.places for v in (*one.operands, *one.results) if v is not None)
-
     def _kind(self, n: int, of: Callable[[int], Kind]) -> Kind:
         equation = self.trace.equations[n]
         kinds: list[Kind] = [self._operand_kind(n, i, of) for i in range(len(equation.operands))]
-        if self._touches(n):
+        if self.batch.touches(self.graph.nodes[n]):
             return self._kind_with_batch(n, kinds)
         partial = [i for i, kind in enumerate(kinds) if kind in PARTIAL]
         if partial:

@@ -84,11 +84,7 @@ class Refusals:
             if one in seen or one not in made:
                 continue
             seen.add(one)
-            if one not in self.batch.places and self._touches(made[one]):
+            if one not in self.batch.places and self.batch.touches(self.graph.nodes[made[one]]):
                 return made[one]
             waiting += [v for v in self.graph.nodes[made[one]].operands if v is not None]
         return None
-
-    def _touches(self, n: int) -> bool:
-        one = self.graph.nodes[n]
-        return any(v in self.batch.places for v in (*one.operands, *one.results) if v is not None)

@@ -198,7 +198,7 @@ class _Rewriting:
         here = self._known_here(again)
         sources = [self.trace.equations[n] for n in again.nodes]
         own = {value for equation in sources for value in equation.results}
-        read = dict.fromkeys(v for equation in sources for v in _values(equation) if v not in own)
+        read = dict.fromkeys(v for equation in sources for v in equation.reads if v not in own)
         anew = (*again.renewed, *again.kept)
         read |= dict.fromkeys(anew)
         now = {v: body.renamed.get(here.get(v, v), here.get(v, v)) for v in read}
@@ -312,11 +312,11 @@ class _Rewriting:
 
     def _given(self, forward: Nest, backward: Nest) -> dict[int, int]:
         """What both bodies have: what is stacked, and what both are given."""
-        stacked = {p.results[0]: v for p in forward.exit if p.piece == "exit_stack" for v in _values(p)}
-        given = {(p.piece, v): p.results[0] for p in forward.enter for v in _values(p)}
+        stacked = {p.results[0]: v for p in forward.exit if p.piece == "exit_stack" for v in p.reads}
+        given = {(p.piece, v): p.results[0] for p in forward.enter for v in p.reads}
         here: dict[int, int] = {}
         for piece in backward.enter:
-            for operand in _values(piece):
+            for operand in piece.reads:
                 if piece.piece == "enter_slice" and operand in stacked:
                     here[stacked[operand]] = piece.results[0]
                 elif piece.piece in ("enter_slice", "enter_const") and (piece.piece, operand) in given:
@@ -384,7 +384,7 @@ def _accumulated(trace: Trace) -> frozenset[int]:
         )
         for enter, leave in sums.of(region, list(zip(enters, leaves, strict=True))):
             found.update(trace.equations[enter].results)
-            found.update(_values(trace.equations[leave]))
+            found.update(trace.equations[leave].reads)
     return frozenset(found)
 
 
@@ -394,10 +394,6 @@ def _rename(renamed: dict[int, int], value: int, new: int) -> None:
         if at == value:
             renamed[old] = new
     renamed[value] = new
-
-
-def _values(equation: Equation) -> Iterator[int]:
-    return (v for v in equation.operands if isinstance(v, int))
 
 
 def _can_be_barred(aval: Any) -> bool:

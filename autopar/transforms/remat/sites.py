@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.frontend.flat_jaxpr import Equation, Region
+from autopar.frontend.flat_jaxpr import Region
 from autopar.frontend.trace import Trace
 
 
@@ -69,7 +69,7 @@ def _whole(trace: Trace) -> Site | None:
     entered = {n: region.enter[0] for region in regions for some in (region.enter, region.exit) for n in range(*some)}
     for n in top:
         if n >= start:
-            for value in _values(equations[n]):
+            for value in equations[n].reads:
                 if value in made or value in inputs:
                     read.setdefault(value, entered.get(n, n))  # what a loop reads must be there before it
     for value in left:
@@ -94,7 +94,7 @@ def _loops(trace: Trace, repeat: float) -> Iterator[Site]:
             if backward.enter[0] < forward.exit[1] or _length(backward) != _length(forward):
                 continue
             entering = [equations[n] for n in range(*backward.enter) if equations[n].piece == "enter_slice"]
-            taken = [stacked[v] for piece in entering for v in _values(piece) if v in stacked]
+            taken = [stacked[v] for piece in entering for v in piece.reads if v in stacked]
             if taken and equations[backward.enter[0]].phase == "backward":
                 yield _loop(trace, forward, backward, [v for v in taken if isinstance(v, int)], repeat)
                 break
@@ -113,7 +113,3 @@ def _loop(trace: Trace, forward: Region, backward: Region, taken: Sequence[int],
 
 def _length(region: Region) -> float:
     return float(region.source.params["length"])
-
-
-def _values(equation: Equation) -> Iterator[int]:
-    return (v for v in equation.operands if isinstance(v, int))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand
+from autopar.frontend.flat_jaxpr import Equation, LiteralOperand
 from autopar.frontend.trace import Trace
 from autopar.jax_interop import compat as jax_compat
 
@@ -36,7 +36,7 @@ class Writer:
 
     def write(
         self,
-        to: list[Item],
+        to: list[Any],
         equation: Equation,
         what: Any,
         atoms: Sequence[Atom],

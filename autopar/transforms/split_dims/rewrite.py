@@ -17,7 +17,7 @@ import jax
 from autopar.frontend.flat_jaxpr import Equation, LiteralOperand, Region
 from autopar.frontend.trace import Rewritten, Trace
 from autopar.ir.graph import Graph
-from autopar.jax_interop import compat as jax_compat
+from autopar.transforms.rewriting.equation_writer import Writer
 from autopar.transforms.split_dims.choice import Factored, factored_loops
 from autopar.transforms.split_dims.rebuild import ELEMENTWISE, REBUILD, Form, shape_of
 
@@ -39,8 +39,7 @@ class _Rewriting:
         self.trace = trace
         self.equations: list[Equation] = []
         self.regions: list[Region] = []
-        self.avals = list(trace.avals)
-        self.repeats = list(trace.repeats)
+        self.writer = Writer(trace)
         self.region_at = {region.enter[0]: region for region in trace.regions}
         self.seen_at: dict[int, list[Factored]] = {}
         self.loops_of: dict[int, list[Factored]] = defaultdict(list)  # value -> the loops among its dims
@@ -52,7 +51,6 @@ class _Rewriting:
         self.form: dict[int, int] = {}  # value -> what is made in its place
         #: Value and shape -> the value in that shape, as far as it is known where the pass stands.
         self.known: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.staged: dict[tuple[Any, ...], Any] = {}
         self.pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)  # of a loop: where its two dims stand
         self.rebuilt: list[tuple[int, int, Any, Any, Sequence[Factored]]] = []
 
@@ -68,8 +66,8 @@ class _Rewriting:
             self.trace,
             equations=tuple(self.equations),
             regions=tuple(self.regions),
-            avals=tuple(self.avals),
-            repeats=tuple(self.repeats),
+            avals=tuple(self.writer.avals),
+            repeats=tuple(self.writer.repeats),
             outputs=outputs,
             rewritten=tuple(self._rewritten(*one) for one in self.rebuilt),
         )
@@ -125,7 +123,7 @@ class _Rewriting:
     def _value(self, value: int, shape: tuple[int, ...], reader: Equation) -> int:
         """A value in a shape, reshaped at its first reader that wants it so."""
         made = self.form.get(value, value)
-        if self.avals[made].shape == shape:
+        if self.writer.avals[made].shape == shape:
             return made
         if (value, shape) not in self.known:
             # A piece stands at a border, and its operand on one side of it.
@@ -189,41 +187,9 @@ class _Rewriting:
             found.append(whole if one is None else (one.size // one.part, one.part))
         return tuple(found)
 
-    def _emit(self, equation: Equation, what: str, forms: Sequence[Any], function: Any) -> list[int]:
+    def _emit(self, equation: Equation, what: str, forms: Sequence[Any], function: Any) -> list[Any]:
         """Append what a function of an equation's operands does, under the equation's name; its results' numbers."""
-        avals = [self.avals[atom] for atom in equation.operands if isinstance(atom, int)]
-        literals = repr([atom for atom in equation.operands if isinstance(atom, LiteralOperand)])
-        key = (equation.primitive, what, repr(forms), repr(avals), literals)
-        if key not in self.staged:
-            self.staged[key] = jax_compat.staged(_of_arrays(function, equation.operands), avals)
-        program = self.staged[key]
-        env: dict[Any, int] = dict(
-            zip(program.invars, (atom for atom in equation.operands if isinstance(atom, int)), strict=True)
-        )
-        for source in program.eqns:
-            operands = tuple(
-                LiteralOperand(atom.val) if isinstance(atom, jax_compat.Literal) else env[atom]
-                for atom in source.invars
-            )
-            results = []
-            for var in source.outvars:
-                self.avals.append(var.aval)
-                self.repeats.append(equation.repeat)
-                env[var] = len(self.avals) - 1
-                results.append(env[var])
-            made = jax_compat.placed_as(source, equation.source)
-            self.equations.append(replace(equation, source=made, operands=operands, results=tuple(results)))
-        return [env[var] for var in program.outvars]
-
-
-def _of_arrays(function: Any, operands: Sequence[int | LiteralOperand]) -> Any:
-    """A function of all operands as one of those that are no literals."""
-
-    def of_arrays(*arrays: Any) -> Any:
-        values = iter(arrays)
-        return function([atom.value if isinstance(atom, LiteralOperand) else next(values) for atom in operands])
-
-    return of_arrays
+        return self.writer.write(self.equations, equation, (what, repr(forms)), equation.operands, function)
 
 
 def _broadcast_with(form: Form, result: Form) -> Form:

@@ -111,26 +111,15 @@ def checked_ids(ids: ArrayLike | None, num_vectors: int) -> NDArray[np.int64]:
     return array
 
 
-def checked_k(k: Any) -> int:
-    """How many neighbours.
+def checked_count(name: str, value: Any) -> int:
+    """`k`, how many neighbours; or `effort`, how hard to search.
 
     Raises:
         SearchError: it is no whole number of at least 1.
     """
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-        raise SearchError(f"`k` is {k!r}: give a whole number of at least 1")
-    return int(k)
-
-
-def checked_effort(effort: Any) -> int:
-    """How hard to search.
-
-    Raises:
-        SearchError: it is no whole number of at least 1.
-    """
-    if isinstance(effort, bool) or not isinstance(effort, int | np.integer) or effort < 1:
-        raise SearchError(f"`effort` is {effort!r}: give a whole number of at least 1")
-    return int(effort)
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise SearchError(f"`{name}` is {value!r}: give a whole number of at least 1")
+    return int(value)
 
 
 def checked_filter(allowed: ArrayLike | None, num_vectors: int) -> NDArray[np.bool_] | None:

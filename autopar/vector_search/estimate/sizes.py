@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.errors import SearchError
-from autopar.vector_search.data.inputs import DTYPES, MAX_VECTORS, checked_k, checked_metric
+from autopar.vector_search.data.inputs import DTYPES, MAX_VECTORS, checked_count, checked_metric
 from autopar.vector_search.data.metrics import MAX_INT8_DIM, Metric
 
 #: Bytes of a position, of a neighbour in a list, of what a score needs of a vector beside itself.
@@ -54,7 +54,7 @@ class PaperSearch:
 
     def __post_init__(self) -> None:
         checked_metric(self.metric)
-        checked_k(self.k)
+        checked_count("k", self.k)
         if self.dtype not in DTYPES:
             raise SearchError(f"vectors of {self.dtype!r}: an index takes {', '.join(DTYPES)}")
         if self.num_vectors > MAX_VECTORS:

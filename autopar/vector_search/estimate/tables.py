@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autopar.report.explain import explain_json
 from autopar.system.text_tables import finite, inset, new_table, section, share_text
-from autopar.system.units import human_bytes, human_seconds
+from autopar.system.units import human_bytes, human_number, human_seconds
 from autopar.vector_search.estimate.estimate import PlannedBatch, SearchOnPaper
 
 _FITS = (
@@ -80,7 +80,7 @@ def _print_indexes(told: SearchOnPaper, console: Console) -> None:
                     str(one.least_bare),
                     f"{human_bytes(each)} ({share})" if each <= told.room_bytes else f"no: {human_bytes(each)}",
                     human_bytes(one.read_bytes),
-                    f"{_number(bandwidth / one.read_bytes)}/s",
+                    f"{human_number(bandwidth / one.read_bytes)}/s",
                 ),
             )
         )
@@ -106,7 +106,7 @@ def _print_batches(told: SearchOnPaper, console: Console) -> None:
                     _split(one.queries_ways),
                     str(one.plan.mesh),
                     human_seconds(expected.step_time_s),
-                    _number(one.queries_per_s),
+                    human_number(one.queries_per_s),
                     human_bytes(expected.peak_bytes),
                     human_bytes(one.sent_bytes),
                 ),
@@ -137,7 +137,7 @@ def _print_fewer(told: SearchOnPaper, console: Console) -> None:
                         human_bytes(one.memory_bytes),
                         human_bytes(one.disk_bytes),
                         reads,
-                        *(f"{_number(speed)}/s" for speed in one.queries_per_s),
+                        *(f"{human_number(speed)}/s" for speed in one.queries_per_s),
                     ),
                 )
             )
@@ -157,9 +157,9 @@ def _print_blocks(told: SearchOnPaper, console: Console) -> None:
                 Text,
                 (
                     f"{human_bytes(drive['bytes_per_s'])}/s",
-                    _number(drive["blocks_per_s"]),
+                    human_number(drive["blocks_per_s"]),
                     f"{human_bytes(drive['useful_bytes_per_s'])}/s",
-                    _number(drive["queries_per_s"]),
+                    human_number(drive["queries_per_s"]),
                 ),
             )
         )
@@ -174,15 +174,6 @@ def _print_blocks(told: SearchOnPaper, console: Console) -> None:
 
 def _split(ways: int) -> str:
     return "whole" if ways == 1 else f"{ways} parts"
-
-
-def _number(value: float) -> str:
-    """Three digits.
-
-    >>> _number(1234567.0), _number(12.345)
-    ('1,230,000', '12.3')
-    """
-    return f"{float(f'{value:.3g}'):,.{0 if value >= 99.95 else 1}f}"
 
 
 def on_paper_json(told: SearchOnPaper) -> dict[str, Any]:

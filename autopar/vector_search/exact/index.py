@@ -77,7 +77,7 @@ class ExactIndex:
         if effort is not None:
             raise SearchError(f"`effort` is {effort!r}, and this index is exact: it finds all. Leave it out")
         asked = inputs.checked_queries(queries, self._dim, self._dtype)
-        k, allowed = inputs.checked_k(k), inputs.checked_filter(filter, len(self.ids))
+        k, allowed = inputs.checked_count("k", k), inputs.checked_filter(filter, len(self.ids))
         tiled = None if allowed is None else _tiled(allowed, self._tiling)
         distances, positions = self._certain.search(asked, partial(self._run, k=k, allowed=tiled))
         found = found_at(positions, distances, self.ids, k, self.metric)
@@ -86,7 +86,9 @@ class ExactIndex:
     def planned(self, num_queries: int, k: int) -> Planned:
         """The planned program of such a search: its `plan` explains it, and `autopar.verify` takes its function and
         arguments."""
-        return self._programs.of(_Search(Blocks.of(num_queries, self._num_devices), self._kept(inputs.checked_k(k))))[0]
+        return self._programs.of(
+            _Search(Blocks.of(num_queries, self._num_devices), self._kept(inputs.checked_count("k", k)))
+        )[0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As `Index.save` says."""

@@ -122,8 +122,8 @@ class ApproximateIndex:
     ) -> Found:
         """As `Index.search` says."""
         asked = inputs.checked_queries(queries, self._vectors.shape[1], self._vectors.dtype)
-        k, allowed = inputs.checked_k(k), inputs.checked_filter(filter, len(self.ids))
-        effort = self.measured.effort if effort is None else inputs.checked_effort(effort)
+        k, allowed = inputs.checked_count("k", k), inputs.checked_filter(filter, len(self.ids))
+        effort = self.measured.effort if effort is None else inputs.checked_count("effort", effort)
         num_allowed = len(self.ids) if allowed is None else int(np.count_nonzero(allowed))
         wanted = self._effort(effort, k, num_allowed)
         if self.method.num_compared(wanted) > num_allowed:
@@ -140,7 +140,7 @@ class ApproximateIndex:
     def planned(self, num_queries: int, k: int) -> Planned:
         """The planned program of such a search, as `ExactIndex.planned`: of so many queries, or of as many of them as one
         program takes."""
-        k = inputs.checked_k(k)
+        k = inputs.checked_count("k", k)
         effort = self._effort(self.measured.effort, k, len(self.ids))
         return self._programs.of(Search(rounded(min(num_queries, AT_ONCE)), self._kept(k), effort))[0]
 
