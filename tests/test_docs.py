@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
-import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ import pytest
 import autopar
 import autopar.inference
 from autopar import errors
+from scripts import architecture
 from scripts.refresh_docs import outputs, refreshed, run, shown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,22 +235,10 @@ def test_every_error_has_a_section() -> None:
     assert not missing, f"docs/troubleshooting.md has no section on {missing}"
 
 
-def test_the_listing_of_the_code_is_complete() -> None:
-    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    listed = {
-        name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`([\w/]+\.py)`", row)
-    }
-    package = ROOT / "autopar"
-    there = {str(file.relative_to(package)) for file in package.rglob("*.py") if file.name != "__init__.py"}
-    assert listed == there, f"not listed: {sorted(there - listed)}; not there: {sorted(listed - there)}"
-
-
-def test_the_layers_are_those_that_are_held() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = settings["tool"]["importlinter"]["contracts"]
-    held = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
-    shown = next(block.text for block in blocks(DOCS / "architecture.md") if block.language == "text")
-    assert shown.splitlines() == held
+def test_the_architecture_is_what_packages_and_contracts_say() -> None:
+    page = architecture.PAGE.read_text(encoding="utf-8")
+    assert page == architecture.written(page), "run scripts/architecture.py"
+    assert len(architecture.table().splitlines()) > 40
 
 
 def test_the_picture_names_what_is_there() -> None:
