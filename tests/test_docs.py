@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import pkgutil
 import re
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -14,6 +16,7 @@ import jax
 import pytest
 
 import autopar
+import autopar.extend
 import autopar.inference
 from autopar import errors
 from scripts import architecture
@@ -210,12 +213,17 @@ def test_every_public_member_of_a_plan_and_a_step_is_documented() -> None:
         assert not missing, f"docs/api.md says nothing of {owner.__name__}'s {missing}"
 
 
-@pytest.mark.parametrize("package", [autopar.vector_search, autopar.inference], ids=lambda package: package.__name__)
+EXTENSIONS = [import_module(f"autopar.extend.{found.name}") for found in pkgutil.iter_modules(autopar.extend.__path__)]
+
+
+@pytest.mark.parametrize(
+    "package", [autopar.vector_search, autopar.inference, *EXTENSIONS], ids=lambda package: package.__name__
+)
 def test_every_public_name_of_a_package_is_documented(package: ModuleType) -> None:
     page = re.sub(r"^```.*?^```$", "", (DOCS / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     spans = " ".join(re.findall(r"`[^`]+`", page))
     names = re.findall(r"import \w+ as (\w+)", Path(str(package.__file__)).read_text(encoding="utf-8"))
-    assert names, "its __init__.py imports what is public"
+    assert names, "it imports what is public"
     missing = [name for name in names if not re.search(rf"\b{name}\b", spans)]
     assert not missing, f"docs/api.md says nothing of {package.__name__}'s {missing}"
 

@@ -263,7 +263,7 @@ def test_a_senseless_value_is_named_with_its_rule(key: str, value: str, rule: st
 
 
 def test_missing_data_folder_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hardware, "__file__", str(tmp_path / "autopar" / "cost" / "hardware.py"))
+    monkeypatch.setattr(hardware, "PACKAGE", tmp_path / "autopar")
     with pytest.raises(HardwareError, match=r"the hardware profiles are missing: looked in .* reinstall autopar"):
         hardware.known_names()
 
@@ -274,5 +274,5 @@ def test_data_inside_the_wheel_comes_first(tmp_path: Path, monkeypatch: pytest.M
     for folder, name in ((inside, "inside"), (beside, "beside")):
         folder.mkdir(parents=True)
         (folder / f"{name}.toml").touch()
-    monkeypatch.setattr(hardware, "__file__", str(tmp_path / "autopar" / "cost" / "hardware.py"))
+    monkeypatch.setattr(hardware, "PACKAGE", tmp_path / "autopar")
     assert hardware.known_names() == ("inside",)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "autopar.compiler": "autopar.xla_compiler.compiler",
@@ -42,7 +43,10 @@ class _Finder:
             return None
         message = f"`{fullname}` is `{new}` now, or a name in `autopar.extend`; the old name goes with autopar 0.2"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return ModuleSpec(fullname, _Loader(new), is_package=any(old.startswith(f"{fullname}.") for old in MOVED))
+        loader: Any = _Loader(
+            new
+        )  # no subclass of `importlib.abc.Loader`, which takes as long to import as all else here
+        return ModuleSpec(fullname, loader, is_package=any(old.startswith(f"{fullname}.") for old in MOVED))
 
 
 class _Loader:
