@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 import autopar
 from autopar.system.moved_modules import MOVED
+from scripts import architecture
 
 PACKAGE = Path(autopar.__file__).parent
 #: What plans, prices and explains: importable where JAX is not.
@@ -54,6 +57,24 @@ def test_a_package_says_what_it_is_and_no_prefix_stands_for_a_package(folder: Pa
         assert all(f"\n{field}: " in text for field in ("In", "Out", "Imported by")), f"{folder}: {text!r}"
     first_words = Counter(file.stem.partition("_")[0] for file in folder.glob("*.py") if file.stem[:1] != "_")
     assert max(first_words.values(), default=0) <= 3, first_words
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The packages of autopar that a module imports, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (name.split(".")[1] for name in names if name.startswith("autopar."))
+
+
+@pytest.mark.parametrize("folder", sorted(file.parent for file in PACKAGE.glob("*/__init__.py")), ids=lambda f: f.name)
+def test_a_package_is_imported_by_whom_it_names(folder: Path) -> None:
+    _, fields = architecture.docstring(folder)
+    if fields["Imported by"].startswith("every package"):
+        return
+    files = (file for file in PACKAGE.glob("*/**/*.py") if file.relative_to(PACKAGE).parts[0] != folder.name)
+    importers = {file.relative_to(PACKAGE).parts[0] for file in files if folder.name in imported(file)} - {"extend"}
+    assert importers <= set(re.findall(r"\w+", fields["Imported by"]))
 
 
 def test_importing_autopar_loads_neither_jax_nor_the_planner() -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.files import check_html, is_plan_file, refuse_planning, write_html
-from autopar.cli.options import add_planning_command
+from autopar.cli.options import OF_PROGRAM, add_planning_command
 from autopar.cli.planning import plan_target, planning
 from autopar.cli.target import load_target
 from autopar.cli.terminal import given, print_told, refuse, show, tell, use_cpu_only
@@ -25,20 +25,7 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
 
 #: Options that say nothing of a mesh and a hardware.
-_OF_PROGRAMS = (
-    "target",
-    "memory_budget",
-    "no_rematerialize",
-    "dims_as_written",
-    "pin",
-    "num_microbatches",
-    "per_microbatch_statistics",
-    "time_limit",
-    "stages",
-    "schedule",
-    "html",
-    "timeline",
-)
+_OF_PROGRAMS = ("target", *OF_PROGRAM, "html", "timeline")
 
 
 def add_command(added: Any) -> None:

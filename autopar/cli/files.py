@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli.options import OF_PROGRAM
 from autopar.cli.terminal import given, refuse
 from autopar.errors import PlanFileError, TargetError
 
@@ -19,20 +20,7 @@ if TYPE_CHECKING:
     from autopar.pipeline.plan import AnyPlan
 
 #: Options of planning, all decided in a saved plan.
-_DECIDED = (
-    "devices",
-    "mesh",
-    "hardware",
-    "memory_budget",
-    "no_rematerialize",
-    "dims_as_written",
-    "pin",
-    "num_microbatches",
-    "per_microbatch_statistics",
-    "time_limit",
-    "stages",
-    "schedule",
-)
+_DECIDED = ("devices", "mesh", "hardware", *OF_PROGRAM)
 
 
 def is_plan_file(target: str) -> bool:

@@ -57,6 +57,20 @@ def add_planning_command(added: Any, name: str, about: str) -> argparse.Argument
     )
 
 
+#: Options of planning that are about a program, on whatever mesh and hardware.
+OF_PROGRAM = (
+    "memory_budget",
+    "no_rematerialize",
+    "dims_as_written",
+    "pin",
+    "num_microbatches",
+    "per_microbatch_statistics",
+    "time_limit",
+    "stages",
+    "schedule",
+)
+
+
 def _planning_options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     group = options.add_argument_group("planning")

@@ -2,5 +2,5 @@
 
 In: shapes, shardings, a hardware profile, which has every constant of the device.
 Out: seconds and bytes.
-Imported by: formulate, xla_model, planner, pipeline, xla_compiler, calibration.
+Imported by: every package below it.
 """

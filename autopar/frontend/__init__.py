@@ -2,5 +2,5 @@
 
 In: a step of Flax, NNX, equinox or plain JAX, and its arguments: Step.open(args, kwargs) -> Call.
 Out: arrays, a trace, a `Graph`; Call.finish(arrays).
-Imported by: plans (types alone), transforms, runtime, api.
+Imported by: every package below it.
 """

@@ -2,5 +2,5 @@
 
 In: JAX objects of any supported version.
 Out: one interface to them; PartitionSpecs; executables and a compilation cache on disk.
-Imported by: frontend, transforms, runtime, pipeline, api, verification, diagnosis, code_export.
+Imported by: every package below it.
 """

@@ -2,5 +2,5 @@
 
 In: a `Plan` or `PipelinePlan`.
 Out: text, one HTML page, rows as data.
-Imported by: api, inference, vector_search, comparison, cli.
+Imported by: api, inference, vector_search, verification, comparison, cli.
 """

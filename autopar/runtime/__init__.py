@@ -2,5 +2,5 @@
 
 In: a `Plan` and the trace it was made of.
 Out: a jitted function.
-Imported by: pipeline, api, verification, diagnosis, code_export.
+Imported by: pipeline, api, inference, verification, diagnosis, code_export.
 """

@@ -2,5 +2,5 @@
 
 In: a trace.
 Out: a `Program`: the trace with dims split in two, a loop over microbatches, or activations recomputed.
-Imported by: planner, runtime, pipeline.
+Imported by: every package below it.
 """
