@@ -24,11 +24,11 @@ Maker = Callable[[int], Training]
 
 
 def _language(sizes: Sizes, make: Callable[[Sizes], Training] = transformer.language) -> Mapping[str, Maker]:
-    """At both scales; the small one has all kinds of layers, and few of each."""
+    """At both scales; the small one has all kinds of layers, and one of each where no loop runs over them."""
     tiny = replace(
         sizes,
         hidden=32,
-        layers=2,
+        layers=2 if sizes.scanned else 1,
         heads=4,
         kv_heads=2 if sizes.kv_heads else 0,
         feed_forward=64,
@@ -44,7 +44,7 @@ def _language(sizes: Sizes, make: Callable[[Sizes], Training] = transformer.lang
 
 
 def _vit() -> Mapping[str, Maker]:
-    tiny = replace(_VIT, hidden=32, layers=2, heads=4, feed_forward=64, tokens=17, batch=4)
+    tiny = replace(_VIT, hidden=32, layers=1, heads=4, feed_forward=64, tokens=17, batch=4)
     return {
         "full": lambda times: transformer.images(replace(_VIT, batch=times * _VIT.batch), 224, 16, 1000),
         "tiny": lambda times: transformer.images(replace(tiny, batch=times * tiny.batch), 16, 4, 10),

@@ -33,7 +33,8 @@ def several(name: str, setting: Setting) -> Record:
     training = MODELS[name][setting.scale](num)
     plan, _, card = saved(setting.plans, setting.profile, name, num)
     devices = jax.local_devices()[:num]
-    rows = [_planned(training, plan, devices, setting)]
+    step = autopar.parallelize(training.step, plan=plan, mesh=make_mesh(plan.mesh, devices), cache=False)
+    rows = [_planned(training, step, setting)]
     for words, recipe, sizes in _by_hand(num):
         shape = MeshShape(("data", "model"), sizes)
         try:
@@ -41,7 +42,7 @@ def several(name: str, setting: Setting) -> Record:
             rows.append({"way": words} | _of_hand(training, pins, make_mesh(shape, devices), setting))
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # as where it does not fit, or does not divide
             rows.append({"way": words, "error": str(error)[:300]})
-    rows.append(_planned(training, plan, devices, setting) | {"way": "autopar, again"})
+    rows.append(_planned(training, step, setting) | {"way": "autopar, again"})
     return {
         "num_gpus": num,
         "plan_of": card,
@@ -51,8 +52,7 @@ def several(name: str, setting: Setting) -> Record:
     }
 
 
-def _planned(training: Training, plan: Any, devices: list[Any], setting: Setting) -> Record:
-    step = autopar.parallelize(training.step, plan=plan, mesh=make_mesh(plan.mesh, devices), cache=False)
+def _planned(training: Training, step: Any, setting: Setting) -> Record:
     batch = training.make_batch(0)
     state = step.init(training.create_state, jax.random.key(0), batch=batch)
     loop = TimedLoop(step, state, step.shard_batch(batch))
