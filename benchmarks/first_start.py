@@ -2,14 +2,19 @@
 devices, nothing kept from before.
 
 `ratio` is of `step.init` and the first call, which plan, compile and run, to planning plus the compilation of the same step
-by `jax.jit` for one device; all of one process. `cpu_s` is what the process and its copies used, of all cores together, which
+by `jax.jit` for one device; all of one process. Three processes measure it one after another; the last row has the median of
+each column. `cpu_s` is what the process and its copies used, of all cores together, which
 a busy machine changes less. `jit_init` compiles and runs the function that makes the state, by plain `jax.jit`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from typing import Any
@@ -21,13 +26,25 @@ SIZES: dict[str, tuple[tuple[int, ...], int, int, int]] = {
     "unet": ((56, 112, 144), 2, 16, 32),
     "unet_small": ((16, 32), 1, 16, 16),
 }
+_PROCESSES = 3
 
 
 def measure(program: str) -> list[Row]:
-    """One row: seconds of each part, and the ratio by both clocks."""
+    """A row for each process, and their medians: seconds of each part, and the ratio by both clocks."""
+    rows = [_in_a_process(program) for _ in range(_PROCESSES)]
+    medians = {name: statistics.median(float(row[name]) for row in rows) for name in rows[0]}
+    return [{"process": name, **row} for name, row in zip(("1", "2", "3", "median"), [*rows, medians], strict=True)]
+
+
+def _in_a_process(program: str) -> Row:
+    """`once`, in a process of its own that finds nothing kept."""
+    command = [sys.executable, "-m", "benchmarks.first_start", program]
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder
-        return [once(program)]
+        env = os.environ | {"XDG_CACHE_HOME": folder}
+        child = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if child.returncode:
+        raise RuntimeError(child.stderr[-3000:])
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 def once(program: str) -> Row:
@@ -69,3 +86,7 @@ def _cpu_s() -> float:
     """Seconds of all cores, of this process and of the copies of it that planning made and that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
+
+
+if __name__ == "__main__":
+    print(json.dumps(once(sys.argv[1])))

@@ -181,7 +181,7 @@ class ParallelStep(Generic[P]):
             return cast("P", planned.plan), planned.program
 
     def init(self, create_state: Callable[..., Any], /, *create_args: Any, **step_args: Any) -> Any:
-        """Build the carried state already sharded: it never exists whole on one device.
+        """Build the carried state already sharded: it never exists whole on one device, but on CPUs, which share one memory.
 
         A step that is one program is compiled meanwhile, for arguments of these shapes; of several processes at its first
         call.

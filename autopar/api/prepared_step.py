@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.frontend.call import Results
 from autopar.jax_interop.compat import compiled_to_draw, compiling, shape_struct
@@ -188,10 +189,40 @@ def built(
             return [made[position] if rows is None else rows_of(made[position], rows) for position, rows, _ in own]
 
         some.__name__ = getattr(create, "__name__", "create")
-        run = jax.jit(some, out_shardings=[sharding for _, _, sharding in own])
-        is_on_cpus = next(iter(own[0][2].device_set)).platform == "cpu"
-        arrays = (compiled_to_draw(run, trees) if is_on_cpus else run)(*trees)
+        shardings = [sharding for _, _, sharding in own]
+        arrays = (_made_on_cpus if _are_own_cpus(shardings[0]) else _made)(some, trees, shardings)
         execute.make_own(arrays)
         for (position, rows, _), array in zip(own, arrays, strict=True):
             found[position][rows] = array
     return [joined(parts) for parts in found]
+
+
+def _made(create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    return jax.jit(create, out_shardings=list(shardings))(*trees)
+
+
+def _are_own_cpus(sharding: NamedSharding) -> bool:
+    """Whether its devices are CPUs of this process, which share one memory."""
+    mine = jax.process_index()
+    return all(device.platform == "cpu" and device.process_index == mine for device in sharding.device_set)
+
+
+def _made_on_cpus(
+    create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]
+) -> list[Any]:
+    """Compiled for one device, which takes half as long as for several that share its memory; then one array after another
+    is laid out, so that at no time more than one of them is there twice."""
+    one = next(iter(shardings[0].mesh.devices.flat))
+    given = jax.device_put(tuple(trees), one)
+    # With `out_shardings`, no result is an argument's own buffer.
+    arrays = list(compiled_to_draw(jax.jit(create, out_shardings=SingleDeviceSharding(one)), given)(*given))
+    for position, sharding in enumerate(shardings):
+        arrays[position] = jax.block_until_ready(_laid_out(arrays[position], sharding))
+    return arrays
+
+
+def _laid_out(array: Any, sharding: NamedSharding) -> Any:
+    """By NumPy, where it takes parts of the array: JAX compiles a program for each shape that it cuts."""
+    if sharding.is_fully_replicated or jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
+        return jax.device_put(array, sharding)
+    return jax.device_put(np.asarray(array), sharding, may_alias=False)
