@@ -76,6 +76,7 @@ def test_branches_are_chosen_where_they_are_fastest() -> None:
     assert len(submeshes) == len(found.prediction.stage_bytes) == 4
 
 
+@pytest.mark.slow
 def test_what_one_program_computes_faster_is_not_cut_into_branches() -> None:
     """Large products: what splits them over two devices sends little of what branches would."""
     shapes = jax.eval_shape(create, jax.random.key(0)), jax.ShapeDtypeStruct((2**16, WIDTH), jnp.float32)
@@ -155,6 +156,7 @@ def test_a_plan_of_branches_says_which_run_side_by_side() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_a_saved_plan_of_branches_is_the_same(tmp_path: Path) -> None:
     path = tmp_path / "branches.plan.json"
     plan().save(path)
@@ -187,6 +189,7 @@ def test_a_damaged_plan_of_branches_names_the_field(change: Any, field: str, tmp
 # -- running ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_branches_give_the_steps_numbers() -> None:
     branched, reference = on_devices(plan()), jax.jit(step)
     state = branched.init(create, jax.random.key(0), x=batch_of(0))
@@ -201,6 +204,7 @@ def test_branches_give_the_steps_numbers() -> None:
     assert len(homes) == 4, "each tower's parameters are where it runs"
 
 
+@pytest.mark.slow
 def test_branches_of_a_step_without_a_backward_pass() -> None:
     def ends_of(params: Any, x: jax.Array) -> jax.Array:
         shared = jnp.tanh(x @ params["stem"])

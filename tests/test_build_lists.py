@@ -21,6 +21,7 @@ from benchmarks.synthetic_vectors import faiss_synthetic, skewed_clusters
 search = jax.jit(list_search.search, static_argnums=(2, 3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("metric", METRICS)
 def test_lists_of_each_metric_find_the_nearest_in_a_part_of_them(metric: Metric) -> None:
     data = faiss_synthetic(16, 0, 1500, 50)
@@ -30,6 +31,7 @@ def test_lists_of_each_metric_find_the_nearest_in_a_part_of_them(metric: Metric)
     assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 5, metric)) >= 0.95
 
 
+@pytest.mark.slow
 def test_lists_of_codes_and_of_copies_are_built() -> None:
     data = faiss_synthetic(16, 0, 800, 20)
     index = build_lists(data.corpus, "l2", num_lists=12, copies=2, num_parts=8, rounds=2)
@@ -46,6 +48,7 @@ def test_one_vector_is_an_index() -> None:
     assert np.asarray(search(index, jnp.ones((1, 4)), 2, 3).positions).tolist() == [[0, -1]]
 
 
+@pytest.mark.slow
 def test_near_ones_are_those_of_each_vector_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = faiss_synthetic(8, 0, 250, 0).corpus
     monkeypatch.setattr("autopar.vector_search.graph.build._AT_ONCE", 100)

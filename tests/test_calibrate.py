@@ -194,6 +194,7 @@ def test_the_accuracy_page_states_the_errors_of_the_committed_runs(path: Path) -
 # -- the real thing --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 def test_a_small_run_makes_a_profile_that_loads(tmp_path: Path) -> None:
     stages: list[str] = []

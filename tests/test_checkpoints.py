@@ -76,6 +76,7 @@ def copy(saved: Saved, tmp_path: Path) -> Iterator[Path]:
 # -- under another plan ----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.contract
 @pytest.mark.parametrize(("num_devices", "how"), [(4, "rows"), (6, "columns"), (6, "blocks"), (8, "rows"), (1, "rows")])
 def test_a_checkpoint_of_eight_devices_restores_on_others_bit_by_bit(saved: Saved, num_devices: int, how: str) -> None:
@@ -140,6 +141,7 @@ with open(out, "wb") as file:
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_devices", "how"), [(4, "rows"), (6, "columns")])
 def test_a_process_with_fewer_devices_restores_it(saved: Saved, tmp_path: Path, num_devices: int, how: str) -> None:
     import pickle
@@ -427,6 +429,7 @@ def test_a_checkpoint_of_before_digests_is_restored(saved: Saved, copy: Path, ca
     assert "checkpoint 2 was saved without digests" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_digest_is_of_the_whole_array_however_it_is_split() -> None:
     rng = np.random.default_rng(0)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))

@@ -208,6 +208,7 @@ def test_the_cache_of_a_long_context_is_split_by_position() -> None:
 # -- what runs -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_what_is_chosen_equals_one_device(name: str) -> None:
     step, args, _ = STEPS[name]

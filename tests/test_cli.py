@@ -169,6 +169,7 @@ def test_explain_collectives_as_json_and_of_what_is_here(capsys: pytest.CaptureF
     assert "nothing is reduced" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_explain_collectives_draws(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     options = ["explain", "--collectives", "--mesh", "2x8", "--hardware", "h100-sxm"]

@@ -69,6 +69,7 @@ def test_what_a_page_prints_is_what_it_shows(name: str, tmp_path: Path) -> None:
         assert place.text == printed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", IN_FIGURES)
 def test_what_a_page_plans_is_what_it_shows(name: str, tmp_path: Path) -> None:
     for place, printed in outputs(DOCS / f"{name}.md", tmp_path, QUICK | {"XDG_CACHE_HOME": str(tmp_path / "cache")}):
@@ -161,6 +162,7 @@ def _plain(text: str, numbers: bool) -> str:
     return re.sub(r"-{3,}", "---", re.sub(r"\s+", " ", text)).strip()
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_front_ends_are_one_program(tmp_path: Path) -> None:
     program = "\n".join(block.text for block in blocks(DOCS / "front-ends.md") if block.language == "python")
     (tmp_path / "front_ends.py").write_text(program, encoding="utf-8")
@@ -178,6 +180,7 @@ def test_the_report_in_the_guide_is_of_a_program_that_runs(tmp_path: Path) -> No
         assert words in printed
 
 
+@pytest.mark.slow
 def test_the_step_sharded_by_hand_in_the_guide_is_read(tmp_path: Path) -> None:
     program = next(b.text for b in blocks(DOCS / "diagnose.md") if b.title == "gpt2_by_hand.py")
     check = "from autopar.diagnosis.hand_sharded import read_hand_sharded as read; step, args = make(); print(read(step, args).mesh)"

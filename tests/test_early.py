@@ -84,7 +84,7 @@ def ties(mesh: str, merge_bytes: float, slack: float = 0.0) -> tuple[Any, tuple[
     return device, awaited, graph
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "slack"), [("8", 0.5), ("2x4", 0.5), ("2x8", 0.0)])
 def test_what_waits_comes_after_what_it_waits_for(mesh: str, slack: float) -> None:
     """In the traced step and in the device's program: so no circle is made."""
@@ -102,12 +102,14 @@ def test_what_waits_comes_after_what_it_waits_for(mesh: str, slack: float) -> No
         assert all(device.ops[j].collective in REDUCTIONS for j in writers)
 
 
+@pytest.mark.slow
 def test_no_more_is_awaited_at_once_than_is_merged() -> None:
     _, awaited, graph = ties("2x4", 9e6)
     assert all(sum(graph.values[v].size for v in one.values) <= 9e6 for one in awaited)
     assert len(awaited) > len(ties("2x4", 1.8e7)[1])
 
 
+@pytest.mark.slow
 def test_what_is_awaited_is_read_by_nothing_before() -> None:
     """Else nothing would be gained: what the next operation reads is there in time by itself."""
     device, awaited, _ = ties("2x8", 9e6)
@@ -155,6 +157,7 @@ def test_the_numbers_are_the_steps(tmp_path: Path) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, got)
 
 
+@pytest.mark.slow
 def test_one_product_waits_for_all_that_it_is_told_to() -> None:
     """Where several reductions should be over at the same time, each is awaited there by itself."""
     program, plan, _ = made("2x4")

@@ -45,7 +45,7 @@ def test_an_example_trains(name: str, shown: str) -> None:
     assert len(losses) > 1 and losses[-1] < losses[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nnx_vision_transformer", "mixture_of_experts"])
 def test_an_example_can_be_planned_for_absent_gpus(name: str) -> None:
     options = ("--mesh", "8", "--hardware", "h100-sxm")
@@ -63,6 +63,7 @@ def test_two_processes_run_a_stage_each_by_one_command() -> None:
     assert "process 0: layers 0 to 3" in told and "process 1: layers 4 to 7" in told
 
 
+@pytest.mark.slow
 def test_the_demo_can_be_planned_for_absent_gpus() -> None:
     options = ("--devices", "8", "--hardware", "h100-sxm")
     assert "8 h100-sxm devices" in run("-m", "autopar", "plan", "examples/train_gpt.py:target", *options)

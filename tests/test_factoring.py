@@ -147,6 +147,7 @@ def wide_cuts(traced: Trace) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.contract
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_numbers_stay(layout: Callable[..., Array]) -> None:
@@ -255,7 +256,7 @@ def test_a_section_sees_two_dims_and_its_borders_one(layout: Callable[..., Array
     check(graph_of(after, ()))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", REGIONS)
 def test_any_plan_of_a_loop_computes_what_the_step_does(layout: Callable[..., Array]) -> None:
     w, b, x = arguments()
@@ -292,7 +293,7 @@ def test_attention_is_split_by_head_and_only_weights_move() -> None:
     assert "collective-permute" not in counts
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 16])
 def test_both_forms_run_and_compute_the_same(batch: int) -> None:
     """With one sequence the plan splits heads; with many it splits the batch, and equations run as written."""

@@ -131,6 +131,7 @@ def test_after_init_jax_still_names_the_operation_that_makes_a_nan() -> None:
             step(state, np.full_like(images(), np.nan))
 
 
+@pytest.mark.slow
 def test_what_the_compiler_refuses_is_told_by_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise jax.errors.JaxRuntimeError("out of memory")
@@ -145,6 +146,7 @@ def test_what_the_compiler_refuses_is_told_by_the_first_call(monkeypatch: pytest
     assert np.isfinite(float(step(state, x)[1])), "compiled then"
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 def test_random_numbers_are_jits_whatever_the_key_and_their_bits() -> None:
     def draw(key: jax.Array, old: jax.Array) -> Any:

@@ -26,7 +26,7 @@ def arrays(case: front_ends.Case, state: tuple[Any, ...]) -> list[np.ndarray]:
     return [np.array(leaf) for leaf in jax.tree.leaves(case.values(state))]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.contract
 @pytest.mark.parametrize("name", front_ends.FRONT_ENDS)
 def test_a_front_ends_state_is_restored_on_other_devices(name: str, tmp_path: Path) -> None:

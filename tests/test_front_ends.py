@@ -46,6 +46,7 @@ def check(case: front_ends.Case) -> None:
         np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE * max(moved, 1e-3))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.contract
 @pytest.mark.parametrize("name", front_ends.FRONT_ENDS)
 def test_a_front_end_trains_as_unsharded(name: str) -> None:
@@ -54,7 +55,7 @@ def test_a_front_end_trains_as_unsharded(name: str) -> None:
     check(front_ends.FRONT_ENDS[name]())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.contract if n in IMPORTANT else ()) for n in front_ends.OPTAX]
 )

@@ -99,7 +99,7 @@ def is_end_of_loop(one: hlo.Collective) -> bool:
     return one.num_elements == 1 and "while" in one.op_name
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(72)
 @pytest.mark.parametrize("text", ["8", "2x4"])
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_every_strategy_sends_on_gpus_what_is_predicted(sample: str, text: str, gpus: Compiler) -> None:

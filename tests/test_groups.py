@@ -41,6 +41,7 @@ def test_every_node_that_matters_is_in_exactly_one_group(name: str) -> None:
         assert (n in set(members)) == any(graph.values[v].size > SMALL_SIZE for v in touched)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_factors_have_the_sizes_of_the_dims_they_name(name: str) -> None:
     graph, groups = grouped(programs.PROGRAMS[name]())

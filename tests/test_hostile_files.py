@@ -109,6 +109,7 @@ def plans() -> dict[str, AnyPlan]:
 FAST_AND_ALL = [0.003, pytest.param(1.0, marks=pytest.mark.slow)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", FAST_AND_ALL)
 @pytest.mark.parametrize("kind", ["one program", "stages"])
 def test_a_plan_that_anybody_wrote_is_explained_or_refused(
@@ -242,6 +243,7 @@ def test_an_index_that_anybody_wrote_is_searched_or_refused(kind: str, share: fl
     print(used, "loaded,", refused, "refused")
 
 
+@pytest.mark.slow
 def test_arrays_of_an_index_that_point_elsewhere_are_refused(tmp_path: Path) -> None:
     for kind, name, words in (
         ("ivf", "positions", "`positions` points outside the 80 vectors"),

@@ -74,7 +74,7 @@ def positions(found: vector_search.Found) -> np.ndarray:
     return np.where(found.ids == NO_ID, NO_ID, NUM - 1 - (found.ids - 2**40) // 3)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "metric", "dtype"), CASES)
 def test_a_search_finds_what_the_recall_target_asks_for(kind: str, metric: str, dtype: str) -> None:
     """Of queries that are none of the vectors; and distances are those of exact search."""
@@ -96,7 +96,7 @@ def test_a_search_finds_what_the_recall_target_asks_for(kind: str, metric: str, 
     np.testing.assert_array_equal(one.ids, found.ids[0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.6])
 def test_a_filter_is_kept_to_and_the_nearest_of_what_is_allowed_are_found(kind: str, share: float) -> None:
@@ -178,7 +178,7 @@ def test_what_codes_lose_is_told() -> None:
 # -- files and devices -----------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.contract
 @pytest.mark.parametrize(("kind", "budget"), [(IVF, 2e5), (IVF_PQ, None), (GRAPH, 1e5)])
 def test_an_index_is_loaded_onto_other_devices_and_finds_the_same(
@@ -225,6 +225,7 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: 
     assert path.read_bytes() == b"before"
 
 
+@pytest.mark.slow
 def test_an_index_does_not_change_with_the_users_array() -> None:
     corpus, queries = data()
     mine = corpus.copy()
@@ -319,6 +320,7 @@ def test_recall_is_measured_by_the_users_own_queries() -> None:
         build(corpus, index="exact", queries=own[:, :3])
 
 
+@pytest.mark.slow
 def test_auto_takes_another_kind_where_the_target_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module("autopar.vector_search.build")
     told: list[tuple[str, ...]] = []
@@ -369,7 +371,7 @@ def test_a_walk_leaves_out_what_it_is_told_to() -> None:
     np.testing.assert_array_equal(found, nearest[:, 1:])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_far_from_the_origin_as_much_is_found(kind: str, tmp_path: Path) -> None:
     """Differences are what distances say, not lengths; a loaded index has the same centre."""
@@ -385,6 +387,7 @@ def test_far_from_the_origin_as_much_is_found(kind: str, tmp_path: Path) -> None
     np.testing.assert_array_equal(loaded.search(queries, 10).ids, found.ids)
 
 
+@pytest.mark.slow
 def test_a_querys_own_duplicates_are_no_hits() -> None:
     """Each vector 10 times: the copies of a query are in the list that it is in, and say nothing about other queries."""
     corpus, strangers = np.tile(DATA.corpus[:400], (10, 1)), DATA.queries

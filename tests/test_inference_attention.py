@@ -81,6 +81,7 @@ class Case:
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.contract
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(8, 2, 1), (4, 4, 1), (8, 1, 1), (8, 2, 3), (4, 2, 20)])
@@ -149,6 +150,7 @@ def step_arguments(num_pages: int, heads: int, kv_heads: int, rows: int = 8, pag
     return (pages, random(rows, 1, heads, DIM), *(random(rows, 1, kv_heads, DIM) for _ in range(2)), tables, positions)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.contract
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])

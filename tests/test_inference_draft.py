@@ -100,6 +100,7 @@ EVENTS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(rounds=st.lists(st.tuples(*[EVENTS] * SLOTS), min_size=1, max_size=8), most=st.integers(1, PROPOSALS))
 def test_guesses_are_what_the_model_says_without_a_cache(

@@ -76,6 +76,7 @@ def test_tokens_and_logprobs_are_those_of_the_model_computed_anew(engine: Engine
     assert is_idle(engine)
 
 
+@pytest.mark.slow
 def test_a_request_does_not_depend_on_its_batch_mates_or_its_slot(folder: Path) -> None:
     """Tokens, and to the bit their logprobs: alone, and as the fifth among others. Drawn ones, too."""
     engine = opened(folder, options=Options(num_slots=4, max_length=LENGTH, chunks=((2, 16),), steps=1))
@@ -91,6 +92,7 @@ def test_a_request_does_not_depend_on_its_batch_mates_or_its_slot(folder: Path) 
             other.result()
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 def test_eight_devices_give_what_one_gives(folder: Path, engine: Engine) -> None:
     given = prompts(6, seed=1)
@@ -280,6 +282,7 @@ def test_text_without_a_tokenizer_is_refused(folder: Path, engine: Engine) -> No
         bare.submit([1], stop="x")
 
 
+@pytest.mark.slow
 def test_sizes_that_cannot_be_are_refused(folder: Path) -> None:
     with pytest.raises(InferenceError, match="made for 128 positions"):
         opened(folder, options=Options(max_length=256))
@@ -287,6 +290,7 @@ def test_sizes_that_cannot_be_are_refused(folder: Path) -> None:
         opened(folder, num_pages=None, memory_budget_bytes=1e5)
 
 
+@pytest.mark.slow
 def test_the_cache_takes_what_the_weights_leave(engine: Engine) -> None:
     """Of a small budget all but what the programs need; of a large one four times what all slots need."""
 

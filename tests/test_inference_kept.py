@@ -90,6 +90,7 @@ def nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the second start --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_made")
 def test_a_second_start_makes_nothing(folder: Path, cache: Path, first: Any) -> None:
     compiled: list[str] = []

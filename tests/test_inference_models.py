@@ -64,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {folder.name: folder for folder in root.iterdir()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "untied-gpt2", "llama"])
 def test_logits_are_those_of_transformers_in_flax(name: str, folders: dict[str, Path]) -> None:
     from transformers import FlaxGPT2LMHeadModel, FlaxLlamaForCausalLM
@@ -113,7 +113,7 @@ def test_logits_are_those_of_transformers_in_torch(folders: dict[str, Path], tmp
     assert max(differences.values()) <= 1e-4, differences
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.contract
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_and_single_tokens_against_a_cache_give_the_same_logits(name: str, folders: dict[str, Path]) -> None:
@@ -193,6 +193,7 @@ def test_frequencies_of_llama_3() -> None:
     assert len(between) and ((between > 1 / 8) & (between < 1)).all()
 
 
+@pytest.mark.slow
 def test_a_plan_says_where_weights_lie(tmp_path: Path) -> None:
     """Memory for six tenths of the weights on each of 8 devices: the planner splits them, and logits are those of one device."""
     write_checkpoint(tmp_path / "model", {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8})
@@ -220,6 +221,7 @@ def test_a_plan_says_where_weights_lie(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(params, tokens), forward(checkpoint.load(), tokens), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 def test_a_plan_lays_out_a_step_against_a_cache(tmp_path: Path) -> None:
     """The planner splits the cache by its heads, and the step gives on 8 devices what it gives on one."""
@@ -304,6 +306,7 @@ def test_what_is_read_is_what_the_library_reads(name: str, folders: dict[str, Pa
         np.testing.assert_array_equal(np.asarray(loaded[path]), source.view(stored[source.name]))
 
 
+@pytest.mark.slow
 def test_other_dtypes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", LLAMA, dtype="BF16")
     checkpoint = Checkpoint.open(tmp_path / "model")

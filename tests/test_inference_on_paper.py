@@ -126,6 +126,7 @@ def test_bytes_are_those_of_the_model_and_of_its_pages() -> None:
         assert each.layout.peak_bytes < 0.75 * 84942979072
 
 
+@pytest.mark.slow
 def test_seconds_are_those_of_the_plans() -> None:
     one, _ = told().options
     assert one.layout is not None
@@ -185,6 +186,7 @@ def test_a_layout_in_words() -> None:
     assert set(dict(layout_in_words(two.layout.programs[Shape()].plan)).values()) == {"whole on each"}
 
 
+@pytest.mark.slow
 def test_a_real_decode_step_over_eight_devices_sums_twice_a_layer_and_gathers_no_cache_and_no_vocabulary() -> None:
     served = case(prompt=1024, output=1024).served
     function, arguments = served.program(Shape(), 2048)
@@ -212,6 +214,7 @@ def run(model: Path | str, *arguments: str) -> int:
     return main(["plan", "--for", "inference", str(model), "--devices", "1", "--hardware", "h100-sxm", *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_or_json_and_saves_the_plan(model: Path, capsys: Any, tmp_path: Path) -> None:
     plan = str(tmp_path / "decode.plan.json")
     small = ("--prompt-tokens", "20", "--output-tokens", "10", "--batch", "2")

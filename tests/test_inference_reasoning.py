@@ -63,6 +63,7 @@ def test_a_verifier_that_raises_costs_its_chain_only(engine: Engine) -> None:
     assert is_idle(engine)
 
 
+@pytest.mark.slow
 def test_coverage_is_that_of_independent_draws(engine: Engine) -> None:
     """Right is a chain whose first token is one of some, of probability p: of n at least one is, with 1 - (1 - p)^n."""
     folder = engine.runner

@@ -191,6 +191,7 @@ def test_parameters_that_cannot_be_are_refused(options: dict[str, Any], why: str
 SLOTS, LARGE = 16, 8 * 2048
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 def test_a_split_vocabulary_is_never_gathered_and_draws_the_same() -> None:
     """Planned for eight devices: candidates of each are sent, and single numbers of each slot."""
@@ -277,6 +278,7 @@ def test_a_slot_without_proposals_is_sampled_and_only_logits_that_are_read_must_
     assert found.num_accepted.tolist() == [0, 0] and found.tokens[0, 0] == logits[0, 0].argmax()
 
 
+@pytest.mark.slow
 def test_proposals_are_verified_where_the_vocabulary_lies() -> None:
     """As sampling: candidates and single numbers are sent, for each slot and proposal."""
     slots, width, size = 8, 4, 8 * 512

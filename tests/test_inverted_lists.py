@@ -66,6 +66,7 @@ def test_every_vector_is_in_its_list_once() -> None:
     assert [set(owner[each]) for each in members(index)] == [{number} for number in range(LISTS)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_search_is_exact_within_the_lists_probed(metric: Metric, dtype: str) -> None:
@@ -88,6 +89,7 @@ def test_probing_all_lists_finds_the_nearest(metric: Metric) -> None:
     assert np.all(np.diff(np.asarray(found.scores), axis=1) <= 0)
 
 
+@pytest.mark.slow
 def test_how_the_work_is_cut_changes_no_result() -> None:
     """Into units of few queries and of many; one unit at a time, some, all. Also when every query wants one list."""
     index, _, queries = made()
@@ -202,6 +204,7 @@ def test_units_multiply_every_block_with_every_query_that_asks_it_and_there_is_r
     assert set(found) == served
 
 
+@pytest.mark.slow
 def test_small_blocks_and_large_give_the_same() -> None:
     small, _, queries = made()
     large, _, _ = made(slots=64)
@@ -232,6 +235,7 @@ def test_with_faiss_centroids_and_lists_the_recall_is_faiss_own() -> None:
     assert recall(found, expected) >= 0.9995
 
 
+@pytest.mark.slow
 def test_lists_split_over_devices_by_the_planner_find_what_one_device_finds() -> None:
     """More than one device's budget: every list over all devices, so that each has as much to do."""
     data = faiss_synthetic(64, 0, 20000, 128)

@@ -44,6 +44,7 @@ def test_lists_of_equal_length_are_left_alone() -> None:
     np.testing.assert_array_equal(cut_long_lists(centroids, held, jax.random.key(0)), centroids)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [64, 8192])
 def test_the_same_seed_gives_the_same_clusters_and_rounds_make_the_distortion_less(chunk: int) -> None:
     vectors = faiss_synthetic(16, 0, 2000, 0).corpus
@@ -90,6 +91,7 @@ def test_one_list_holds_all_and_as_many_lists_as_vectors_hold_one_each() -> None
     assert np.asarray(k_means(vectors, 12, most=1.0 + 1e-6).counts).tolist() == [1] * 12
 
 
+@pytest.mark.slow
 def test_int8_vectors_are_clustered_as_numbers() -> None:
     vectors = np.random.default_rng(0).integers(-128, 128, size=(300, 8)).astype(np.int8)
     small, wide = k_means(jnp.asarray(vectors), 6), k_means(jnp.asarray(vectors, jnp.float32), 6)

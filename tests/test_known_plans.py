@@ -74,6 +74,7 @@ def test_bert_with_wide_layers_is_megatron() -> None:
     assert "tensor parallel" in plan.words
 
 
+@pytest.mark.slow
 def test_of_plans_that_are_as_good_as_one_another_the_simplest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adam's state split over the devices saves less than 0.5 % of this step; the report says what was passed over, and for how much.
     Where a plan is faster by more it is taken, and one that is whole but does not fit is not."""

@@ -113,7 +113,7 @@ def with_ties(dtype: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(x, dtype))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 @pytest.mark.parametrize("k", [1, 24, 64])  # parts are of 8, 16 or 32
@@ -133,6 +133,7 @@ def test_approximate_top_k_is_exact_where_that_of_the_whole_is(mesh: str) -> Non
             equal(got, function(x, 12), words)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_the_first_of_the_largest_is_that_of_the_whole(dtype: str, mesh: str) -> None:
@@ -143,7 +144,7 @@ def test_the_first_of_the_largest_is_that_of_the_whole(dtype: str, mesh: str) ->
                 equal(got, [function(x, axis, index)], words)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
@@ -168,6 +169,7 @@ def test_a_cumulative_operation_goes_on_where_the_part_before_ends(name: str, re
 STARTS = [-5, 0, 1, 3, 7, 8, 11, 14, 16, 31, 100]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("window", [1, 3, 13, 31])  # parts are of 4, 8 or 16
 def test_a_window_is_written_and_read_wherever_it_falls(window: int, mesh: str) -> None:
@@ -222,6 +224,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("differentiated", ["", "rows", "matrices"])
 def test_ragged_products_and_their_gradients(differentiated: str, mesh: str) -> None:
@@ -316,7 +319,7 @@ def made_up(args: Sequence[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_region_is_planned_and_run_and_sends_little(name: str, mesh: str) -> None:

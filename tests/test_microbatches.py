@@ -168,7 +168,7 @@ def traced(step: Callable[..., Any], *args: Any) -> Program:
     return program_of(step, args, carry=None, donate=None)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_any_plan_in_microbatches_computes_what_the_step_does(loss: Callable[..., Any], mesh: str) -> None:
@@ -391,6 +391,7 @@ def test_a_loop_of_the_users_own_sums_once_too() -> None:
     assert sums == [1]
 
 
+@pytest.mark.slow
 def test_auto_takes_one_where_it_fits_and_more_where_it_does_not() -> None:
     one = planned(num_microbatches="auto")
     assert one.microbatches is None

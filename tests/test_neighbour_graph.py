@@ -90,6 +90,7 @@ def test_every_node_of_many_that_crowd_around_few_is_led_to() -> None:
     assert all(len(set(row)) == len(row) for row in edges.tolist() if NO_ID not in row)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("metric", METRICS)
 def test_the_walk_finds_the_nearest_and_scores_what_it_says(metric: Metric) -> None:
     graph, vectors, queries = made(metric)
@@ -149,6 +150,7 @@ def test_a_filter_is_kept_to_and_the_walk_goes_through_what_is_left_out(share: f
         assert np.all(found == NO_ID)
 
 
+@pytest.mark.slow
 def test_k_beyond_what_is_there_is_marked() -> None:
     vectors = jnp.asarray(np.eye(3, dtype=np.float32))
     near = jnp.array([[1, 2], [0, 2], [0, 1]], jnp.int32)

@@ -133,6 +133,7 @@ def test_an_evaluation_neither_changes_nor_gives_away_the_model() -> None:
     assert model.layers[0].kernel[...] is kernel
 
 
+@pytest.mark.slow
 def test_modes_are_planned_apart_and_the_train_step_goes_on() -> None:
     step = autopar.parallelize(**OPTIONS)(nnx_step)
     objects, plain = create(), create()

@@ -55,7 +55,7 @@ def run_planned(program: programs.Program, **options: Any) -> tuple[Any, Plan]:
     return run(program, step, state), step.plan(jax.eval_shape(program.create_state, jax.random.key(0)), batch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.contract
 def test_the_chosen_plan_computes_the_same(case: tuple[programs.Program, Any]) -> None:
     program, plain = case

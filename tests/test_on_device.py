@@ -337,6 +337,7 @@ def _turned_against_each_other(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
     return w - (_summed(x, jnp.sin(x)) + _summed(y, jnp.sin(y)).T)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("step", "sent"),
     [

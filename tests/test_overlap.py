@@ -84,6 +84,7 @@ def test_it_is_faster_by_xla_too(absent_gpus: Compiler) -> None:
     assert seconds(dear()[0]) < 0.98 * seconds(level()[0])
 
 
+@pytest.mark.slow
 def test_sums_that_xla_would_join_are_kept_apart_where_that_is_faster(absent_gpus: Compiler) -> None:
     """A table that both ends of a network read: the sum of what the last layer makes of it has the whole backward pass to hide
     behind, but not where it is taken together with the first's."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -59,12 +59,15 @@ def test_a_package_says_what_it_is_and_no_prefix_stands_for_a_package(folder: Pa
     assert max(first_words.values(), default=0) <= 3, first_words
 
 
-def imported(file: Path) -> Iterator[str]:
+@functools.cache
+def imported(file: Path) -> frozenset[str]:
     """The packages of autopar that a module imports, anywhere in it."""
+    found = set[str]()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         names = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        yield from (name.split(".")[1] for name in names if name.startswith("autopar."))
+        found.update(name.split(".")[1] for name in names if name.startswith("autopar."))
+    return frozenset(found)
 
 
 @pytest.mark.parametrize("folder", sorted(file.parent for file in PACKAGE.glob("*/__init__.py")), ids=lambda f: f.name)

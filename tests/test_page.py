@@ -96,6 +96,7 @@ def test_the_head_says_what_runs_replicated_and_names_both_step_times() -> None:
     assert "stage 0: 2 operations have no sharding rule" in " ".join(str(autopar.explain(staged)).split())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_page_is_well_formed_and_whole_in_itself(name: str) -> None:
     told = parsed(PLANS[name]())

@@ -84,6 +84,7 @@ def layered() -> tuple[Cuttable, list[int]]:
     return cuttable, branch_layers(cuttable.flow, cuttable.chain)
 
 
+@pytest.mark.slow
 def test_branches_are_layers_of_their_own() -> None:
     """The stem, four branches, what joins them and leads to the next four, and the rest."""
     cuttable, layer_of = layered()

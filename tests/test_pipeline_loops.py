@@ -67,6 +67,7 @@ def check(step: Any, state: Any, **options: Any) -> Pipeline:
     return assert_alike(step, state, batch_of, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("optimizer", "num_stages"), [(SGD, 2), (ADAM, 4)], ids=["sgd-2", "adam-4"])
 def test_a_loop_over_layers_is_cut(optimizer: optax.GradientTransformation, num_stages: int) -> None:
     pipeline = check(step_of(optimizer), state_of(optimizer), num_stages=num_stages, num_microbatches=2)
@@ -102,6 +103,7 @@ def shared_weight(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((h @ params["last"] - batch[1]) ** 2)
 
 
+@pytest.mark.slow
 def test_a_weight_that_all_trips_share() -> None:
     """Its gradient passes once a step, however many microbatches there are."""
     pipeline = check(step_of(ADAM, shared_weight), state_of(ADAM), num_stages=2, num_microbatches=2)
@@ -153,6 +155,7 @@ def test_two_loops_of_as_many_trips() -> None:
     assert all(shape == () for shape in crossing(pipeline, "outside"))
 
 
+@pytest.mark.slow
 def test_a_leaf_whose_layers_are_renewed_as_a_whole_is_read_as_a_whole() -> None:
     """What is no elementwise update, here one that mixes layers, is done to all layers together."""
 

@@ -31,6 +31,7 @@ from autopar.pipeline.schedule.tasks import Schedule, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "virtual"), [("1f1b", 4, 1), ("zb-h1", 2, 1), ("interleaved", 2, 2)]
 )
@@ -91,6 +92,7 @@ def trained(measured: bool) -> tuple[Any, Any]:
     return state, one
 
 
+@pytest.mark.slow
 def test_a_measured_step_computes_what_a_call_does() -> None:
     called, _ = trained(measured=False)
     measured, one = trained(measured=True)

@@ -40,6 +40,7 @@ def counted(schedule: str, num_microbatches: int) -> tuple[Pipeline, Held]:
     return pipeline, held
 
 
+@pytest.mark.slow
 def test_1f1b_holds_less_than_gpipe_by_what_it_has_less_in_flight() -> None:
     (one, less), (other, more) = counted("1f1b", 8), counted("gpipe", 8)
     assert less.flight_bytes == more.flight_bytes and min(less.flight_bytes) > 0

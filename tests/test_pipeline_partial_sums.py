@@ -67,6 +67,7 @@ def test_examples_split_over_devices() -> None:
     assert found["after"] > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
 def test_examples_and_parameters_split(schedule: str) -> None:
     """Sums over one axis wait; what the other splits stays split."""

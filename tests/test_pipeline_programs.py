@@ -88,6 +88,7 @@ def test_batch_statistics_are_each_microbatchs_own_where_that_is_allowed() -> No
     assert_alike(resnet_step, resnet_state(), images, plain=plain, tolerance=1e-4, **options)
 
 
+@pytest.mark.slow
 def test_what_would_change_is_said_before_it_is_changed() -> None:
     cuttable = Cuttable.of(program_of(resnet_step, (resnet_state(), images(0)), carry=None, donate=None))
     with pytest.raises(MicrobatchError, match=r"reduction over all 8 examples.*`per_microbatch_statistics=True`"):
@@ -128,6 +129,7 @@ def test_examples_may_meet_in_one_microbatch() -> None:
 # -- what else steps do ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_of_many_parts() -> None:
     """Two losses, outputs of examples, layers computed again, dropout by a key that is state, a norm to clip by, a
     schedule that counts, averaged parameters: between stages pass an activation, its cotangent, and scalars."""
@@ -161,6 +163,7 @@ def test_a_step_of_many_parts() -> None:
     assert all(shape == () for shape in crossing(pipeline, "outside"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["layers", "loop"])
 def test_each_stage_computes_again_what_is_its_own(form: str) -> None:
     """All layers are in one `jax.checkpoint`, and what it is given waits at one barrier."""
@@ -211,6 +214,7 @@ def test_layers_of_equinox_that_are_mapped_and_scanned() -> None:
     assert all(shape == () for shape in crossing(pipeline, "outside"))
 
 
+@pytest.mark.slow
 def test_layers_of_nnx_that_are_mapped_and_scanned() -> None:
     class Layer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -62,7 +62,7 @@ def check_mlp(steps: int = 2, **options: Any) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.contract
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("schedule", ["none", "gpipe", "1f1b", "zb-h1"])

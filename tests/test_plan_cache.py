@@ -389,6 +389,7 @@ def test_a_folder_of_the_users_own_is_used_instead(
         compilation_cache.reset_cache()
 
 
+@pytest.mark.slow
 def test_a_damaged_compiled_step_is_said_and_compiled_anew(
     mlp: programs.Program, tmp_path: Path, compiled_events: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -420,6 +421,7 @@ def kept_step(mlp: programs.Program, tmp_path_factory: pytest.TempPathFactory) -
         os.umask(mask)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("what", "mode"),
     [("compiled/*/*-cache", 0o664), ("compiled/*", 0o775), (".", 0o777), ("compiled/*", "another's"), (".", 0o1777)],
@@ -499,6 +501,7 @@ def test_the_folders_of_a_cache_are_of_its_user_alone(tmp_path: Path) -> None:
 # -- the command line ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_line_keeps_plans_and_says_so(tmp_path: Path) -> None:
     target = tmp_path / "model.py"
     shapes = (

@@ -182,6 +182,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[st
 HOST = r"\(host \S+\)"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mistake", "kind", "text"),
     [
@@ -245,6 +246,7 @@ def test_training_goes_on_after_a_kill_with_the_same_losses(tmp_path: Path, undi
         np.testing.assert_allclose(one["losses"], undisturbed[3:], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_when_process_0_dies_jax_ends_the_others_and_it_is_named(tmp_path: Path) -> None:
     ended = run("killed", str(tmp_path), "3", "0", processes=2, devices=2)
     assert ended[0].code == -9 and ended[1].code not in (0, None)

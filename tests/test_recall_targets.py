@@ -188,6 +188,7 @@ def test_few_vectors_are_all_found(kind: str, metric: str) -> None:
         assert index.stats().reached is not False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [IVF, pytest.param(GRAPH, marks=pytest.mark.slow)])
 def test_one_query_tells_no_recall(kind: str) -> None:
     """Nothing is promised by it: what is kept finds all, or is said not to."""

@@ -320,6 +320,7 @@ def test_computed_again_and_split_it_computes_the_same() -> None:
     same(run(*args), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scanned", [False, True])
 def test_in_microbatches_it_computes_the_same(scanned: bool) -> None:
     """Each microbatch has a backward pass of its own, and what is accumulated over them may still stay pending."""
@@ -379,6 +380,7 @@ def test_forbidden_it_is_a_way_out_with_its_price() -> None:
     assert "in the " in str(error.value) and "results" in str(error.value)
 
 
+@pytest.mark.slow
 def test_impossible_even_so() -> None:
     budget = 0.05 * free_plan(False).prediction.peak_bytes
     with pytest.raises(

@@ -425,7 +425,7 @@ class Forced:
         return out
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_every_strategy_computes_the_same_without_hidden_collectives(sample: str, mesh: str) -> None:

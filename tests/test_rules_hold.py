@@ -299,7 +299,7 @@ class Evaluated:
             np.testing.assert_allclose(combine(*halves), whole, rtol=1e-5, err_msg=str(self.equation.source))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [*SNIPPETS, "cnn_batchnorm", "gpt"])
 def test_halves_along_a_factor_do_not_mix(name: str) -> None:
     function, args = named(name)

@@ -138,6 +138,7 @@ def test_the_program_is_the_one_that_an_index_runs() -> None:
     assert told.asked.sent_bytes <= told.asked.most_bytes + 10 * 4  # and which were chosen
 
 
+@pytest.mark.slow
 def test_the_lectures_case_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     """On 8 H200s, in tables; on one, where nothing fits, what would stay on disk."""
     saved = tmp_path / "search.plan.json"

@@ -109,6 +109,7 @@ def test_xla_keeps_them_apart_and_finds_the_step_faster(absent_gpus: Compiler) -
     assert plan.prediction.xla_step_time_s == pytest.approx(apart, rel=0.15)
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_plain_jax(tmp_path: Path) -> None:
     """On one process's CPU devices, from the plan and from its file."""
     args = arguments(768, 512, length=8)

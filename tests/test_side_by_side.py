@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,14 +59,22 @@ def test_all_is_answered_and_by_several() -> None:
     assert {request: lane for request, (lane, _) in own.items()} == {5: 2, 1: 0, 2: 0}
 
 
-def test_who_has_nothing_to_do_takes_what_may_be_taken() -> None:
+def test_who_has_nothing_to_do_takes_what_may_be_taken(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+
     def answer(request: int) -> int:
-        time.sleep(0.3)
+        until = time.monotonic() + 60
+        while request == 1 and not taken.exists() and time.monotonic() < until:  # the other has begun
+            time.sleep(0.01)
+        if request == 3:
+            taken.touch()
         return request
 
     with lanes(answer, 2, patience_s=60) as team:
         found = each_its_own(team, {0: [1, 2, 3, 4]}, lambda request: request in (2, 3))
-    assert {request: lane for request, (lane, _) in found.items()} == {1: 0, 2: 0, 3: 1, 4: 0}
+    lane_of = {request: lane for request, (lane, _) in found.items()}
+    assert (lane_of[1], lane_of[3], lane_of[4]) == (0, 1, 0)
+    assert lane_of[2] in (0, 1), "whichever is done first"
 
 
 def test_there_are_no_more_lanes_than_work_or_than_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +101,7 @@ def hangs(_: int) -> Any:
     time.sleep(3600)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("misfortune", [dies, raises, answers_what_cannot_be_sent, hangs])
 def test_what_a_copy_does_not_answer_is_done_here(misfortune: Any) -> None:
     def answer(request: int) -> int:

@@ -335,6 +335,7 @@ def test_no_time_at_all() -> None:
     assert (solution.choices, solution.status) == ((), Status.NOT_FOUND)
 
 
+@pytest.mark.slow
 def test_too_little_time_for_a_proof() -> None:
     problem = knapsack()
     reports: list[tuple[float, float]] = []

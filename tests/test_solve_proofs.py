@@ -58,6 +58,7 @@ def no_false_proof(path: tuple[str, Solve], num_problems: int) -> None:
         assert not faults(problem, solve(problem), must_find=name != "large search"), seed
 
 
+@pytest.mark.sampled(2)
 def test_no_false_proof_where_the_limit_is_all_but_missed(path: tuple[str, Solve]) -> None:
     no_false_proof(path, 80)
 

@@ -127,6 +127,7 @@ def test_two_groups_are_split_over_two_devices(absent_gpus: Compiler) -> None:
     assert all(one.kind == "all-reduce" and one.num_elements == 1 for one in found), found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("pinned", [P(None, "data"), P(None, None, "data")], ids=["height", "width"])
 def test_a_split_image_gives_the_same_gradients(mesh: str, pinned: P) -> None:

@@ -50,7 +50,7 @@ def middle(costs: StageCosts) -> tuple[int, int]:
     return usual, usual + 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [0, 1, 2])
 def test_a_price_is_that_of_the_stage_when_it_is_planned(option: int) -> None:
     costs = prices()
@@ -63,7 +63,7 @@ def test_a_price_is_that_of_the_stage_when_it_is_planned(option: int) -> None:
     assert told.backward_s + told.weight_s == pytest.approx(planned.backward_s + planned.weight_s, rel=0.2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_what_a_long_stage_holds_is_known_from_pairs(num_devices: int) -> None:
     """Also what is gathered before the first microbatch, of every layer, for all of them."""
@@ -90,6 +90,7 @@ def test_what_is_dearer_to_hold_is_computed_again() -> None:
     assert flights[-1] == pytest.approx((last - first + 1) * rows * 512 * 2, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_passes_is_all_that_the_backward_pass_reads() -> None:
     """Nothing that is computed again is read before it is, and what leaves the stage is made in the forward pass."""
     costs = prices()
@@ -170,6 +171,7 @@ def test_sums_stay_pending_only_where_they_may() -> None:
     assert pending(False) == 0
 
 
+@pytest.mark.slow
 def test_numbers_of_microbatches_are_estimated_from_one_layer() -> None:
     """Prices by proportion are near those of plans, and need few."""
     found, clusters = cuttable()

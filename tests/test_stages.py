@@ -170,6 +170,7 @@ def test_a_plan_of_another_step_is_refused() -> None:
         autopar.parallelize(plan=plan())(other.step)(*other.args())
 
 
+@pytest.mark.slow
 def test_a_kept_plan_is_found_again(tmp_path: Path) -> None:
     options = OPTIONS | {"cache": tmp_path, "num_devices": 8}
     first = autopar.plan(mlp().step, *mlp().abstract_args(), **options)
@@ -302,6 +303,7 @@ def test_the_command_line_plans_explains_and_draws(
     assert "cannot write" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_each_stage_is_compiled_for_its_devices() -> None:
     step, args = wide(width=1024, layers=4, batch=4096)
@@ -324,6 +326,7 @@ def test_there_is_no_program_to_lower() -> None:
 # -- checkpoints -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_state_goes_from_stages_to_one_program_and_back(tmp_path: Path) -> None:
     state = staged().init(mlp().create_state, jax.random.key(0), batch=mlp().make_batch(0))
     state, _ = staged()(state, mlp().make_batch(0))
@@ -349,6 +352,7 @@ def test_a_state_goes_from_stages_to_one_program_and_back(tmp_path: Path) -> Non
 # -- what a user has decided -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_not_donated_stays() -> None:
     step = autopar.parallelize(**OPTIONS, donate=[])(mlp().step)
     state = step.init(mlp().create_state, jax.random.key(0), batch=mlp().make_batch(0))
@@ -357,6 +361,7 @@ def test_what_is_not_donated_stays() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_a_given_mesh_is_kept_where_one_program_is_faster() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "columns"))
     program = programs.mlp(batch=2048, width=64, num_layers=4, optimizer="adam")

@@ -106,6 +106,7 @@ def test_a_callback_that_reads_data_alone_runs_once_a_step() -> None:
     np.testing.assert_array_equal(seen[0], X[:, 0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("stages", "schedule"), [(3, "gpipe"), (4, "zb-h1")])
 def test_one_example_in_each_microbatch(stages: int, schedule: str) -> None:
     def forward(p: Any, x: Any) -> Any:

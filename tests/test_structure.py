@@ -111,7 +111,7 @@ def arguments() -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(ws, jnp.float32), jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("mesh", ["8", "2x4", "2x2x2"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_any_plan_computes_what_the_step_does(program: Callable[..., jax.Array], mesh: str) -> None:
@@ -281,6 +281,7 @@ def mapped(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(run(jnp.tanh(x), w) ** 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [constrained, mapped], ids=lambda loss: loss.__name__)
 def test_what_the_program_splits_itself_stays_so(loss: Callable[..., jax.Array]) -> None:
     def step(w: jax.Array, x: jax.Array) -> Any:

@@ -13,6 +13,7 @@ from autopar.frontend.flat_jaxpr import module_path, phase_of
 from autopar.frontend.trace import trace
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.contract
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_calls_are_inlined_and_nothing_dead_is_left(name: str) -> None:

@@ -66,6 +66,7 @@ def check(found: vector_search.Found, queries: Any, corpus: Any, metric: str, k:
     assert (found.ids[:, there:] == -1).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     blocks=st.sampled_from([1, 2]),
@@ -103,6 +104,7 @@ def test_the_program_is_exact(
     check(vector_search.Found(ids, np.asarray(distances).reshape(-1, k)), queries, corpus, metric, k, allowed)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.contract
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("metric", metrics.METRICS)
@@ -189,6 +191,7 @@ def check_nearest(found: vector_search.Found, queries: Any, corpus: Any) -> None
     assert (found.ids[:, there:] == -1).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", HARD)
 def test_distances_that_are_small_beside_the_vectors_are_exact(case: str) -> None:
     """No neighbour is lost to rounding; and where an index is saved, it is what was given, to the last bit."""
@@ -205,6 +208,7 @@ def test_distances_that_are_small_beside_the_vectors_are_exact(case: str) -> Non
     check_nearest(vector_search.Found(positions, distances), queries, corpus)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["offset of 1000", "two clusters far apart", "each thirty times"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_they_are_exact_on_eight_devices(case: str, dtype: str) -> None:
@@ -260,6 +264,7 @@ def test_a_filter_is_exact(share: float) -> None:
     assert share > 0 or np.isinf(found.distances).all()
 
 
+@pytest.mark.slow
 def test_ids_are_the_users_own() -> None:
     corpus, queries = vectors(50), vectors(3)
     own = np.arange(50)[::-1] + 2**40
@@ -376,6 +381,7 @@ def test_tilings_have_room(num_vectors: int, num_devices: int, num_queries: int)
 # -- files -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_an_index_is_loaded_onto_other_devices(tmp_path: Path, dtype: str) -> None:
     """V14."""
