@@ -362,7 +362,6 @@ def _collectives(
     """All collectives, and per decision the positions of those on its flows."""
     uses: list[CollectiveUse] = []
     caused: dict[int, list[int]] = defaultdict(list)
-    defined_at = {v: n for n, node in enumerate(f.graph.nodes) for v in node.results}
     input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
     renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
     readers: dict[int, list[int]] = defaultdict(list)
@@ -371,7 +370,7 @@ def _collectives(
     for flow in f.flows:
         times = f.graph.values[flow.value].repeat
         for step in f.collectives(flow, choices):
-            node = _node_of(f, flow, defined_at)
+            node = _node_of(f, flow)
             caused[flow.source].append(len(uses))
             caused[flow.target].append(len(uses))
             uses.append(
@@ -381,7 +380,7 @@ def _collectives(
                     num_bytes=step.num_bytes,
                     num_times=round(times),
                     time_s=times * f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
-                    cause=_cause(f, flow, step.kind, input_path, renewed, defined_at, readers),
+                    cause=_cause(f, flow, step.kind, input_path, renewed, readers),
                     path=node.path if node else input_path.get(flow.value, ""),
                     source=node.source if node else "",
                     phase="update" if flow.value in renewed else f.decisions[flow.target].phase,
@@ -391,7 +390,7 @@ def _collectives(
     sent: dict[Strip, int] = {}
     for index, choice in enumerate(f.decisions):
         uses += _small_sums(f, choice, choices[index])
-        for strip, use in _halos(f, f.extensions(index, choices[index]), input_path, defined_at):
+        for strip, use in _halos(f, f.extensions(index, choices[index]), input_path):
             if strip not in sent:  # else XLA sends it once for all its readers
                 sent[strip] = len(uses)
                 uses.append(use)
@@ -429,13 +428,13 @@ def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveU
 
 
 def _halos(
-    f: Formulation, extensions: Sequence[Extension], input_path: dict[int, str], defined_at: dict[int, int]
+    f: Formulation, extensions: Sequence[Extension], input_path: dict[int, str]
 ) -> Iterator[tuple[Strip, CollectiveUse]]:
     for one in extensions:
         node = f.graph.nodes[one.node]
         for strip in one.strips:
-            made = defined_at.get(strip.value)
-            of = f"`{input_path[strip.value]}`" if made is None else f"the {f.graph.nodes[made].primitive} result"
+            made = f.graph.producer(strip.value)
+            of = f"`{input_path[strip.value]}`" if made is None else f"the {made.primitive} result"
             yield (
                 strip,
                 CollectiveUse(
@@ -491,11 +490,10 @@ def _inside(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
     return [use]
 
 
-def _node_of(f: Formulation, flow: Flow, defined_at: dict[int, int]) -> Node | None:
+def _node_of(f: Formulation, flow: Flow) -> Node | None:
     """The node to blame: the maker of the value; for an input, the first reader."""
-    if flow.value in defined_at:
-        return f.graph.nodes[defined_at[flow.value]]
-    return f.graph.nodes[flow.uses[0][0]] if flow.uses else None
+    first_reader = f.graph.nodes[flow.uses[0][0]] if flow.uses else None
+    return f.graph.producer(flow.value) or first_reader
 
 
 def _cause(
@@ -504,7 +502,6 @@ def _cause(
     kind: str,
     input_path: dict[int, str],
     renewed: dict[int | None, str],
-    defined_at: dict[int, int],
     readers: Mapping[int, Sequence[int]],
 ) -> str:
     if flow.value in input_path:
@@ -513,7 +510,7 @@ def _cause(
         )
     if flow.value in renewed:
         return f"put back the updated `{renewed[flow.value]}`"
-    maker = f.graph.nodes[defined_at[flow.value]].primitive
+    maker = f.graph.nodes[f.graph.producers[flow.value]].primitive
     if kind in ("all-reduce", "reduce-scatter"):
         target = f.decisions[flow.target]
         what = "gradient" if target.phase == "update" or _only_updates(f, flow, readers) else f"{maker} result"
@@ -538,14 +535,14 @@ def _decisions(
 ) -> tuple[Decision, ...]:
     prices = _local_prices(f, choices)
     renewed = dict(f.graph.carried)
-    first_reader = {v: n for n in reversed(f.graph.nodes) for v in n.operands if v is not None}
     out: list[Decision] = []
     for position, tensor in enumerate(inputs):
         if position not in f.input_decision:
             continue
         value = f.graph.inputs[position]
         node = f.input_decision[position]
-        source = first_reader[value].source if value in first_reader else ""
+        uses = f.graph.users.get(value)
+        source = f.graph.nodes[uses[0][0]].source if uses else ""
         decision = _decision(f, choices, prices, node, value, tensor.path, tensor.role, None, source, caused_by)
         after = f.graph.outputs[renewed[position]] if position in renewed else None
         update = f.value_made[after][0] if after in f.value_made else node

@@ -167,12 +167,7 @@ class _Lowering:
                 self.flow_of[use] = index
         self.copy_of = {d.value: n for n, d in enumerate(f.decisions) if d.kind == "copy"}
         self.sent: dict[int, Gather] = {}  # node -> what it gathers by itself
-        self.users: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for n, node in enumerate(self.graph.nodes):
-            for i, value in enumerate(node.operands):
-                if value is not None:
-                    self.users[value].append((n, i))
-        self.maker = {value: node for node in self.graph.nodes for value in node.results}
+        self.users, self.producers = self.graph.users, self.graph.producers
         self.leaving = frozenset(self.graph.outputs)
         self.added: dict[int, tuple[int, ...]] = {}  # sum of sums -> the values that they are of
         self.strips: dict[Strip, int] = {}
@@ -463,7 +458,7 @@ class _Lowering:
             (*reversed(operands), node.operands[1]),
         ):
             one = self.program.instructions[at]
-            if one.primitive != "scatter-add" or value is None or len(self.users[value]) != 1:
+            if one.primitive != "scatter-add" or value is None or len(self.users.get(value, ())) != 1:
                 continue
             zeros = next(iter(one.operands))
             if self.program.instructions[zeros].primitive != "broadcast_in_dim" or zeros == other or other > at:
@@ -515,14 +510,14 @@ class _Lowering:
         if value is None:
             return None
         order = tuple(range(len(self.graph.values[value].shape)))
-        while len(self.users[value]) == 1 and value not in self.leaving:
+        while len(self.users.get(value, ())) == 1 and value not in self.leaving:
             at, _ = self._operand(n, index, value)
             collective, above = self.program.instructions[at].collective, self._unary(value)
             if collective:
                 return _Sum(at, self._turned(order, value)) if collective == "all-reduce" else None
             if above is None or at != self.at[value]:
                 return None
-            order = _composed(order, self.maker[value])
+            order = _composed(order, self.graph.nodes[self.producers[value]])
             (n, index), *_ = self.users[above]
             value = above
         return None
@@ -530,11 +525,13 @@ class _Lowering:
     def _turned(self, order: tuple[int, ...], value: int) -> tuple[int, ...]:
         """An order of dims, in that of what a value is computed as."""
         above = self._unary(value)
-        return order if above is None else self._turned(_composed(order, self.maker[value]), above)
+        return (
+            order if above is None else self._turned(_composed(order, self.graph.nodes[self.producers[value]]), above)
+        )
 
     def _unary(self, value: int) -> int | None:
         """What a value is, cast or turned."""
-        node = self.maker.get(value)
+        node = self.graph.producer(value)
         return (
             node.operands[0] if node is not None and node.primitive in ("convert_element_type", "transpose") else None
         )
@@ -630,7 +627,7 @@ class _Lowering:
 
     def _feeds_dots(self, value: int) -> bool:
         """Whether all readers are matrix products, which take an operand in any order of its dims."""
-        for n, _ in self.users[value]:
+        for n, _ in self.users.get(value, ()):
             reader = self.graph.nodes[n]
             if reader.primitive == "dot_general":
                 continue
@@ -638,7 +635,7 @@ class _Lowering:
                 return False
             if not self._feeds_dots(reader.results[0]):
                 return False
-        return bool(self.users[value])
+        return value in self.users
 
     def _laid_out(self, n: int, node: Node, index: int, at: int) -> int:
         """A product's operand whose batch dims are not outermost is copied so that they are, once for all its
