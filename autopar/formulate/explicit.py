@@ -142,9 +142,9 @@ class _Builder:
     def _moved(self, array: int, wanted: TensorSharding, index: int, n: int) -> int:
         value, made = self.arrays[array].value, self.arrays[array].sharding
         flow, times = self.f.flows[index], self.graph.values[value].repeat
+        kept = tuple(axis for axis in wanted.unreduced if axis in made.unreduced)
         for move in self.f.moves(value, made, wanted):
-            pending = (*move.result.unreduced, *wanted.unreduced)
-            to = Array(value, TensorSharding(move.result.dims, pending))
+            to = Array(value, TensorSharding(move.result.dims, (*move.result.unreduced, *kept)))
             if to not in self.moved:
                 self.moved[to] = len(self.ops)
                 result = self._array(value, to.sharding)
