@@ -12,7 +12,7 @@ import pytest
 from autopar.cost import hardware_profile as hardware
 from autopar.cost.collectives import KINDS, collective_time, link_of
 from autopar.cost.resharding_matrix import EACH_S, ReshardingTimes
-from autopar.cost.resharding_paths import collectives_of, resharding_moves
+from autopar.cost.resharding_paths import Move, resharding_moves
 from autopar.ir.mesh import MeshShape, factorisations, parse_mesh
 from autopar.ir.sharding import TensorSharding
 
@@ -71,6 +71,10 @@ def test_an_axis_that_leaves_the_host_rides_the_network() -> None:
     assert link_of(D, mesh, PROFILE) == PROFILE.network_link
     assert link_of(("data", "model"), mesh, PROFILE) == PROFILE.network_link
     assert link_of(D, parse_mesh("8"), PROFILE) == PROFILE.host_link
+
+
+def collectives_of(moves: tuple[Move, ...]) -> list[Move]:
+    return [move for move in moves if move.kind != "cut"]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def made(mesh: str, width: int = 2048, batch: int = 65536) -> tuple[Program, Pla
 def plain(mesh: str) -> DeviceProgram:
     """The program of one device, in which nothing waits for what it does not read."""
     one = made(mesh)[2]
-    return device_program(one.formulation, one.solution.choices, H100)
+    return device_program(one.formulation, one.parts.explicit)
 
 
 def ties(mesh: str, merge_bytes: float, slack: float = 0.0) -> tuple[Any, tuple[Awaited, ...], Graph]:

@@ -18,6 +18,7 @@ from on_absent_gpus import all_reduced, compiled
 import autopar
 from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.cost.kernel_time import op_seconds
+from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, peak_of_temporaries
 from autopar.ir.graph import Graph
@@ -222,7 +223,7 @@ def built(
     """A function as XLA would run it on one device."""
     made, choices = planned(step, *args, mesh=mesh, pin=pin, profile=profile)
     assert choices is not None
-    return device_program(made, choices, profile)
+    return device_program(made, explicit_program(made, choices))
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -18,6 +18,7 @@ import pytest
 import autopar
 from autopar import errors
 from autopar.cost.hardware_profile import load
+from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.verifier import check
@@ -112,7 +113,7 @@ def solved(program: Program) -> tuple[Formulation, tuple[int, ...]]:
 
 def rungs_of(program: Program) -> list[tuple[Any, ...]]:
     f, choices = solved(program)
-    return [rung.again for rung in ladder(program.trace, f, choices, device_program(f, choices, f.profile))]
+    return [rung.again for rung in ladder(program.trace, f, choices, device_program(f, explicit_program(f, choices)))]
 
 
 def run_of(program: Program, plan: Plan, rung: tuple[Any, ...]) -> Any:
@@ -158,7 +159,7 @@ def test_a_barrier_is_one_operation() -> None:
     program, _, _ = traced(False)
     again = recomputing(program, [one.again for one in rungs_of(program)[-1]])
     f, choices = solved(again)
-    ops = device_program(f, choices, f.profile).ops
+    ops = device_program(f, explicit_program(f, choices)).ops
     barriers = [op for op in ops if again.graph.nodes[op.node].primitive == "barrier"]
     assert len(barriers) == sum(region.kind == "barrier" for region in again.trace.regions) > 1
 

@@ -149,13 +149,13 @@ def _inside(
 ) -> Iterator[tuple[str, _Said]]:
     """Places, and what the plan says of them."""
     graph = program.graph
-    end, maker = len(graph.nodes), {value: n for n, node in enumerate(graph.nodes) for value in node.results}
+    end = len(graph.nodes)
     renewed = {graph.outputs[after]: plan.outputs[after].sharding for _, after in plan.carried}
     for constraint in plan.constraints:
         place, n = _place_of(constraint, made, read), constraint.node
         if place is None or n == end or renewed.get(constraint.value) == constraint.shardings[-1]:
             continue  # a scalar, or a result, of which the jitted step says it
-        node = graph.nodes[maker[constraint.value] if n is None else n]
+        node = graph.nodes[graph.producers[constraint.value] if n is None else n]
         matters = n is not None or node.primitive in _CHOICES
         if constraint.barrier:
             raise ExportError(

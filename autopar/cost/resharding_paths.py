@@ -97,11 +97,6 @@ def divisibility(shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
     return tuple(math.gcd(size, mesh.num_devices) for size in shape)
 
 
-def collectives_of(moves: tuple[Move, ...]) -> tuple[Move, ...]:
-    """The moves that communicate."""
-    return tuple(move for move in moves if move.kind != "cut")
-
-
 class _Path:
     """A sharding on its way from one to another."""
 

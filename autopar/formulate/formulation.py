@@ -25,7 +25,7 @@ from autopar.cost.collectives import collective_time
 from autopar.cost.halo import Extension, Strip, extension_time, extensions_of
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_matrix import Hideable, ReshardingTimes
-from autopar.cost.resharding_paths import Move, collectives_of, resharding_moves
+from autopar.cost.resharding_paths import Move, resharding_moves
 from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.ir.device_program import Stored
 from autopar.ir.graph import Graph, Phase, Value
@@ -108,11 +108,6 @@ class Formulation:
         info = self.graph.values[value]
         made, wanted = made.without(wanted.unreduced), wanted.resolved()
         return resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh)
-
-    def collectives(self, flow: Flow, choices: Sequence[int]) -> tuple[Move, ...]:
-        """Collectives of one flow under an assignment."""
-        made, wanted = flow.made[choices[flow.source]], flow.wanted[choices[flow.target]]
-        return collectives_of(self.moves(flow.value, made, wanted))
 
     def extensions(self, decision: int, chosen: int) -> tuple[Extension, ...]:
         """What a group's operands are extended by under one of its strategies."""

@@ -8,8 +8,9 @@ pytree paths, name stacks and source lines kept. The graph is made from it, and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ class Rewritten:
     pairs: frozenset[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trace:
     """A whole step as equations over numbered values.
 
@@ -63,6 +64,11 @@ class Trace:
     out_tree: Any
     rewritten: tuple[Rewritten, ...] = ()
     microbatches: Any = None
+
+    @cached_property
+    def producers(self) -> Mapping[int, int]:
+        """Of each value that an equation makes, the equation."""
+        return {value: n for n, equation in enumerate(self.equations) for value in equation.results}
 
     @property
     def arguments(self) -> tuple[Any, ...]:

@@ -7,11 +7,15 @@ graph is equation *n* of the trace. Out: read by coarsening, rules, cost and the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 Phase = Literal["forward", "backward", "update"]
+#: An operand or a result of a node, by its position.
+Tensor = tuple[Literal["operand", "result"], int]
 
 #: Trips that a loop is priced for where the program does not say how many it makes: what moves inside it
 #: should cost more than what moves before it.
@@ -83,7 +87,7 @@ class Loop:
     sums: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
     """A whole step. `inputs`, `constants` and `outputs` hold value indices; an output that is a
     literal is None. `carried` pairs (input position, output position) that hold the same state. Of `loops`, the
@@ -99,3 +103,35 @@ class Graph:
     carried: tuple[tuple[int, int], ...] = ()
     loops: tuple[Loop, ...] = ()
     barriers: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def producers(self) -> Mapping[int, int]:
+        """Of each value that a node makes, the node."""
+        return {value: n for n, node in enumerate(self.nodes) for value in node.results}
+
+    @cached_property
+    def users(self) -> Mapping[int, tuple[tuple[int, int], ...]]:
+        """Of each value that a node reads, all (node, operand)s that do, in order."""
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for n, node in enumerate(self.nodes):
+            for i, value in enumerate(node.operands):
+                if value is not None:
+                    found[value].append((n, i))
+        return {value: tuple(uses) for value, uses in found.items()}
+
+    @cached_property
+    def touching(self) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
+        """Of each value, the nodes that read or make it, in order."""
+        found: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        for n, node in enumerate(self.nodes):
+            for i, value in enumerate(node.operands):
+                if value is not None:
+                    found[value].append((n, ("operand", i)))
+            for i, value in enumerate(node.results):
+                found[value].append((n, ("result", i)))
+        return found
+
+    def producer(self, value: int) -> Node | None:
+        """The node that makes a value; None of inputs and constants."""
+        n = self.producers.get(value)
+        return None if n is None else self.nodes[n]

@@ -19,7 +19,6 @@ class NodeNames:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._maker = {value: n for n, node in enumerate(graph.nodes) for value in node.results}
         self._modules = tuple(_modules(graph))
         self._given = dict(zip(graph.inputs, graph.input_paths, strict=True))
         self._numbers: list[int] = []
@@ -35,9 +34,9 @@ class NodeNames:
         Args:
             value: its number in the graph.
         """
-        if value not in self._maker:
+        if value not in self._graph.producers:
             return self._given.get(value, "a constant")
-        node = self._maker[value]
+        node = self._graph.producers[value]
         results = self._graph.nodes[node].results
         return self._node(node) + (f", result {results.index(value)}" if len(results) > 1 else "")
 
@@ -51,7 +50,7 @@ class NodeNames:
         """What sorts values and readings by module, as people number these, and then as the step runs."""
         if node == len(self._graph.nodes):
             return 2, by_number(self._graph.output_paths[operand or 0])
-        at = self._maker.get(value) if node is None else node
+        at = self._graph.producers.get(value) if node is None else node
         if at is None:
             return 0, by_number(self._given.get(value, ""))
         phase = get_args(Phase).index(self._graph.nodes[at].phase)

@@ -1,11 +1,15 @@
-"""What a legal graph is; run between passes in tests, and once per plan (it is cheap).
+"""Check that a graph, or an explicit program, is legal; once per plan (it is cheap), and in tests.
 
-In: `Graph`. Out: nothing, or an AssertionError: an illegal graph is our mistake, not the user's.
+In: `Graph`, `ExplicitProgram`. Out: nothing, or an AssertionError: an illegal one is our mistake, not the user's.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
+from autopar.ir.explicit_program import Communicate, ExplicitProgram
 from autopar.ir.graph import Graph
+from autopar.ir.sharding import TensorSharding
 
 
 def check(graph: Graph) -> None:
@@ -29,3 +33,48 @@ def check(graph: Graph) -> None:
     for source, target in graph.carried:
         before, after = graph.inputs[source], graph.outputs[target]
         assert after is None or graph.values[before].shape == graph.values[after].shape, "carried state changes shape"
+
+
+def check_explicit(program: ExplicitProgram, graph: Graph) -> None:
+    """Assert that arrays are made once, before they are read; that a node reads its own operands; and that each communication
+    turns its operand's sharding into its result's."""
+    defined = {program.made[value] for value in (*graph.inputs, *graph.constants)}
+    computed = Counter[int]()
+    for op in program.ops:
+        read = [op.operand] if isinstance(op, Communicate) else op.operands
+        if not (isinstance(op, Communicate) and op.cause == "region"):  # which stands behind its node
+            assert {array for array in read if array is not None} <= defined, f"{op} reads too early"
+        if isinstance(op, Communicate):
+            made = [] if op.result is None else [op.result]
+            if op.operand is not None and op.result is not None:
+                before, after = program.arrays[op.operand], program.arrays[op.result]
+                assert before.value == after.value, f"{op} turns a value into another"
+                assert _is_turned(op, before.sharding, after.sharding), f"{op}: {before.sharding} -> {after.sharding}"
+        else:
+            computed[op.node] += 1
+            values = tuple(None if array is None else program.arrays[array].value for array in op.operands)
+            assert values == graph.nodes[op.node].operands, f"node {op.node} reads other values"
+            made = [program.made[value] for value in graph.nodes[op.node].results]
+        assert defined.isdisjoint(made), f"{op} makes an array again"
+        defined.update(made)
+    assert set(computed.values()) <= {1}, "a node is computed twice"
+    assert all(n in computed for n, node in enumerate(graph.nodes) if node.results), "a node is not computed"
+    values = tuple(None if array is None else program.arrays[array].value for array in program.outputs)
+    assert values == graph.outputs, "outputs are other values"
+    assert {array for array in program.outputs if array is not None} <= defined, "an output is never made"
+
+
+def _is_turned(op: Communicate, before: TensorSharding, after: TensorSharding) -> bool:
+    """Whether a kind of communication over these axes leads from one sharding to the other."""
+    axes = set(op.axes)
+    split = before.axes, after.axes
+    pending = set(before.unreduced), set(after.unreduced)
+    if op.kind == "all-reduce":
+        return before.dims == after.dims and pending[0] - axes == pending[1] and axes <= pending[0]
+    if op.kind == "reduce-scatter":
+        return pending[0] - axes == pending[1] and split[1] == split[0] | axes and axes.isdisjoint(split[0])
+    if op.kind == "all-gather":
+        return split[1] == split[0] - axes and axes <= split[0] and pending[0] == pending[1]
+    if op.kind == "cut":
+        return split[1] == split[0] | axes and axes.isdisjoint(split[0]) and pending[0] == pending[1]
+    return split[0] == split[1] and axes <= split[0] and pending[0] == pending[1]

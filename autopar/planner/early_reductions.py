@@ -9,7 +9,7 @@ the backward pass is made to wait for those that should be over by then (`jax.la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.hardware_profile import HardwareProfile
@@ -30,10 +30,10 @@ class Early:
 
     def __init__(self, program: DeviceProgram, graph: Graph, mesh: MeshShape, profile: HardwareProfile) -> None:
         self.program, self.clock = program, _Clock(program, mesh, profile)
-        self.maker = {value: n for n, node in enumerate(graph.nodes) for value in node.results}
+        self.producers = graph.producers
         has_parts = graph.loops or any(node.primitive in _BRANCHES for node in graph.nodes)
         self.chains = [] if has_parts else _chains(program, self.clock)
-        self.products = _products(program, graph, self.maker)
+        self.products = _products(program, graph)
 
     def tied(self, merge_bytes: float, slack: float) -> tuple[DeviceProgram, tuple[Awaited, ...]]:
         """The program with its reductions awaited early, and where.
@@ -50,7 +50,7 @@ class Early:
             free = max(free, ready) + seconds
             last = [chain[-1] for chain in bucket]
             values = tuple(sorted({self.program.buffers[ops[i].writes[0]].value for i in last}))
-            made = max(self.maker[value] for value in values)
+            made = max(self.producers[value] for value in values)
             at = next(
                 (
                     (i, node, operand)
@@ -138,7 +138,7 @@ def _buckets(chains: Sequence[Sequence[int]], ops: Sequence[Op], merge_bytes: fl
     return buckets
 
 
-def _products(program: DeviceProgram, graph: Graph, maker: Mapping[int, int]) -> list[tuple[int, int, int]]:
+def _products(program: DeviceProgram, graph: Graph) -> list[tuple[int, int, int]]:
     """Matrix products and convolutions that read, from memory, a value that the program has computed: operation, node, and
     which operand. Of two such the one computed last."""
     written: set[int] = set()
@@ -146,7 +146,8 @@ def _products(program: DeviceProgram, graph: Graph, maker: Mapping[int, int]) ->
     for i, op in enumerate(program.ops):
         if op.kind in ("gemm", "convolution"):
             operands = graph.nodes[op.node].operands
-            computed = [(maker[v], n) for n, v in enumerate(operands) if v is not None and v in written and v in maker]
+            known = [(v, n) for n, v in enumerate(operands) if v is not None and v in written]
+            computed = [(graph.producers[v], n) for v, n in known if v in graph.producers]
             if computed:
                 found.append((i, op.node, max(computed)[1]))
         written.update(program.buffers[b].value for b in op.writes)

@@ -532,10 +532,9 @@ def _at_the_peak(made: Made) -> str:
 
 
 def _by_maker(buffers: Sequence[Buffer], graph: Graph) -> list[tuple[str, float]]:
-    makers = {v: node for node in graph.nodes for v in node.results}
     sizes: dict[str, float] = {}
     for buffer in buffers:
-        node = makers.get(buffer.value)
+        node = graph.producer(buffer.value)
         name = f"`{node.primitive}` results" if node else "gathered inputs"
         sizes[name] = sizes.get(name, 0.0) + buffer.num_bytes
     return list(sizes.items())

@@ -129,7 +129,7 @@ def _awaited_early(made: Made, budget: float, to_beat: float) -> Made:
     own = f.profile.combine_threshold_bytes
     programs = [made.parts.device]
     if made.parts.device.joined:
-        programs.append(device_program(f, made.solution.choices, f.profile, joins=False))
+        programs.append(device_program(f, made.parts.explicit, joins=False))
     tried: list[_Tried] = []
     for one in programs:
         early = Early(one, f.graph, f.mesh, f.profile)

@@ -6,19 +6,21 @@ In: `Formulation` and the solver's choices. Out: the parts of a `Plan`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cost import halo
-from autopar.cost.halo import Extension, Strip
+from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Decision as Choice
-from autopar.formulate.formulation import Flow, Formulation
+from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
+from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Graph, Node
 from autopar.ir.node_names import NodeNames
 from autopar.ir.sharding import TensorSharding, replicated
+from autopar.planner.collective_uses import collective_uses
+from autopar.planner.constraints import constraints_of
 from autopar.plans.records import (
     Awaited,
     CollectiveUse,
@@ -30,10 +32,7 @@ from autopar.plans.records import (
     Separate,
     TensorPlan,
 )
-from autopar.rules.control_flow import BORDERS, PINNED
-from autopar.rules.grouping import SMALL_SIZE
-from autopar.rules.indexing import INDEXING
-from autopar.rules.manual_regions import gather_of, is_manual
+from autopar.rules.manual_regions import is_manual
 from autopar.xla_model.buffer_assignment import device_program
 from autopar.xla_model.latency_hiding import Opinions, Simulation, Timeline
 
@@ -49,6 +48,7 @@ class Assembled:
         awaited: what waits for reductions.
     """
 
+    explicit: ExplicitProgram
     inputs: tuple[TensorPlan, ...]
     outputs: tuple[TensorPlan, ...]
     constraints: tuple[Constraint, ...]
@@ -79,17 +79,18 @@ def assemble(
     roles = input_roles(f.graph)
     inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
     outputs = _output_plans(f, choices, inputs, roles)
+    explicit = explicit_program(f, choices)
+    simulation = Simulation(device_program(f, explicit), f.mesh, f.profile)
     if figures_only:
-        simulation = Simulation(device_program(f, choices, f.profile), f.mesh, f.profile)
         prediction, timeline, most_held = _predict(f, simulation, simulation.opinions(), (), inputs, outputs)
-        return Assembled(inputs, outputs, (), (), (), (), prediction, simulation, timeline, most_held)
-    collectives, caused_by = _collectives(f, choices)
-    simulation = Simulation(device_program(f, choices, f.profile), f.mesh, f.profile)
+        return Assembled(explicit, inputs, outputs, (), (), (), (), prediction, simulation, timeline, most_held)
+    collectives, caused_by = collective_uses(f, explicit)
     prediction, timeline, most_held = _predict(f, simulation, simulation.opinions(), collectives, inputs, outputs)
     return Assembled(
+        explicit=explicit,
         inputs=inputs,
         outputs=outputs,
-        constraints=_by_name(f.graph, (*_constraints(f, choices), *_small_pins(f, pins), *_small_places(f))),
+        constraints=constraints_of(f, explicit, pins),
         decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
         regions=tuple(_regions(f, choices)),
@@ -206,55 +207,6 @@ def _output_plans(
 # -- what XLA is told ------------------------------------------------------------------------
 
 
-def _constraints(f: Formulation, choices: Sequence[int]) -> tuple[Constraint, ...]:
-    """Where the partitioner gets no room: a value that leaves its group, at its definition, with any
-    pending reduction taken (in one step with the move XLA would gather the operands instead); and
-    each operand that its reader wants otherwise, one move at a time."""
-    out: list[Constraint] = []
-    arguments = set(f.graph.inputs)
-    told = {*BORDERS, *PINNED}
-    borders = {v for node in f.graph.nodes if node.primitive in told for v in node.results}
-    copies = {d.value: d.shardings[choices[n]].resolved() for n, d in enumerate(f.decisions) if d.kind == "copy"}
-    flows: dict[int, list[Flow]] = defaultdict(list)
-    for flow in f.flows:
-        flows[flow.value].append(flow)
-    natural: dict[int, TensorSharding] = {}
-    for value, (node, shardings) in f.value_made.items():
-        sharding = shardings[choices[node]]
-        natural[value] = sharding.resolved()
-        if value in arguments or f.graph.values[value].size <= SMALL_SIZE:
-            continue
-        if value in f.written or sharding.unreduced or value in borders:
-            path = (natural[value],)
-            if len(sharding.unreduced) > 1:
-                path = _scattered(f, choices, flows[value], sharding, copies) or path
-                natural[value] = path[-1]
-            barrier = _is_cut_by_each_reader(f, value, sharding, path[-1])
-            out.append(Constraint(value=value, shardings=path, barrier=barrier))
-    for flow in f.flows:
-        wanted = flow.wanted[choices[flow.target]].resolved()  # of what a loop adds up, XLA takes the sum after it
-        if wanted == natural[flow.value]:
-            continue
-        copy = copies.get(flow.value, wanted)
-        moves = (*f.moves(flow.value, natural[flow.value], copy), *f.moves(flow.value, copy, wanted))
-        path = tuple(move.result for move in moves)
-        uses = flow.uses or _as_outputs(f, flow)
-        out += [Constraint(value=flow.value, shardings=path, node=n, operand=i) for n, i in uses]
-    return tuple(out)
-
-
-def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constraint, ...]:
-    """Constraints with their places in words, sorted by these; of one place, the last as it was."""
-    names = NodeNames(graph)
-
-    def named(one: Constraint) -> Constraint:
-        if one.node is None or one.operand is None:
-            return replace(one, at=names.value(one.value))
-        return replace(one, at=names.reading(one.node, one.operand))
-
-    return tuple(sorted(map(named, constraints), key=lambda one: names.order(one.value, one.node, one.operand)))
-
-
 def named(graph: Graph, awaited: Sequence[Awaited]) -> tuple[Awaited, ...]:
     """With their places in words."""
     names = NodeNames(graph) if awaited else None
@@ -267,36 +219,6 @@ def separate_sums(graph: Graph, device: DeviceProgram) -> tuple[Separate, ...]:
     return tuple(
         Separate(at=names.value(graph.nodes[nodes[-1]].results[0]), nodes=nodes) for nodes in device.separate if names
     )
-
-
-def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, split: TensorSharding) -> bool:
-    """Whether XLA would sum a value whole over several axes and let each reader cut out its part, where the plan has it
-    scattered along some of these and then summed over the rest. Products and convolutions it scatters at once; of any
-    other sum it makes two steps only if one operation reads it."""
-    scattered = {axis for axes in split.dims for axis in axes} & set(made.unreduced)
-    if not scattered or scattered.issuperset(made.unreduced):
-        return False
-    nodes = map(f.graph.nodes.__getitem__, f.groups[f.decisions[f.value_made[value][0]].group].nodes)
-    maker = next(node.primitive for node in nodes if value in node.results)
-    return maker not in ("dot_general", "conv_general_dilated")
-
-
-def _scattered(
-    f: Formulation,
-    choices: Sequence[int],
-    flows: Sequence[Flow],
-    made: TensorSharding,
-    copies: Mapping[int, TensorSharding],
-) -> tuple[TensorSharding, ...]:
-    """The steps of a sum that is pending over several axes, where all readers want the same of it split; else
-    nothing. Told to sum all of it first, XLA would, and then cut; told the split of each step, it scatters."""
-    steps: set[tuple[TensorSharding, ...]] = set()
-    for flow in flows:
-        if flow.value in copies and f.decisions[flow.target].kind != "copy":
-            continue
-        moves = f.moves(flow.value, made, flow.wanted[choices[flow.target]])
-        steps.add(tuple(move.result.resolved() for move in moves if move.kind == "reduce-scatter"))
-    return steps.pop() if len(steps) == 1 else ()
 
 
 def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
@@ -318,215 +240,6 @@ def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
             )
 
 
-def _small_places(f: Formulation) -> Iterator[Constraint]:
-    """Where a gather looks, or a scatter writes, is whole if too few to plan for. Left open, XLA splits the places as it
-    splits what is made of them, and on meshes of several axes its partitioner may then fail."""
-    for n, node in enumerate(f.graph.nodes):
-        places = node.operands[1] if node.primitive in INDEXING else None
-        if places is not None and f.graph.values[places].size <= SMALL_SIZE:
-            whole = replicated(len(f.graph.values[places].shape))
-            yield Constraint(value=places, shardings=(whole,), node=n, operand=1)
-
-
-def _small_pins(f: Formulation, pins: dict[int, TensorSharding]) -> Iterator[Constraint]:
-    """A value too small to plan for that is pinned to be split is whole where it is used: else the
-    partitioner would carry the split on to large values. So is the output that renews it, until it leaves."""
-    renewed = dict(f.graph.carried)
-    small = {position for position, sharding in pins.items() if any(sharding.dims)} - set(f.input_decision)
-    whole = {f.graph.inputs[p]: (replicated(len(pins[p].dims)),) for p in small}
-    for n, node in enumerate(f.graph.nodes):
-        for i, value in enumerate(node.operands):
-            if value in whole:
-                yield Constraint(value=value, shardings=whole[value], node=n, operand=i)
-    for position in sorted(small & set(renewed)):
-        after, before = f.graph.outputs[renewed[position]], f.graph.inputs[position]
-        if after is not None and after != before:
-            yield Constraint(value=after, shardings=whole[before], node=len(f.graph.nodes), operand=renewed[position])
-
-
-def _as_outputs(f: Formulation, flow: Flow) -> tuple[tuple[int, int], ...]:
-    """Where an output or a renewed input reads a value: after the last node, by output position."""
-    target = f.decisions[flow.target]
-    if target.kind == "copy":
-        return ()
-    position = target.position if target.kind == "output" else dict(f.graph.carried)[target.position]
-    return ((len(f.graph.nodes), position),)
-
-
-# -- collectives -----------------------------------------------------------------------------
-
-
-def _collectives(
-    f: Formulation, choices: Sequence[int]
-) -> tuple[tuple[CollectiveUse, ...], dict[int, tuple[int, ...]]]:
-    """All collectives, and per decision the positions of those on its flows."""
-    uses: list[CollectiveUse] = []
-    caused: dict[int, list[int]] = defaultdict(list)
-    defined_at = {v: n for n, node in enumerate(f.graph.nodes) for v in node.results}
-    input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
-    renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
-    readers: dict[int, list[int]] = defaultdict(list)
-    for flow in f.flows:
-        readers[flow.source].append(flow.target)
-    for flow in f.flows:
-        times = f.graph.values[flow.value].repeat
-        for step in f.collectives(flow, choices):
-            node = _node_of(f, flow, defined_at)
-            caused[flow.source].append(len(uses))
-            caused[flow.target].append(len(uses))
-            uses.append(
-                CollectiveUse(
-                    kind=step.kind,
-                    axes=step.axes,
-                    num_bytes=step.num_bytes,
-                    num_times=round(times),
-                    time_s=times * f.time(step.kind, step.axes, step.num_bytes, combinable=flow.combinable),
-                    cause=_cause(f, flow, step.kind, input_path, renewed, defined_at, readers),
-                    path=node.path if node else input_path.get(flow.value, ""),
-                    source=node.source if node else "",
-                    phase="update" if flow.value in renewed else f.decisions[flow.target].phase,
-                    combinable=flow.combinable,
-                )
-            )
-    sent: dict[Strip, int] = {}
-    for index, choice in enumerate(f.decisions):
-        uses += _small_sums(f, choice, choices[index])
-        for strip, use in _halos(f, f.extensions(index, choices[index]), input_path, defined_at):
-            if strip not in sent:  # else XLA sends it once for all its readers
-                sent[strip] = len(uses)
-                uses.append(use)
-            caused[index].append(sent[strip])
-    for node in f.graph.nodes:
-        uses += _told(f, node)
-    return tuple(uses), {node: tuple(positions) for node, positions in caused.items()}
-
-
-def _small_sums(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
-    if choice.kind != "group":
-        return []
-    uses = _inside(f, choice, chosen)
-    for define in f.groups[choice.group].defines:
-        info = f.graph.values[define.value]
-        axes = choice.strategies[chosen].sharding(define.dims, define.pending).unreduced
-        if info.size > SMALL_SIZE or not axes:
-            continue
-        node = f.graph.nodes[define.node]
-        uses.append(
-            CollectiveUse(
-                kind="all-reduce",
-                axes=axes,
-                num_bytes=info.num_bytes,
-                num_times=round(info.repeat),
-                time_s=info.repeat * f.time("all-reduce", axes, info.num_bytes, combinable=True),
-                cause=f"{define.reduction} of a few elements ({node.primitive})",
-                path=node.path,
-                source=node.source,
-                phase=node.phase,
-                combinable=True,
-            )
-        )
-    return uses
-
-
-def _halos(
-    f: Formulation, extensions: Sequence[Extension], input_path: dict[int, str], defined_at: dict[int, int]
-) -> Iterator[tuple[Strip, CollectiveUse]]:
-    for one in extensions:
-        node = f.graph.nodes[one.node]
-        for strip in one.strips:
-            made = defined_at.get(strip.value)
-            of = f"`{input_path[strip.value]}`" if made is None else f"the {f.graph.nodes[made].primitive} result"
-            yield (
-                strip,
-                CollectiveUse(
-                    kind=halo.KIND,
-                    axes=strip.axes,
-                    num_bytes=strip.num_bytes,
-                    num_times=round(node.repeat),
-                    time_s=node.repeat * halo.strip_time(strip, f.mesh, f.profile),
-                    cause=f"exchange the halo of {of}",
-                    path=node.path,
-                    source=node.source,
-                    phase=node.phase,
-                ),
-            )
-
-
-def _told(f: Formulation, node: Node) -> Iterator[CollectiveUse]:
-    """What the program itself sends, inside a `shard_map`."""
-    for kind, axes, num_bytes, times in node.params.get("collectives", ()):
-        repeat = times * node.repeat
-        yield CollectiveUse(
-            kind=kind,
-            axes=axes,
-            num_bytes=num_bytes,
-            num_times=round(repeat),
-            time_s=repeat * f.time(kind, axes, num_bytes, combinable=False),
-            cause="the step's own, in a shard_map",
-            path=node.path,
-            source=node.source,
-            phase=node.phase,
-            combinable=True,
-        )
-
-
-def _inside(f: Formulation, choice: Choice, chosen: int) -> list[CollectiveUse]:
-    """What a node that is run as a manual region sends by itself."""
-    sent = gather_of(f.groups[choice.group], choice.strategies[chosen], f.graph, f.mesh)
-    if sent is None:
-        return []
-    node = f.graph.nodes[sent.node]
-    use = CollectiveUse(
-        kind="all-gather",
-        axes=sent.axes,
-        num_bytes=sent.num_bytes,
-        num_times=round(node.repeat),
-        time_s=node.repeat * f.time("all-gather", sent.axes, sent.num_bytes, combinable=False),
-        cause=f"join the parts of a {node.primitive}",
-        path=node.path,
-        source=node.source,
-        phase=node.phase,
-        combinable=True,
-    )
-    return [use]
-
-
-def _node_of(f: Formulation, flow: Flow, defined_at: dict[int, int]) -> Node | None:
-    """The node to blame: the maker of the value; for an input, the first reader."""
-    if flow.value in defined_at:
-        return f.graph.nodes[defined_at[flow.value]]
-    return f.graph.nodes[flow.uses[0][0]] if flow.uses else None
-
-
-def _cause(
-    f: Formulation,
-    flow: Flow,
-    kind: str,
-    input_path: dict[int, str],
-    renewed: dict[int | None, str],
-    defined_at: dict[int, int],
-    readers: Mapping[int, Sequence[int]],
-) -> str:
-    if flow.value in input_path:
-        return (
-            f"gather `{input_path[flow.value]}` for use" if kind == "all-gather" else f"move `{input_path[flow.value]}`"
-        )
-    if flow.value in renewed:
-        return f"put back the updated `{renewed[flow.value]}`"
-    maker = f.graph.nodes[defined_at[flow.value]].primitive
-    if kind in ("all-reduce", "reduce-scatter"):
-        target = f.decisions[flow.target]
-        what = "gradient" if target.phase == "update" or _only_updates(f, flow, readers) else f"{maker} result"
-        return f"sum the {what}"
-    return f"{'gather' if kind == 'all-gather' else 'move'} the {maker} result"
-
-
-def _only_updates(f: Formulation, flow: Flow, readers: Mapping[int, Sequence[int]]) -> bool:
-    """Whether a shared copy is read by the update alone."""
-    of_copy = readers.get(flow.target, ()) if flow.uses == () else ()
-    return bool(of_copy) and all(f.decisions[r].phase == "update" for r in of_copy)
-
-
 # -- reasons ---------------------------------------------------------------------------------
 
 
@@ -538,14 +251,14 @@ def _decisions(
 ) -> tuple[Decision, ...]:
     prices = _local_prices(f, choices)
     renewed = dict(f.graph.carried)
-    first_reader = {v: n for n in reversed(f.graph.nodes) for v in n.operands if v is not None}
     out: list[Decision] = []
     for position, tensor in enumerate(inputs):
         if position not in f.input_decision:
             continue
         value = f.graph.inputs[position]
         node = f.input_decision[position]
-        source = first_reader[value].source if value in first_reader else ""
+        uses = f.graph.users.get(value)
+        source = f.graph.nodes[uses[0][0]].source if uses else ""
         decision = _decision(f, choices, prices, node, value, tensor.path, tensor.role, None, source, caused_by)
         after = f.graph.outputs[renewed[position]] if position in renewed else None
         update = f.value_made[after][0] if after in f.value_made else node

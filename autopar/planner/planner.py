@@ -31,6 +31,7 @@ from autopar.ir.device_program import DeviceProgram
 from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Node
 from autopar.ir.mesh import MeshShape, factorisations, mesh_of
 from autopar.ir.sharding import TensorSharding
+from autopar.ir.verifier import check_explicit
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.fork_pool import Lane, Least, each_its_own, lanes, spread
 from autopar.planner.layout_hints import Metadata, Told, check_mesh_like, options_like, told_by_metadata, told_by_plan
@@ -623,6 +624,7 @@ def plan_as_made(
         budget: bytes. seconds: that planning took.
     """
     parts, solution, graph = made.parts, made.solution, made.formulation.graph
+    check_explicit(parts.explicit, graph)
     mesh, own_rates = made.formulation.mesh, replace(made.formulation.profile, xla_estimator=None)
     return Plan(
         program=program.signature,

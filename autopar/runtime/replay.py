@@ -71,7 +71,6 @@ class Replay:
         self.manual = {region.node: region for region in plan.regions}
         self.region_at = {region.enter[0]: region for region in trace.regions}
         self.as_written = as_written(trace, split_dims(plan.constraints))
-        self.maker = {position: n for n, equation in enumerate(trace.equations) for position in equation.results}
         separate = (one for one in plan.separate if self.as_written.keys().isdisjoint(one.nodes))
         self.separate = {n: one for one in separate for n in _sums(one, trace)}
         self.behind = {n: self._in_memory(one, n) for n, one in self.separate.items()}
@@ -160,8 +159,8 @@ class Replay:
         found, left = set[int](), [n]
         while left:
             atoms = [atom for atom in self.trace.equations[left.pop()].operands if isinstance(atom, int)]
-            inside = [atom for atom in atoms if self.maker.get(atom) in one.nodes]
-            left += [self.maker[atom] for atom in inside]
+            inside = [atom for atom in atoms if self.trace.producers.get(atom) in one.nodes]
+            left += [self.trace.producers[atom] for atom in inside]
             found.update(set(atoms) - set(inside))
         return found
 
@@ -171,7 +170,7 @@ class Replay:
         known = scope.behind[one]
         equation, operands = self.trace.equations[n], list[Any]()
         for i, atom in enumerate(equation.operands):
-            maker = None if isinstance(atom, LiteralOperand) else self.maker.get(atom)
+            maker = None if isinstance(atom, LiteralOperand) else self.trace.producers.get(atom)
             key = atom if maker in one.nodes else (atom, self.at_operand.get((n, i)))
             if isinstance(atom, LiteralOperand):
                 operands.append(atom.value)

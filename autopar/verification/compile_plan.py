@@ -101,5 +101,5 @@ def _arguments(plan: Plan, program: Program, kept: Sequence[int]) -> Arguments:
 
 def _argument_bytes(plan: Plan, program: Program) -> float:
     graph = program.graph
-    read = {value for node in graph.nodes for value in node.operands} | set(graph.outputs)
+    read = {*graph.users, *graph.outputs}
     return sum(tensor.num_bytes for tensor, value in zip(plan.inputs, graph.inputs, strict=True) if value in read)

@@ -15,6 +15,7 @@ from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import cycles
 from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
+from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Graph
 from autopar.xla_model.kernel_fusion import Fused, fuse, num_blocks
 from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
@@ -39,16 +40,13 @@ _MOVES = frozenset(
 )
 
 
-def device_program(
-    f: Formulation, choices: Sequence[int], profile: HardwareProfile, *, joins: bool = True
-) -> DeviceProgram:
+def device_program(f: Formulation, explicit: ExplicitProgram, *, joins: bool = True) -> DeviceProgram:
     """The program of one device under an assignment.
 
     Args:
-        choices: of each decision, its strategy.
         joins: whether sums over devices that are added up are taken as one.
     """
-    local = local_program(f, choices, joins=joins)
+    local, profile = local_program(f, explicit, joins=joins), f.profile
     loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
     kernels = fuse(local, profile, f.graph)
     made = _Builder(local, kernels, profile, loops, f.graph.carried).build()

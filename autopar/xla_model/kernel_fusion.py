@@ -466,13 +466,11 @@ class _Computed:
 
     def __init__(self, program: LocalProgram, graph: Graph) -> None:
         self.program, self.graph = program, graph
-        self.maker: dict[int, int] | None = None
 
     def nodes(self, kernel: Fused) -> tuple[int, ...]:
         """From what lies in memory to the kernel's results, in order; nothing where it computes what no node does, as
         the cut of a value to each device's part."""
-        if self.maker is None:
-            self.maker = {value: n for n, node in enumerate(self.graph.nodes) for value in node.results}
+        producers = self.graph.producers
         inside, found = set(kernel.members), set[int]()
         left = [n for root in kernel.roots for n in self.program.nodes[root]]
         while left:
@@ -484,9 +482,9 @@ class _Computed:
                 at = None if value is None else self.program.at.get(value)
                 if value is None or at in kernel.operands:
                     continue
-                if at not in inside or value not in self.maker or self.graph.nodes[self.maker[value]].effect:
+                if at not in inside or value not in producers or self.graph.nodes[producers[value]].effect:
                     return ()
-                left.append(self.maker[value])
+                left.append(producers[value])
         return tuple(sorted(found))
 
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopar.cost import halo
 from autopar.cost.halo import Extension, Strip
-from autopar.cost.resharding_paths import Move
 from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import Gemm
+from autopar.ir.explicit_program import Array, Cause, Communicate, ExplicitProgram
 from autopar.ir.graph import Graph, Loop, Node, Value
 from autopar.ir.sharding import TensorSharding, replicated
 from autopar.rules.control_flow import BORDERS
-from autopar.rules.grouping import SMALL_SIZE, Work
-from autopar.rules.manual_regions import Gather, gather_of
+from autopar.rules.grouping import Work
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import RULES, rule_for, unknown_rule
 from autopar.xla_model.ragged_dot import dense_product
@@ -138,61 +137,44 @@ class _Sum:
     order: tuple[int, ...]
 
 
-def local_program(f: Formulation, choices: Sequence[int], *, joins: bool = True) -> LocalProgram:
-    """Lay the chosen shardings over the graph.
+def local_program(f: Formulation, explicit: ExplicitProgram, *, joins: bool = True) -> LocalProgram:
+    """Make instructions of a program's operations.
 
     Args:
-        choices: of each decision, its strategy.
         joins: whether sums over devices that are added up are taken as one, as XLA does where nothing else reads them.
     """
-    return _Lowering(f, choices, joins=joins).run()
+    return _Lowering(f, explicit, joins=joins).run()
 
 
 class _Lowering:
-    def __init__(self, f: Formulation, choices: Sequence[int], *, joins: bool) -> None:
-        self.f, self.choices, self.joins = f, choices, joins
+    def __init__(self, f: Formulation, explicit: ExplicitProgram, *, joins: bool) -> None:
+        self.f, self.explicit, self.joins = f, explicit, joins
         self.graph: Graph = f.graph
         self.program = LocalProgram()
         self.at = self.program.at
         self._cheap = f.profile.flops_per_element("default", "")
         self.local: dict[int, TensorSharding] = {}  # value -> how it is made
         self.works: dict[int, tuple[Work, float]] = {}  # node -> its work, and how many points of it a device has
-        self.moved: dict[tuple[int, TensorSharding, tuple[str, ...]], int] = {}
+        self.moved: dict[int, int] = {}  # array that is sent -> instruction
         self.laid_out: dict[int, int] = {}
         self.kept: dict[int, int] = {}  # node of a loop's piece -> what is in memory as long as the loop runs
         self.known: dict[tuple[object, ...], int] = {}  # what was computed already, XLA computes once
-        self.flow_of: dict[tuple[int, int], int] = {}
-        for index, flow in enumerate(f.flows):
-            for use in flow.uses:
-                self.flow_of[use] = index
-        self.copy_of = {d.value: n for n, d in enumerate(f.decisions) if d.kind == "copy"}
-        self.sent: dict[int, Gather] = {}  # node -> what it gathers by itself
-        self.users: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for n, node in enumerate(self.graph.nodes):
-            for i, value in enumerate(node.operands):
-                if value is not None:
-                    self.users[value].append((n, i))
-        self.maker = {value: node for node in self.graph.nodes for value in node.results}
+        self.users, self.producers = self.graph.users, self.graph.producers
         self.leaving = frozenset(self.graph.outputs)
         self.added: dict[int, tuple[int, ...]] = {}  # sum of sums -> the values that they are of
         self.strips: dict[Strip, int] = {}
         self.extensions: dict[int, list[Extension]] = defaultdict(list)
-        for index, (decision, chosen) in enumerate(zip(f.decisions, choices, strict=True)):
+        for index, (decision, chosen) in enumerate(zip(f.decisions, explicit.choices, strict=True)):
             if decision.kind != "group":
                 continue
             for extension in f.extensions(index, chosen):
                 self.extensions[extension.node].append(extension)
             group, strategy = f.groups[decision.group], decision.strategies[chosen]
-            sent = gather_of(group, strategy, self.graph, f.mesh)
-            if sent is not None:
-                self.sent[sent.node] = sent
             for n, work in zip(group.nodes, group.works, strict=True):
                 parts = ((group.factors[i].size, f.mesh.sizes(strategy.axes[i])) for i in work.factors)
                 self.works[n] = work, float(math.prod(-(-size // count) for size, count in parts))
-            for define in group.defines:
-                self.local[define.value] = strategy.sharding(define.dims, define.pending)
-        for value, (node, shardings) in f.value_made.items():
-            self.local[value] = shardings[choices[node]]
+        arrays = self.explicit.arrays
+        self.local = {value: arrays[array].sharding for value, array in self.explicit.made.items()}
 
     def run(self) -> LocalProgram:
         for position, value in enumerate(self.graph.inputs):
@@ -236,61 +218,50 @@ class _Lowering:
         )
         return self.at[value]
 
-    def _operand(self, n: int, index: int, value: int) -> tuple[int, TensorSharding]:
+    def _operand(self, n: int, index: int) -> tuple[int, TensorSharding]:
         """The instruction that a node's operand is read from, after any resharding."""
-        flow_index = self.flow_of.get((n, index))
-        if flow_index is None:
-            return self.at[value], self._sharding(value)
-        flow = self.f.flows[flow_index]
-        return self._reach(value, flow.wanted[self.choices[flow.target]])
+        array = self.explicit.reads[n, index]
+        return self._at(array), self.explicit.arrays[array].sharding
 
-    def _reach(self, value: int, wanted: TensorSharding) -> tuple[int, TensorSharding]:
-        made, start = self._sharding(value), self.at[value]
-        path = [wanted]
-        copy = self.copy_of.get(value)
-        if copy is not None and wanted != made:  # else the copy is passed by
-            path.insert(0, self.f.decisions[copy].shardings[self.choices[copy]])
-        for target in path:
-            start = self._move(value, start, made, target)
-            made = target
-        return start, made
+    def _at(self, array: int) -> int:
+        """The instruction that an array is read from."""
+        op = self.explicit.sent_as.get(array)
+        if op is None or op.cause == "reduction":
+            return self.at[self.explicit.arrays[array].value]
+        if array not in self.moved:
+            assert op.operand is not None
+            self.moved[array] = self._moved(op, self._at(op.operand), self.explicit.arrays[array])
+        return self.moved[array]
 
-    def _move(self, value: int, start: int, made: TensorSharding, wanted: TensorSharding) -> int:
-        info = self.graph.values[value]
-        for move in self.f.moves(value, made, wanted):
-            key = (value, move.result, wanted.unreduced)
-            if key not in self.moved:
-                if move.is_inner and move.kind == "reduce-scatter":
-                    start = self._reordered(start, move)
-                elements = move.result.local_size(info.shape, self.f.mesh)
-                source = self.program.instructions[start]
-                is_cut = move.kind == "cut"
-                self.moved[key] = self._add(
-                    Instruction(
-                        "loop" if is_cut else "collective",
-                        source.node,
-                        value,
-                        "cut" if is_cut else move.kind,
-                        {start: elements / max(source.elements, 1.0) if is_cut else 1.0},
-                        elements,
-                        elements * info.itemsize,
-                        flops=0.0,
-                        collective="" if is_cut else move.kind,
-                        axes=move.axes,
-                        payload_bytes=move.num_bytes,
-                        combinable=move.kind != "all-to-all",
-                        dtype=info.dtype,
-                    )
-                )
-                if move.is_inner and move.kind == "all-gather":
-                    self.moved[key] = self._reordered(self.moved[key], move)
-            start = self.moved[key]
-        return start
+    def _moved(self, op: Communicate, start: int, array: Array) -> int:
+        info = self.graph.values[array.value]
+        if op.is_inner and op.kind == "reduce-scatter":
+            start = self._reordered(start, op)
+        elements = array.sharding.local_size(info.shape, self.f.mesh)
+        source = self.program.instructions[start]
+        is_cut = op.kind == "cut"
+        at = self._add(
+            Instruction(
+                "loop" if is_cut else "collective",
+                source.node,
+                array.value,
+                op.kind,
+                {start: elements / max(source.elements, 1.0) if is_cut else 1.0},
+                elements,
+                elements * info.itemsize,
+                collective="" if is_cut else op.kind,
+                axes=op.axes,
+                payload_bytes=op.num_bytes,
+                combinable=op.kind != "all-to-all",
+                dtype=info.dtype,
+            )
+        )
+        return self._reordered(at, op) if op.is_inner and op.kind == "all-gather" else at
 
-    def _reordered(self, at: int, move: Move) -> int:
+    def _reordered(self, at: int, op: Communicate) -> int:
         """A copy in the order that devices' parts lie in, or from that."""
         one = self.program.instructions[at]
-        return self._copied(one.node, one.value, "transpose", {at: 1.0}, one.elements, move.num_bytes / one.elements)
+        return self._copied(one.node, one.value, "transpose", {at: 1.0}, one.elements, op.num_bytes / one.elements)
 
     # -- nodes -------------------------------------------------------------------------------
 
@@ -299,7 +270,7 @@ class _Lowering:
         for index, value in enumerate(node.operands):
             if value is None:
                 continue
-            at, sharding = self._operand(n, index, value)
+            at, sharding = self._operand(n, index)
             operands.append((at, self._local_shape(value, sharding)))
         if node.primitive == "split":
             self._split(n, node, operands[0][0])
@@ -359,9 +330,8 @@ class _Lowering:
         at = self._joined(n, at)
         for value in node.results:
             self.at[value] = at
-            axes = self._sharding(value).unreduced
-            if axes and self.graph.values[value].size <= SMALL_SIZE:  # taken where it is made
-                self._small_sum(value, axes)
+        for op in self._beside(n, "reduction"):
+            self._reduced(op)
 
     def _extended(self, one: Extension, at: int) -> int:
         """An operand with the strips that neighbours send, put together by a kernel; once for all who read the same."""
@@ -405,17 +375,17 @@ class _Lowering:
     def _told(self, n: int, node: Node, operands: Sequence[int]) -> list[int]:
         """What the program itself sends, inside a `shard_map`."""
         sent: list[int] = []
-        for kind, axes, num_bytes, times in node.params.get("collectives", ()):
-            size = times * num_bytes
+        for op in self._beside(n, "program"):
+            size = op.num_times / node.repeat * op.num_bytes
             reads = dict.fromkeys(operands, 1.0)
-            one = Instruction("collective", n, -1, kind, reads, size / 4, size, collective=kind, axes=axes)
+            one = Instruction("collective", n, -1, op.kind, reads, size / 4, size, collective=op.kind, axes=op.axes)
             one.payload_bytes, one.combinable = size, False
             sent.append(self._add(one))
         return sent
 
     def _joined(self, n: int, at: int) -> int:
         """What a node makes of its parts: it gathers what each has found, and finishes from that."""
-        sent = self.sent.get(n)
+        sent = next(self._beside(n, "region"), None)
         if sent is None:
             return at
         own = self.program.instructions[at]
@@ -463,7 +433,7 @@ class _Lowering:
             (*reversed(operands), node.operands[1]),
         ):
             one = self.program.instructions[at]
-            if one.primitive != "scatter-add" or value is None or len(self.users[value]) != 1:
+            if one.primitive != "scatter-add" or value is None or len(self.users.get(value, ())) != 1:
                 continue
             zeros = next(iter(one.operands))
             if self.program.instructions[zeros].primitive != "broadcast_in_dim" or zeros == other or other > at:
@@ -515,14 +485,14 @@ class _Lowering:
         if value is None:
             return None
         order = tuple(range(len(self.graph.values[value].shape)))
-        while len(self.users[value]) == 1 and value not in self.leaving:
-            at, _ = self._operand(n, index, value)
+        while len(self.users.get(value, ())) == 1 and value not in self.leaving:
+            at, _ = self._operand(n, index)
             collective, above = self.program.instructions[at].collective, self._unary(value)
             if collective:
                 return _Sum(at, self._turned(order, value)) if collective == "all-reduce" else None
             if above is None or at != self.at[value]:
                 return None
-            order = _composed(order, self.maker[value])
+            order = _composed(order, self.graph.nodes[self.producers[value]])
             (n, index), *_ = self.users[above]
             value = above
         return None
@@ -530,36 +500,31 @@ class _Lowering:
     def _turned(self, order: tuple[int, ...], value: int) -> tuple[int, ...]:
         """An order of dims, in that of what a value is computed as."""
         above = self._unary(value)
-        return order if above is None else self._turned(_composed(order, self.maker[value]), above)
+        return (
+            order if above is None else self._turned(_composed(order, self.graph.nodes[self.producers[value]]), above)
+        )
 
     def _unary(self, value: int) -> int | None:
         """What a value is, cast or turned."""
-        node = self.maker.get(value)
+        node = self.graph.producer(value)
         return (
             node.operands[0] if node is not None and node.primitive in ("convert_element_type", "transpose") else None
         )
 
-    def _small_sum(self, value: int, axes: tuple[str, ...]) -> None:
-        info = self.graph.values[value]
-        made = self._sharding(value)
-        source = self.at[value]
-        self.at[value] = self._add(
-            Instruction(
-                "collective",
-                self.program.instructions[source].node,
-                value,
-                "all-reduce",
-                {source: 1.0},
-                info.size,
-                info.num_bytes,
-                collective="all-reduce",
-                axes=axes,
-                payload_bytes=info.num_bytes,
-                combinable=True,
-                dtype=info.dtype,
-            )
+    def _reduced(self, op: Communicate) -> None:
+        assert op.operand is not None and op.result is not None
+        value = self.explicit.arrays[op.result].value
+        source, info = self.at[value], self.graph.values[value]
+        one = Instruction(
+            "collective", self.program.instructions[source].node, value, op.kind, {source: 1.0}, info.size, 0.0
         )
-        self.local[value] = made.resolved()
+        one.num_bytes = one.payload_bytes = op.num_bytes
+        one.collective, one.axes, one.combinable, one.dtype = op.kind, op.axes, True, info.dtype
+        self.at[value], self.local[value] = self._add(one), self.explicit.arrays[op.result].sharding
+
+    def _beside(self, n: int, cause: Cause) -> Iterator[Communicate]:
+        """What a node sends itself."""
+        return (op for op in self.explicit.beside.get(n, ()) if op.cause == cause)
 
     def _split(self, n: int, node: Node, source: int) -> None:
         whole = self.program.instructions[source].elements
@@ -630,7 +595,7 @@ class _Lowering:
 
     def _feeds_dots(self, value: int) -> bool:
         """Whether all readers are matrix products, which take an operand in any order of its dims."""
-        for n, _ in self.users[value]:
+        for n, _ in self.users.get(value, ()):
             reader = self.graph.nodes[n]
             if reader.primitive == "dot_general":
                 continue
@@ -638,7 +603,7 @@ class _Lowering:
                 return False
             if not self._feeds_dots(reader.results[0]):
                 return False
-        return bool(self.users[value])
+        return value in self.users
 
     def _laid_out(self, n: int, node: Node, index: int, at: int) -> int:
         """A product's operand whose batch dims are not outermost is copied so that they are, once for all its
@@ -777,7 +742,7 @@ class _Lowering:
         shape = self._local_shape(value, self._sharding(value))
         elements = float(math.prod(shape))
         num_bytes = elements * self.graph.values[value].itemsize
-        sources = [self._operand(n, i, v)[0] for i, v in enumerate(node.operands) if v is not None]
+        sources = [self._operand(n, i)[0] for i, v in enumerate(node.operands) if v is not None]
         dtype = self.graph.values[value].dtype
         if node.primitive == "enter_slice":
             whole = self.program.instructions[sources[0]]
@@ -817,20 +782,8 @@ class _Lowering:
     # -- outputs -----------------------------------------------------------------------------
 
     def _outputs(self) -> None:
-        wanted: dict[int, TensorSharding] = {}
-        renewed = dict(self.graph.carried)
-        for flow in self.f.flows:
-            target = self.f.decisions[flow.target]
-            if not flow.uses and target.kind != "copy":
-                position = target.position if target.kind == "output" else renewed[target.position]
-                wanted[position] = flow.wanted[self.choices[flow.target]]
-        for position, value in enumerate(self.graph.outputs):
-            if value is None:
-                self.program.outputs.append(None)
-            elif position in wanted:
-                self.program.outputs.append(self._inside(self._reach(value, wanted[position])[0]))
-            else:
-                self.program.outputs.append(self._inside(self.at[value]))
+        for array in self.explicit.outputs:
+            self.program.outputs.append(None if array is None else self._inside(self._at(array)))
 
     def _inside(self, at: int) -> int:
         """What a loop leaves as an output, it makes as one."""

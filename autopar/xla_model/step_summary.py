@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import op_seconds
 from autopar.ir.device_program import Buffer, DeviceProgram, Op, Trips, buffers_at_peak, live_temporaries
-from autopar.ir.graph import Graph, Node, Phase
+from autopar.ir.graph import Graph, Phase
 from autopar.ir.mesh import MeshShape
 from autopar.plans.step_trace import CollectiveRuns, Held, Instant, KernelRuns, MemoryOverStep, StepTrace
 from autopar.system.name_patterns import collapse
@@ -255,11 +255,10 @@ def _loop_parts(loops: Sequence[Trips], order: Sequence[Op], ends: Sequence[floa
 
 def _held(buffers: Sequence[Buffer], graph: Graph) -> tuple[Held, ...]:
     """Buffers, those alike together, the largest first."""
-    makers: dict[int, Node] = {value: node for node in graph.nodes for value in node.results}
     inputs = dict(zip(graph.inputs, graph.input_paths, strict=True))
     alike: dict[tuple[str, Phase, str, tuple[int, ...], str], list[tuple[str, Buffer]]] = defaultdict(list)
     for buffer in buffers:
-        node, value = makers.get(buffer.value), graph.values[buffer.value] if buffer.value >= 0 else None
+        node, value = graph.producer(buffer.value), graph.values[buffer.value] if buffer.value >= 0 else None
         shape, dtype = (value.shape, value.dtype) if value else ((), "")
         if node:
             alike[node.primitive, node.phase, node.source, shape, dtype].append((node.path, buffer))

@@ -89,7 +89,7 @@ class _Finding:
     def __init__(self, layout: Layout, replay: Replay, mesh: MeshShape) -> None:
         self.layout, self.replay, self.mesh = layout, replay, mesh
         equations = layout.trace.equations
-        self.maker = {v: n for n, equation in enumerate(equations) for v in equation.results}
+        self.producers = layout.trace.producers
         self.readers = Counter(v for equation in equations for v in equation.reads)
         self.readers.update(v for v in layout.trace.outputs if isinstance(v, int))
         self.nested = {n for region in layout.region_at.values() for n in range(region.enter[0], region.exit[1])}
@@ -108,13 +108,13 @@ class _Finding:
         total = equations[leave].operands[0]
         if not isinstance(total, int) or self.readers[carry] != 1 or self.readers[total] != 1:
             return None
-        adds = equations[self.maker[total]] if total in self.maker else None
+        adds = equations[self.producers[total]] if total in self.producers else None
         if adds is None or adds.primitive not in ("add", "add_any") or carry not in adds.operands:
             return None
         value = next((v for v in adds.operands if v != carry), None)
         chain: list[int] = []
         while isinstance(value, int) and self.readers[value] == 1 and value in self.phases_of:
-            chain.insert(0, self.maker[value])
+            chain.insert(0, self.producers[value])
             equation = equations[chain[0]]
             if equation.primitive in ("dot_general", "reduce_sum"):
                 return self._split(carry, leave, tuple(chain))
@@ -127,12 +127,12 @@ class _Finding:
     def phases_of(self) -> Mapping[int, int]:
         """Values that the loop's body makes outside inner loops."""
         begin, end = self.layout.loop.sections[0]
-        return {v: n for v, n in self.maker.items() if begin <= n < end and n not in self.nested}
+        return {v: n for v, n in self.producers.items() if begin <= n < end and n not in self.nested}
 
     def _split(self, carry: int, leave: int, chain: tuple[int, ...]) -> PartialSum | None:
         trace = self.layout.trace
         equation = trace.equations[chain[0]]
-        if len({self.phases[n] for n in (*chain, self.maker[self._total(leave)])}) > 1:
+        if len({self.phases[n] for n in (*chain, self.producers[self._total(leave)])}) > 1:
             return None
         operands: list[TensorSharding] = []
         for i, atom in enumerate(equation.operands):

@@ -10,16 +10,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from autopar.errors import MicrobatchError
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, Tensor
 from autopar.rules.factors import DimFactors
 from autopar.rules.node_view import of_each_node
 from autopar.rules.table import rule_for
 
 #: Operand or result *i* of a node.
-Tensor = tuple[Literal["operand", "result"], int]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -113,13 +111,6 @@ class Places:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.rules = of_each_node(graph, rule_for)
-        self.touching: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        for n, node in enumerate(graph.nodes):
-            for i, value in enumerate(node.operands):
-                if value is not None:
-                    self.touching[value].append((n, ("operand", i)))
-            for i, value in enumerate(node.results):
-                self.touching[value].append((n, ("result", i)))
         #: What a loop carries is split alike in the next trip.
         self.tied: dict[int, set[int]] = defaultdict(set)
         for loop in graph.loops:
@@ -148,7 +139,7 @@ class Places:
                 continue
             found[value].add(place)
             waiting += [(other, place) for other in self.tied[value]]
-            for n, tensor in self.touching[value]:
+            for n, tensor in self.graph.touching[value]:
                 factor = self._factor(n, tensor, place, size)
                 if factor is not None and self.separable(n, factor):
                     waiting += self._with(n, factor)

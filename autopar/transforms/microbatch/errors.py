@@ -37,7 +37,7 @@ class Refusals:
         waiting, seen = [n], {n}
         for one in waiting:
             node = self.graph.nodes[one]
-            beside = (m for v in (*node.operands, *node.results) if v is not None for m, _ in self.places.touching[v])
+            beside = (m for v in (*node.operands, *node.results) if v is not None for m, _ in self.graph.touching[v])
             for other in beside:
                 if other not in seen:
                     if self.graph.nodes[other].source:
@@ -78,7 +78,7 @@ class Refusals:
     def _origin(self, value: int) -> int | None:
         """The first reduction over the batch that a value is made of."""
         waiting, seen = [value], set[int]()
-        made = {v: n for n, node in enumerate(self.graph.nodes) for v in node.results}
+        made = self.graph.producers
         while waiting:
             one = waiting.pop(0)
             if one in seen or one not in made:

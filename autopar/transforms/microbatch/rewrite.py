@@ -102,7 +102,6 @@ class _Rewriting:
         self.writer = Writer(trace)
         self.avals, self.repeats = self.writer.avals, self.writer.repeats
         self.region_at = {region.enter[0]: region for region in trace.regions}
-        self.maker = {value: n for n, equation in enumerate(trace.equations) for value in equation.results}
         self.constants = {value for value, _ in trace.constants}
         self.before: list[Item] = []
         self.body: list[Item] = []
@@ -278,7 +277,7 @@ class _Rewriting:
         equation = self.trace.equations[reader]
         if has_batch:
             return self._enter_parts(atom, equation)
-        n = self.maker.get(atom)
+        n = self.trace.producers.get(atom)
         if n is None and atom in self.constants:
             return atom
         if n is not None and self.trace.equations[n].piece is None and not self._reads(n):
@@ -337,7 +336,11 @@ class _Rewriting:
     # -- what comes out ----------------------------------------------------------------------
 
     def _leave(self, value: int) -> None:
-        equation, kind, made = self.trace.equations[self.maker[value]], self.split.kinds[value], self.inner[value]
+        equation, kind, made = (
+            self.trace.equations[self.trace.producers[value]],
+            self.split.kinds[value],
+            self.inner[value],
+        )
         once = replace(equation, repeat=1.0, piece=None)
         if kind == "rows":
             cut = self._cut(value)
@@ -397,7 +400,7 @@ class _Rewriting:
         for the whole batch."""
         made = self.inner[value]
         if self.split.kinds[value] == "sum":
-            equation = self.trace.equations[self.maker[value]]
+            equation = self.trace.equations[self.trace.producers[value]]
             inside = replace(equation, repeat=float(self.m), piece=None)
             (made,) = self._emit(inside, ("own",), [made], lambda x: [x[0] * np.dtype(x[0].dtype).type(self.m)])
         self.own[value] = made

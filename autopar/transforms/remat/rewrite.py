@@ -74,13 +74,12 @@ class _Rewriting:
         #: By the position of the equation behind which they are all made, values to hold from there on.
         self.holding: dict[int, list[int]] = {}
         self.agains: dict[int, list[Again]] = {}
-        makers = {v: n for n, equation in enumerate(trace.equations) for v in equation.results}
         for one in agains:
             kept = tuple(v for v in one.kept if v not in self.accumulated)
             self.agains.setdefault(one.before, []).append(replace(one, kept=kept))
             held = kept if one.onward is None else (*kept, one.onward)
             if kept and len(held) > 1:  # one alone waits for no other
-                self.holding.setdefault(max(makers[v] for v in held), []).extend(held)
+                self.holding.setdefault(max(trace.producers[v] for v in held), []).extend(held)
         self.was: dict[int, int] = {}  # id of a new equation -> position of the one it stands for
         self.keep: list[Equation] = []  # so that no id is given twice
 

@@ -11,14 +11,14 @@ chosen by a minimum cut: as many bytes as possible that are cut, less the bytes 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Tensor
 from autopar.solve.min_cut import source_side
-from autopar.transforms.split_dims.cuts import CUTTING, Tensor, part_size
+from autopar.transforms.split_dims.cuts import CUTTING, part_size
 from autopar.transforms.split_dims.loops import Loop, Loops, Place
 
 #: Pieces by which an input goes into a loop, a branch, or what is computed anew.
@@ -100,8 +100,7 @@ def _all_taken(loops: Loops, node: int, value: int, dim: int) -> bool:
     primitive = loops.graph.nodes[node].primitive
     if primitive not in ("slice", "pad"):
         return True
-    readers = [n for n, tensor in loops.touching[value] if tensor[0] == "operand"]
-    slices = [n for n in readers if loops.graph.nodes[n].primitive == "slice"]
+    slices = [n for n, _ in loops.graph.users.get(value, ()) if loops.graph.nodes[n].primitive == "slice"]
     cut = {loops.view(n).params["start_indices"][dim] for n in slices if part_size(loops.view(n), ("operand", 0), dim)}
     return primitive == "slice" and len(cut) == loops.graph.values[value].shape[dim]
 
@@ -190,19 +189,13 @@ def _nodes(loops: Loops, loop: Loop, cuts: dict[int, int]) -> set[int]:
     outputs = {v for v in loops.graph.outputs if v is not None}
     for value in {v for v, _ in loop.places}:
         num_bytes = loops.graph.values[value].num_bytes
-        maker, readers = _maker_and_readers(loops, value)
+        maker, uses = loops.graph.producers.get(value), loops.graph.users.get(value, ())
         if maker in free:
             continue
-        ends = {n if n in inside else None for n in readers if n not in free}
+        ends = {n if n in inside else None for n, _ in uses if n not in free}
         ends |= {None} if value in outputs else set()
         network.value(maker if maker in inside else None, ends, num_bytes)
     return network.chosen()
-
-
-def _maker_and_readers(loops: Loops, value: int) -> tuple[int | None, list[int]]:
-    touching: Sequence[tuple[int, Tensor]] = loops.touching[value]
-    makers = [n for n, tensor in touching if tensor[0] == "result"]
-    return (makers[0] if makers else None), [n for n, tensor in touching if tensor[0] == "operand"]
 
 
 class _Network:

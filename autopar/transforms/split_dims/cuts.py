@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from autopar.ir.graph import Tensor
 from autopar.rules.node_view import NodeView
-
-#: A tensor of a node: an operand or a result, and which.
-Tensor = tuple[Literal["operand", "result"], int]
 
 
 def part_size(view: NodeView, tensor: Tensor, dim: int) -> int | None:

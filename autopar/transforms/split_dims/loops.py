@@ -6,16 +6,14 @@ A matrix product passes the columns of its weights on to its result, a sum or a 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Tensor
 from autopar.rules.factors import DimFactors, Rule
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for
-from autopar.transforms.split_dims.cuts import Tensor, part_size
+from autopar.transforms.split_dims.cuts import part_size
 
 #: A dim of a value.
 Place = tuple[int, int]
@@ -55,18 +53,6 @@ class Loops:
         self.views: dict[int, NodeView] = {}
         self.rules: dict[int, Rule | None] = {}
 
-    @cached_property
-    def touching(self) -> dict[int, list[tuple[int, Tensor]]]:
-        """Value -> the nodes that read or make it."""
-        found: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        for n, node in enumerate(self.graph.nodes):
-            for i, value in enumerate(node.operands):
-                if value is not None:
-                    found[value].append((n, ("operand", i)))
-            for i, value in enumerate(node.results):
-                found[value].append((n, ("result", i)))
-        return found
-
     def view(self, node: int) -> NodeView:
         if node not in self.views:
             self.views[node] = NodeView.of(self.graph.nodes[node], self.graph)
@@ -84,7 +70,7 @@ class Loops:
                 continue
             loop.places.add((value, dim))
             self.found[value, dim] = loop
-            for node, tensor in self.touching[value]:
+            for node, tensor in self.graph.touching[value]:
                 waiting += self._through(loop, node, tensor, dim)
         loop.cuts = {n: part for n, part in loop.cuts.items() if n not in loop.blocks}
         loop.follows -= loop.blocks | loop.cuts.keys()

@@ -57,9 +57,11 @@ class _Rewriting:
     def run(self) -> Trace:
         """The whole trace anew."""
         self._span(0, len(self.trace.equations))
-        makers = {value: e for e in self.trace.equations for value in e.results}
+        producers = self.trace.producers
         outputs = tuple(
-            self._plain(atom, makers[atom]) if isinstance(atom, int) and atom in makers else atom
+            self._plain(atom, self.trace.equations[producers[atom]])
+            if isinstance(atom, int) and atom in producers
+            else atom
             for atom in self.trace.outputs
         )
         return replace(

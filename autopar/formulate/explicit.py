@@ -1,0 +1,172 @@
+"""Lay an assignment over the graph: every communication becomes an operation.
+
+In: `Formulation` and the solver's choices. Out: `ExplicitProgram`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cost import halo
+from autopar.cost.halo import Strip, extensions_of
+from autopar.formulate.formulation import Formulation
+from autopar.ir.explicit_program import Array, Communicate, Compute, ExplicitProgram
+from autopar.ir.sharding import TensorSharding, replicated
+from autopar.rules.control_flow import BORDERS
+from autopar.rules.grouping import SMALL_SIZE, Group
+from autopar.rules.manual_regions import gather_of
+from autopar.rules.strategies import Strategy
+
+
+def explicit_program(f: Formulation, choices: Sequence[int]) -> ExplicitProgram:
+    """The step under an assignment.
+
+    Args:
+        choices: of each decision, its strategy.
+    """
+    return _Builder(f, choices).run()
+
+
+class _Builder:
+    def __init__(self, f: Formulation, choices: Sequence[int]) -> None:
+        self.f, self.choices, self.graph = f, choices, f.graph
+        self.arrays: list[Array] = []
+        self.ops: list[Compute | Communicate] = []
+        self.made: dict[int, int] = {}
+        self.current: dict[int, int] = {}  # value -> the array that is read where no other is wanted
+        self.moved: dict[Array, int] = {}  # -> position of the operation that gives it
+        self.flow_of = {use: index for index, flow in enumerate(f.flows) for use in flow.uses}
+        self.into_copy = {flow.target: i for i, flow in enumerate(f.flows) if f.decisions[flow.target].kind == "copy"}
+        self.sharding: dict[int, TensorSharding] = {}
+        self.strips: dict[Strip, Communicate] = {}
+        self.before: dict[int, list[Strip]] = defaultdict(list)  # node -> what its neighbours send it
+        self.after: dict[int, list[tuple[Communicate, int]]] = defaultdict(list)  # and what it sends, of which result
+        for index, (decision, chosen) in enumerate(zip(f.decisions, choices, strict=True)):
+            if decision.kind == "group":
+                self._add_group(index, f.groups[decision.group], decision.strategies[chosen])
+        for value, (decision, shardings) in f.value_made.items():
+            self.sharding[value] = shardings[choices[decision]]
+
+    def run(self) -> ExplicitProgram:
+        for value in (*self.graph.inputs, *self.graph.constants):
+            self._define(value)
+        ends = {loop.stop: loop.stacks for loop in self.graph.loops}
+        stacks = {n for loop in self.graph.loops for n in loop.stacks}
+        for n in range(len(self.graph.nodes)):
+            for piece in ends.get(n, ()):  # what all trips make comes out once the last one has ended
+                self._compute(piece)
+            if n not in stacks:
+                self._compute(n)
+        outputs = self._outputs()
+        return ExplicitProgram(tuple(self.choices), tuple(self.arrays), tuple(self.ops), self.made, outputs)
+
+    def _add_group(self, index: int, group: Group, strategy: Strategy) -> None:
+        """What a group makes, and what it sends by itself."""
+        nodes = self.graph.nodes
+        sent = gather_of(group, strategy, self.graph, self.f.mesh)
+        if sent is not None:
+            result, times = nodes[sent.node].results[0], nodes[sent.node].repeat
+            one = Communicate("all-gather", "region", sent.node, None, None, sent.axes, sent.num_bytes, times)
+            one = replace(one, num_elements=sent.num_elements, decisions=(index,))
+            self.after[sent.node].append((one, result))
+        for define in group.defines:
+            sharding, info = strategy.sharding(define.dims, define.pending), self.graph.values[define.value]
+            self.sharding[define.value] = sharding
+            if sharding.unreduced and info.size <= SMALL_SIZE:
+                one = Communicate(
+                    "all-reduce", "reduction", define.node, None, None, sharding.unreduced, info.num_bytes, info.repeat
+                )
+                one = replace(one, combinable=True, reduction=define.reduction, decisions=(index,))
+                self.after[define.node].append((one, define.value))
+        for extension in extensions_of(group, strategy, self.graph, self.f.mesh):
+            node = extension.node
+            for strip in extension.strips:
+                times = nodes[node].repeat
+                new = Communicate(halo.KIND, "halo", node, strip.value, None, strip.axes, strip.num_bytes, times)
+                known = self.strips.setdefault(strip, new)  # XLA sends it once for all its readers
+                self.strips[strip] = replace(known, decisions=(*known.decisions, index))
+                self.before[node].append(strip)
+
+    # -- operations --------------------------------------------------------------------------
+
+    def _compute(self, n: int) -> None:
+        node = self.graph.nodes[n]
+        if node.primitive in BORDERS and not node.results:
+            return
+        operands = tuple(None if v is None else self._read(n, i, v) for i, v in enumerate(node.operands))
+        for strip in self.before.get(n, ()):
+            if (one := self.strips.pop(strip, None)) is not None:
+                self.ops.append(replace(one, operand=self.current[strip.value]))
+        for kind, axes, num_bytes, times in node.params.get("collectives", ()):
+            one = Communicate(kind, "program", n, None, None, axes, num_bytes, times * node.repeat)
+            self.ops.append(one)
+        self.ops.append(Compute(n, operands))
+        for value in node.results:
+            self._define(value)
+        for one, value in self.after.get(n, ()):
+            result = None
+            if one.cause == "reduction":
+                self.sharding[value] = self.sharding[value].resolved()
+                result = self._array(value, self.sharding[value])
+            self.ops.append(replace(one, operand=self.made[value], result=result))
+            if result is not None:
+                self.current[value] = result
+
+    def _array(self, value: int, sharding: TensorSharding) -> int:
+        self.arrays.append(Array(value, sharding))
+        return len(self.arrays) - 1
+
+    def _define(self, value: int) -> None:
+        rank = len(self.graph.values[value].shape)
+        self.made[value] = self.current[value] = self._array(value, self.sharding.setdefault(value, replicated(rank)))
+
+    def _read(self, n: int, index: int, value: int) -> int:
+        """The array that a node reads, after any resharding."""
+        flow = self.flow_of.get((n, index))
+        return self.current[value] if flow is None else self._passed(flow, n)
+
+    def _passed(self, index: int, n: int) -> int:
+        """What a flow brings to a node, or to the outputs."""
+        flow = self.f.flows[index]
+        value, wanted = flow.value, flow.wanted[self.choices[flow.target]]
+        array = self.current[value]
+        if wanted == self.arrays[array].sharding:  # a shared copy is passed by
+            return array
+        if flow.source in self.into_copy:
+            shared = self.f.decisions[flow.source].shardings[self.choices[flow.source]]
+            array = self._moved(array, shared, self.into_copy[flow.source], n)
+        return self._moved(array, wanted, index, n)
+
+    def _moved(self, array: int, wanted: TensorSharding, index: int, n: int) -> int:
+        value, made = self.arrays[array].value, self.arrays[array].sharding
+        flow, times = self.f.flows[index], self.graph.values[value].repeat
+        kept = tuple(axis for axis in wanted.unreduced if axis in made.unreduced)
+        for move in self.f.moves(value, made, wanted):
+            to = Array(value, TensorSharding(move.result.dims, (*move.result.unreduced, *kept)))
+            if to not in self.moved:
+                self.moved[to] = len(self.ops)
+                result = self._array(value, to.sharding)
+                one = Communicate(move.kind, "reshard", n, array, result, move.axes, move.num_bytes, times)
+                self.ops.append(replace(one, combinable=flow.combinable, is_inner=move.is_inner))
+            at = self.moved[to]
+            op = self.ops[at]
+            assert isinstance(op, Communicate) and op.result is not None
+            if index not in op.flows:
+                decisions = dict.fromkeys((*op.decisions, flow.source, flow.target))
+                self.ops[at] = replace(op, flows=(*op.flows, index), decisions=tuple(decisions))
+            array = op.result
+        return array
+
+    def _outputs(self) -> tuple[int | None, ...]:
+        renewed, end = dict(self.graph.carried), len(self.graph.nodes)
+        flows: dict[int, int] = {}
+        for index, flow in enumerate(self.f.flows):
+            target = self.f.decisions[flow.target]
+            if not flow.uses and target.kind != "copy":
+                flows[target.position if target.kind == "output" else renewed[target.position]] = index
+        return tuple(
+            None if value is None else self._passed(flows[i], end) if i in flows else self.current[value]
+            for i, value in enumerate(self.graph.outputs)
+        )

@@ -1,0 +1,155 @@
+"""What XLA's partitioner is told of a plan, so that it communicates as the explicit program does.
+
+In: an `ExplicitProgram`, and pins. Out: `Constraint`s. The partitioner gets no room: a value that leaves its group is
+constrained at its definition, with any pending reduction taken (in one step with the move XLA would gather the operands
+instead); and each operand that its reader wants otherwise, one move at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from autopar.formulate.formulation import Formulation
+from autopar.ir.explicit_program import Communicate, ExplicitProgram
+from autopar.ir.graph import Graph
+from autopar.ir.node_names import NodeNames
+from autopar.ir.sharding import TensorSharding, replicated
+from autopar.plans.records import Constraint
+from autopar.rules.control_flow import BORDERS, PINNED
+from autopar.rules.grouping import SMALL_SIZE
+from autopar.rules.indexing import INDEXING
+
+_Path = tuple[TensorSharding, ...]
+
+
+def constraints_of(
+    f: Formulation, explicit: ExplicitProgram, pins: Mapping[int, TensorSharding]
+) -> tuple[Constraint, ...]:
+    """All constraints, by the names of their places."""
+    moved = {value: readings for value, readings in _moved(f.graph, explicit).items() if value in f.value_made}
+    defined = _at_definitions(f, explicit, moved)
+    at_operands = _at_operands(f, explicit, defined, moved)
+    return _by_name(f.graph, (*defined.values(), *at_operands, *_small_pins(f, pins), *_small_places(f)))
+
+
+#: A reading: node and operand (of an output, the number of nodes and its position), and the moves that lead to it.
+_Reading = tuple[int, int, tuple[Communicate, ...]]
+
+
+def _moved(graph: Graph, explicit: ExplicitProgram) -> dict[int, list[_Reading]]:
+    """Of each value, how it gets to its readers."""
+    found: dict[int, list[_Reading]] = defaultdict(list)
+    outputs = (((len(graph.nodes), i), array) for i, array in enumerate(explicit.outputs) if array is not None)
+    for (node, operand), array in (*explicit.reads.items(), *outputs):
+        found[explicit.arrays[array].value].append((node, operand, _moves_to(explicit, array)))
+    return found
+
+
+def _moves_to(explicit: ExplicitProgram, array: int) -> tuple[Communicate, ...]:
+    """From where a value is made."""
+    moves: list[Communicate] = []
+    while (op := explicit.sent_as.get(array)) is not None and op.operand is not None:
+        moves.append(op)
+        array = op.operand
+    return tuple(reversed(moves))
+
+
+def _results(explicit: ExplicitProgram, moves: Sequence[Communicate]) -> _Path:
+    """Where moves lead, with all that is pending reduced."""
+    return tuple(explicit.arrays[op.result].sharding.resolved() for op in moves if op.result is not None)
+
+
+def _at_definitions(
+    f: Formulation, explicit: ExplicitProgram, moved: Mapping[int, Sequence[_Reading]]
+) -> dict[int, Constraint]:
+    """By value."""
+    told, arguments = {*BORDERS, *PINNED}, set(f.graph.inputs)
+    borders = {v for node in f.graph.nodes if node.primitive in told for v in node.results}
+    found: dict[int, Constraint] = {}
+    for value in f.value_made:
+        made = explicit.arrays[explicit.made[value]].sharding
+        if value in arguments or f.graph.values[value].size <= SMALL_SIZE:
+            continue
+        if value in f.written or made.unreduced or value in borders:
+            path = (made.resolved(),)
+            if len(made.unreduced) > 1:
+                path = _scattered(explicit, moved.get(value, ())) or path
+            barrier = _is_cut_by_each_reader(f, value, made, path[-1])
+            found[value] = Constraint(value=value, shardings=path, barrier=barrier)
+    return found
+
+
+def _at_operands(
+    f: Formulation,
+    explicit: ExplicitProgram,
+    defined: Mapping[int, Constraint],
+    moved: Mapping[int, Sequence[_Reading]],
+) -> Iterator[Constraint]:
+    for value, readings in moved.items():
+        made = explicit.arrays[explicit.made[value]].sharding.resolved()
+        start = defined[value].shardings[-1] if value in defined else made
+        for node, operand, moves in readings:
+            path = [start]
+            results = _results(explicit, moves)
+            for after in results[results.index(start) + 1 :] if start in results else results:
+                path += [after] if after != path[-1] else []
+            if path[1:]:
+                yield Constraint(value=value, shardings=tuple(path[1:]), node=node, operand=operand)
+
+
+def _scattered(explicit: ExplicitProgram, readings: Sequence[_Reading]) -> _Path:
+    """The steps of a sum that is pending over several axes, where all readers want the same of it split; else nothing. Told to
+    sum all of it first, XLA would, and then cut; told the split of each step, it scatters."""
+    steps = {_results(explicit, [op for op in moves if op.kind == "reduce-scatter"]) for _, _, moves in readings}
+    return steps.pop() if len(steps) == 1 else ()
+
+
+def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, split: TensorSharding) -> bool:
+    """Whether XLA would sum a value whole over several axes and let each reader cut out its part, where the plan has it
+    scattered along some of these and then summed over the rest. Products and convolutions it scatters at once; of any
+    other sum it makes two steps only if one operation reads it."""
+    scattered = {axis for axes in split.dims for axis in axes} & set(made.unreduced)
+    if not scattered or scattered.issuperset(made.unreduced):
+        return False
+    maker = f.graph.producer(value)
+    return maker is None or maker.primitive not in ("dot_general", "conv_general_dilated")
+
+
+def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constraint, ...]:
+    """Constraints with their places in words, sorted by these; of one place, the last as it was."""
+    names = NodeNames(graph)
+
+    def named(one: Constraint) -> Constraint:
+        if one.node is None or one.operand is None:
+            return replace(one, at=names.value(one.value))
+        return replace(one, at=names.reading(one.node, one.operand))
+
+    return tuple(sorted(map(named, constraints), key=lambda one: names.order(one.value, one.node, one.operand)))
+
+
+def _small_places(f: Formulation) -> Iterator[Constraint]:
+    """Where a gather looks, or a scatter writes, is whole if too few to plan for. Left open, XLA splits the places as it
+    splits what is made of them, and on meshes of several axes its partitioner may then fail."""
+    for n, node in enumerate(f.graph.nodes):
+        places = node.operands[1] if node.primitive in INDEXING else None
+        if places is not None and f.graph.values[places].size <= SMALL_SIZE:
+            whole = replicated(len(f.graph.values[places].shape))
+            yield Constraint(value=places, shardings=(whole,), node=n, operand=1)
+
+
+def _small_pins(f: Formulation, pins: Mapping[int, TensorSharding]) -> Iterator[Constraint]:
+    """A value too small to plan for that is pinned to be split is whole where it is used: else the
+    partitioner would carry the split on to large values. So is the output that renews it, until it leaves."""
+    renewed = dict(f.graph.carried)
+    small = {position for position, sharding in pins.items() if any(sharding.dims)} - set(f.input_decision)
+    whole = {f.graph.inputs[p]: (replicated(len(pins[p].dims)),) for p in small}
+    for n, node in enumerate(f.graph.nodes):
+        for i, value in enumerate(node.operands):
+            if value in whole:
+                yield Constraint(value=value, shardings=whole[value], node=n, operand=i)
+    for position in sorted(small & set(renewed)):
+        after, before = f.graph.outputs[renewed[position]], f.graph.inputs[position]
+        if after is not None and after != before:
+            yield Constraint(value=after, shardings=whole[before], node=len(f.graph.nodes), operand=renewed[position])

@@ -1,0 +1,95 @@
+"""The explicit program is legal under any assignment; what it sends is what the solver was told the price of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import programs
+import pytest
+from any_choice import AnyChoice
+
+from autopar.cost.hardware_profile import load
+from autopar.cost.resharding_matrix import EACH_S
+from autopar.formulate.explicit import explicit_program
+from autopar.formulate.formulation import Formulation, formulate
+from autopar.ir.explicit_program import Communicate, Compute, ExplicitProgram
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import parse_mesh
+from autopar.ir.verifier import check_explicit
+from autopar.planner.planner import _group
+from autopar.solve.ilp import Ilp
+from autopar.solve.problem import Solver
+from autopar.transforms.program import program_of
+
+H100 = load("h100-sxm")
+#: So slow that the smallest program is worth splitting.
+SLOW = dataclasses.replace(H100, hbm_bytes_per_s=H100.hbm_bytes_per_s / 1e4, kernel_launch_s=0.0)
+
+
+def made_of(name: str, mesh: str, solver: Solver) -> tuple[Formulation, tuple[int, ...]]:
+    program = programs.PROGRAMS[name]()
+    state = jax.eval_shape(program.create_state, jax.random.key(0))
+    states = state if program.num_state_args > 1 else (state,)
+    graph = program_of(program.step, (*states, program.make_batch(0)), carry=None, donate=None).graph
+    f = formulate(graph, _group(graph, {}).groups, parse_mesh(mesh), SLOW, pins={}, memory_budget_bytes=None)
+    return f, solver.solve(f.problem).choices
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mesh", ["8", "2x4", "2x2x2"])
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_it_is_legal_under_any_assignment(name: str, mesh: str, seed: int) -> None:
+    f, choices = made_of(name, mesh, AnyChoice(seed))
+    check_explicit(explicit_program(f, choices), f.graph)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mesh", ["8", "2x4"])
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_what_it_sends_is_what_the_solver_was_told_the_price_of(name: str, mesh: str) -> None:
+    f, choices = made_of(name, mesh, Ilp())
+    sends = explicit_program(f, choices).communications
+    own = sum(float(seconds[choice]) for seconds, choice in zip(f.compute_s, choices, strict=True))
+    sent = 0.0
+    for op in sends:
+        if op.kind != "cut":
+            seconds = f.time(op.kind, op.axes, op.num_bytes, combinable=op.combinable)
+            turned = 2 * op.num_bytes / SLOW.hbm_bytes_per_s if op.is_inner else 0.0
+            sent += op.num_times * (seconds + (EACH_S + turned) * (op.cause == "reshard")) * max(len(op.flows), 1)
+    assert sent > 0
+    assert not any(op.cause == "halo" for op in sends)
+    assert own + sent == pytest.approx(f.problem.evaluate(choices), rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def mlp() -> tuple[ExplicitProgram, Graph]:
+    f, choices = made_of("mlp", "2x4", AnyChoice(0))
+    return explicit_program(f, choices), f.graph
+
+
+def test_an_illegal_program_is_refused(mlp: tuple[ExplicitProgram, Graph]) -> None:
+    program, graph = mlp
+    sent = next(i for i, op in enumerate(program.ops) if isinstance(op, Communicate) and op.kind == "all-gather")
+    computed = next(i for i, op in enumerate(program.ops) if isinstance(op, Compute) and any(op.operands))
+
+    def with_op(at: int, **changes: Any) -> ExplicitProgram:
+        ops = list(program.ops)
+        ops[at] = dataclasses.replace(ops[at], **changes)  # pyright: ignore[reportCallIssue]
+        return dataclasses.replace(program, ops=tuple(ops))
+
+    check_explicit(program, graph)
+    last = max(program.made.values())
+    for wrong in (
+        with_op(sent, axes=()),
+        with_op(sent, kind="all-to-all", axes=("data", "model")),
+        with_op(sent, operand=last),
+        with_op(computed, operands=(last,)),
+        dataclasses.replace(program, ops=program.ops[:-1]),
+        dataclasses.replace(program, ops=(*program.ops, program.ops[computed])),
+        dataclasses.replace(program, outputs=program.outputs[::-1]),
+    ):
+        with pytest.raises(AssertionError):
+            check_explicit(wrong, graph)
