@@ -163,6 +163,27 @@ print("the same")
 """
 
 
+NOTHING: dict[str, Callable[..., Any]] = {
+    "as it is": lambda state, x: (state, x),
+    "reshaped": lambda state, x: (state, x.reshape(-1)),
+    "constants": lambda state, x: (state, jnp.zeros(())),
+    "the state alone": lambda state, x: state,
+}
+
+
+@pytest.mark.parametrize("hardware", ["h100-sxm", "cpu-host"])
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_step_that_computes_nothing_is_planned_explained_and_run(name: str, hardware: str) -> None:
+    state, x = jnp.arange(32.0).reshape(8, 4), jnp.arange(64.0).reshape(16, 4)
+    for options in ({"num_devices": 8}, {"num_devices": 8, "num_microbatches": "auto"}, {"mesh": "1"}):
+        planned = plan(NOTHING[name], state, x, hardware=hardware, **options)
+        assert planned.prediction.step_time_s == 0.0
+        assert "0" in str(autopar.explain(planned))
+    step = autopar.parallelize(NOTHING[name], num_devices=8, hardware="cpu-host", cache=False)
+    expected = NOTHING[name](state, x)
+    jax.tree.map(np.testing.assert_array_equal, step(jnp.copy(state), x), expected)
+
+
 @pytest.mark.slow
 def test_twelve_devices_train_as_one() -> None:
     environment: dict[str, Any] = os.environ | {

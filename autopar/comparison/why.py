@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -83,7 +84,8 @@ class Why:
         head = f"{', '.join(paths)} {chosen}: forcing {other}"
         if self.forced is None:
             return f"{head} cannot be: {self.refused}"
-        percent = 100 * self.extra_s / self.plan.prediction.step_time_s
+        step_s = self.plan.prediction.step_time_s
+        percent = 100 * self.extra_s / step_s if step_s else math.inf
         size = f"{human_seconds(abs(self.extra_s))} per step ({percent:+.1f} %)"
         if self.extra_s > 0:
             return f"{head} costs +{size}, because {self.because}"

@@ -91,7 +91,7 @@ def _most_exposed(made: Made) -> Hideable:
     estimated_s = (
         math.inf if told.xla_step_time_s is None else told.xla_step_time_s + made.parts.simulation.unestimated_s
     )
-    both = ((told.exposed_s, told.step_time_s), (told.xla_exposed_s or {}, estimated_s or math.inf))
+    both = ((told.exposed_s, told.step_time_s or math.inf), (told.xla_exposed_s or {}, estimated_s or math.inf))
     gathers = sum(exposed.get("all-gather", 0.0) / step for exposed, step in both)
     sums = sum(exposed.get(kind, 0.0) / step for exposed, step in both for kind in REDUCTIONS)
     return "gather" if gathers > sums else "sum"

@@ -155,7 +155,8 @@ def _plan_with_hint(hinted: Callable[[], Plan], free: Callable[[], Plan]) -> Pla
         plan = hinted()
     except (PinError, BudgetError) as error:
         return replace(other, notes=(*other.notes, f"metadata of the arguments were not held to: {error}"))
-    slower = plan.prediction.step_time_s / other.prediction.step_time_s - 1
+    fastest_s = other.prediction.step_time_s  # 0 of a step that computes nothing
+    slower = plan.prediction.step_time_s / fastest_s - 1 if fastest_s else 0.0
     if slower <= _HINT_TOLERANCE:
         return replace(plan, notes=(*plan.notes, f"held to the metadata of the arguments, at {slower:+.1%} step time"))
     return replace(other, notes=(*other.notes, f"holding to the metadata of the arguments would cost {slower:+.1%}"))

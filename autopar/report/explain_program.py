@@ -233,7 +233,7 @@ def _microbatches(plan: Plan) -> list[tuple[str, str]]:
             text += f". With {other.count}, nothing fits"
             continue
         saved = other.peak_bytes - plan.prediction.peak_bytes
-        slower = plan.prediction.step_time_s / other.step_time_s - 1
+        slower = plan.prediction.step_time_s / other.step_time_s - 1 if other.step_time_s else 0.0
         again = ", which computes values again" if other.recomputes else ""
         text += f". Beside {other.count}{again}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
         text += f" at the peak, {100 * slower:+.1f} % step time"
