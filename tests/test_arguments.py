@@ -241,6 +241,22 @@ def test_the_same_array_in_two_places_of_the_state() -> None:
         weights = state["params"]
 
 
+@pytest.mark.parametrize("places", ["of the state", "of the arguments"])
+def test_an_array_at_two_places_never_reaches_xla_as_one_that_is_donated(places: str) -> None:
+    """XLA refuses it, but of eight devices some may have given their parts away by then."""
+    step = autopar.parallelize(**OPTIONS)(lambda state, x: ({k: v - x for k, v in state.items()}, x.mean()))
+    state, _ = step({"a": ones(), "b": ones()}, ones())
+    state, _ = step(state, ones())
+    assert step._fast is not None, "the next call would take it"
+    step._fast = lambda *args: pytest.fail("an array at two places was dispatched as it is")
+    a, b = state["a"], state["b"]
+    state, mean = step({"a": a, "b": a}, ones()) if places == "of the state" else step({"a": a, "b": b}, a)
+    expected = -2.0 if places == "of the state" else 0.0
+    np.testing.assert_array_equal(state["a"], expected * np.ones(SHAPE))
+    assert float(mean) == (1.0 if places == "of the state" else -1.0)
+    np.testing.assert_array_equal(a, -np.ones(SHAPE))
+
+
 def test_a_state_that_another_plan_has_laid_out() -> None:
     """As the last batch of an epoch, which is smaller: the state is moved from one layout to the other, and back."""
     pins = iter([jax.P("data"), jax.P(None, "data")])

@@ -318,9 +318,14 @@ class ParallelStep(Generic[P]):
         return self._plans.options.get("donate") is not None
 
     def _takes_only_own(self, args: Sequence[Any]) -> bool:
-        """Whether all that a call as the last one would donate is the step's own, and there: JAX 0.10 crashes over a PRNG
-        key that was donated before."""
+        """Whether all that a call as the last one would donate is the step's own, and there, and stands at one place: JAX 0.10
+        crashes over a PRNG key that was donated before; and of an array at two places XLA may have taken some devices' parts
+        by the time it refuses."""
         leaves = jax.tree.leaves([args[n] for n in self._fast_donates])
+        others = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in self._fast_donates])
+        donated = set(map(id, leaves))
+        if len(donated) < len(leaves) or not donated.isdisjoint(map(id, others)):
+            return False
         return all((self._may_take or execute.is_own(leaf)) and not _is_gone(leaf) for leaf in leaves)
 
     def _dispatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
