@@ -175,7 +175,8 @@ NOTHING: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", NOTHING)
 def test_a_step_that_computes_nothing_is_planned_explained_and_run(name: str, hardware: str) -> None:
     state, x = jnp.arange(32.0).reshape(8, 4), jnp.arange(64.0).reshape(16, 4)
-    for options in ({"num_devices": 8}, {"num_devices": 8, "num_microbatches": "auto"}, {"mesh": "1"}):
+    several: list[dict[str, Any]] = [{"num_devices": 8}, {"num_devices": 8, "num_microbatches": "auto"}, {"mesh": "1"}]
+    for options in several:
         planned = plan(NOTHING[name], state, x, hardware=hardware, **options)
         assert planned.prediction.step_time_s == 0.0
         assert "0" in str(autopar.explain(planned))

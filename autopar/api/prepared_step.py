@@ -212,7 +212,7 @@ def _made_on_cpus(
 ) -> list[Any]:
     """Compiled for one device, which takes half as long as for several that share its memory; then one array after another
     is laid out, so that at no time more than one of them is there twice."""
-    one = next(iter(shardings[0].mesh.devices.flat))
+    one = min(shardings[0].device_set, key=lambda device: device.id)
     given = jax.device_put(tuple(trees), one)
     # With `out_shardings`, no result is an argument's own buffer.
     arrays = list(compiled_to_draw(jax.jit(create, out_shardings=SingleDeviceSharding(one)), given)(*given))
