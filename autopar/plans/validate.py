@@ -29,6 +29,9 @@ def check_plan(plan: Plan) -> None:
         check_sharding(sharding, plan.mesh, place)
         if shape is not None and len(sharding.dims) != len(shape):
             raise WrongFieldError(place, f"has {len(sharding.dims)} dims for a tensor of {len(shape)}")
+    for number, tensor in enumerate(plan.inputs):
+        if not tensor.path:
+            raise WrongFieldError(f"inputs[{number}].path", "is empty")
     for name in (one.name for one in fields(plan.prediction)):
         found = getattr(plan.prediction, name)
         if any(number < 0 for number in (found.values() if isinstance(found, dict) else (found or 0.0,))):
