@@ -39,6 +39,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a job scheduler ends what has run out of time
     try:
         return {"measure": _measure, "prepare": _prepare, "report": _report}[arguments.command](arguments)
+    except OSError as error:  # a folder that cannot be made, or is full
+        print(f"python -m benchmarks.gpu: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\nStopped. What was measured is kept; the same command goes on from there.", file=sys.stderr)
         return 130
