@@ -33,7 +33,7 @@ def measure(program: str) -> list[Row]:
     """A row for each process, and their medians: seconds of each part, and the ratio by both clocks."""
     rows = [_in_a_process(program) for _ in range(_PROCESSES)]
     medians = {name: statistics.median(float(row[name]) for row in rows) for name in rows[0]}
-    return [{"process": name, **row} for name, row in zip(("1", "2", "3", "median"), [*rows, medians], strict=True)]
+    return [{"process": str(name), **row} for name, row in [*enumerate(rows, 1), ("median", medians)]]
 
 
 def _in_a_process(program: str) -> Row:

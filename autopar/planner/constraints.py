@@ -65,8 +65,8 @@ def _at_definitions(
     f: Formulation, explicit: ExplicitProgram, moved: Mapping[int, Sequence[_Reading]]
 ) -> dict[int, Constraint]:
     """By value."""
-    told, arguments = {*BORDERS, *PINNED}, set(f.graph.inputs)
-    borders = {v for node in f.graph.nodes if node.primitive in told for v in node.results}
+    arguments, primitives = set(f.graph.inputs), {*BORDERS, *PINNED}
+    borders = {v for node in f.graph.nodes if node.primitive in primitives for v in node.results}
     found: dict[int, Constraint] = {}
     for value in f.value_made:
         made = explicit.arrays[explicit.made[value]].sharding

@@ -43,9 +43,8 @@ class _Finder:
             return None
         message = f"`{fullname}` is `{new}` now, or a name in `autopar.extend`; the old name goes with autopar 0.2"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-        loader: Any = _Loader(
-            new
-        )  # no subclass of `importlib.abc.Loader`, which takes as long to import as all else here
+        # No subclass of `importlib.abc.Loader`, which takes as long to import as all else here.
+        loader: Any = _Loader(new)
         return ModuleSpec(fullname, loader, is_package=any(old.startswith(f"{fullname}.") for old in MOVED))
 
 

@@ -17,8 +17,6 @@ from autopar.rules.factors import DimFactors
 from autopar.rules.node_view import of_each_node
 from autopar.rules.table import rule_for
 
-#: Operand or result *i* of a node.
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:

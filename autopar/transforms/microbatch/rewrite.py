@@ -336,11 +336,8 @@ class _Rewriting:
     # -- what comes out ----------------------------------------------------------------------
 
     def _leave(self, value: int) -> None:
-        equation, kind, made = (
-            self.trace.equations[self.trace.producers[value]],
-            self.split.kinds[value],
-            self.inner[value],
-        )
+        equation = self.trace.equations[self.trace.producers[value]]
+        kind, made = self.split.kinds[value], self.inner[value]
         once = replace(equation, repeat=1.0, piece=None)
         if kind == "rows":
             cut = self._cut(value)
