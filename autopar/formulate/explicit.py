@@ -9,14 +9,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost import halo
-from autopar.cost.halo import Strip, extensions_of
 from autopar.formulate.formulation import Formulation
-from autopar.ir.explicit_program import Array, Communicate, Compute, ExplicitProgram
+from autopar.formulate.group_communication import sent_by
+from autopar.ir.explicit_program import Array, Communicate, Compute, ExplicitProgram, Extend, Operation, Strip
 from autopar.ir.sharding import TensorSharding, replicated
 from autopar.rules.control_flow import BORDERS
-from autopar.rules.grouping import SMALL_SIZE, Group
-from autopar.rules.manual_regions import gather_of
+from autopar.rules.grouping import Group
 from autopar.rules.strategies import Strategy
 
 
@@ -33,7 +31,7 @@ class _Builder:
     def __init__(self, f: Formulation, choices: Sequence[int]) -> None:
         self.f, self.choices, self.graph = f, choices, f.graph
         self.arrays: list[Array] = []
-        self.ops: list[Compute | Communicate] = []
+        self.ops: list[Operation] = []
         self.made: dict[int, int] = {}
         self.current: dict[int, int] = {}  # value -> the array that is read where no other is wanted
         self.moved: dict[Array, int] = {}  # -> position of the operation that gives it
@@ -41,8 +39,8 @@ class _Builder:
         self.into_copy = {flow.target: i for i, flow in enumerate(f.flows) if f.decisions[flow.target].kind == "copy"}
         self.sharding: dict[int, TensorSharding] = {}
         self.strips: dict[Strip, Communicate] = {}
-        self.before: dict[int, list[Strip]] = defaultdict(list)  # node -> what its neighbours send it
-        self.after: dict[int, list[tuple[Communicate, int]]] = defaultdict(list)  # and what it sends, of which result
+        self.extended: dict[int, list[Extend]] = defaultdict(list)  # node -> what its neighbours send it
+        self.after: dict[int, list[Communicate]] = defaultdict(list)  # and what it sends; `operand` is the value
         for index, (decision, chosen) in enumerate(zip(f.decisions, choices, strict=True)):
             if decision.kind == "group":
                 self._add_group(index, f.groups[decision.group], decision.strategies[chosen])
@@ -64,30 +62,19 @@ class _Builder:
 
     def _add_group(self, index: int, group: Group, strategy: Strategy) -> None:
         """What a group makes, and what it sends by itself."""
-        nodes = self.graph.nodes
-        sent = gather_of(group, strategy, self.graph, self.f.mesh)
-        if sent is not None:
-            result, times = nodes[sent.node].results[0], nodes[sent.node].repeat
-            one = Communicate("all-gather", "region", sent.node, None, None, sent.axes, sent.num_bytes, times)
-            one = replace(one, num_elements=sent.num_elements, decisions=(index,))
-            self.after[sent.node].append((one, result))
         for define in group.defines:
-            sharding, info = strategy.sharding(define.dims, define.pending), self.graph.values[define.value]
-            self.sharding[define.value] = sharding
-            if sharding.unreduced and info.size <= SMALL_SIZE:
-                one = Communicate(
-                    "all-reduce", "reduction", define.node, None, None, sharding.unreduced, info.num_bytes, info.repeat
+            self.sharding[define.value] = strategy.sharding(define.dims, define.pending)
+        for op in sent_by(group, strategy, self.graph, self.f.mesh):
+            if isinstance(op, Communicate):
+                self.after[op.node].append(replace(op, decisions=(index,)))
+                continue
+            self.extended[op.node].append(op)
+            for strip in op.strips:
+                new = Communicate(
+                    "collective-permute", "halo", op.node, strip.value, None, strip.axes, strip.num_bytes, op.num_times
                 )
-                one = replace(one, combinable=True, reduction=define.reduction, decisions=(index,))
-                self.after[define.node].append((one, define.value))
-        for extension in extensions_of(group, strategy, self.graph, self.f.mesh):
-            node = extension.node
-            for strip in extension.strips:
-                times = nodes[node].repeat
-                new = Communicate(halo.KIND, "halo", node, strip.value, None, strip.axes, strip.num_bytes, times)
                 known = self.strips.setdefault(strip, new)  # XLA sends it once for all its readers
                 self.strips[strip] = replace(known, decisions=(*known.decisions, index))
-                self.before[node].append(strip)
 
     # -- operations --------------------------------------------------------------------------
 
@@ -96,17 +83,20 @@ class _Builder:
         if node.primitive in BORDERS and not node.results:
             return
         operands = tuple(None if v is None else self._read(n, i, v) for i, v in enumerate(node.operands))
-        for strip in self.before.get(n, ()):
-            if (one := self.strips.pop(strip, None)) is not None:
-                self.ops.append(replace(one, operand=self.current[strip.value]))
+        for extend in self.extended.get(n, ()):
+            for strip in extend.strips:
+                if (one := self.strips.pop(strip, None)) is not None:
+                    self.ops.append(replace(one, operand=self.current[strip.value]))
+            self.ops.append(extend)
         for kind, axes, num_bytes, times in node.params.get("collectives", ()):
             one = Communicate(kind, "program", n, None, None, axes, num_bytes, times * node.repeat)
             self.ops.append(one)
         self.ops.append(Compute(n, operands))
         for value in node.results:
             self._define(value)
-        for one, value in self.after.get(n, ()):
-            result = None
+        for one in self.after.get(n, ()):
+            value, result = one.operand, None
+            assert value is not None
             if one.cause == "reduction":
                 self.sharding[value] = self.sharding[value].resolved()
                 result = self._array(value, self.sharding[value])

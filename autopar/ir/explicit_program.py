@@ -1,14 +1,15 @@
 """The planned step with each communication as an operation of its own.
 
 In: built by `formulate.explicit` from a graph and an assignment. Out: `ExplicitProgram`: the graph's nodes and, between them,
-every collective, slice and halo exchange, over numbered arrays. What a plan reports and what one device runs (`xla_model`) are
+every collective, slice, halo exchange and extension by a halo, over numbered arrays. What a plan reports and what one device runs (`xla_model`) are
 read off it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -35,6 +36,57 @@ class Compute:
 
     node: int
     operands: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """What a device gets of one neighbour: elements of a value split so, along a dim. Two nodes that read the same
+    strip share it: XLA sends it once.
+
+    Args:
+        after: whether it is of the neighbour after, or of the one before.
+        shape: of the strip.
+    """
+
+    value: int
+    sharding: TensorSharding
+    dim: int
+    after: bool
+    shape: tuple[int, ...]
+    itemsize: float
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.sharding.dims[self.dim]
+
+    @property
+    def num_bytes(self) -> float:
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """A kernel that extends, or cuts, one dim of one operand of a node to what a device reads of it.
+
+    Args:
+        strips: what is put beside a device's own part.
+        window: what of that it reads; equal ones are one kernel.
+        shape: of what it reads.
+        num_times: how often a step runs it.
+    """
+
+    node: int
+    operand: int
+    strips: tuple[Strip, ...]
+    window: Hashable
+    shape: tuple[int, ...]
+    itemsize: float
+    num_times: float
+
+    @property
+    def num_bytes(self) -> float:
+        """Of what the device then reads."""
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +125,9 @@ class Communicate:
     num_elements: float = 0.0
 
 
+Operation = Compute | Communicate | Extend
+
+
 @dataclass(frozen=True)
 class ExplicitProgram:
     """Operations in the order they run.
@@ -85,13 +140,22 @@ class ExplicitProgram:
 
     choices: tuple[int, ...]
     arrays: tuple[Array, ...]
-    ops: tuple[Compute | Communicate, ...]
+    ops: tuple[Operation, ...]
     made: Mapping[int, int]
     outputs: tuple[int | None, ...]
 
     @cached_property
+    def extended(self) -> Mapping[int, tuple[Extend, ...]]:
+        """Of each node, how its operands are extended, in this order."""
+        found: dict[int, list[Extend]] = defaultdict(list)
+        for op in self.ops:
+            if isinstance(op, Extend):
+                found[op.node].append(op)
+        return {node: tuple(ops) for node, ops in found.items()}
+
+    @cached_property
     def communications(self) -> tuple[Communicate, ...]:
-        """The operations that are no node of the graph."""
+        """What is sent, and what is cut."""
         return tuple(op for op in self.ops if isinstance(op, Communicate))
 
     @cached_property

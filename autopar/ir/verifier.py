@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autopar.ir.explicit_program import Communicate, ExplicitProgram
+from autopar.ir.explicit_program import Communicate, ExplicitProgram, Extend
 from autopar.ir.graph import Graph
 from autopar.ir.sharding import TensorSharding
 
@@ -40,7 +40,13 @@ def check_explicit(program: ExplicitProgram, graph: Graph) -> None:
     turns its operand's sharding into its result's."""
     defined = {program.made[value] for value in (*graph.inputs, *graph.constants)}
     computed = Counter[int]()
+    halos = {op.operand for op in program.communications if op.cause == "halo"}
     for op in program.ops:
+        if isinstance(op, Extend):
+            value = graph.nodes[op.node].operands[op.operand]
+            sent = {program.arrays[array].value for array in halos & defined if array is not None}
+            assert {strip.value for strip in op.strips} <= {value} & sent, f"{op} puts what is not sent beside {value}"
+            continue
         read = [op.operand] if isinstance(op, Communicate) else op.operands
         if not (isinstance(op, Communicate) and op.cause == "region"):  # which stands behind its node
             assert {array for array in read if array is not None} <= defined, f"{op} reads too early"

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from autopar.formulate.formulation import Flow, Formulation
+from autopar.formulate.decisions import Flow
+from autopar.formulate.formulation import Formulation
 from autopar.ir.explicit_program import Communicate, ExplicitProgram
 from autopar.ir.graph import Node, Phase
 from autopar.plans.records import CollectiveUse

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.formulate.decisions import Decision as Choice
 from autopar.formulate.explicit import explicit_program
-from autopar.formulate.formulation import Decision as Choice
 from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.ir.explicit_program import ExplicitProgram

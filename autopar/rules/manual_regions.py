@@ -6,23 +6,13 @@ In: a `Group` and a `Strategy`. Out: whether its node is run in parts, and the g
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
+from autopar.ir.explicit_program import Communicate
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
 from autopar.rules.grouping import Group
 from autopar.rules.strategies import Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """The all-gather inside a node: XLA merges what is gathered together. `num_elements` and `num_bytes` are those of
-    all gathered tensors."""
-
-    node: int
-    axes: tuple[str, ...]
-    num_elements: float
-    num_bytes: float
 
 
 def is_manual(group: Group, strategy: Strategy) -> bool:
@@ -30,8 +20,8 @@ def is_manual(group: Group, strategy: Strategy) -> bool:
     return group.region is not None and any(strategy.axes[factor] for factor in group.region.manual)
 
 
-def gather_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> Gather | None:
-    """What a group's node then sends by itself, if anything."""
+def gather_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> Communicate | None:
+    """The all-gather inside a group's node, if there is one: XLA merges what is gathered together."""
     if group.region is None:
         return None
     node = graph.nodes[group.region.node]
@@ -53,4 +43,8 @@ def gather_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -
         count = float(math.prod(kept) * mesh.sizes(axes))
         elements += count
         num_bytes += count * graph.values[value].itemsize
-    return Gather(group.region.node, sent_along, elements, num_bytes) if sent_along else None
+    if not sent_along:
+        return None
+    n = group.region.node
+    one = Communicate("all-gather", "region", n, None, None, sent_along, num_bytes, node.repeat)
+    return replace(one, num_elements=elements)

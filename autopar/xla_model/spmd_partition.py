@@ -12,11 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from autopar.cost import halo
-from autopar.cost.halo import Extension, Strip
 from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import Gemm
-from autopar.ir.explicit_program import Array, Cause, Communicate, ExplicitProgram
+from autopar.ir.explicit_program import Array, Cause, Communicate, ExplicitProgram, Extend, Strip
 from autopar.ir.graph import Graph, Loop, Node, Value
 from autopar.ir.sharding import TensorSharding, replicated
 from autopar.rules.control_flow import BORDERS
@@ -163,12 +161,9 @@ class _Lowering:
         self.leaving = frozenset(self.graph.outputs)
         self.added: dict[int, tuple[int, ...]] = {}  # sum of sums -> the values that they are of
         self.strips: dict[Strip, int] = {}
-        self.extensions: dict[int, list[Extension]] = defaultdict(list)
-        for index, (decision, chosen) in enumerate(zip(f.decisions, explicit.choices, strict=True)):
+        for decision, chosen in zip(f.decisions, explicit.choices, strict=True):
             if decision.kind != "group":
                 continue
-            for extension in f.extensions(index, chosen):
-                self.extensions[extension.node].append(extension)
             group, strategy = f.groups[decision.group], decision.strategies[chosen]
             for n, work in zip(group.nodes, group.works, strict=True):
                 parts = ((group.factors[i].size, f.mesh.sizes(strategy.axes[i])) for i in work.factors)
@@ -275,7 +270,7 @@ class _Lowering:
         if node.primitive == "split":
             self._split(n, node, operands[0][0])
             return
-        for one in self.extensions.get(n, ()):
+        for one in self.explicit.extended.get(n, ()):
             index = sum(value is not None for value in node.operands[: one.operand])
             operands[index] = self._extended(one, operands[index][0]), one.shape
         kind = self._kind(node, operands)
@@ -333,7 +328,7 @@ class _Lowering:
         for op in self._beside(n, "reduction"):
             self._reduced(op)
 
-    def _extended(self, one: Extension, at: int) -> int:
+    def _extended(self, one: Extend, at: int) -> int:
         """An operand with the strips that neighbours send, put together by a kernel; once for all who read the same."""
         parts = {at: 1.0}
         for strip in one.strips:
@@ -344,9 +339,9 @@ class _Lowering:
                     replace(
                         self.program.instructions[cut],
                         kind="collective",
-                        primitive=halo.KIND,
+                        primitive="collective-permute",
                         operands={cut: 1.0},
-                        collective=halo.KIND,
+                        collective="collective-permute",
                         axes=strip.axes,
                         payload_bytes=strip.num_bytes,
                     )

@@ -1,0 +1,115 @@
+"""What is in memory, and when: the buffers that a solution sizes.
+
+In: a graph, decisions, what is stored. Out: `HeldTensor`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.formulate.decisions import HELD_BY_LOOPS, Decisions
+from autopar.formulate.sharding_lists import ShardingLists, Shardings
+from autopar.ir.device_program import Stored
+from autopar.ir.graph import Graph, Value
+from autopar.ir.mesh import MeshShape
+from autopar.rules.grouping import SMALL_SIZE
+from autopar.solve.problem import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A buffer: the decision that sizes it, when it is live, its sharding per strategy, and whether it is then its
+    maker's own buffer, which takes no new memory."""
+
+    node: int
+    start: int
+    end: int
+    info: Value
+    shardings: Shardings
+    mesh: MeshShape
+    shared: tuple[bool, ...] = ()
+
+    def amounts(self) -> np.ndarray:
+        """`num_bytes` under each strategy."""
+        return np.array([self.num_bytes(s) for s in range(len(self.shardings))])
+
+    def num_bytes(self, strategy: int) -> float:
+        """Bytes on one device under a strategy of its decision."""
+        if self.shared and self.shared[strategy]:
+            return 0.0
+        return self.info.itemsize * self.shardings[strategy].local_size(self.info.shape, self.mesh)
+
+
+def usages_of(held: Iterable[HeldTensor]) -> tuple[Usage, ...]:
+    """As the solver has them; equal tensors share their amounts."""
+    amounts: dict[tuple[object, ...], np.ndarray] = {}
+    usages: list[Usage] = []
+    for one in held:
+        key = (one.info.shape, one.info.itemsize, id(one.shardings), one.shared)
+        if key not in amounts:
+            amounts[key] = one.amounts()
+        usages.append(Usage(one.node, one.start, one.end, amounts[key]))
+    return tuple(usages)
+
+
+def held_tensors(decided: Decisions, stored: Sequence[Stored], lists: ShardingLists) -> list[HeldTensor]:
+    """Arguments are held throughout; what is stored, in its time; a shared copy from its first reader to its last."""
+    graph, mesh = decided.graph, lists.mesh
+    end, last_use = len(graph.nodes) + 1, _last_uses(graph)
+    held = held_arguments(graph, decided.made, mesh) + _held_stored(decided, stored, lists)
+    first_use: dict[int, int] = {}
+    for flow in decided.flows:
+        for n, _ in flow.uses:
+            first_use[flow.source] = min(first_use.get(flow.source, end), n)
+    for node, one in enumerate(decided.decisions):
+        if one.kind == "copy":
+            start, stop = first_use.get(node, end - 1), last_use[one.value] + 1
+            if start < stop:
+                info = graph.values[one.value]
+                held.append(HeldTensor(node, start, stop, info, one.shardings, mesh, shared=one.shared))
+    return held
+
+
+def _held_stored(decided: Decisions, stored: Sequence[Stored], lists: ShardingLists) -> list[HeldTensor]:
+    """Values in memory, sized by whoever makes them."""
+    values = decided.graph.values
+    makers = {
+        define.value: (node, strategies, define)
+        for node, group, strategies in decided.of_groups()
+        for define in group.defines
+    }
+    held: list[HeldTensor] = []
+    for one in stored:
+        if one.value in makers and values[one.value].size > SMALL_SIZE:
+            node, strategies, define = makers[one.value]
+            shardings = lists.shardings(strategies, define.dims, define.pending)
+            held.append(HeldTensor(node, one.start, one.end, values[one.value], shardings, lists.mesh))
+    return held
+
+
+def held_arguments(graph: Graph, made: Mapping[int, tuple[int, Shardings]], mesh: MeshShape) -> list[HeldTensor]:
+    """What the step is given."""
+    end, arguments = len(graph.nodes) + 1, set(graph.inputs)
+    return [
+        HeldTensor(node, 0, end, graph.values[value], shardings, mesh)
+        for value, (node, shardings) in made.items()
+        if value in arguments
+    ]
+
+
+def _last_uses(graph: Graph) -> dict[int, int]:
+    """By value, the last node that reads it, or the last one of the innermost loop that holds it."""
+    ends = {n: loop.stop - 1 for loop in reversed(graph.loops) for n in range(loop.start, loop.stop)}
+    last: dict[int, int] = {}
+    for n, node in enumerate(graph.nodes):
+        until = ends.get(n, n) if node.primitive in HELD_BY_LOOPS else n
+        for value in node.operands:
+            if value is not None:
+                last[value] = max(until, last.get(value, 0))
+    for value in graph.outputs:
+        if value is not None:
+            last[value] = len(graph.nodes)
+    return last

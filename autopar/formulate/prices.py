@@ -1,0 +1,125 @@
+"""What each decision and each flow costs.
+
+In: `Decisions`, a hardware profile. Out: seconds per strategy, and edges of the solver's problem.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.cost.collectives import collective_time
+from autopar.cost.halo import extension_time
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.cost.resharding_matrix import ReshardingTimes
+from autopar.cost.roofline import Load, compute_time, load_of
+from autopar.formulate.decisions import Decision, Decisions, Flow
+from autopar.formulate.group_communication import Sent, sends_itself, sent_by
+from autopar.formulate.sharding_lists import ShardingLists
+from autopar.ir.explicit_program import Extend, Strip
+from autopar.solve.problem import Edge
+
+
+class Prices:
+    """Prices of a step's decisions. Equal groups share their times, and equal flows one matrix."""
+
+    def __init__(
+        self, decided: Decisions, lists: ShardingLists, profile: HardwareProfile, resharding: ReshardingTimes
+    ) -> None:
+        self._decided, self._lists, self._profile, self._resharding = decided, lists, profile, resharding
+        self._graph, self._mesh = decided.graph, lists.mesh
+        self._renewed = {before for before, _ in decided.graph.carried}
+        self._matrices: dict[tuple[object, ...], np.ndarray] = {}
+        self._times: dict[tuple[Load, int], np.ndarray] = {}
+        self._collectives: dict[tuple[object, ...], float] = {}
+
+    def compute_s(self) -> tuple[np.ndarray, ...]:
+        """Of each decision, the seconds of its kernels under each strategy."""
+        return tuple(map(self._compute_s, self._decided.decisions))
+
+    def costs(self, compute_s: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The same with what a group sends itself, and with what it reads otherwise than it makes it."""
+        costs = [seconds.copy() for seconds in compute_s]
+        for flow in self._decided.flows:
+            if flow.source == flow.target:
+                costs[flow.source] += self._matrix(flow).diagonal()
+        self._add_sent(costs)
+        return tuple(costs)
+
+    def edges(self) -> tuple[Edge, ...]:
+        """The flows between decisions that cost anything."""
+        between = (flow for flow in self._decided.flows if flow.source != flow.target)
+        edges = (Edge(flow.source, flow.target, self._matrix(flow)) for flow in between)
+        return tuple(edge for edge in edges if edge.costs.any())
+
+    def _compute_s(self, decision: Decision) -> np.ndarray:
+        if decision.kind == "input" and decision.position not in self._renewed:
+            info = self._graph.values[decision.value]  # data is written to memory as it arrives
+            sizes = [s.local_size(info.shape, self._mesh) for s in decision.shardings]
+            return np.array(sizes) * info.itemsize / self._profile.hbm_bytes_per_s
+        if decision.kind != "group":
+            return np.zeros(decision.num_strategies)
+        load = load_of(self._decided.groups[decision.group], self._decided.written, self._graph)
+        key = (load, id(decision.strategies))
+        if key not in self._times:
+            self._times[key] = compute_time(load, decision.strategies, self._mesh, self._profile)
+        return self._times[key]
+
+    # -- what groups send themselves -----------------------------------------------------------
+
+    def _add_sent(self, costs: Sequence[np.ndarray]) -> None:
+        """Nodes that read the same halo share its price, as if all of them were split alike: a convolution and the gradient
+        with respect to its kernel."""
+        sent: list[tuple[int, int, Sent]] = []
+        readers: dict[Strip, set[int]] = defaultdict(set)
+        for node, group, strategies in self._decided.of_groups():
+            if not sends_itself(group, self._graph):
+                continue
+            for s, strategy in enumerate(strategies):
+                for op in sent_by(group, strategy, self._graph, self._mesh):
+                    sent.append((node, s, op))
+                    for strip in op.strips if isinstance(op, Extend) else ():
+                        readers[strip].add(node)
+        for node, s, op in sent:
+            strips = op.strips if isinstance(op, Extend) else ()
+            sharers = max((len(readers[strip]) for strip in strips), default=1)
+            costs[node][s] += op.num_times * self._seconds(op) / sharers
+
+    def _seconds(self, op: Sent) -> float:
+        if isinstance(op, Extend):
+            return extension_time(op, self._mesh, self._profile)
+        key = (op.kind, op.axes, op.num_bytes, op.combinable)
+        if key not in self._collectives:
+            self._collectives[key] = collective_time(
+                op.kind, op.num_bytes, op.axes, self._mesh, self._profile, combinable=op.combinable
+            )
+        return self._collectives[key]
+
+    # -- what flows between decisions ----------------------------------------------------------
+
+    def _matrix(self, flow: Flow) -> np.ndarray:
+        info = self._graph.values[flow.value]
+        shared = self._decided.decisions[flow.target].shared
+        how = (flow.combinable, flow.hideable, flow.exact, shared)
+        key = (info.shape, info.itemsize, info.repeat, id(flow.made), id(flow.wanted), *how)
+        if key not in self._matrices:
+            (made, rows), (wanted, columns) = self._lists.distinct(flow.made), self._lists.distinct(flow.wanted)
+            seconds = np.empty((len(made), len(wanted)))
+            for kept in {w.unreduced for w in wanted}:
+                columns_kept = [i for i, w in enumerate(wanted) if w.unreduced == kept]
+                seconds[:, columns_kept] = self._resharding.matrix(
+                    tuple(m.without(kept) for m in made),
+                    tuple(wanted[i].resolved() for i in columns_kept),
+                    info.shape,
+                    info.itemsize,
+                    combinable=flow.combinable,
+                    hideable=flow.hideable,
+                )
+            matrix = info.repeat * seconds[rows[:, None], columns]
+            if shared or flow.exact:
+                same = np.array([[m == w for w in wanted] for m in made])[rows[:, None], columns]
+                matrix[same != np.array(shared or True)] = np.inf
+            self._matrices[key] = matrix
+        return self._matrices[key]
