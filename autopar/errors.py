@@ -91,6 +91,10 @@ class RuleError(AutoparError):
     """A sharding rule of a user's that cannot be read, or does not fit the operation it is for."""
 
 
+class CollectiveError(AutoparError):
+    """A collective of a user's that cannot be registered, priced or run, or that a plan names and nobody registered."""
+
+
 class VerifyError(AutoparError):
     """A plan that cannot be held against XLA's program: wheels are missing, or XLA refuses it."""
 

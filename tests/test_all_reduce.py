@@ -18,7 +18,8 @@ from autopar.cost.all_reduce import (
     cheapest_all_reduce,
 )
 from autopar.cost.all_reduce_steps import SCHEDULES, Schedule, double_tree, double_tree_parents, run
-from autopar.cost.collectives import all_reduce_choice, collective_time, link_of, workers_of
+from autopar.cost.collective_entry import link_of
+from autopar.cost.collectives import all_reduce_choice, collective_time, workers_of
 from autopar.cost.hardware_profile import LinkProfile
 from autopar.ir.mesh import parse_mesh
 

@@ -10,9 +10,11 @@ step with them (`export_runtime`). What such a file cannot say is refused.
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from itertools import groupby
 from typing import Any
 
@@ -22,6 +24,7 @@ from autopar.code_export import runtime as export_runtime
 from autopar.code_export.name_patterns import as_patterns, carried_roots, inputs_as_patterns
 from autopar.code_export.runtime import leaf_paths
 from autopar.code_export.value_places import places_of
+from autopar.cost.user_collectives import runner_of
 from autopar.errors import ExportError, PlanMismatchError
 from autopar.frontend.call import Call, opened
 from autopar.frontend.step import Step
@@ -30,6 +33,7 @@ from autopar.jax_interop.partition_spec import partition_spec
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Plan
 from autopar.plans.records import Constraint
+from autopar.runtime.registered_collectives import Through, steps_of
 from autopar.runtime.xla_options import compiler_options
 from autopar.system.text_tables import short_source
 from autopar.system.units import human_bytes, human_seconds, printable
@@ -41,8 +45,12 @@ _CHOICES = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter
 _COPIED_FROM = "# The rest of this file is the same whatever the plan.\n"
 _WIDTH = 118
 
-#: What is said of a place: the shardings, the line of the user's that it comes from, and whether an expert would say it.
-_Said = tuple[tuple[TensorSharding, ...], str, bool]
+#: What is said of a place: the shardings and what leads to them, the line of the user's that it comes from, and whether an expert would say it.
+_Said = tuple[tuple[TensorSharding | Through, ...], str, bool]
+
+
+#: By name of a registered collective, the line that imports what runs it, and its name in the file.
+_Functions = Mapping[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +85,9 @@ def export(plan: AnyPlan, step: Callable[..., Any], *args: Any) -> str:
         places = places_of(call.function, call.trees, program.trace)
         paths = [path for n, tree in zip(call.names, call.trees, strict=True) for path in leaf_paths(tree, n)]
         results = leaf_paths(jax.tree.unflatten(program.trace.out_tree, program.trace.outputs), "out")
-        said = dict(_inside(one, program, places.made, places.read))
-        inside = _patterns_inside(said, [*places.made.values(), *places.read.values()])
+        given = {(len(program.graph.nodes), i): path for i, path in enumerate(results)}
+        said = dict(_inside(one, program, places.made, {**places.read, **given}))
+        inside = _patterns_inside(said, [*places.made.values(), *places.read.values(), *results])
         return _written(one, call.names, _Paths(paths, results), inside)
 
 
@@ -153,9 +162,11 @@ def _inside(
     renewed = {graph.outputs[after]: plan.outputs[after].sharding for _, after in plan.carried}
     for constraint in plan.constraints:
         place, n = _place_of(constraint, made, read), constraint.node
-        if place is None or n == end or renewed.get(constraint.value) == constraint.shardings[-1]:
-            continue  # a scalar, or a result, of which the jitted step says it
-        node = graph.nodes[graph.producers[constraint.value] if n is None else n]
+        if place is None:  # a scalar
+            continue
+        if not constraint.by and (n == end or renewed.get(constraint.value) == constraint.shardings[-1]):
+            continue  # a result, of which the jitted step says it
+        node = graph.nodes[graph.producers[constraint.value] if n in (None, end) else n]
         matters = n is not None or node.primitive in _CHOICES
         if constraint.barrier:
             raise ExportError(
@@ -163,7 +174,7 @@ def _inside(
                 f" {short_source(node.source)}) over one axis and then over another, which an exported file cannot: plan"
                 " for a mesh of one axis, or run the plan by `autopar.parallelize(step, plan=...)`"
             )
-        yield place, (constraint.shardings, short_source(node.source), matters)
+        yield place, (steps_of(constraint), short_source(node.source), matters)
 
 
 def _place_of(constraint: Constraint, made: Mapping[int, str], read: Mapping[tuple[int, int], str]) -> str | None:
@@ -184,24 +195,26 @@ def _patterns_inside(said: Mapping[str, _Said], places: Sequence[str]) -> dict[s
 def _written(plan: Plan, names: Sequence[str], paths: _Paths, inside: Mapping[str, _Said]) -> str:
     matter = {pattern: said for pattern, said in inside.items() if said[-1]}
     repeat = {pattern: said for pattern, said in inside.items() if not said[-1]}
+    functions = _functions(step for steps, *_ in inside.values() for step in steps)
     tables = [
         *_arguments(plan, names, paths),
         _table(
             "CONSTRAINTS",
-            "Mapping[str, Sequence[P]]",
+            "Mapping[str, Sequence[P | Sent]]" if functions else "Mapping[str, Sequence[P]]",
             "Values inside the step where the compiler would have to guess, as one would write\n"
             "`with_sharding_constraint` into the model: by phase, module, operation, and which of these in the module. A\n"
             "value is laid out where it is made, or for one `operand` of what reads it. `*` is a number, as of a layer.",
-            [(pattern, _specs(specs), source) for pattern, (specs, source, _) in matter.items()],
+            [(pattern, _specs(specs, functions), source) for pattern, (specs, source, _) in matter.items()],
         ),
         _table(
             "REPEATED",
             "Mapping[str, Sequence[P]]",
             "What mostly follows from the above: said all the same, so that the compiler makes the planned program.",
-            [(pattern, _specs(specs), source) for pattern, (specs, source, _) in repeat.items()],
+            [(pattern, _specs(specs, functions), source) for pattern, (specs, source, _) in repeat.items()],
         ),
     ]
     imports, runtime = _runtime()
+    imports = "\n".join([imports, *(line for line, _ in functions.values())])
     one = "\n\n".join(tables)
     return f"{_head(plan)}\n\n{imports}\n\n{_mesh(plan)}\n\n\n{one}\n\n\n{_SHARD}\n\n\n{_COPIED_FROM}\n{runtime}"
 
@@ -297,8 +310,46 @@ def _table(name: str, kind: str, about: str, rows: Sequence[tuple[str, str, str]
     return "\n".join([*lines, "}"])
 
 
-def _specs(shardings: Sequence[TensorSharding]) -> str:
-    return f"[{', '.join(map(_spec, shardings))}]"
+def _specs(steps: Sequence[TensorSharding | Through], functions: _Functions) -> str:
+    return f"[{', '.join(_sent(one, functions) if isinstance(one, Through) else _spec(one) for one in steps)}]"
+
+
+def _sent(one: Through, functions: _Functions) -> str:
+    """`(collective_0, P("data"), P(), ("data",), {"dim": 0})`: as `Sent` of the exported file has it."""
+    dims = ", ".join(f"{_literal(name)}: {dim}" for name, dim in one.dims.items())
+    _, function = functions[one.name]
+    return f"({function}, {_spec(one.before)}, {_spec(one.after)}, {_literal(one.moved.axes)}, {{{dims}}})"
+
+
+def _functions(steps: Iterable[TensorSharding | Through]) -> _Functions:
+    """What runs the registered collectives among some steps.
+
+    Raises:
+        ExportError: an exported file cannot import it.
+    """
+    names = {one.name: one.like for one in steps if isinstance(one, Through)}
+    found = {}
+    for n, (name, like) in enumerate(names.items()):
+        run = runner_of(name, like)
+        module, within = getattr(run, "__module__", None), getattr(run, "__qualname__", "")
+        first, *rest = within.split(".")
+        if module == "__main__" or not _is_there(run, module, within):
+            raise ExportError(
+                f"the collective {name!r} is run by {run!r}, which an exported file cannot import: register a function that"
+                " stands in a module by its own name, in a folder on the Python path"
+            )
+        found[name] = (f"from {module} import {first} as collective_{n}", ".".join((f"collective_{n}", *rest)))
+    return found
+
+
+def _is_there(run: Callable[..., Any], module: str | None, within: str) -> bool:
+    """Whether a function is what its module has by its name."""
+    found: Any = sys.modules.get(module or "")
+    if found is None or PathFinder.find_spec(found.__name__.partition(".")[0]) is None:
+        return False
+    for part in within.split("."):
+        found = getattr(found, part, None)
+    return found is run
 
 
 def _spec(sharding: TensorSharding) -> str:

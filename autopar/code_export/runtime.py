@@ -20,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # The rest of this file is the same whatever the plan.
 
 Specs = Mapping[str, PartitionSpec]
+#: A collective of one's own: what runs it on one device's part, the layouts before and after, its axes, and its dims by name.
+Sent = tuple[Callable[..., Any], PartitionSpec, PartitionSpec, tuple[str, ...], Mapping[str, int]]
 #: Loops and branches: which of their parameters are programs.
 PROGRAMS = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 #: Sees a value, by the name of its place, and returns it laid out.
@@ -35,7 +37,7 @@ class Tables:
         inputs: by pattern of their arrays' paths; what matches none is replicated.
         carried: results that are the new value of an argument, and lie as that does.
         outputs: of other results that are not replicated.
-        inside: by pattern of places in the step: one sharding after the other.
+        inside: by pattern of places in the step: one sharding after the other, or what leads to the next.
         donated: arguments whose buffers the step may reuse.
         gpu_options: what XLA's compiler for GPUs is told besides.
     """
@@ -44,7 +46,7 @@ class Tables:
     inputs: Specs
     carried: Mapping[str, str]
     outputs: Specs
-    inside: Mapping[str, Sequence[PartitionSpec]]
+    inside: Mapping[str, Sequence[PartitionSpec | Sent]]
     donated: Sequence[str]
     gpu_options: Mapping[str, int]
 
@@ -80,6 +82,7 @@ class ShardedStep:
 
         def run(*arrays: Any) -> list[Any]:
             results = interpret(self.program, arrays, told.at)
+            results = [told.at(path, one) for path, one in zip(self._outputs.paths, results, strict=True)]
             told.check_all_used()
             return results
 
@@ -188,9 +191,9 @@ def matches(pattern: str, text: str) -> bool:
 class Told:
     """Lays values out as a table says of their places."""
 
-    def __init__(self, mesh: Mesh, inside: Mapping[str, Sequence[PartitionSpec]]) -> None:
+    def __init__(self, mesh: Mesh, inside: Mapping[str, Sequence[PartitionSpec | Sent]]) -> None:
         self._mesh, self._unused = mesh, set(inside)
-        self._alike: dict[str, list[tuple[str, Sequence[PartitionSpec]]]] = defaultdict(list)
+        self._alike: dict[str, list[tuple[str, Sequence[PartitionSpec | Sent]]]] = defaultdict(list)
         for pattern, specs in inside.items():  # a place is held against few patterns
             self._alike[without_numbers(pattern)].append((pattern, specs))
 
@@ -199,12 +202,27 @@ class Told:
             if matches(pattern, place):
                 self._unused.discard(pattern)
                 for spec in specs:
-                    value = jax.lax.with_sharding_constraint(value, NamedSharding(self._mesh, spec))
+                    if isinstance(spec, PartitionSpec):
+                        value = jax.lax.with_sharding_constraint(value, NamedSharding(self._mesh, spec))
+                    else:
+                        value = sent(spec, value, self._mesh)
         return value
 
     def check_all_used(self) -> None:
         if self._unused:
             raise ValueError(f"the step has no {min(self._unused)!r}: this file is of another step")
+
+
+def sent(how: Sent, value: Any, mesh: Mesh) -> Any:
+    """A value laid out anew by a collective of one's own."""
+    run, before, after, axes, dims = how
+
+    def part(own: Any) -> Any:
+        return run(own, axes, **dims)
+
+    moved = jax.custom_jvp(jax.shard_map(part, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False))
+    moved.defjvp(lambda values, tangents: (moved(*values), *tangents))
+    return moved(value)
 
 
 def without_numbers(text: str) -> str:

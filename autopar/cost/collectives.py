@@ -1,4 +1,4 @@
-"""Seconds for one collective over some mesh axes.
+"""The table of collectives, and the seconds of one over some mesh axes.
 
 In: kind, payload, mesh, hardware profile. Out: seconds, as alpha-beta cost, plus a launch. With n
 devices, payload B (the whole buffer one device ends or starts with), per-device bandwidth b and hop
@@ -19,24 +19,14 @@ or by levels, whichever is cheaper.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Load, Workers, backend_of, cheapest_all_reduce
-from autopar.cost.hardware_profile import HardwareProfile, LinkProfile
+from autopar.cost.collective_entry import Call, Collective
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.cost.user_collectives import registered, registered_for
 from autopar.ir.mesh import MeshShape
-
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-def link_of(axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile) -> LinkProfile:
-    """The slowest link a collective over these axes must cross.
-
-    Devices are laid row-major over the mesh, hosts are filled in order; so an axis stays inside a
-    host exactly if the block it spans (its size times its stride) divides a host.
-    """
-    for axis in axes:
-        span = mesh.size(axis) * mesh.stride(axis)
-        if span > profile.devices_per_host or profile.devices_per_host % span:
-            return profile.network_link if mesh.num_devices > profile.devices_per_host else profile.host_link
-    return profile.host_link
 
 
 def workers_of(axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile) -> Workers:
@@ -84,24 +74,78 @@ def collective_time(
     """Seconds for one collective.
 
     Args:
+        kind: the name of one in the table, or of a registered one.
         num_bytes: payload per device, by the table above.
         combinable: XLA merges it with others of its kind (parameter gathers, gradient reductions)
             until they reach its combiner threshold, so it pays only its share of launch and latency,
             but at least `combined_launch_fraction` of them.
     """
-    assert kind in KINDS, kind
-    n = mesh.sizes(axes)
-    if n == 1:
+    if mesh.sizes(axes) == 1:
         return 0.0
     share = 1.0
     if combinable:
         share = min(1.0, max(num_bytes / profile.combine_threshold_bytes, profile.combined_launch_fraction))
-    if kind in ("all-reduce", "all-gather", "reduce-scatter"):
-        part = 1.0 if kind == "all-reduce" else 0.5
-        names = algorithms_of(profile, in_halves=kind != "all-reduce")
-        _, load = cheapest_all_reduce(num_bytes, workers_of(axes, mesh, profile), names, latency_share=share)
-        return part * load.transfer_s + share * (part * load.latency_s + profile.collective_launch_s)
-    link = link_of(axes, mesh, profile)
-    hops, moved = (1, num_bytes) if kind == "collective-permute" else (n - 1, (n - 1) / n * num_bytes)
-    rate = link.bytes_per_s * (profile.all_to_all_efficiency if kind == "all-to-all" else 1.0)
-    return moved / rate + share * (hops * link.latency_s + profile.collective_launch_s)
+    return collective(kind).seconds(Call(num_bytes, axes, mesh, profile, share))
+
+
+def collective(kind: str) -> Collective:
+    """The entry of a kind, built in or registered."""
+    return BUILT_IN.get(kind) or registered()[kind]
+
+
+def cheaper_than_built_in(
+    change: str,
+    num_bytes: float,
+    axes: tuple[str, ...],
+    mesh: MeshShape,
+    profile: HardwareProfile,
+    *,
+    combinable: bool,
+) -> str:
+    """The name of the registered collective that makes a change in the least time; empty where the built-in one does."""
+    best, least = "", collective_time(change, num_bytes, axes, mesh, profile, combinable=combinable)
+    for one in registered_for(change):
+        seconds = collective_time(one.name, num_bytes, axes, mesh, profile)
+        if seconds < least:
+            best, least = one.name, seconds
+    return best
+
+
+def _by_halves(num_halves: int) -> Callable[[Call], float]:
+    """An all-reduce, or one of the halves it is made of."""
+    part = num_halves / 2
+
+    def seconds(call: Call) -> float:
+        names = algorithms_of(call.profile, in_halves=num_halves == 1)
+        workers = workers_of(call.axes, call.mesh, call.profile)
+        _, load = cheapest_all_reduce(call.num_bytes, workers, names, latency_share=call.share)
+        return part * load.transfer_s + call.share * (part * load.latency_s + call.profile.collective_launch_s)
+
+    return seconds
+
+
+def _all_to_all(call: Call) -> float:
+    n, rate = call.num_devices, call.link.bytes_per_s * call.profile.all_to_all_efficiency
+    latency_s = (n - 1) * call.link.latency_s
+    return (n - 1) / n * call.num_bytes / rate + call.share * (latency_s + call.profile.collective_launch_s)
+
+
+def _permute(call: Call) -> float:
+    link = call.link
+    return call.num_bytes / link.bytes_per_s + call.share * (link.latency_s + call.profile.collective_launch_s)
+
+
+#: XLA's own collectives.
+BUILT_IN: Mapping[str, Collective] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            Collective("all-reduce", "all-reduce", _by_halves(2), is_sum=True),
+            Collective("all-gather", "all-gather", _by_halves(1)),
+            Collective("reduce-scatter", "reduce-scatter", _by_halves(1), is_sum=True, gives_part=True),
+            Collective("all-to-all", "all-to-all", _all_to_all, is_merged=False),
+            Collective("collective-permute", "collective-permute", _permute),
+        )
+    }
+)
+KINDS = tuple(BUILT_IN)

@@ -39,6 +39,7 @@ from operator import truediv
 
 from autopar.cost.collectives import collective_time
 from autopar.cost.hardware_profile import HardwareProfile
+from autopar.cost.user_collectives import registered
 from autopar.cost.xla_latency_estimator import CollectiveFit, EstimatorProfile, GemmFit
 from autopar.ir.device_program import Gemm, Op
 from autopar.ir.mesh import MeshShape
@@ -64,7 +65,7 @@ def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
     if op.kind in ("view", "border", "loop"):
         return 0.0
     if op.kind == "collective":
-        if estimator is None:
+        if estimator is None or op.collective in registered():  # of a user's own, XLA has no estimate
             return collective_time(op.collective, op.payload_bytes, op.axes, mesh, profile)
         return collective_seconds(op.collective, op.payload_bytes, op.axes, mesh, estimator, num_buffers=len(op.writes))
     if estimator is None:

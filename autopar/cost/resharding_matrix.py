@@ -16,11 +16,13 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.cost.collectives import collective_time
+from autopar.cost.collectives import cheaper_than_built_in, collective_time
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_paths import divisibility, resharding_steps
+from autopar.cost.user_collectives import registered
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
+from autopar.ir.sharding_changes import Change
 
 _Shardings = tuple[TensorSharding, ...]
 #: What kernels can hide: the gather of what a step is given, and the sum of what only its update reads.
@@ -49,13 +51,14 @@ class _Patterns:
     parts of each dim that is split on either side, in order, int[patterns, steps, dims].
 
     Attributes:
-        named: kind and axes of a collective, and which of those dims it gathers or scatters; -1 for none.
+        named: kind and axes of a collective, and which of those dims it gathers or scatters, and has finer on one of its sides;
+            -1 for none.
     """
 
     def __init__(self, mesh: MeshShape) -> None:
         self.collectives = np.empty((0, 0), np.int64)
         self.parts = np.empty((0, 0, 0), np.int64)
-        self.named: dict[tuple[str, tuple[str, ...], int], int] = {}
+        self.named: dict[tuple[Change, tuple[str, ...], int, int], int] = {}
         self._mesh = mesh
         self._sizes: dict[tuple[str, ...], int] = {}
         self._numbers: dict[bytes, int] = {}
@@ -82,14 +85,21 @@ class _Patterns:
         found: list[tuple[int, list[int]]] = []
         for step in resharding_steps(made, wanted, divisors, self._mesh):
             if step.payload is not None:
-                at = -1 if step.dim is None else dims.index(step.dim)
-                number = self.named.setdefault((step.kind, step.axes, at), len(self.named))
+                at, split = (-1 if d is None else dims.index(d) for d in (step.dim, step.split))
+                number = self.named.setdefault((step.kind, step.axes, at, split), len(self.named))
                 found.append((number, [self._size(step.payload.dims[d]) for d in dims]))
         return found
 
     def moved(self) -> np.ndarray:
         """By a collective's number, which of the dims it gathers or scatters."""
-        return np.array([at for _, _, at in self.named], int)
+        return np.array([at for _, _, at, _ in self.named], int)
+
+    def finer(self, collectives: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        """The parts of each dim on the finer side of some collectives, int[collectives, dims], given those of their payloads."""
+        named = list(self.named)
+        split = np.array([at for _, _, _, at in named], int)[collectives]
+        more = np.array([self._size(axes) for _, axes, _, _ in named], np.int64)[collectives]
+        return np.where(np.arange(parts.shape[1]) == split[:, None], parts * more[:, None], parts)
 
     def _size(self, axes: tuple[str, ...]) -> int:
         if axes not in self._sizes:
@@ -148,26 +158,34 @@ class ReshardingTimes:
         for pairs, collectives, parts in structure.steps:  # in the order in which a path adds them up
             parts_of_dims = -(-sizes[pairs] // parts)
             local = np.prod(parts_of_dims, axis=1)
-            total[pairs] += self._seconds(collectives, local, itemsize, combinable)
+            seconds = self._seconds(collectives, local, itemsize, combinable)
+            if registered():  # which run only where every dim divides
+                is_even = (sizes[pairs] % self._patterns.finer(collectives, parts) == 0).all(axis=1)
+                of_any = self._seconds(collectives, local, itemsize, combinable, of_any=True)
+                seconds = np.where(is_even, of_any, seconds)
+            total[pairs] += seconds
             inner = _is_inner(self._patterns.moved()[collectives], structure.dims[pairs], parts_of_dims)
             total[pairs] += inner * local * (2 * itemsize / self._profile.hbm_bytes_per_s)
         if hideable is not None:
             total *= self._exposed.get(hideable, 1.0)
         return total.reshape(len(made), len(wanted))
 
-    def _seconds(self, collectives: np.ndarray, local: np.ndarray, itemsize: float, combinable: bool) -> np.ndarray:
-        """The time of each collective of so many elements; few of them differ."""
+    def _seconds(
+        self, collectives: np.ndarray, local: np.ndarray, itemsize: float, combinable: bool, *, of_any: bool = False
+    ) -> np.ndarray:
+        """The time of each collective of so many elements, or of the cheapest one that makes the same change; few of them
+        differ."""
         assert local.max(initial=0) < _LARGEST, f"a tensor of {local.max()} elements"
         distinct, labels = np.unique(collectives * _LARGEST + local, return_inverse=True)
         named = tuple(self._patterns.named)
         seconds = np.empty(len(distinct))
         for i, (collective, elements) in enumerate(zip(*np.divmod(distinct, _LARGEST), strict=True)):
-            key = (int(collective), itemsize * int(elements), combinable)
+            key = (int(collective), itemsize * int(elements), combinable, of_any)
             if key not in self._times:
-                kind, axes, _ = named[key[0]]
-                self._times[key] = EACH_S + collective_time(
-                    kind, key[1], axes, self._mesh, self._profile, combinable=combinable
-                )
+                kind, axes, _, _ = named[key[0]]
+                of = (key[1], axes, self._mesh, self._profile)
+                by = (cheaper_than_built_in(kind, *of, combinable=combinable) if of_any else "") or kind
+                self._times[key] = EACH_S + collective_time(by, *of, combinable=combinable and by == kind)
             seconds[i] = self._times[key]
         return seconds[labels]
 

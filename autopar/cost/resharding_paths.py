@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
-
-MoveKind = Literal["cut", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "all-gather"]
+from autopar.ir.sharding_changes import Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Move:
         is_inner: it gathers or scatters a dim that others are around (`is_inner`).
     """
 
-    kind: MoveKind
+    kind: Change
     axes: tuple[str, ...]
     result: TensorSharding
     num_bytes: float
@@ -62,13 +60,14 @@ def resharding_moves(
 @dataclass(frozen=True, slots=True)
 class Step:
     """A move of a tensor of any size: its payload is the local part of the tensor so split (None: nothing); `dim` is what
-    it gathers or scatters."""
+    it gathers or scatters, `split` what more axes split on one of its sides, the finer one."""
 
-    kind: MoveKind
+    kind: Change
     axes: tuple[str, ...]
     result: TensorSharding
     payload: TensorSharding | None
     dim: int | None = None
+    split: int | None = None
 
 
 def resharding_steps(
@@ -111,12 +110,18 @@ class _Path:
         return TensorSharding(tuple(map(tuple, self.dims)), (*self.target.unreduced, *self.pending))
 
     def add(
-        self, kind: MoveKind, axes: list[str], before: TensorSharding | None = None, dim: int | None = None
+        self,
+        kind: Change,
+        axes: list[str],
+        before: TensorSharding | None = None,
+        dim: int | None = None,
+        to: int | None = None,
     ) -> None:
         """Note a step that led here; its payload is as much as there is now, unless `before` says otherwise."""
         if axes:
             now = self.now()
-            self.steps.append(Step(kind, tuple(axes), now, None if kind == "cut" else before or now, dim))
+            payload = None if kind == "cut" else before or now
+            self.steps.append(Step(kind, tuple(axes), now, payload, dim, dim if to is None else to))
 
     def reduce(self) -> None:
         scattered: dict[int, list[str]] = {}
@@ -160,7 +165,7 @@ class _Path:
             before = self.now()
             self.dims[d].pop()
             self.dims[self.target_dim[axis]].append(axis)
-            self.add("all-to-all", [axis], before)
+            self.add("all-to-all", [axis], before, to=self.target_dim[axis])
 
     def reorder(self) -> None:
         """Within each dim: what stays in the target's order, then what is to leave."""

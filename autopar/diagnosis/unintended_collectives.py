@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cost.collectives import KINDS, collective_time
+from autopar.cost.collectives import KINDS, collective, collective_time
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.frontend.flat_jaxpr import module_path
 from autopar.ir.mesh import MeshShape
@@ -21,7 +21,7 @@ from autopar.plans.plan import Plan
 from autopar.system.name_patterns import collapse
 from autopar.verification.figures import Collectives, CompiledCollective, collective_name, sent_bytes
 
-_SUMS = ("all-reduce", "reduce-scatter")
+_SUMS = tuple(kind for kind in KINDS if collective(kind).is_sum)
 #: Kinds that a profile has no rates of its own for, and the nearest that it has.
 _PRICED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
 _NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")

@@ -139,7 +139,10 @@ class _Builder:
                 self.moved[to] = len(self.ops)
                 result = self._array(value, to.sharding)
                 one = Communicate(move.kind, "reshard", n, array, result, move.axes, move.num_bytes, times)
-                self.ops.append(replace(one, combinable=flow.combinable, is_inner=move.is_inner))
+                before = self.arrays[array].sharding
+                by = self.f.registered_for(value, move, before, combinable=flow.combinable)
+                merges = flow.combinable and not by  # XLA merges its own
+                self.ops.append(replace(one, combinable=merges, is_inner=move.is_inner, by=by))
             at = self.moved[to]
             op = self.ops[at]
             assert isinstance(op, Communicate) and op.result is not None

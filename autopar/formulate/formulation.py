@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.cost.collectives import collective_time
+from autopar.cost.collectives import cheaper_than_built_in, collective_time
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.cost.resharding_paths import Move, resharding_moves
@@ -52,6 +52,13 @@ class Formulation:
         info = self.graph.values[value]
         made, wanted = made.without(wanted.unreduced), wanted.resolved()
         return resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh)
+
+    def registered_for(self, value: int, move: Move, made: TensorSharding, *, combinable: bool) -> str:
+        """The registered collective that makes a move of a value, where it is cheaper than the built-in one; else empty."""
+        shape, mesh = self.graph.values[value].shape, self.mesh
+        if move.kind == "cut" or not (made.divides(shape, mesh) and move.result.divides(shape, mesh)):
+            return ""
+        return cheaper_than_built_in(move.kind, move.num_bytes, move.axes, mesh, self.profile, combinable=combinable)
 
     def time(self, kind: str, axes: tuple[str, ...], num_bytes: float, *, combinable: bool) -> float:
         """Predicted seconds of one collective."""

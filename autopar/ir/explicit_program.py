@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 from autopar.ir.sharding import TensorSharding
+from autopar.ir.sharding_changes import Change
 
 #: Why something is sent. `reshard`: a node reads a value otherwise than it is made. `halo`: it reads beyond its part of one.
 #: `region`: it runs as a manual region, and joins what its parts have found. `reduction`: a few elements are summed where they
@@ -94,7 +95,7 @@ class Communicate:
     """One collective, or a slice, of one array.
 
     Args:
-        kind: of `cost.collectives.KINDS`; or `cut`, which takes a part and sends nothing.
+        kind: the change of a sharding that it makes; a `cut` takes a part and sends nothing.
         node: for which it is done; the number of nodes where it is for an output.
         operand: the array that is sent; None for what the program itself sends.
         result: the array it gives; None where only its node sees that.
@@ -107,9 +108,10 @@ class Communicate:
         decisions: of the formulation, those that it follows from.
         flows: of the formulation, those that pass through it, of a `reshard`.
         num_elements: that a `region` joins, of all its tensors.
+        by: the registered collective that makes the change; empty where the built-in one does, which has the change's name.
     """
 
-    kind: str
+    kind: Change
     cause: Cause
     node: int
     operand: int | None
@@ -123,6 +125,12 @@ class Communicate:
     decisions: tuple[int, ...] = ()
     flows: tuple[int, ...] = ()
     num_elements: float = 0.0
+    by: str = ""
+
+    @property
+    def collective(self) -> str:
+        """The name of the one that runs."""
+        return self.by or self.kind
 
 
 Operation = Compute | Communicate | Extend

@@ -9,7 +9,7 @@ from collections import Counter
 
 from autopar.ir.explicit_program import Communicate, ExplicitProgram, Extend
 from autopar.ir.graph import Graph
-from autopar.ir.sharding import TensorSharding
+from autopar.ir.sharding_changes import is_change
 
 
 def check(graph: Graph) -> None:
@@ -55,7 +55,8 @@ def check_explicit(program: ExplicitProgram, graph: Graph) -> None:
             if op.operand is not None and op.result is not None:
                 before, after = program.arrays[op.operand], program.arrays[op.result]
                 assert before.value == after.value, f"{op} turns a value into another"
-                assert _is_turned(op, before.sharding, after.sharding), f"{op}: {before.sharding} -> {after.sharding}"
+                is_turned = is_change(op.kind, before.sharding, after.sharding, set(op.axes))
+                assert is_turned, f"{op}: {before.sharding} -> {after.sharding}"
         else:
             computed[op.node] += 1
             values = tuple(None if array is None else program.arrays[array].value for array in op.operands)
@@ -68,19 +69,3 @@ def check_explicit(program: ExplicitProgram, graph: Graph) -> None:
     values = tuple(None if array is None else program.arrays[array].value for array in program.outputs)
     assert values == graph.outputs, "outputs are other values"
     assert {array for array in program.outputs if array is not None} <= defined, "an output is never made"
-
-
-def _is_turned(op: Communicate, before: TensorSharding, after: TensorSharding) -> bool:
-    """Whether a kind of communication over these axes leads from one sharding to the other."""
-    axes = set(op.axes)
-    split = before.axes, after.axes
-    pending = set(before.unreduced), set(after.unreduced)
-    if op.kind == "all-reduce":
-        return before.dims == after.dims and pending[0] - axes == pending[1] and axes <= pending[0]
-    if op.kind == "reduce-scatter":
-        return pending[0] - axes == pending[1] and split[1] == split[0] | axes and axes.isdisjoint(split[0])
-    if op.kind == "all-gather":
-        return split[1] == split[0] - axes and axes <= split[0] and pending[0] == pending[1]
-    if op.kind == "cut":
-        return split[1] == split[0] | axes and axes.isdisjoint(split[0]) and pending[0] == pending[1]
-    return split[0] == split[1] and axes <= split[0] and pending[0] == pending[1]

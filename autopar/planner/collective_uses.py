@@ -35,11 +35,11 @@ def collective_uses(
         node, phase = words.of(op)
         uses.append(
             CollectiveUse(
-                kind=op.kind,
+                kind=op.collective,
                 axes=op.axes,
                 num_bytes=op.num_bytes,
                 num_times=round(op.num_times),
-                time_s=op.num_times * f.time(op.kind, op.axes, op.num_bytes, combinable=op.combinable),
+                time_s=op.num_times * f.time(op.collective, op.axes, op.num_bytes, combinable=op.combinable),
                 cause=words.cause(op),
                 path=node.path if node else words.path(op),
                 source=node.source if node else "",

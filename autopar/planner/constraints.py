@@ -91,12 +91,27 @@ def _at_operands(
         made = explicit.arrays[explicit.made[value]].sharding.resolved()
         start = defined[value].shardings[-1] if value in defined else made
         for node, operand, moves in readings:
-            path = [start]
+            path, by = [start], [""]
             results = _results(explicit, moves)
-            for after in results[results.index(start) + 1 :] if start in results else results:
-                path += [after] if after != path[-1] else []
+            first = results.index(start) + 1 if start in results else 0
+            for after, op in zip(results[first:], moves[first:], strict=True):
+                if after != path[-1]:
+                    path.append(after)
+                    by.append(op.by)
             if path[1:]:
-                yield Constraint(value=value, shardings=tuple(path[1:]), node=node, operand=operand)
+                yield _at_operand(value, (node, operand), path, by)
+
+
+def _at_operand(value: int, reading: tuple[int, int], path: Sequence[TensorSharding], by: Sequence[str]) -> Constraint:
+    """A constraint for one reader: what a registered collective starts from is part of it.
+
+    Args:
+        path: from how the value is made; `by`: what leads to each.
+    """
+    node, operand = reading
+    first = 0 if by[1] else 1
+    named = tuple(by[first:]) if any(by) else ()
+    return Constraint(value=value, shardings=tuple(path[first:]), node=node, operand=operand, by=named)
 
 
 def _scattered(explicit: ExplicitProgram, readings: Sequence[_Reading]) -> _Path:

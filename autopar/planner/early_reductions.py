@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.cost.collectives import collective
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import is_unestimated, op_seconds
 from autopar.ir.device_program import DeviceProgram, Op
@@ -20,7 +21,6 @@ from autopar.ir.mesh import MeshShape
 from autopar.plans.records import Awaited
 from autopar.xla_model.collective_combiner import predecessors
 
-REDUCTIONS = ("all-reduce", "reduce-scatter")
 #: Pieces of branches: what is in one is not run each time.
 _BRANCHES = frozenset(["enter_branch", "exit_branch"])
 
@@ -108,20 +108,24 @@ class _Clock:
 def _chains(program: DeviceProgram, clock: _Clock) -> list[list[int]]:
     """Reductions for which nobody waits soon, each with those of the same value that it waits for, first to last."""
     ops = program.ops
-    reductions = [i for i, op in enumerate(ops) if op.combinable and op.collective in REDUCTIONS]
+    reductions = [i for i, op in enumerate(ops) if _is_reduction(op)]
     inner = {j for i in reductions for j in clock.waits_for[i]}
     chains = []
     for last in reductions:
         if last in inner:
             continue
         chain = [last]
-        while before := [j for j in clock.waits_for[chain[0]] if ops[j].combinable and ops[j].collective in REDUCTIONS]:
+        while before := [j for j in clock.waits_for[chain[0]] if _is_reduction(ops[j])]:
             chain.insert(0, before[0])
         first_read = clock.first_read[last]
         over = clock.starts[chain[0]] + sum(clock.seconds(ops[i]) for i in chain)
         if first_read == len(ops) or clock.starts[first_read] > over:
             chains.append(chain)
     return chains
+
+
+def _is_reduction(op: Op) -> bool:
+    return op.combinable and op.kind == "collective" and collective(op.collective).is_sum
 
 
 def _buckets(chains: Sequence[Sequence[int]], ops: Sequence[Op], merge_bytes: float) -> list[list[Sequence[int]]]:

@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from autopar.cost.collectives import collective
 from autopar.cost.resharding_matrix import Hideable
-from autopar.planner.early_reductions import REDUCTIONS, Early
+from autopar.planner.early_reductions import Early
 from autopar.planner.memory_search import Made
 from autopar.planner.plan_assembly import hiding
 from autopar.plans.records import Awaited
@@ -92,8 +93,9 @@ def _most_exposed(made: Made) -> Hideable:
         math.inf if told.xla_step_time_s is None else told.xla_step_time_s + made.parts.simulation.unestimated_s
     )
     both = ((told.exposed_s, told.step_time_s or math.inf), (told.xla_exposed_s or {}, estimated_s or math.inf))
-    gathers = sum(exposed.get("all-gather", 0.0) / step for exposed, step in both)
-    sums = sum(exposed.get(kind, 0.0) / step for exposed, step in both for kind in REDUCTIONS)
+    of_kinds = [(collective(kind), seconds / step) for exposed, step in both for kind, seconds in exposed.items()]
+    gathers = sum(part for kind, part in of_kinds if kind.change == "all-gather")
+    sums = sum(part for kind, part in of_kinds if kind.is_sum)
     return "gather" if gathers > sums else "sum"
 
 
@@ -124,7 +126,7 @@ def _awaited_early(made: Made, budget: float, to_beat: float) -> Made:
     """The same plan with reductions awaited early, and the limit of merging that goes with it, where that is better."""
     told, f = made.parts.prediction, made.formulation
     exposed = told.exposed_s.keys() | (told.xla_exposed_s or {}).keys()
-    if not is_worth_hiding(made, to_beat) or not exposed & set(REDUCTIONS):
+    if not is_worth_hiding(made, to_beat) or not any(collective(kind).is_sum for kind in exposed):
         return made
     own = f.profile.combine_threshold_bytes
     programs = [made.parts.device]

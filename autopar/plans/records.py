@@ -24,7 +24,7 @@ class CollectiveUse:
     """One collective the plan pays for.
 
     Args:
-        kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute; or the name of a registered one.
         axes: mesh axes it runs over.
         num_bytes: payload per device, by the convention of `cost.collectives`: the full
             (gathered / unscattered) local buffer.
@@ -239,6 +239,9 @@ class Constraint:
     `node` and `operand` are None for a constraint at the value's definition; otherwise it holds for
     that operand of that node alone. The node after the last stands for the step's outputs.
 
+    `by` names, of each sharding, the registered collective that leads to it from the one before; "" where XLA's partitioner
+    finds the way, and nothing at all where it finds all of them.
+
     With `barrier` the value is read through an `optimization_barrier`. `at` is the place in words, as people and version
     control tell it from others.
     """
@@ -249,6 +252,7 @@ class Constraint:
     node: int | None = None
     operand: int | None = None
     barrier: bool = False
+    by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

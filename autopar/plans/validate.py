@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
+from autopar.ir.sharding_changes import moved
 from autopar.plans.json_codec import WrongFieldError
 from autopar.plans.records import Placement
 from autopar.plans.step_trace import check_trace
@@ -36,12 +38,25 @@ def check_plan(plan: Plan) -> None:
         found = getattr(plan.prediction, name)
         if any(number < 0 for number in (found.values() if isinstance(found, dict) else (found or 0.0,))):
             raise WrongFieldError(f"prediction.{name}", "must not be negative")
+    _check_collectives(plan)
     check_positions(plan)
     check_trace(plan.trace, plan.memory)
     for number, index in [(n, index) for n, decision in enumerate(plan.decisions) for index in decision.collectives]:
         if not 0 <= index < len(plan.collectives):
             place = f"decisions[{number}].collectives"
             raise WrongFieldError(place, f"points at position {index} of a list of {len(plan.collectives)}")
+
+
+def _check_collectives(plan: Plan) -> None:
+    """Refuse registered collectives that lead nowhere."""
+    for index, one in enumerate(plan.constraints):
+        if one.by and (len(one.by) != len(one.shardings) or one.by[0] or one.node is None):
+            raise WrongFieldError(
+                f"constraints[{index}].by", "does not name what leads to each sharding from the one before"
+            )
+        for (before, after), name in zip(pairwise(one.shardings), one.by[1:], strict=False):
+            if name and moved(before, after) is None:
+                raise WrongFieldError(f"constraints[{index}].by", f"has {name!r} lead from {before} to {after}")
 
 
 def check_sharding(sharding: TensorSharding, mesh: MeshShape, place: str) -> None:

@@ -25,9 +25,11 @@ from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import Plan
 from autopar.plans.records import Awaited, Separate, split_dims
 from autopar.runtime.manual.region import run_region
+from autopar.runtime.registered_collectives import Through, steps_of
 from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
 
 _Path = tuple[TensorSharding, ...]
+_Steps = tuple[TensorSharding | Through, ...]
 
 
 class OtherShapesError(TypeError):
@@ -39,7 +41,7 @@ class _Scope:
     """Values known inside one loop body, branch, or the step itself; and what they have been resharded to."""
 
     values: dict[int, Any]
-    resharded: dict[int, dict[_Path, Any]] = field(default_factory=lambda: defaultdict(dict))
+    resharded: dict[int, dict[_Steps, Any]] = field(default_factory=lambda: defaultdict(dict))
     forgets: bool = True  # what is read no more
     #: Of what is computed for separate sums: what lies in memory, behind a barrier, and what is made of it.
     behind: dict[Separate, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
@@ -58,12 +60,12 @@ class Replay:
         self.is_on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
         self.at_definition: dict[int, _Path] = {}
         self.barriers = {constraint.value for constraint in plan.constraints if constraint.barrier}
-        self.at_operand: dict[tuple[int, int], _Path] = {}
+        self.at_operand: dict[tuple[int, int], _Steps] = {}
         for constraint in plan.constraints:
             if constraint.node is None or constraint.operand is None:
                 self.at_definition[constraint.value] = constraint.shardings
             else:
-                self.at_operand[constraint.node, constraint.operand] = constraint.shardings
+                self.at_operand[constraint.node, constraint.operand] = steps_of(constraint)
         self.awaited = defaultdict[int, list[Awaited]](list)
         for one in plan.awaited:
             self.awaited[one.node].append(one)
@@ -199,7 +201,7 @@ class Replay:
             return atom.value
         return self._resharded(scope, atom, self.at_operand.get((node, index), ()))
 
-    def _resharded(self, scope: _Scope, atom: int, path: _Path) -> Any:
+    def _resharded(self, scope: _Scope, atom: int, path: _Steps) -> Any:
         value = scope.values[atom]
         known = scope.resharded[atom]
         for length in range(1, len(path) + 1):  # one constraint per value and target: readers share it
@@ -217,9 +219,12 @@ class Replay:
         value = self._constrain(position, value, path)
         return jax.lax.optimization_barrier(value) if position in self.barriers else value
 
-    def _constrain(self, position: int, value: Any, shardings: _Path) -> Any:
-        shape = self.trace.avals[position].shape if shardings else ()
-        for sharding in shardings:
+    def _constrain(self, position: int, value: Any, steps: _Steps) -> Any:
+        shape = self.trace.avals[position].shape if steps else ()
+        for sharding in steps:
+            if isinstance(sharding, Through):
+                value = sharding.run(value if value.shape == shape else jax.lax.reshape(value, shape), self.mesh)
+                continue
             whole = sharding if value.shape == shape else seen_whole(sharding, shape, value.shape)
             value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(whole)))
         return value

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost.collectives import collective
 from autopar.ir.device_program import DeviceProgram, Op
 from autopar.ir.mesh import MeshShape
 
@@ -118,7 +119,7 @@ def _in_order(
         members = together.get(unit, [unit])
         after = tuple(dict.fromkeys(made_by[j] for i in members for j in waits_for[i] if j in made_by))
         ops = [program.ops[i] for i in members]
-        if len(ops) > 1 and packs and ops[0].collective == "all-reduce":
+        if len(ops) > 1 and packs and collective(ops[0].collective).sums_whole:
             into, whole, *out = _packed(ops, len(program.buffers) + 2 * unit)
             first = len(tasks)
             tasks.append(Task(into, after))
@@ -149,11 +150,11 @@ def _in_order(
 
 
 def _merge_key(op: Op) -> tuple[str, tuple[str, ...], str]:
-    return op.collective, op.axes, op.dtype if op.collective in ("all-reduce", "reduce-scatter") else ""
+    return op.collective, op.axes, op.dtype if collective(op.collective).is_sum else ""
 
 
 def _result_bytes(op: Op, mesh: MeshShape) -> float:
-    return op.payload_bytes / mesh.sizes(op.axes) if op.collective == "reduce-scatter" else op.payload_bytes
+    return op.payload_bytes / mesh.sizes(op.axes) if collective(op.collective).gives_part else op.payload_bytes
 
 
 def _joined(ops: Sequence[Op]) -> Op:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from autopar.cost.collectives import collective
 from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import Gemm
 from autopar.ir.explicit_program import Array, Cause, Communicate, ExplicitProgram, Extend, Strip
@@ -244,10 +245,10 @@ class _Lowering:
                 {start: elements / max(source.elements, 1.0) if is_cut else 1.0},
                 elements,
                 elements * info.itemsize,
-                collective="" if is_cut else op.kind,
+                collective="" if is_cut else op.collective,
                 axes=op.axes,
                 payload_bytes=op.num_bytes,
-                combinable=op.kind != "all-to-all",
+                combinable=not is_cut and collective(op.collective).is_merged,
                 dtype=info.dtype,
             )
         )
@@ -482,9 +483,9 @@ class _Lowering:
         order = tuple(range(len(self.graph.values[value].shape)))
         while len(self.users.get(value, ())) == 1 and value not in self.leaving:
             at, _ = self._operand(n, index)
-            collective, above = self.program.instructions[at].collective, self._unary(value)
-            if collective:
-                return _Sum(at, self._turned(order, value)) if collective == "all-reduce" else None
+            sent, above = self.program.instructions[at].collective, self._unary(value)
+            if sent:
+                return _Sum(at, self._turned(order, value)) if collective(sent).sums_whole else None
             if above is None or at != self.at[value]:
                 return None
             order = _composed(order, self.graph.nodes[self.producers[value]])

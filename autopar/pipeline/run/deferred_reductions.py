@@ -24,6 +24,7 @@ from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.pipeline.cut.pieces import Layout
+from autopar.runtime.registered_collectives import reached
 from autopar.runtime.replay import Part, Replay
 
 #: What may stand between the contraction and the sum: linear, element by element.
@@ -139,9 +140,12 @@ class _Finding:
             if isinstance(atom, LiteralOperand):
                 return None
             path = self.replay.at_operand.get((chain[0], i)) or self.replay.at_definition.get(atom)
-            if not path or path[-1].unreduced or not path[-1].divides(trace.avals[atom].shape, self.mesh):
+            if not path:
                 return None
-            operands.append(path[-1])
+            sharding = reached(path[-1])
+            if sharding.unreduced or not sharding.divides(trace.avals[atom].shape, self.mesh):
+                return None
+            operands.append(sharding)
         made = _contracted(equation, operands)
         if made is None:
             return None

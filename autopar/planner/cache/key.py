@@ -2,7 +2,7 @@
 
 In: a traced program and the options of planning. Out: `PlanKey`, the same in every process and on every day: no source
 line, no memory address and no order of a set enters it. What planning reads enters whole, also the contents of a
-hardware profile, the rules that users have registered, and autopar's own code.
+hardware profile, the rules and collectives that users have registered, and autopar's own code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from autopar.cost.user_collectives import registered_functions
 from autopar.ir.graph import Graph
+from autopar.planner.cache.function_text import function_text
 from autopar.rules.user_rules import registered_texts
 from autopar.system.source_paths import PACKAGE
 from autopar.transforms.program import Program
@@ -78,7 +80,8 @@ def maker(packages: Sequence[str] = ()) -> tuple[str, Mapping[str, str]]:
         packages: on whose versions it depends besides.
     """
     versions = versions_of((*_PACKAGES, *packages))
-    what = (sorted(versions.items()), platform.python_version(), _own_code(), registered_texts())
+    collectives = [(name, like, *map(function_text, of)) for name, like, *of in registered_functions()]
+    what = (sorted(versions.items()), platform.python_version(), _own_code(), registered_texts(), collectives)
     return _digest(repr(what)), versions
 
 

@@ -1,0 +1,102 @@
+"""Run a registered collective where a plan has it: `jax.shard_map` over the plan's mesh.
+
+In: a value, its shardings before and after. Out: the value, split as after.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from autopar.cost.user_collectives import OPEN, runner_of
+from autopar.errors import CollectiveError
+from autopar.ir.sharding import TensorSharding
+from autopar.ir.sharding_changes import Change, Moved, moved
+from autopar.jax_interop.partition_spec import partition_spec
+from autopar.plans.records import Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class Through:
+    """From one sharding to the next by a registered collective."""
+
+    name: str
+    before: TensorSharding
+    after: TensorSharding
+
+    @property
+    def moved(self) -> Moved:
+        found = moved(self.before, self.after)
+        assert found is not None, f"{self} leads nowhere"
+        return found
+
+    @property
+    def like(self) -> Change:
+        return "all-gather" if self.moved.to is None else "all-to-all"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The dims that the function is given, by name."""
+        found = {"dim": self.moved.dim, "to": self.moved.to}
+        return {name: dim for name in OPEN[self.like] if (dim := found[name]) is not None}
+
+    def run(self, value: Any, mesh: Mesh | AbstractMesh) -> Any:
+        """The same value, split anew.
+
+        Raises:
+            CollectiveError: it is not registered here, or gives a part of another type.
+        """
+        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            before, after = (TensorSharding((*s.dims, ())) for s in (self.before, self.after))
+            words = replace(self, before=before, after=after).run(jax.random.key_data(value), mesh)
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+        function, to = runner_of(self.name, self.like), self.moved
+
+        def part(own: Any) -> Any:
+            made = function(own, to.axes, **self.dims)
+            num_devices, expected = math.prod(mesh.shape[axis] for axis in to.axes), list(own.shape)
+            expected[to.dim] *= num_devices
+            if to.to is not None:
+                expected[to.to] //= num_devices
+            _check(self.name, made, tuple(expected), own.dtype)
+            return made
+
+        specs = partition_spec(self.before), partition_spec(self.after)
+        sent = jax.custom_jvp(jax.shard_map(part, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False))
+        sent.defjvp(lambda values, tangents: (sent(*values), *tangents))  # a value stays what it is, wherever it lies
+        return sent(value)
+
+
+def steps_of(constraint: Constraint) -> tuple[TensorSharding | Through, ...]:
+    """Its shardings, one after the other; where a registered collective leads to one, that.
+
+    Raises:
+        CollectiveError: it is not registered here.
+    """
+    if not constraint.by:
+        return constraint.shardings
+    pairs = zip(constraint.by[1:], pairwise(constraint.shardings), strict=True)
+    steps = [Through(name, before, after) if name else after for name, (before, after) in pairs]
+    for one in steps:
+        if isinstance(one, Through):
+            runner_of(one.name, one.like)
+    return (constraint.shardings[0], *steps)
+
+
+def reached(step: TensorSharding | Through) -> TensorSharding:
+    """Where a step leads."""
+    return step.after if isinstance(step, Through) else step
+
+
+def _check(name: str, made: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    found = (getattr(made, "shape", None), getattr(made, "dtype", None))
+    if found != (shape, dtype):
+        raise CollectiveError(
+            f"`run` of the collective {name!r} gives a {type(made).__name__} of shape {found[0]} and dtype {found[1]}, where"
+            f" the plan needs one of {shape} and {dtype}"
+        )
