@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # The rest of this file is the same whatever the plan.
 
 Specs = Mapping[str, PartitionSpec]
-#: A collective of one's own: what runs it on one device's part, the layouts before and after, its axes, and its dims by name.
+#: A collective of one's own: what runs it on one device's part, layouts before and after, its axes, its dims by name.
 Sent = tuple[Callable[..., Any], PartitionSpec, PartitionSpec, tuple[str, ...], Mapping[str, int]]
 #: Loops and branches: which of their parameters are programs.
 PROGRAMS = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
