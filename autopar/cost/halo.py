@@ -48,7 +48,7 @@ def extensions_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShap
 def extension_time(extension: Extend, mesh: MeshShape, profile: HardwareProfile) -> float:
     """Seconds of the collective-permutes, and of the kernel that puts the parts together."""
     return (
-        sum(collective_time("collective-permute", one.num_bytes, one.axes, mesh, profile) for one in extension.strips)
+        sum(collective_time(one.kind, one.num_bytes, one.axes, mesh, profile) for one in extension.strips)
         + 2 * extension.num_bytes / profile.hbm_bytes_per_s
         + profile.kernel_launch_s
     )

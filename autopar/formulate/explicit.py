@@ -71,7 +71,7 @@ class _Builder:
             self.extended[op.node].append(op)
             for strip in op.strips:
                 new = Communicate(
-                    "collective-permute", "halo", op.node, strip.value, None, strip.axes, strip.num_bytes, op.num_times
+                    strip.kind, "halo", op.node, strip.value, None, strip.axes, strip.num_bytes, op.num_times
                 )
                 known = self.strips.setdefault(strip, new)  # XLA sends it once for all its readers
                 self.strips[strip] = replace(known, decisions=(*known.decisions, index))

@@ -57,6 +57,11 @@ class Strip:
     itemsize: float
 
     @property
+    def kind(self) -> Change:
+        """What sends it."""
+        return "collective-permute"
+
+    @property
     def axes(self) -> tuple[str, ...]:
         return self.sharding.dims[self.dim]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from autopar.cost.collectives import collective
 from autopar.formulate.decisions import Flow
 from autopar.formulate.formulation import Formulation
 from autopar.ir.explicit_program import Communicate, ExplicitProgram
@@ -101,7 +102,7 @@ class _Words:
         if flow.value in self.renewed:
             return f"put back the updated `{self.renewed[flow.value]}`"
         maker = self.graph.nodes[self.graph.producers[flow.value]].primitive
-        if kind in ("all-reduce", "reduce-scatter"):
+        if collective(kind).is_sum:
             is_gradient = self.f.decisions[flow.target].phase == "update" or _only_updates(self.f, flow, self.readers)
             return f"sum the {'gradient' if is_gradient else f'{maker} result'}"
         return f"{'gather' if kind == 'all-gather' else 'move'} the {maker} result"
