@@ -193,7 +193,13 @@ def test_the_key_of_kept_plans_follows_what_is_registered() -> None:
         return lambda num_bytes, num_devices, link: factor * num_bytes
 
     keys = [maker()[0]]
-    for options in ({}, {"time_s": times(1.0)}, {"time_s": times(2.0)}, {"run": lambda x, axes, dim: x}):
+    changes: list[dict[str, Any]] = [
+        {},
+        {"time_s": times(1.0)},
+        {"time_s": times(2.0)},
+        {"run": lambda x, axes, dim: x},
+    ]
+    for options in changes:
         register(**options)
         keys.append(maker()[0])
     register("another")
@@ -204,7 +210,7 @@ def test_the_key_of_kept_plans_follows_what_is_registered() -> None:
 
 
 def test_the_text_of_a_function_has_no_address() -> None:
-    for function in (ring_gather, step, jax.jit(ring_gather), plan_of, AnyChoice(0)):
+    for function in (ring_gather, step, jax.jit(ring_gather), plan_of, AnyChoice(0).solve):
         assert " at 0x" not in function_text(function) and function_text(function) == function_text(function)
 
 
