@@ -85,7 +85,8 @@ class _Patterns:
         found: list[tuple[int, list[int]]] = []
         for step in resharding_steps(made, wanted, divisors, self._mesh):
             if step.payload is not None:
-                at, split = (-1 if d is None else dims.index(d) for d in (step.dim, step.split))
+                at = -1 if step.dim is None else dims.index(step.dim)
+                split = at if step.to is None else dims.index(step.to)
                 number = self.named.setdefault((step.kind, step.axes, at, split), len(self.named))
                 found.append((number, [self._size(step.payload.dims[d]) for d in dims]))
         return found

@@ -60,14 +60,14 @@ def resharding_moves(
 @dataclass(frozen=True, slots=True)
 class Step:
     """A move of a tensor of any size: its payload is the local part of the tensor so split (None: nothing); `dim` is what
-    it gathers or scatters, `split` what more axes split on one of its sides, the finer one."""
+    it gathers or scatters, `to` where an exchange leads."""
 
     kind: Change
     axes: tuple[str, ...]
     result: TensorSharding
     payload: TensorSharding | None
     dim: int | None = None
-    split: int | None = None
+    to: int | None = None
 
 
 def resharding_steps(
@@ -120,8 +120,7 @@ class _Path:
         """Note a step that led here; its payload is as much as there is now, unless `before` says otherwise."""
         if axes:
             now = self.now()
-            payload = None if kind == "cut" else before or now
-            self.steps.append(Step(kind, tuple(axes), now, payload, dim, dim if to is None else to))
+            self.steps.append(Step(kind, tuple(axes), now, None if kind == "cut" else before or now, dim, to))
 
     def reduce(self) -> None:
         scattered: dict[int, list[str]] = {}

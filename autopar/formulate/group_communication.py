@@ -13,7 +13,7 @@ from autopar.cost.halo import extensions_of
 from autopar.ir.explicit_program import Communicate, Extend
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
-from autopar.rules.grouping import SMALL_SIZE, Group
+from autopar.rules.grouping import SMALL_SIZE, Define, Group
 from autopar.rules.manual_regions import gather_of
 from autopar.rules.strategies import Strategy
 
@@ -32,17 +32,20 @@ def sent_by(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> 
 
 def sends_itself(group: Group, graph: Graph) -> bool:
     """Whether it does under any strategy."""
-    return group.region is not None or any(
-        define.pending and graph.values[define.value].size <= SMALL_SIZE for define in group.defines
-    )
+    return group.region is not None or any(_is_small_sum(define, graph) for define in group.defines)
+
+
+def _is_small_sum(define: Define, graph: Graph) -> bool:
+    """Reductions to a handful of elements (a loss, a norm) are summed where they are made."""
+    return bool(define.pending) and graph.values[define.value].size <= SMALL_SIZE
 
 
 def _small_sums(group: Group, strategy: Strategy, graph: Graph) -> Iterator[Communicate]:
-    """Reductions to a handful of elements (a loss, a norm) are summed where they are made."""
     for define in group.defines:
-        info = graph.values[define.value]
-        axes = strategy.sharding(define.dims, define.pending).unreduced
-        if axes and info.size <= SMALL_SIZE:
+        if not _is_small_sum(define, graph):
+            continue
+        info, axes = graph.values[define.value], strategy.sharding(define.dims, define.pending).unreduced
+        if axes:
             one = Communicate(
                 "all-reduce", "reduction", define.node, define.value, None, axes, info.num_bytes, info.repeat
             )
