@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -23,6 +24,7 @@ from test_explicit_program import SLOW
 from test_made_up_collective import HARDWARE, ring_gather, step
 
 import autopar
+from autopar.cli.main import main
 from autopar.cost import user_collectives
 from autopar.cost.resharding_matrix import EACH_S
 from autopar.errors import CollectiveError, ExportError, PlanFileError
@@ -334,6 +336,35 @@ def test_a_function_that_cannot_be_imported_is_not_exported() -> None:
         ExportError, match="which an exported file cannot import: register a function that stands in a module"
     ):
         autopar.export(plan_of(), step, *ARGS)
+
+
+TARGET = """
+import jax, jax.numpy as jnp
+from jax import lax
+from autopar.extend.collectives import register_collective
+
+def gather(x, axes, dim):
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+register_collective("my-gather", like="all-gather", time_s=lambda num_bytes, num_devices, link: 0.0, run=gather)
+
+def target():
+    shapes = jax.ShapeDtypeStruct((64, 128), "float32"), jax.ShapeDtypeStruct((512, 64), "float32")
+    return (lambda weight, x: jnp.mean(jnp.tanh(x @ weight) ** 2)), shapes
+"""
+
+
+def test_the_command_line_exports_a_target_that_registers_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_step.py").write_text(TARGET)
+    pins = [part for name in PINNED for part in ("--pin", f"{name}=P('x')")]
+    options = ["--mesh", "x=8", "--hardware", HARDWARE, *pins, "-o", "plan.json"]
+    assert main(["plan", "own_step.py:target", *options]) == 0
+    assert main(["export", "plan.json", "own_step.py:target", "-o", "sharded.py"]) == 0
+    text = (tmp_path / "sharded.py").read_text()
+    assert "from own_step import gather as collective_0\n" in text
+    assert '(collective_0, P("x"), P(), ("x",), {"dim": 0})' in text
 
 
 # -- changes of a sharding -------------------------------------------------------------------------

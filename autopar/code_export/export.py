@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -232,6 +233,8 @@ def _head(plan: Plan) -> str:
         about += (
             " Nor does it give sums kernels of their own, as the plan does, where XLA would slow others down with them."
         )
+    if any(constraint.by for constraint in plan.constraints):
+        about += " It imports what runs the collectives of your own."
     words = printable(plan.words)
     return _docstring(f"""`{name}` on {plan.num_devices} devices ({printable(plan.hardware)}), mesh {of}.
 
@@ -331,25 +334,31 @@ def _functions(steps: Iterable[TensorSharding | Through]) -> _Functions:
     found = {}
     for n, (name, like) in enumerate(names.items()):
         run = runner_of(name, like)
-        module, within = getattr(run, "__module__", None), getattr(run, "__qualname__", "")
-        first, *rest = within.split(".")
-        if module == "__main__" or not _is_there(run, module, within):
+        module, within = _importable(run), getattr(run, "__qualname__", "")
+        if module is None:
             raise ExportError(
                 f"the collective {name!r} is run by {run!r}, which an exported file cannot import: register a function that"
                 " stands in a module by its own name, in a folder on the Python path"
             )
+        first, *rest = within.split(".")
         found[name] = (f"from {module} import {first} as collective_{n}", ".".join((f"collective_{n}", *rest)))
     return found
 
 
-def _is_there(run: Callable[..., Any], module: str | None, within: str) -> bool:
-    """Whether a function is what its module has by its name."""
-    found: Any = sys.modules.get(module or "")
-    if found is None or PathFinder.find_spec(found.__name__.partition(".")[0]) is None:
-        return False
-    for part in within.split("."):
+def _importable(run: Callable[..., Any]) -> str | None:
+    """The module that has a function by its own name, as another process imports it."""
+    there: Any = sys.modules.get(getattr(run, "__module__", None) or "")
+    found = there
+    for part in getattr(run, "__qualname__", "").split("."):
         found = getattr(found, part, None)
-    return found is run
+    if found is not run or there.__name__ == "__main__":
+        return None
+    file = getattr(there, "__file__", None) or ""
+    for name in (there.__name__, Path(file).stem):  # a command's TARGET has another name here
+        spec = PathFinder.find_spec(name.partition(".")[0])
+        if spec is not None and ("." in name or spec.origin == file):
+            return name
+    return None
 
 
 def _spec(sharding: TensorSharding) -> str:
