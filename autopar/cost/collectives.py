@@ -103,12 +103,12 @@ def cheaper_than_built_in(
     combinable: bool,
 ) -> str:
     """The name of the registered collective that makes a change in the least time; empty where the built-in one does."""
-    best, least = "", collective_time(change, num_bytes, axes, mesh, profile, combinable=combinable)
-    for one in registered_for(change):
-        seconds = collective_time(one.name, num_bytes, axes, mesh, profile)
-        if seconds < least:
-            best, least = one.name, seconds
-    return best
+    own = {one.name: collective_time(one.name, num_bytes, axes, mesh, profile) for one in registered_for(change)}
+    if not own:
+        return ""
+    best = min(own, key=own.__getitem__)
+    built_in = collective_time(change, num_bytes, axes, mesh, profile, combinable=combinable)
+    return best if own[best] < built_in else ""
 
 
 def _by_halves(num_halves: int) -> Callable[[Call], float]:

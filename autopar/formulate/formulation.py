@@ -19,6 +19,7 @@ from autopar.cost.collectives import cheaper_than_built_in, collective_time
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.cost.resharding_paths import Move, resharding_moves
+from autopar.cost.user_collectives import registered
 from autopar.formulate.decisions import Decision, Flow, decisions_of
 from autopar.formulate.held_tensors import held_arguments, held_tensors, usages_of
 from autopar.formulate.prices import Prices
@@ -56,7 +57,7 @@ class Formulation:
     def registered_for(self, value: int, move: Move, made: TensorSharding, *, combinable: bool) -> str:
         """The registered collective that makes a move of a value, where it is cheaper than the built-in one; else empty."""
         shape, mesh = self.graph.values[value].shape, self.mesh
-        if move.kind == "cut" or not (made.divides(shape, mesh) and move.result.divides(shape, mesh)):
+        if not registered() or not (made.divides(shape, mesh) and move.result.divides(shape, mesh)):
             return ""
         return cheaper_than_built_in(move.kind, move.num_bytes, move.axes, mesh, self.profile, combinable=combinable)
 
