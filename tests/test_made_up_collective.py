@@ -38,6 +38,7 @@ def step(weight: Any, x: Any) -> Any:
     return weight - 0.1 * gradient, loss
 
 
+@pytest.mark.contract
 def test_it_works_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.cost.user_collectives._registered", {})
     register_collective("ring-gather", like="all-gather", time_s=ring_time, run=ring_gather)
