@@ -22,9 +22,9 @@ from typing import Any
 from unittest import mock
 
 import autopar
+from autopar.api import make_plan
 from autopar.cost import hardware_profile as hardware
-from autopar.planner import memory_search as within_budget
-from autopar.planner import planner
+from autopar.planner import candidate, mesh_search, one_mesh, reshard_to_fit
 from autopar.plans.plan import Plan
 from autopar.solve.exact_search import PROVEN
 from autopar.solve.ilp import Ilp
@@ -45,11 +45,11 @@ PROGRAMS: dict[str, tuple[Callable[[], Target], str, float]] = {
 }
 #: Of each stage of planning, the functions that it is; by the module that calls them.
 _STAGES = {
-    "trace": ((planner, "program_of"),),
-    "groups": ((planner, "_group"),),
-    "formulate": ((planner, "formulate"), (within_budget, "formulate")),
-    "solve": ((Ilp, "solve"), (within_budget, "minimum_memory")),
-    "assemble": ((within_budget, "assemble"),),
+    "trace": ((make_plan, "program_of"),),
+    "groups": ((mesh_search, "program_groups"),),
+    "formulate": ((one_mesh, "formulate"), (candidate, "formulate"), (reshard_to_fit, "formulate")),
+    "solve": ((Ilp, "solve"), (reshard_to_fit, "minimum_memory")),
+    "assemble": ((candidate, "assemble"),),
 }
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import autopar
 from autopar.errors import AutoparError
 from autopar.ir.mesh import parse_mesh
-from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.planner.memory_budget import MemoryBudget
 from autopar.planner.planner import plan_program
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.transforms.program import program_of
 from benchmarks.baselines import pinned
@@ -75,7 +76,8 @@ def measure(program: str) -> list[dict[str, Any]]:
             limit = 1e15 if budget is None else budget
             started = time.perf_counter()
             try:
-                plan = plan_program(traced, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=limit)
+                request = PlanRequest(mesh=MESH, hardware=HARDWARE, memory_budget_bytes=limit)
+                plan = plan_program(traced, request)
             except AutoparError as error:
                 return _failed(name, limit, time.perf_counter() - started, str(error))
             seconds = time.perf_counter() - started
@@ -84,7 +86,7 @@ def measure(program: str) -> list[dict[str, Any]]:
             return row
 
         free = planned("no limit", None)
-        whole = 1e9 * free["predicted_gb"] / (1 - BUDGET_MARGIN)
+        whole = MemoryBudget.with_room_for(1e9 * free["predicted_gb"]).total_bytes
         swept_rows = [planned(f"{100 * part:.0f} %", part * whole) for part in PARTS]
         by_hand = _by_hand(swept.target, whole_layers(*swept.layer), compiler)
         as_much = planned("what fsdp took", 1e9 * by_hand["compiled_gb"])

@@ -20,11 +20,11 @@ from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.search.stage_costs import StageCosts
-from autopar.planner import planner
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.transforms.program import program_of
 from benchmarks.pipeline.execution import equal_starts
+from tests.planned import plan_program
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 
@@ -60,7 +60,7 @@ def pipelined(
 
     def plan_of(number: int, stage: StageProgram, num_devices: int) -> Plan:
         if option is None:
-            return planner.plan_program(stage.program, mesh=mesh, num_devices=num_devices, hardware="cpu-host")
+            return plan_program(stage.program, mesh=mesh, num_devices=num_devices, hardware="cpu-host")
         return costs.planned(number, number, SubmeshShape("cpu-host", 1, num_devices, option=option), stage).plan
 
     planned = planned_stages(stages, [submesh_of[number] for number in range(count)], plan_of)

@@ -15,9 +15,9 @@ from autopar.cli.main import main
 from autopar.comparison.by_hardware import Cell, compare_grid
 from autopar.comparison.by_hardware_plot import plot_grid
 from autopar.comparison.by_hardware_text import render_grid
-from autopar.planner.planner import plan_in_microbatches
 from autopar.system.text_tables import plain_text
 from autopar.transforms.program import program_of
+from tests.planned import plan_program
 
 SMALL, LARGE = replace(profile(5, "small"), usd_per_device_hour=3.6), profile(200, "large")
 
@@ -43,7 +43,7 @@ def test_each_number_is_planned_and_the_least_is_named() -> None:
             assert cell.plan.prediction.peak_bytes <= cell.profile.usable_bytes
     step, args = step_and_args(64)
     program = program_of(step, args, carry=None, donate=None)
-    alone = plan_in_microbatches(program, 1, mesh="4", hardware=LARGE)
+    alone = plan_program(program, mesh="4", hardware=LARGE)
     cell = next(cell for cell in one.cells if (cell.profile.name, cell.num_devices) == ("large", 4))
     assert cell.plan is not None
     assert cell.plan.prediction == alone.prediction

@@ -22,9 +22,10 @@ from autopar.comparison.by_hardware_text import comparison_json, render_comparis
 from autopar.comparison.least_devices import Fit, fits, meshes_of, numbers_of_devices, state_of
 from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.errors import HardwareError
-from autopar.planner.memory_search import BUDGET_MARGIN, NothingFitsError
-from autopar.planner.planner import plan_in_microbatches
-from autopar.plans.plan import Plan
+from autopar.planner.memory_budget import MemoryBudget
+from autopar.planner.mesh_search import Found, search_meshes
+from autopar.planner.request import PlanRequest
+from autopar.planner.ways_out import NothingFitsError
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Problem, Solution, Status
 from autopar.system.text_tables import plain_text
@@ -76,7 +77,7 @@ def program(examples: int = 64) -> Program:
 
 def profile(mb: float, name: str = "tiny", *, host: int = 4) -> HardwareProfile:
     """An H100 of so many megabytes for a plan to fill."""
-    size = int(mb * 1e6 / (1 - BUDGET_MARGIN))
+    size = int(MemoryBudget.with_room_for(mb * 1e6).total_bytes)
     return replace(load("h100-sxm"), name=name, hbm_bytes=size, usable_fraction=1.0, devices_per_host=host)
 
 
@@ -88,7 +89,7 @@ def least(told: Program, hardware: HardwareProfile, **options: Any) -> Fit:
 def refuses(mesh: str, hardware: HardwareProfile, count: int) -> bool:
     """Whether no plan on a mesh fits, as the planner says it without a comparison."""
     try:
-        plan_in_microbatches(program(), count, mesh=mesh, hardware=hardware)
+        search_meshes(program().in_microbatches(count), PlanRequest(mesh=mesh, hardware=hardware))
     except NothingFitsError:
         return True
     return False
@@ -216,13 +217,13 @@ def test_numbers_are_whole_hosts() -> None:
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Numbers of devices and hardware of all that is planned from here on."""
     planned: list[tuple[int, str]] = []
-    plan = least_devices.plan_in_microbatches
+    search = least_devices.search_meshes
 
-    def watched(told: Program, count: int, **options: Any) -> Plan:
-        planned.append((options["mesh"].num_devices, options["hardware"].name))
-        return plan(told, count, **options)
+    def watched(program: Program, request: PlanRequest) -> Found:
+        planned.append((request.meshes[0].num_devices, request.profile.name))
+        return search(program, request)
 
-    monkeypatch.setattr(least_devices, "plan_in_microbatches", watched)
+    monkeypatch.setattr(least_devices, "search_meshes", watched)
     return planned
 
 
@@ -230,14 +231,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 
 def interrupt_on(monkeypatch: pytest.MonkeyPatch, hardware: str) -> None:
-    plan = least_devices.plan_in_microbatches
+    search = least_devices.search_meshes
 
-    def interrupted(told: Program, count: int, **options: Any) -> Plan:
-        if options["hardware"].name == hardware:
+    def interrupted(program: Program, request: PlanRequest) -> Found:
+        if request.profile.name == hardware:
             raise KeyboardInterrupt
-        return plan(told, count, **options)
+        return search(program, request)
 
-    monkeypatch.setattr(least_devices, "plan_in_microbatches", interrupted)
+    monkeypatch.setattr(least_devices, "search_meshes", interrupted)
 
 
 def test_interrupted_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,8 @@ from autopar.ir.device_program import DeviceProgram
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh
 from autopar.jax_interop.compat import module_bytes
-from autopar.planner import planner
+from autopar.planner.candidate import Candidate
 from autopar.planner.early_reductions import Early
-from autopar.planner.memory_search import Made
 from autopar.plans.plan import Plan
 from autopar.plans.records import Awaited
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
@@ -32,6 +31,7 @@ from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_model.buffer_assignment import device_program
 from autopar.xla_model.collective_combiner import predecessors
 from autopar.xla_model.latency_hiding import simulate
+from tests.planned import plan_and_candidate
 
 H100 = load("h100-sxm")
 NUM_LAYERS = 8
@@ -63,10 +63,10 @@ def pins(mesh: str) -> dict[str, PartitionSpec]:
 
 
 @cache
-def made(mesh: str, width: int = 2048, batch: int = 65536) -> tuple[Program, Plan, Made]:
+def made(mesh: str, width: int = 2048, batch: int = 65536) -> tuple[Program, Plan, Candidate]:
     """ZeRO over the last axis, the batch over all: gradients are summed in two steps where there are two axes."""
     program = program_of(step, jax.eval_shape(lambda: arguments(width, batch)), carry=None, donate=None)
-    plan, made = planner.plan_and_parts(program.as_traced.in_microbatches(1), mesh=mesh, hardware=H100, pin=pins(mesh))
+    plan, made = plan_and_candidate(program.as_traced.in_microbatches(1), mesh=mesh, hardware=H100, pin=pins(mesh))
     return program, plan, made
 
 
@@ -137,7 +137,7 @@ def test_a_step_with_a_loop_waits_for_nothing() -> None:
 
     args = jax.eval_shape(lambda: ({"w": jnp.zeros((4, 64, 64))}, jnp.zeros((64, 64))))
     program = program_of(looped, args, carry=None, donate=None)
-    plan, one = planner.plan_and_parts(program.as_traced.in_microbatches(1), mesh="2x4", hardware=H100)
+    plan, one = plan_and_candidate(program.as_traced.in_microbatches(1), mesh="2x4", hardware=H100)
     device, awaited = Early(one.parts.device, one.formulation.graph, plan.mesh, H100).tied(1e4, 0.0)
     assert not awaited
     assert device is one.parts.device

@@ -18,7 +18,7 @@ from autopar.ir.explicit_program import Communicate, Compute, ExplicitProgram
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.verifier import check_explicit
-from autopar.planner.planner import _group
+from autopar.planner.program_groups import program_groups
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solver
 from autopar.transforms.program import program_of
@@ -33,7 +33,7 @@ def made_of(name: str, mesh: str, solver: Solver) -> tuple[Formulation, tuple[in
     state = jax.eval_shape(program.create_state, jax.random.key(0))
     states = state if program.num_state_args > 1 else (state,)
     graph = program_of(program.step, (*states, program.make_batch(0)), carry=None, donate=None).graph
-    f = formulate(graph, _group(graph, {}).groups, parse_mesh(mesh), SLOW, pins={}, memory_budget_bytes=None)
+    f = formulate(graph, program_groups(graph, {}).groups, parse_mesh(mesh), SLOW, pins={}, memory_budget_bytes=None)
     return f, solver.solve(f.problem).choices
 
 

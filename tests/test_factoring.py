@@ -24,11 +24,11 @@ from autopar.frontend.from_jaxpr import graph_of
 from autopar.frontend.trace import Trace, trace
 from autopar.ir.verifier import check
 from autopar.jax_interop import compat as jax_compat
-from autopar.planner import planner
 from autopar.runtime import jit as execute
 from autopar.transforms.program import program_of
 from autopar.transforms.split_dims.rewrite import factor_dims
 from autopar.xla_compiler import hlo_collectives as hlo
+from tests.planned import plan_program
 
 PROFILE = str(Path(__file__).parent / "profiles" / "alpha_beta.toml")
 Array = jax.Array
@@ -323,7 +323,7 @@ def test_a_loop_that_is_not_split_is_compiled_as_it_was_written() -> None:
     assert traced.whole is not None
     texts = []
     for form in (dataclasses.replace(traced, whole=None), traced.whole):
-        plan = planner.plan_program(form, mesh="model=4", hardware=PROFILE)
+        plan = plan_program(form, mesh="model=4", hardware=PROFILE)
         jitted = execute.jit_plan(plan, form.trace, execute.abstract_mesh(plan.mesh))
         texts.append(execute.lower_for("cpu", jitted, args).as_text())
     assert operations(texts[0]) == operations(texts[1])

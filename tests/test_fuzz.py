@@ -29,10 +29,10 @@ from random_programs import RandomProgram, kind_of, random_program
 from test_rules_forced import ONE_DEVICE_ONLY
 
 from autopar.ir.mesh import parse_mesh
-from autopar.planner import planner
 from autopar.rules.table import RULES
 from autopar.runtime import jit as execute
 from autopar.transforms.program import program_of
+from tests.planned import plan_program
 
 NUM_PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "500"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
@@ -85,9 +85,7 @@ def mismatches(program: RandomProgram) -> list[str]:
     """Outputs that the planned program computes otherwise."""
     args = program.arguments()
     traced = program_of(program.step, args, carry=None, donate=None)
-    plan = planner.plan_program(
-        traced, mesh=program.mesh, hardware="cpu-host", solver=oracles.RandomSolver(program.strategies)
-    )
+    plan = plan_program(traced, mesh=program.mesh, hardware="cpu-host", solver=oracles.RandomSolver(program.strategies))
     devices = jax.devices()[: parse_mesh(program.mesh).num_devices]
     planned = execute.jit_plan(plan, traced.of(plan).trace, execute.make_mesh(plan.mesh, devices))
     expected = jax.tree.leaves(compiled(jax.jit(program.step), args))

@@ -13,12 +13,11 @@ import pytest
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.verifier import check
-from autopar.planner.planner import rules_of
 from autopar.rules.factors import Factor, Rule
 from autopar.rules.grouping import SMALL_SIZE, Group, form_groups
 from autopar.rules.node_view import NodeView
 from autopar.rules.strategies import enumerate_strategies
-from autopar.rules.table import rule_for, unknown_rule
+from autopar.rules.table import rule_for, rules_of, unknown_rule
 from autopar.transforms.program import program_of
 
 

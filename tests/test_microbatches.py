@@ -19,7 +19,6 @@ from same_steps import QUICKLY, assert_same, train
 import autopar
 from autopar.errors import BudgetError, MicrobatchError
 from autopar.pipeline.plan_files import load_plan
-from autopar.planner.planner import plan_program
 from autopar.plans.plan import Plan
 from autopar.report.explain import explain
 from autopar.transforms.microbatch.batch_dims import Place, Places
@@ -27,6 +26,7 @@ from autopar.transforms.microbatch.classify import classify
 from autopar.transforms.program import Program, program_of
 from autopar.xla_compiler.compiler import Compiler
 from benchmarks.zoo import small
+from tests.planned import plan_program
 
 Array = jax.Array
 WIDTH, ROWS, SEQ, WORDS = 16, 32, 6, 24

@@ -25,7 +25,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh
 from autopar.jax_interop.compat import module_bytes
 from autopar.planner.pins import resolve_pins
-from autopar.planner.planner import _group, plan_and_parts
+from autopar.planner.program_groups import program_groups
 from autopar.solve.ilp import Ilp
 from autopar.transforms.program import program_of
 from autopar.xla_compiler.compiler import Compiler
@@ -33,6 +33,7 @@ from autopar.xla_model.buffer_assignment import _together, device_program
 from autopar.xla_model.kernel_fusion import Fused, _Fusion, _Siblings, fuse
 from autopar.xla_model.latency_hiding import simulate
 from autopar.xla_model.spmd_partition import Instruction, InstructionKind, LocalProgram
+from tests.planned import plan_and_candidate
 
 H100 = load("h100-sxm")
 ROWS, COLUMNS = 8192, 4096
@@ -212,7 +213,7 @@ def planned(
     shape = parse_mesh(mesh)
     traced = program_of(step, args, carry=None, donate=None)
     pins = resolve_pins(pin or {}, traced.graph, shape)
-    groups = _group(traced.graph, pins).groups
+    groups = program_groups(traced.graph, pins).groups
     made = formulate(traced.graph, groups, shape, profile, pins=pins, memory_budget_bytes=None)
     return made, Ilp().solve(made.problem).choices
 
@@ -354,7 +355,7 @@ def test_sums_that_are_added_up_are_one_as_xla_has_it(step: Any, sent: list[str]
     args = array(67, 67), batch, batch
     program = program_of(step, args, carry=None, donate=None)
     pins = {"w": PartitionSpec(), "x": PartitionSpec("data"), "y": PartitionSpec("data")}
-    plan, made = plan_and_parts(program.as_traced.in_microbatches(1), mesh="8", hardware=H100, pin=pins)
+    plan, made = plan_and_candidate(program.as_traced.in_microbatches(1), mesh="8", hardware=H100, pin=pins)
     sums = [op for op in made.parts.device.ops if op.collective == "all-reduce"]
     assert [op.payload_bytes / 67**2 for op in sums] == [{"f32": 4, "bf16": 2}[dtype] for dtype in sent]
     by_xla = all_reduced(compiled(absent_gpus, plan, program, *args).hlo_text)

@@ -14,12 +14,13 @@ from on_absent_gpus import all_reduced, compiled
 
 from autopar.cost.hardware_profile import load
 from autopar.planner import overlap_search as overlap
-from autopar.planner import planner
-from autopar.planner.memory_search import Made
+from autopar.planner.candidate import Candidate
+from autopar.planner.memory_budget import MemoryBudget
 from autopar.plans.plan import Plan
 from autopar.plans.records import Awaited
 from autopar.transforms.program import Program, program_of
 from autopar.xla_compiler.compiler import Compiler
+from tests.planned import plan_and_candidate
 
 H100 = load("h100-sxm")
 NUM_LAYERS = 12
@@ -31,20 +32,20 @@ def program() -> Program:
     return program_of(MLP.step, MLP.abstract_args(), carry=None, donate=None)
 
 
-def planned(budget: float | None = None) -> tuple[Plan, Made]:
+def planned(budget: float | None = None) -> tuple[Plan, Candidate]:
     """On two hosts of eight."""
-    return planner.plan_and_parts(
+    return plan_and_candidate(
         program().as_traced.in_microbatches(1), mesh="2x8", hardware=H100, memory_budget_bytes=budget
     )
 
 
 @cache
-def dear() -> tuple[Plan, Made]:
+def dear() -> tuple[Plan, Candidate]:
     return planned()
 
 
 @cache
-def level() -> tuple[Plan, Made]:
+def level() -> tuple[Plan, Candidate]:
     """By one price of all that need not be waited for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "_DEARER", {"gather": (), "sum": ()})
@@ -58,7 +59,7 @@ def test_what_is_exposed_is_made_dearer() -> None:
     assert told["all-gather"] > told["reduce-scatter"] + told["all-reduce"]
     asked = []
 
-    def other(prices: overlap.Prices, to_beat: float) -> Made | None:
+    def other(prices: overlap.Prices, to_beat: float) -> Candidate | None:
         assert to_beat <= begun.compared_s
         asked.append((prices["gather"], prices["sum"]))
         return None
@@ -105,7 +106,7 @@ def test_sums_that_xla_would_join_are_kept_apart_where_that_is_faster(absent_gpu
     args = state, jax.ShapeDtypeStruct((65536,), jnp.int32)
     pins = {f"state/{name}": PartitionSpec() for name in state} | {"tokens": PartitionSpec("data")}
     traced = program_of(step, args, carry=None, donate=None)
-    plan, made = planner.plan_and_parts(traced.as_traced.in_microbatches(1), mesh="16", hardware=H100, pin=pins)
+    plan, made = plan_and_candidate(traced.as_traced.in_microbatches(1), mesh="16", hardware=H100, pin=pins)
     assert plan.awaited
     assert not made.parts.device.joined
     apart = compiled(absent_gpus, plan, traced, *args)
@@ -127,5 +128,5 @@ def test_only_what_something_else_waits_for_stays_apart() -> None:
 def test_where_it_does_not_fit_another_is_taken() -> None:
     peaks = [made.peak_bytes for _, made in (level(), dear())]
     assert peaks[0] < peaks[1]
-    budget = 0.5 * sum(peaks) / (1 - planner.BUDGET_MARGIN)
+    budget = MemoryBudget.with_room_for(0.5 * sum(peaks)).total_bytes
     assert planned(budget)[1].peak_bytes <= 0.5 * sum(peaks)

@@ -27,8 +27,8 @@ from autopar.pipeline.schedule.in_flight import in_flight
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.tasks import Edges, Task, chain
-from autopar.planner import planner
 from autopar.transforms.program import program_of
+from tests.planned import plan_program
 
 BATCH, CHANNELS = 8, 20
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
@@ -145,7 +145,7 @@ def test_branches_on_other_devices_give_the_steps_numbers(backward: Backward) ->
     planned = planned_stages(
         stages,
         submesh_of,
-        lambda _, stage, num_devices: planner.plan_program(stage.program, mesh=str(num_devices), hardware="cpu-host"),
+        lambda _, stage, num_devices: plan_program(stage.program, mesh=str(num_devices), hardware="cpu-host"),
     )
     schedule = as_they_come(edges_of(stages), submesh_of, 2, backward=backward)
     pipeline = Pipeline(planned, schedule, len(cuttable.flow.trace.outputs), {}, compiler_options=QUICKLY)

@@ -294,8 +294,11 @@ def test_many_may_write_one_entry_at_once(
     counter = itertools.count()
 
     def use(_: int) -> autopar.Plan:
-        asked = {"which": next(counter) % 3}
-        return plan_cache.kept(program, asked, tmp_path, lambda: plan, autopar.Plan.from_json)
+        request = {"which": next(counter) % 3}
+        entry = plan_cache.entry_of(program, request, tmp_path, autopar.Plan.from_json)
+        found = entry.read()
+        entry.keep(plan)
+        return found or plan
 
     with ThreadPoolExecutor(8) as pool:
         assert all(found == plan for found in pool.map(use, range(60)))
@@ -311,7 +314,9 @@ def test_what_was_used_longest_ago_goes_first(
     plan = plan_of(mlp, False)
 
     def use(which: int) -> None:
-        plan_cache.kept(program, {"which": which}, tmp_path, lambda: plan, autopar.Plan.from_json)
+        entry = plan_cache.entry_of(program, {"which": which}, tmp_path, autopar.Plan.from_json)
+        if entry.read() is None:
+            entry.keep(plan)
 
     use(0)
     use(1)

@@ -24,11 +24,11 @@ from autopar.frontend.kernel_flops import counted_work
 from autopar.ir.device_program import Op
 from autopar.ir.mesh import parse_mesh
 from autopar.jax_interop.compat import primitive_of
-from autopar.planner.planner import plan_and_parts
 from autopar.rules.convolution import _meeting_pairs
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for
 from autopar.transforms.program import program_of
+from tests.planned import plan_and_candidate
 
 PROFILES = {name: load(name) for name in known_names()}
 H100 = PROFILES["h100-sxm"]
@@ -49,7 +49,7 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 def ops_of(step: Callable[..., Any], *args: Any, mesh: str = "1", profile: HardwareProfile = H100) -> Sequence[Op]:
     program = program_of(step, args, carry=None, donate=None)
-    return plan_and_parts(program, mesh=mesh, hardware=profile)[1].parts.device.ops
+    return plan_and_candidate(program, mesh=mesh, hardware=profile)[1].parts.device.ops
 
 
 def flops_of(ops: Sequence[Op]) -> float:
@@ -220,7 +220,7 @@ def test_a_device_counts_its_own_part() -> None:
     for pin in ({"x": "P('data')"}, {"w": "P(None, None, None, 'data')"}, {"x": "P(None, 'data')"}):
         pins = {path: eval(spec, {"P": jax.sharding.PartitionSpec}) for path, spec in pin.items()}
         program = program_of(step, (x, w), carry=None, donate=None)
-        made = plan_and_parts(program, mesh="data=4", hardware=H100, pin=pins)[1]
+        made = plan_and_candidate(program, mesh="data=4", hardware=H100, pin=pins)[1]
         assert flops_of(made.parts.device.ops) == pytest.approx(whole / 4), pin
 
 
@@ -243,7 +243,7 @@ def test_plans_of_convolutions_are_not_compared_by_an_opinion_that_has_them_for_
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     program = program_of(step, (array(64, 64, 64, 384), array(3, 3, 384, 192)), carry=None, donate=None)
-    made = plan_and_parts(program, mesh="1", hardware=H100)[1]
+    made = plan_and_candidate(program, mesh="1", hardware=H100)[1]
     assert made.compared_s == pytest.approx(made.step_time_s, rel=0.02)
 
 
@@ -410,7 +410,7 @@ def test_a_kernel_that_a_user_gave_a_rule_is_counted_in_parts() -> None:
     whole = flops_of(ops_of(step, x))
     assert whole == 64 * 2.0 * 64**3
     pin = {"x": jax.sharding.PartitionSpec("data")}
-    made = plan_and_parts(program_of(step, (x,), carry=None, donate=None), mesh="data=8", hardware=H100, pin=pin)[1]
+    made = plan_and_candidate(program_of(step, (x,), carry=None, donate=None), mesh="data=8", hardware=H100, pin=pin)[1]
     assert flops_of(made.parts.device.ops) == whole / 8
 
 

@@ -22,19 +22,20 @@ from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.verifier import check
-from autopar.planner.planner import plan_program, rules_of
 from autopar.planner.remat.candidates import ladder
 from autopar.planner.remat.min_cut import Step, cheapest
 from autopar.plans.plan import Plan
 from autopar.plans.records import Again, Recomputation
 from autopar.report.explain import explain_json
 from autopar.rules.grouping import form_groups
+from autopar.rules.table import rules_of
 from autopar.runtime import jit as execute
 from autopar.solve.ilp import Ilp
 from autopar.transforms.program import Program, program_of, recomputing
 from autopar.transforms.remat.sites import sites_of
 from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_model.buffer_assignment import device_program
+from tests.planned import plan_program
 
 HARDWARE = "h100-sxm"
 #: Activations are many times the parameters.

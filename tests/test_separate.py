@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar.cost.hardware_profile import load
 from autopar.jax_interop.compat import module_bytes
-from autopar.planner import planner
 from autopar.plans.plan import Plan
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program, program_of
 from autopar.xla_compiler.compiler import Compiler
+from tests.planned import plan_and_candidate
 
 H100 = load("h100-sxm")
 NUM_LAYERS = 3
@@ -62,7 +62,7 @@ def arguments(width: int, batch: int, length: int = 64) -> tuple[State, jax.Arra
 @cache
 def made(width: int = 768, batch: int = 512, mesh: str = "8") -> tuple[Program, Plan]:
     program = program_of(step, jax.eval_shape(lambda: arguments(width, batch)), carry=None, donate=None)
-    plan, _ = planner.plan_and_parts(
+    plan, _ = plan_and_candidate(
         program.as_traced.in_microbatches(1), mesh=mesh, hardware=H100, pin={"x": PartitionSpec("data")}
     )
     return program, plan
@@ -85,7 +85,7 @@ def test_a_device_with_as_many_blocks_as_it_likes_needs_none() -> None:
     """What XLA joins costs nothing where few thread blocks are as fast as many."""
     program = made()[0]
     estimator = replace(H100.xla_estimator, block_bytes_per_s=math.inf, num_cores=1)  # type: ignore[type-var]
-    plan, _ = planner.plan_and_parts(
+    plan, _ = plan_and_candidate(
         program.as_traced.in_microbatches(1), mesh="8", hardware=replace(H100, xla_estimator=estimator)
     )
     assert not plan.separate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import pytest
 import autopar
 from autopar.errors import BudgetError
 from autopar.planner import fork_pool as side_by_side
-from autopar.planner import planner
-from autopar.planner.fork_pool import Least, each_its_own, lanes, spread
+from autopar.planner import mesh_search
+from autopar.planner.fork_pool import Least, Workers, workers
 from tests import programs
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="copies are made on Linux alone")
@@ -45,18 +45,37 @@ def in_a_copy() -> bool:
     return os.getpid() != PARENT
 
 
+def spread(
+    team: Workers[int, Any], answer: Callable[[int], Any], requests: Sequence[int]
+) -> dict[int, tuple[int, Any]]:
+    for request in team.spread(requests):
+        team.note(request, answer(request))
+    return team.answers
+
+
+def each_its_own(
+    team: Workers[int, Any],
+    answer: Callable[[int], Any],
+    requests: Mapping[int, Sequence[int]],
+    may_take: Callable[[int], bool] = lambda _: False,
+) -> dict[int, tuple[int, Any]]:
+    for request in team.each_its_own(requests, may_take):
+        team.note(request, answer(request))
+    return team.answers
+
+
 def test_all_is_answered_and_by_several() -> None:
     def answer(request: int) -> tuple[int, int]:
         time.sleep(0.05)
         return os.getpid(), request**2
 
-    with lanes(answer, 8, patience_s=60) as team:
+    with workers(answer, 8, patience_s=60) as team:
         assert len(team) == 3
-        answers = spread(team, range(30))
-        own = each_its_own(team, {2: [5], 0: [1, 2]}, lambda _: False)
+        answers = spread(team, answer, range(30))
+        own = each_its_own(team, answer, {2: [5], 0: [1, 2]})
     assert {request: found for request, (_, (_, found)) in answers.items()} == {n: n * n for n in range(30)}
     assert len({pid for _, (pid, _) in answers.values()}) == 3
-    assert {request: lane for request, (lane, _) in own.items()} == {5: 2, 1: 0, 2: 0}
+    assert {request: worker for request, (worker, _) in own.items()} == {5: 2, 1: 0, 2: 0}
 
 
 def test_who_has_nothing_to_do_takes_what_may_be_taken(tmp_path: Path) -> None:
@@ -70,18 +89,18 @@ def test_who_has_nothing_to_do_takes_what_may_be_taken(tmp_path: Path) -> None:
             taken.touch()
         return request
 
-    with lanes(answer, 2, patience_s=60) as team:
-        found = each_its_own(team, {0: [1, 2, 3, 4]}, lambda request: request in (2, 3))
-    lane_of = {request: lane for request, (lane, _) in found.items()}
-    assert (lane_of[1], lane_of[3], lane_of[4]) == (0, 1, 0)
-    assert lane_of[2] in (0, 1), "whichever is done first"
+    with workers(answer, 2, patience_s=60) as team:
+        found = each_its_own(team, answer, {0: [1, 2, 3, 4]}, lambda request: request in (2, 3))
+    worker_of = {request: worker for request, (worker, _) in found.items()}
+    assert (worker_of[1], worker_of[3], worker_of[4]) == (0, 1, 0)
+    assert worker_of[2] in (0, 1), "whichever is done first"
 
 
-def test_there_are_no_more_lanes_than_work_or_than_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    with lanes(abs, 2, patience_s=60) as team:
+def test_there_are_no_more_workers_than_work_or_than_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with workers(abs, 2, patience_s=60) as team:
         assert len(team) == 2
     monkeypatch.setenv(side_by_side.PROCESSES, "1")
-    with lanes(abs, 8, patience_s=60) as team:
+    with workers(abs, 8, patience_s=60) as team:
         assert len(team) == 1
 
 
@@ -108,16 +127,16 @@ def test_what_a_copy_does_not_answer_is_done_here(misfortune: Any) -> None:
         time.sleep(0.01)
         return misfortune(request) if in_a_copy() else request + 1
 
-    with lanes(answer, 3, patience_s=2) as team:
-        answers = spread(team, range(6))
-        again = each_its_own(team, {1: [7]}, lambda _: False)
+    with workers(answer, 3, patience_s=2) as team:
+        answers = spread(team, answer, range(6))
+        again = each_its_own(team, answer, {1: [7]})
     assert {request: found for request, (_, found) in answers.items()} == {n: n + 1 for n in range(6)}
     assert again == {7: (0, 8)}
 
 
 def test_what_fails_here_is_raised() -> None:
-    with pytest.raises(ValueError), lanes(raises, 3, patience_s=60) as team:
-        spread(team, range(6))
+    with pytest.raises(ValueError), workers(raises, 3, patience_s=60) as team:
+        spread(team, raises, range(6))
 
 
 def test_copies_end_with_an_interrupt() -> None:
@@ -127,8 +146,8 @@ def test_copies_end_with_an_interrupt() -> None:
         raise KeyboardInterrupt
 
     started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), lanes(answer, 3, patience_s=3600) as team:
-        spread(team, range(6))
+    with pytest.raises(KeyboardInterrupt), workers(answer, 3, patience_s=3600) as team:
+        spread(team, answer, range(6))
     assert time.monotonic() - started < 60
 
 
@@ -140,9 +159,9 @@ def test_all_see_the_least() -> None:
             least.lower(request)
         return least.value
 
-    with lanes(answer, 2, patience_s=60) as team:
-        each_its_own(team, {1: [5]}, lambda _: False)
-        each_its_own(team, {1: [7]}, lambda _: False)
+    with workers(answer, 2, patience_s=60) as team:
+        each_its_own(team, answer, {1: [5]})
+        each_its_own(team, answer, {1: [7]})
         assert least.value == 5
 
 
@@ -158,7 +177,7 @@ def planned(**options: Any) -> autopar.Plan:
 def test_plans_are_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     alone = planned(**options)
-    monkeypatch.setattr(planner, "_WORTH_COPIES", 0)
+    monkeypatch.setattr(mesh_search, "_WORTH_COPIES", 0)
     together = planned(progress=lambda stage, _: told.append(stage), **options)
     assert replace(together, rejected=()) == replace(alone, rejected=())  # what the others are spared differs
     assert together.in_tree == alone.in_tree
@@ -170,7 +189,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same error, with the same ways out, whoever found that out."""
     with pytest.raises(BudgetError) as alone:
         planned(memory_budget_bytes=1e4)
-    monkeypatch.setattr(planner, "_WORTH_COPIES", 0)
+    monkeypatch.setattr(mesh_search, "_WORTH_COPIES", 0)
     with pytest.raises(BudgetError) as together:
         planned(memory_budget_bytes=1e4)
     assert str(together.value) == str(alone.value)

@@ -6,6 +6,7 @@ In: a step and its arguments, or its traced program; what is asked for. Out: `Pl
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,8 +34,7 @@ from autopar.pipeline.plan_files import plan_from_json
 from autopar.pipeline.search.plan_stages import StagesAsked, plan_stages
 from autopar.planner import planner
 from autopar.planner.cache import plans as plan_cache
-from autopar.planner.layout_hints import Metadata
-from autopar.planner.planner import Progress
+from autopar.planner.request import Metadata, PlanRequest, Progress, requested_profile
 from autopar.plans.plan import Plan
 from autopar.solve.problem import Solver
 from autopar.system.units import human_seconds, parse_size
@@ -43,7 +43,14 @@ from autopar.transforms.program import Program, program_of
 Hardware = str | HardwareProfile | Mapping[str, int]
 
 #: Options of one program that stages do not take, and what they are where they ask for nothing.
-_OF_ONE_PROGRAM = {"mesh": None, "pin": None, "like": None, "rematerialize": True, "dims_as_written": False}
+_OF_ONE_PROGRAM = {
+    "mesh": None,
+    "pin": None,
+    "like": None,
+    "rematerialize": True,
+    "dims_as_written": False,
+    "dump": None,
+}
 
 
 @overload
@@ -76,6 +83,7 @@ def plan(
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
     cache: bool | str | os.PathLike[str] = False,
+    dump: str | os.PathLike[str] | None = None,
     **unknown: Any,
 ) -> Plan | PipelinePlan:
     """Choose how to split every tensor of a step.
@@ -119,15 +127,13 @@ def plan(
         progress: called with a stage's name and the fraction done.
         cache: a folder in which plans are kept, so that the same step asked for in the same way is not planned twice;
             True is the user's own cache folder. `parallelize` and the command line keep them there by default.
+        dump: a folder into which it is written what each pass of the planner made, as text; of one program.
 
     Raises:
         AutoparError: one of its subclasses, naming what to change.
     """
     check_options(unknown)
-    if progress is not None:
-        progress("trace", 0.0)
-    return plan_program(
-        program_of(step, args, carry=carry, donate=donate, kwargs=kwargs, static_argnames=static_argnames),
+    planned = planning(
         stages=stages,
         schedule=schedule,
         partitioner=partitioner,
@@ -147,83 +153,88 @@ def plan(
         time_limit_s=time_limit_s,
         progress=progress,
         cache=cache,
+        dump=dump,
     )
+    if progress is not None:
+        progress("trace", 0.0)
+    return planned(program_of(step, args, carry=carry, donate=donate, kwargs=kwargs, static_argnames=static_argnames))
 
 
-def plan_program(
-    program: Program,
+def planning(
     *,
     stages: int | Literal["auto"] = 1,
     schedule: str = "auto",
     partitioner: Partitioner | None = None,
     num_microbatches: int | Literal["auto"] | None = None,
     hardware: Hardware | None = None,
-    cache: bool | str | os.PathLike[str] | None = False,
     **options: Any,
-) -> AnyPlan:
-    """`plan`, for a program already traced."""
+) -> Callable[[Program], AnyPlan]:
+    """What plans a traced program by options of `plan`, which are checked now.
+
+    Raises:
+        AutoparError: one of its subclasses, naming the option.
+    """
     if stages != "auto" and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
         raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
     count: int | Literal["auto"] = ("auto" if stages != 1 else 1) if num_microbatches is None else num_microbatches
     check_like(options.get("like"))
     _check_pin(options.get("pin"))
-    if "memory_budget_bytes" in options:
-        options["memory_budget_bytes"] = _budget(options["memory_budget_bytes"])
+    options["memory_budget_bytes"] = _budget(options.get("memory_budget_bytes"))
+    options["num_microbatches"] = count
     if stages == 1:
         if schedule != "auto" or partitioner is not None:
             what = "`schedule`" if schedule != "auto" else "`partitioner`"
             raise ClusterError(
                 f'{what} is of steps that are cut into stages: give `stages="auto"`, or a number above 1'
             )
-        one = _only_kind(hardware)
-        return planner.plan_program(
-            program, num_microbatches=count, cache=cache, **({"hardware": one} if one is not None else {}), **options
-        )
+        request = PlanRequest(hardware=_only_kind(hardware), **options)
+        return functools.partial(planner.plan_program, request=request)
     _refuse(options)
     cluster, profiles = cluster_of(hardware, options.get("num_devices"), options.get("mesh"))
-    asked = StagesAsked(
+    one = PlanRequest(**options | {"hardware": next(iter(profiles.values())), "num_devices": cluster.num_devices})
+    staged = StagesAsked(
         cluster=cluster,
         profiles=profiles,
         stages=stages,
         num_microbatches=count,
         schedule=schedule,
-        own_statistics=bool(options.get("per_microbatch_statistics")),
-        memory_budget_bytes=options.get("memory_budget_bytes"),
+        own_statistics=one.per_microbatch_statistics,
+        memory_budget_bytes=one.memory_budget_bytes,
         partitioner=partitioner,
-        planning={name: options[name] for name in ("solver", "time_limit_s") if name in options},
-        progress=options.get("progress"),
+        planning={"solver": one.solver, "time_limit_s": one.time_limit_s},
+        progress=one.progress,
     )
+    return functools.partial(_plan_in_stages, staged=staged, one=one)
 
-    def made() -> AnyPlan:
-        plan = found()
-        if isinstance(plan, PipelinePlan) and program.annotations and options.get("metadata") != "ignore":
-            note = "metadata of the arguments, which say how to split them, are not heeded by stages"
-            plan = replace(plan, notes=(*plan.notes, note))
-        if isinstance(plan, PipelinePlan) and stages != "auto" and len(cluster.groups) == 1:
-            note = 'one program on all devices was not planned: `stages="auto"` plans both, and takes the faster'
-            plan = replace(plan, notes=(*plan.notes, note))
-        return plan
 
-    def found() -> AnyPlan:
-        if stages != "auto" or partitioner is not None or len(cluster.groups) > 1:
-            return plan_stages(program, asked)
-        return _faster(program, asked, lambda: planner.plan_program(program, num_microbatches=count, **one_program))
+def plan_program(program: Program, **options: Any) -> AnyPlan:
+    """`plan`, for a program already traced."""
+    return planning(**options)(program)
 
-    one_program = options | {"hardware": next(iter(profiles.values())), "num_devices": cluster.num_devices}
-    folder = plan_cache.folder_of(cache)
-    if folder is None:
-        return made()
-    told = {n: v for n, v in options.items() if n not in ("mesh", "num_devices", "progress")}
-    key = told | {
-        "stages": stages,
-        "schedule": schedule,
-        "partitioner": partitioner,
-        "num_microbatches": count,
-        "cluster": cluster,
-        "profiles": profiles,
-        "meshes": None if options.get("mesh") is None else planner.asked_meshes(options["mesh"], None),
-    }
-    return plan_cache.kept(program, key, folder, made, plan_from_json)
+
+def _plan_in_stages(program: Program, staged: StagesAsked, one: PlanRequest) -> AnyPlan:
+    """The plan of a step in stages, or that of one program where the number of stages is to be found.
+
+    Args:
+        one: that of one program on all devices of the first kind.
+    """
+    of_stages = ("stages", "schedule", "partitioner", "cluster", "profiles")
+    key = one.key() | {name: getattr(staged, name) for name in of_stages}
+    key |= {"metadata": one.metadata, "logical_axis_rules": one.logical_axis_rules}
+    entry = plan_cache.entry_of(program, key, plan_cache.folder_of(one.cache), plan_from_json)
+    kept = entry.read()
+    if kept is not None:
+        return kept
+    is_open = staged.stages == "auto" and staged.partitioner is None and len(staged.cluster.groups) == 1
+    plan = _faster(program, staged, replace(one, cache=False)) if is_open else plan_stages(program, staged)
+    if isinstance(plan, PipelinePlan) and program.annotations and one.metadata != "ignore":
+        note = "metadata of the arguments, which say how to split them, are not heeded by stages"
+        plan = replace(plan, notes=(*plan.notes, note))
+    if isinstance(plan, PipelinePlan) and staged.stages != "auto" and len(staged.cluster.groups) == 1:
+        note = 'one program on all devices was not planned: `stages="auto"` plans both, and takes the faster'
+        plan = replace(plan, notes=(*plan.notes, note))
+    entry.keep(plan)
+    return plan
 
 
 def cluster_of(
@@ -239,7 +250,7 @@ def cluster_of(
         ClusterError: hosts would not be whole, or the numbers disagree.
     """
     if isinstance(hardware, Mapping):
-        counts = {planner.asked_profile(name): number for name, number in hardware.items()}
+        counts = {requested_profile(name): number for name, number in hardware.items()}
         total = sum(counts.values())
         if num_devices is not None and num_devices != total:
             raise ClusterError(
@@ -247,7 +258,7 @@ def cluster_of(
             )
     else:
         given = mesh.size if isinstance(mesh, jax.sharding.Mesh) else num_devices
-        counts = {planner.asked_profile(hardware): jax.device_count() if given is None else given}
+        counts = {requested_profile(hardware): jax.device_count() if given is None else given}
     groups = []
     for profile, number in counts.items():
         per_host = min(profile.devices_per_host, number)
@@ -359,16 +370,16 @@ def _refuse(options: Mapping[str, Any]) -> None:
         )
 
 
-def _faster(program: Program, asked: StagesAsked, whole: Callable[[], Plan]) -> AnyPlan:
+def _faster(program: Program, staging: StagesAsked, request: PlanRequest) -> AnyPlan:
     """The faster one of stages and one program, which may be the only one that fits."""
     failures: list[AutoparError] = []
     one, staged = None, None
     try:
-        one = whole()
+        one = planner.plan_program(program, request)
     except (BudgetError, MicrobatchError) as error:
         failures.append(error)
     try:
-        staged = plan_stages(program, asked)
+        staged = plan_stages(program, staging)
     except (BudgetError, MicrobatchError) as error:
         failures.append(error)
     if one is None and staged is None:

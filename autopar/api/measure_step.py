@@ -17,9 +17,10 @@ from autopar.api.call_clock import Calls
 from autopar.api.step_report import StepReport, Suspect
 from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.ir.graph import Graph
-from autopar.planner.planner import Program, rules_of
 from autopar.plans.plan import Plan
 from autopar.rules.grouping import CONTRACTIONS
+from autopar.rules.table import rules_of
+from autopar.transforms.program import Program
 
 #: A prediction that is off by more than this part of what is measured is worth a look at the profile.
 FAR_OFF = 0.30

@@ -105,7 +105,7 @@ class Prepared:
     def own(self, arrays: Any) -> None:
         """Let later calls take over, of what a call has returned, the state that is donated."""
         leaves = jax.tree.leaves(arrays)
-        execute.make_own(leaves[position] for position in self.renewed)
+        execute.make_own([leaves[position] for position in self.renewed])
 
     @property
     def places(self) -> list[Place]:

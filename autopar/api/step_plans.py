@@ -24,13 +24,12 @@ from autopar.ir.mesh import MeshShape
 from autopar.jax_interop.compilation_cache import compiled_kept_in
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.pipeline.plan_files import plan_from_json
-from autopar.planner import planner
 from autopar.planner.cache import plans as plan_cache
-from autopar.planner.layout_hints import options_like
+from autopar.planner.request import PlanRequest, requested_profile
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.runtime.distributed.device_order import in_host_order
-from autopar.runtime.distributed.exchange import among_processes
+from autopar.runtime.distributed.exchange import Exchange, among_processes
 from autopar.runtime.distributed.plan_agreement import agreed_plan, with_hosts
 from autopar.system.progress import announced_by_progress
 from autopar.transforms.program import Program, program_of_call
@@ -84,7 +83,13 @@ class StepPlans:
         """
         if call.key not in self._known:
             self._warn_of_many(call)
-            plan, program = self._made(call, to_run)
+            exchange = among_processes()
+            if exchange is not None:
+                plan, program = self._agreed(exchange, call, to_run)
+            else:
+                program = self._traced(call, to_run)
+                plan = plan_step.planning(**self._shown_options())(program) if self.fixed is None else self.fixed
+            plan, program = self._as_given(plan, program)
             assert call.results is not None, "it has been traced"
             self._known[call.key] = Planned(plan, program, call.results)
         self.latest = self._known[call.key].plan
@@ -106,7 +111,7 @@ class StepPlans:
         if isinstance(given, HardwareProfile):
             return {given.name: given}
         names = given if isinstance(given, Mapping) else [given] if given is not None else plan.cluster.kinds
-        return {profile.name: profile for profile in map(planner.asked_profile, names)}
+        return {profile.name: profile for profile in map(requested_profile, names)}
 
     def planning_options(self) -> dict[str, Any]:
         """The options as `plan_program` takes them: without those that tracing has used, `like` as a plan.
@@ -134,43 +139,49 @@ class StepPlans:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _made(self, call: Call, to_run: bool) -> tuple[AnyPlan, Program]:
-        def traced() -> Program:
-            if to_run and not isinstance(self.options.get("mesh"), Mesh):
-                self._check_devices()  # before the time it takes to plan
-            return program_of_call(call, carry=self.options.get("carry"), donate=self.options.get("donate"))
+    def _traced(self, call: Call, to_run: bool) -> Program:
+        if to_run and not isinstance(self.options.get("mesh"), Mesh):
+            self._check_devices()  # before the time it takes to plan
+        return program_of_call(call, carry=self.options.get("carry"), donate=self.options.get("donate"))
+
+    def _shown_options(self) -> dict[str, Any]:
+        """The options of planning, with progress on the terminal where the user shows none."""
+        options = self.planning_options()
+        if options.get("progress") is None:
+            options["progress"] = announced_by_progress(f"planning `{self.called.name}`")
+        return options
+
+    def _agreed(self, exchange: Exchange, call: Call, to_run: bool) -> tuple[AnyPlan, Program]:
+        """One plan for all processes, made on the first."""
 
         def planned(program: Program) -> AnyPlan:
-            options = self.planning_options()
-            if options.get("progress") is None:
-                options["progress"] = announced_by_progress(f"planning `{self.called.name}`")
+            options = self._shown_options()
             hardware = options.get("hardware")
-            if exchange is not None and not isinstance(hardware, Mapping) and self._num_devices() == jax.device_count():
+            if not isinstance(hardware, Mapping) and self._num_devices() == jax.device_count():
                 options["hardware"] = with_hosts(hardware)
             return plan_step.plan_program(program, **options)
 
-        exchange = among_processes()
-        if exchange is not None:
-            options = self.options | ({} if self.fixed is not None else self.planning_options())
-            plan, program = agreed_plan(
-                exchange, self.called.name, traced, planned, plan_from_json, options, self.fixed
-            )
-        else:
-            program = traced()
-            plan = planned(program) if self.fixed is None else self.fixed
-        return (plan, _of(program, plan)) if self.fixed is None else self._held(self.fixed, program)
+        name, traced = self.called.name, lambda: self._traced(call, to_run)
+        options = self.options | ({} if self.fixed is not None else self.planning_options())
+        return agreed_plan(exchange, name, traced, planned, plan_from_json, options, self.fixed)
 
-    def _held(self, fixed: AnyPlan, program: Program) -> tuple[AnyPlan, Program]:
-        """A given plan, held against the program."""
-        program = _of(program, fixed)
-        difference = fixed.program.difference(program.signature)
+    def _as_given(self, plan: AnyPlan, program: Program) -> tuple[AnyPlan, Program]:
+        """A plan and the program in the form that it is of; a given plan is compared with the program.
+
+        Raises:
+            PlanMismatchError: it was made for another program.
+        """
+        program = _of(program, plan)
+        if self.fixed is None:
+            return plan, program
+        difference = plan.program.difference(program.signature)
         if difference is not None:
             raise PlanMismatchError(
                 f"the given plan was made for another program than `{self.called.name}` with these arguments:"
                 f" {difference}. Plan again, or call with what it was made for."
             )
         trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # not in the file
-        return dataclasses.replace(fixed, **trees), program
+        return dataclasses.replace(plan, **trees), program
 
     def _check_devices(self) -> None:
         """Refuse to plan for devices that are not here."""
@@ -200,9 +211,8 @@ class StepPlans:
         if isinstance(self.fixed, Plan):
             return self.fixed.mesh
         options = self.planning_options()
-        if options.get("like") is not None:
-            options = options_like(options["like"], options)
-        return planner.asked_meshes(options.get("mesh"), options.get("num_devices"))[0]
+        request = PlanRequest(mesh=options.get("mesh"), num_devices=options.get("num_devices"))
+        return request.as_of(options.get("like")).meshes[0]
 
     def _warn_of_many(self, call: Call) -> None:
         """Say it once, where plan after plan is made for other values of what is no array."""

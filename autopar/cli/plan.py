@@ -23,6 +23,10 @@ def add_command(added: Any) -> None:
     about = "file.py:function or package.module:function; several with --compare"
     plan.add_argument("target", nargs="*", metavar="TARGET", help=about)
     plan.add_argument("-o", "--output", metavar="FILE", help="where the plan goes, e.g. gpt.plan.json")
+    about = (
+        "write what each pass of the planner made into this folder, as text: graph, problem, solution, timeline, ..."
+    )
+    plan.add_argument("--dump", metavar="DIR", help=about)
     about = "instead of a plan: on which of these hardware profiles a step fits, on one device and on how many at the"
     about += " least, of at most --devices (default: 1024)"
     about += (
@@ -55,6 +59,8 @@ def run(options: argparse.Namespace) -> int | None:
 
 def _check_kind(options: argparse.Namespace) -> None:
     """Refuse a plan of nothing, and options of the one kind with the other."""
+    if options.dump is not None and (options.plan_for or options.compare is not None):
+        raise TargetError("--dump writes what led to the plan of one step: drop it, or --for and --compare")
     of_search = given(options, plan_search.OWN, empty=True)
     of_inference = given(options, plan_inference.OWN, empty=True)
     if options.plan_for == "inference":

@@ -11,16 +11,18 @@ profiles are taken from the largest memory on, and numbers that were planned in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import AutoparError, MicrobatchError, TimeLimitError
 from autopar.ir.mesh import DEFAULT_AXIS_NAMES, MeshShape
-from autopar.planner.memory_search import BUDGET_MARGIN, NothingFitsError
+from autopar.planner.memory_budget import MemoryBudget
+from autopar.planner.mesh_search import search_meshes
 from autopar.planner.plan_assembly import input_roles
-from autopar.planner.planner import Progress, plan_in_microbatches
+from autopar.planner.request import PlanRequest, Progress
+from autopar.planner.ways_out import NothingFitsError
 from autopar.plans.plan import Plan
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Problem, Solution, Solver, Status
@@ -147,7 +149,7 @@ def fits(
     in_vain: dict[Sequence[MeshShape], Refused] = {}
     by_memory = sorted(profiles, key=lambda one: -one.usable_bytes)
     for done, profile in enumerate(by_memory):
-        budget = profile.usable_bytes * (1 - BUDGET_MARGIN)
+        budget = MemoryBudget(profile.usable_bytes).plan_bytes
         refused: list[Refused] = []
         found: Plan | None = None
         for number in numbers_of_devices(profile, max_devices):
@@ -159,7 +161,12 @@ def fits(
             else:
                 search = _Search(
                     program,
-                    {"hardware": profile, "own_statistics": per_microbatch_statistics, "solver": solve_with, **more},
+                    PlanRequest(
+                        hardware=profile,
+                        per_microbatch_statistics=per_microbatch_statistics,
+                        solver=solve_with,
+                        **more,
+                    ),
                     lambda what, p=profile, n=done: report(f"{p.name}: {what}", n / len(by_memory)),
                     num_microbatches,
                 )
@@ -188,13 +195,15 @@ def plan_on(
 ) -> Plan | Refused:
     """The plan for a number of devices, found as `fits` finds it; or why there is none."""
     report = progress or (lambda stage, fraction: None)
-    options = {
-        "own_statistics": per_microbatch_statistics,
-        "solver": _Stopping(solver or Ilp(time_limit_s=time_limit_s)),
-    }
+    request = PlanRequest(
+        hardware=profile,
+        per_microbatch_statistics=per_microbatch_statistics,
+        solver=_Stopping(solver or Ilp(time_limit_s=time_limit_s)),
+        **more,
+    )
     search = _Search(
         program,
-        {"hardware": profile, **options, **more},
+        request,
         lambda what: report(f"{profile.name}: {what}", 1.0),
         num_microbatches,
     )
@@ -246,12 +255,12 @@ class _Search:
     """A plan of one program on one hardware, or the reason why there is none.
 
     Args:
-        options: of the planner. report: called with what is planned.
+        request: on any mesh. report: called with what is planned.
         num_microbatches: exactly so many; as few as fit where it is None.
     """
 
     program: Program
-    options: Mapping[str, Any]
+    request: PlanRequest
     report: Callable[[str], None]
     num_microbatches: int | None
 
@@ -299,7 +308,9 @@ class _Search:
         self.report(f"{mesh.num_devices} devices, mesh {mesh}{parts}")
         blank = Refused(num_devices=mesh.num_devices, least_bytes=math.inf, planned=True)
         try:
-            return plan_in_microbatches(self.program, count, mesh=mesh, any_that_fits=any_that_fits, **self.options)
+            own = self.request.per_microbatch_statistics
+            split = self.program.as_traced.in_microbatches(count, own_statistics=own)
+            return search_meshes(split, replace(self.request, mesh=mesh, any_that_fits=any_that_fits)).plan
         except NothingFitsError as short:
             return replace(blank, least_bytes=short.least_bytes)
         except TimeLimitError as error:

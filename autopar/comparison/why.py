@@ -18,7 +18,9 @@ from typing import Any
 from autopar.comparison.plan_check import unlike_collectives
 from autopar.errors import AutoparError, BudgetError, PinError
 from autopar.ir.sharding import TensorSharding
-from autopar.planner.planner import plan_and_parts, plan_program
+from autopar.planner.mesh_search import search_meshes
+from autopar.planner.planner import plan_program
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.records import CollectiveUse, Decision
 from autopar.report.rows import collapse
@@ -163,7 +165,7 @@ def why(path: str, step: Callable[..., Any], *args: Any, **options: Any) -> Why:
         AutoparError: the step cannot be planned.
     """
     program = program_of(step, args, carry=None, donate=None)
-    plan = plan_program(program, **options)
+    plan = plan_program(program, PlanRequest(**options))
     return why_of_plan(path, program, plan, options)
 
 
@@ -173,12 +175,12 @@ def why_of_plan(path: str, program: Program, plan: Plan, options: Mapping[str, A
     if not asked:
         raise PinError(f"{path!r} could be split in no other way on mesh {plan.mesh}: there is no runner-up to force")
     try:
-        return Why(tuple(asked), plan, _forced(asked, program, plan, dict(options)))
+        return Why(tuple(asked), plan, _forced(asked, program, plan, options))
     except BudgetError as error:
         return Why(tuple(asked), plan, None, str(error))
 
 
-def _forced(asked: Sequence[Decision], program: Program, plan: Plan, options: dict[str, Any]) -> Plan:
+def _forced(asked: Sequence[Decision], program: Program, plan: Plan, options: Mapping[str, Any]) -> Plan:
     inputs = {one.path: one.runner_up for one in asked if one.kind != "activation"}
     values = {one.value: one.runner_up for one in asked if one.kind == "activation" and one.value is not None}
     if values and plan.recomputed:
@@ -186,16 +188,14 @@ def _forced(asked: Sequence[Decision], program: Program, plan: Plan, options: di
             "the plan computes values again, and which of them are held depends on how they are split: ask about an"
             " argument, or plan with --no-rematerialize"
         )
-    for name in ("num_devices", "num_microbatches", "per_microbatch_statistics", "metadata", "logical_axis_rules"):
-        options.pop(name, None)
-    for name in ("cache", "like", "dims_as_written", "stages", "schedule"):
-        options.pop(name, None)
-    told = {tensor.path: tensor.sharding for tensor in plan.inputs if tensor.pinned}
-    options |= {"mesh": plan.mesh, "pin": {**told, **inputs}, "held": values}
+    pinned = {tensor.path: tensor.sharding for tensor in plan.inputs if tensor.pinned}
+    kept = ("hardware", "memory_budget_bytes", "rematerialize", "solver", "time_limit_s", "progress")
+    request = PlanRequest(**{name: options[name] for name in kept if name in options})
+    request = replace(request, mesh=plan.mesh, pin={**pinned, **inputs}, held=values)
     if values:  # their numbers are of this form of the program
-        options["rematerialize"] = False
+        request = replace(request, rematerialize=False)
     form = program.of(replace(plan, recomputed=()))
-    return plan_and_parts(replace(form, whole=None), **options)[0]
+    return search_meshes(replace(form, whole=None), request, may_copy=False).plan
 
 
 def asked_about(path: str, decisions: Sequence[Decision]) -> list[Decision]:

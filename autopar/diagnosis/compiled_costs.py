@@ -16,9 +16,9 @@ from autopar.cost.hardware_profile import HardwareProfile
 from autopar.diagnosis.hand_sharded import HandSharded
 from autopar.diagnosis.unintended_collectives import Extra, extras, missing_time
 from autopar.jax_interop.compat import module_bytes
-from autopar.planner.planner import Program
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
+from autopar.transforms.program import Program
 from autopar.verification.figures import match_collectives
 from autopar.xla_compiler.compiler import CompiledStep, Compiler
 from autopar.xla_compiler.hlo_collectives import has_loops

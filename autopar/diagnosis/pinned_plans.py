@@ -12,8 +12,10 @@ from autopar.cost.hardware_profile import HardwareProfile
 from autopar.diagnosis.hand_sharded import HandSharded
 from autopar.diagnosis.sharding_changes import Pins, Priced
 from autopar.errors import BudgetError, TimeLimitError
-from autopar.planner.planner import Program, plan_program
+from autopar.planner.planner import plan_program
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
+from autopar.transforms.program import Program
 
 #: A budget that any plan keeps to.
 _NO_BUDGET = 1e18
@@ -61,8 +63,7 @@ class PinnedPlans:
     def _plan(self, pins: Pins, budget: float, rematerialize: bool) -> Plan:
         key = tuple(sorted(pins.items(), key=lambda pin: pin[0])), budget, rematerialize
         if key not in self._made:
-            self._made[key] = plan_program(
-                self.program,
+            request = PlanRequest(
                 mesh=self.hand.mesh,
                 hardware=self.profile,
                 memory_budget_bytes=budget,
@@ -71,4 +72,5 @@ class PinnedPlans:
                 rematerialize=rematerialize,
                 time_limit_s=self.time_limit_s,
             )
+            self._made[key] = plan_program(self.program, request)
         return self._made[key]

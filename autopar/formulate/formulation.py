@@ -80,7 +80,7 @@ def formulate(
     profile: HardwareProfile,
     *,
     pins: Mapping[int, TensorSharding],
-    memory_budget_bytes: float | None,
+    memory_budget_bytes: float | None = None,
     stored: Sequence[Stored] = (),
     resharding: ReshardingTimes | None = None,
     held: Mapping[int, TensorSharding] | None = None,

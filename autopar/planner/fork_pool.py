@@ -1,9 +1,9 @@
 """Work shared with copies of this process.
 
-In: what answers requests. Out: lanes that take requests, one in this process and the others in forks of it, which hold all
-that it held when they were made. Nothing that a copy does is needed: what one does not answer, this process does itself.
+In: what answers requests. Out: `Workers`: this process and forks of it, which hold all that it held when they were made.
+Nothing that a copy does is needed: what one does not answer, this process does itself.
 
-A copy runs Python, NumPy and the solvers, and never a device. It is killed when the lanes are left, so it leaves nothing
+A copy runs Python, NumPy and the solvers, and never a device. It is killed when the workers are left, so it leaves nothing
 behind; where forks are not to be had (other than on Linux, or beside other processes of one job, whose connections would be
 copied too) all is done in this process.
 """
@@ -26,14 +26,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import jax
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
-Asked = TypeVar("Asked", contravariant=True)
-Answered = TypeVar("Answered", covariant=True)
 
 #: Set to 1, all is done in one process.
 PROCESSES = "AUTOPAR_PROCESSES"
@@ -43,18 +41,6 @@ _DOUBLE = struct.Struct("d")
 
 class LostError(Exception):
     """A copy of this process ended, hung, or could not do what it was asked."""
-
-
-class Lane(Protocol[Asked, Answered]):
-    """Who takes requests, one after the other."""
-
-    def ask(self, request: Asked) -> Answered:
-        """Its answer.
-
-        Raises:
-            LostError: there will be none.
-        """
-        ...
 
 
 class Least:
@@ -74,20 +60,19 @@ class Least:
 
 
 @contextlib.contextmanager
-def lanes(
-    answer: Callable[[Request], Answer], most: int, *, patience_s: float
-) -> Iterator[list[Lane[Request, Answer]]]:
-    """This process first, and as many copies of it as there are processors for.
+def workers(answer: Callable[[Request], Answer], most: int, *, patience_s: float) -> Iterator[Workers[Request, Answer]]:
+    """This process, and as many copies of it as there are processors for.
 
     Args:
-        most: lanes that there is work for. patience_s: how long a copy may do nothing before it counts as hung.
+        answer: what a copy does with a request.
+        most: workers that there is work for. patience_s: how long a copy may do nothing before it counts as hung.
     """
     copies: list[_Copy[Request, Answer]] = []
     try:
         with contextlib.suppress(OSError):  # no more processes to be had
             while len(copies) + 1 < min(most, _num_processes()):
                 copies.append(_Copy(answer, copies, patience_s))
-        yield [_Here(answer), *copies]
+        yield Workers(copies)
     finally:
         for copy in copies:
             copy.end()
@@ -96,79 +81,82 @@ def lanes(
 def _num_processes() -> int:
     if sys.platform != "linux" or jax.distributed.is_initialized():
         return 1
-    told = os.environ.get(PROCESSES, "")
-    return int(told) if told.isdigit() else len(os.sched_getaffinity(0))
+    given = os.environ.get(PROCESSES, "")
+    return int(given) if given.isdigit() else len(os.sched_getaffinity(0))
 
 
-def spread(lanes: Sequence[Lane[Request, Answer]], requests: Sequence[Request]) -> dict[Request, tuple[int, Answer]]:
-    """The answers, and the lanes that gave them: each request goes to the next lane that has nothing to do."""
-    left = deque(requests)
+class Workers(Generic[Request, Answer]):
+    """This process, which is worker 0, and its copies.
 
-    def following(_: int) -> Iterator[Request]:
-        with contextlib.suppress(IndexError):
+    Who shares requests iterates over those that this process answers, and notes each answer; meanwhile the copies answer the
+    others, and at the end those come that a copy has lost.
+
+    Attributes:
+        answers: to the requests shared last, each with the worker that gave it.
+    """
+
+    def __init__(self, copies: Sequence[_Copy[Request, Answer]]) -> None:
+        self._copies = copies
+        self.answers: dict[Request, tuple[int, Answer]] = {}
+
+    def __len__(self) -> int:
+        return 1 + len(self._copies)
+
+    def note(self, request: Request, answer: Answer) -> None:
+        """This process has answered a request."""
+        self.answers[request] = 0, answer
+
+    def spread(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """Share requests: each goes to the next worker that has nothing to do."""
+        left = deque(requests)
+
+        def following(_: int) -> Iterator[Request]:
+            with contextlib.suppress(IndexError):
+                while True:
+                    yield left.popleft()
+
+        return self._shared(following)
+
+    def each_its_own(
+        self, requests: Mapping[int, Sequence[Request]], may_take: Callable[[Request], bool]
+    ) -> Iterator[Request]:
+        """Share requests by worker: one that has nothing to do takes from the end of another's what it may."""
+        left, lock = {worker: list(requests.get(worker, ())) for worker in range(len(self))}, threading.Lock()
+
+        def following(worker: int) -> Iterator[Request]:
             while True:
-                yield left.popleft()
+                with lock:
+                    longest = max(left.values(), key=len)
+                    others = [request for request in longest if may_take(request)]
+                    if left[worker]:
+                        one = left[worker].pop(0)
+                    elif others:
+                        one = others[-1]
+                        longest.remove(one)
+                    else:
+                        return
+                yield one
 
-    return _asked(lanes, following)
+        return self._shared(following)
 
+    def _shared(self, requests: Callable[[int], Iterator[Request]]) -> Iterator[Request]:
+        answers = self.answers = {}
+        lost: list[Request] = []
 
-def each_its_own(
-    lanes: Sequence[Lane[Request, Answer]],
-    requests: Mapping[int, Sequence[Request]],
-    may_take: Callable[[Request], bool],
-) -> dict[Request, tuple[int, Answer]]:
-    """The same, of requests by lane: a lane that has nothing to do takes from the end of another's what it may."""
-    left, lock = {lane: list(requests.get(lane, ())) for lane in range(len(lanes))}, threading.Lock()
+        def ask(worker: int) -> None:
+            for request in requests(worker):
+                try:
+                    answers[request] = worker, self._copies[worker - 1].ask(request)
+                except LostError:
+                    lost.append(request)
 
-    def following(lane: int) -> Iterator[Request]:
-        while True:
-            with lock:
-                longest = max(left.values(), key=len)
-                others = [request for request in longest if may_take(request)]
-                if left[lane]:
-                    one = left[lane].pop(0)
-                elif others:
-                    one = others[-1]
-                    longest.remove(one)
-                else:
-                    return
-            yield one
-
-    return _asked(lanes, following)
-
-
-def _asked(
-    lanes: Sequence[Lane[Request, Answer]], requests: Callable[[int], Iterator[Request]]
-) -> dict[Request, tuple[int, Answer]]:
-    answers: dict[Request, tuple[int, Answer]] = {}
-    lost: list[Request] = []
-
-    def ask(lane: int) -> None:
-        for request in requests(lane):
-            try:
-                answers[request] = lane, lanes[lane].ask(request)
-            except LostError:
-                lost.append(request)
-
-    threads = [threading.Thread(target=ask, args=(lane,), daemon=True) for lane in range(1, len(lanes))]
-    for thread in threads:
-        thread.start()
-    ask(0)
-    for thread in threads:
-        thread.join()
-    for request in lost:
-        answers[request] = 0, lanes[0].ask(request)
-    return answers
-
-
-class _Here(Generic[Request, Answer]):
-    """This process."""
-
-    def __init__(self, answer: Callable[[Request], Answer]) -> None:
-        self._answer = answer
-
-    def ask(self, request: Request) -> Answer:
-        return self._answer(request)
+        threads = [threading.Thread(target=ask, args=(worker,), daemon=True) for worker in range(1, len(self))]
+        for thread in threads:
+            thread.start()
+        yield from requests(0)
+        for thread in threads:
+            thread.join()
+        yield from lost
 
 
 class _Copy(Generic[Request, Answer]):

@@ -1,39 +1,79 @@
-"""Layouts that are told before planning, beside the user's own pins: by the arguments' metadata, or by another plan.
+"""Layouts of inputs beside the user's own pins: those of the arguments' metadata, and those of another plan.
 
-In: a program, rules for logical axis names, a plan that was made before. Out: `Told`: by path the layout of inputs, and
-notes for the user.
+In: a program, a `PlanRequest`. Out: `LayoutHints`: by path the layout of inputs, and notes for the user.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from autopar.cost import hardware_profile as hardware_profiles
 from autopar.errors import PinError, PlanMismatchError
 from autopar.frontend.libraries import active_axis_rules
 from autopar.frontend.sharding_metadata import Annotation, Rules, specs_of
 from autopar.ir.mesh import MeshShape
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.records import TensorPlan
 from autopar.transforms.program import Program
 
-#: What is done with metadata on a step's arguments.
-Metadata = Literal["pin", "hint", "ignore"]
-
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Layouts:
     """Layouts of inputs by path, and what a user should know of them."""
 
     pins: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-def told_by_metadata(
+@dataclass(frozen=True, slots=True)
+class LayoutHints:
+    """Layouts that a plan is to have.
+
+    Args:
+        metadata: those on the arguments. is_hint: they need not be held to.
+        like: those of another plan.
+    """
+
+    metadata: Layouts
+    is_hint: bool
+    like: Layouts
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        """All, by path; those of another plan go first."""
+        return {**self.metadata.pins, **self.like.pins}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self.metadata.notes, *self.like.notes)
+
+    @property
+    def without_metadata(self) -> LayoutHints:
+        """Without layouts that need not be held to."""
+        return replace(self, metadata=replace(self.metadata, pins={}))
+
+
+def layout_hints(program: Program, request: PlanRequest) -> LayoutHints:
+    """The layouts of a program's inputs that are known before planning.
+
+    Raises:
+        PinError: as of `metadata_layouts`.
+        PlanMismatchError: `like` is for another mesh, or nothing of its state is here.
+    """
+    like = Layouts()
+    if request.like is not None:
+        check_mesh_like(request.like, request.meshes[0])
+        like = plan_layouts(request.like, program)
+    given = request.mesh is not None
+    own = metadata_layouts(program, request.metadata, request.logical_axis_rules, request.meshes, mesh_given=given)
+    return LayoutHints(own, request.metadata == "hint" and bool(own.pins), like)
+
+
+def metadata_layouts(
     program: Program, metadata: str, rules: Rules | None, meshes: Sequence[MeshShape], *, mesh_given: bool = True
-) -> Told:
+) -> Layouts:
     """Layouts that stand on the arguments themselves, as Flax writes them.
 
     Args:
@@ -48,7 +88,7 @@ def told_by_metadata(
         raise PinError(f'`metadata` is {metadata!r}: give "pin", "hint" or "ignore"')
     annotations = program.as_traced.annotations
     if metadata == "ignore" or not annotations:
-        return Told()
+        return Layouts()
     axes = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
     rules = active_axis_rules() if rules is None else rules
     specs, lost = specs_of(annotations, rules, axes)
@@ -61,7 +101,7 @@ def told_by_metadata(
     ]
     if specs and metadata == "pin":
         notes.append(f'{_some(specs)} {_are(specs)} split as their metadata say; `metadata="ignore"` plans them freely')
-    return Told(specs, tuple(notes))
+    return Layouts(specs, tuple(notes))
 
 
 def _check_rules_lead_to_axes(
@@ -103,7 +143,7 @@ def _axes(wanted: Sequence[str], known: Sequence[str]) -> str:
     return f"the {'axis' if len(missing) == 1 else 'axes'} {', '.join(missing)}"
 
 
-def told_by_plan(plan: Plan, program: Program) -> Told:
+def plan_layouts(plan: Plan, program: Program) -> Layouts:
     """The layouts that another step's plan gave its state, for those inputs that are the same.
 
     An input is the same that has the path, shape and dtype of one that the other step carries; or, where the two name
@@ -127,28 +167,7 @@ def told_by_plan(plan: Plan, program: Program) -> Told:
             f"no argument of `{program.signature.name}` is part of the state of `{plan.program.name}`, whose layout it is"
             f" to take by `like`: that carries {theirs or 'nothing'}. Give it the same state, or leave `like` out"
         )
-    return Told(pins, (f"{_some(pins)} {_are(pins)} laid out as by the plan of `{plan.program.name}`",))
-
-
-def options_like(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of planning, with the mesh, hardware and budget of another plan where they say nothing else.
-
-    Raises:
-        PlanMismatchError: they ask for another mesh.
-    """
-    out = dict(options)
-    if out.get("mesh") is None:
-        devices = out.get("num_devices")
-        if devices not in (None, plan.mesh.num_devices):
-            raise PlanMismatchError(
-                f"`like` is planned for mesh {plan.mesh.describe()}, but {devices} devices were asked for: drop one"
-            )
-        out["mesh"] = plan.mesh
-    if out.get("hardware") is None and plan.hardware in hardware_profiles.known_names():
-        out["hardware"] = plan.hardware
-    if out.get("memory_budget_bytes") is None:
-        out["memory_budget_bytes"] = plan.memory_budget_bytes
-    return out
+    return Layouts(pins, (f"{_some(pins)} {_are(pins)} laid out as by the plan of `{plan.program.name}`",))
 
 
 def check_mesh_like(plan: Plan, mesh: MeshShape) -> None:

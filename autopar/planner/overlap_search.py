@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from autopar.cost.collectives import collective
 from autopar.cost.resharding_matrix import Hideable
+from autopar.planner.candidate import Candidate
 from autopar.planner.early_reductions import Early
-from autopar.planner.memory_search import Made
 from autopar.planner.plan_assembly import hiding
 from autopar.plans.records import Awaited
 from autopar.xla_model.buffer_assignment import device_program
@@ -42,7 +42,7 @@ _EARLY, _SLACK = (1 / 2, 1), (0.25, 1.0, 2.0)
 _LEAST_GAIN = 0.005
 
 
-def is_worth_hiding(made: Made, to_beat: float = math.inf) -> bool:
+def is_worth_hiding(made: Candidate, to_beat: float = math.inf) -> bool:
     """Whether kernels and collectives run side by side there, enough of these is exposed, and the plan could be faster than
     another's `compared_s` (`least_s`)."""
     told = made.parts.prediction
@@ -56,8 +56,8 @@ def is_worth_hiding(made: Made, to_beat: float = math.inf) -> bool:
 
 
 def counting_on_overlap(
-    begun: Made, other: Callable[[Prices, float], Made | None], to_beat: float, *, at_once: bool
-) -> list[Made]:
+    begun: Candidate, other: Callable[[Prices, float], Candidate | None], to_beat: float, *, at_once: bool
+) -> list[Candidate]:
     """Plans by prices that count on overlap, until one is better by those that make dearer what is exposed.
 
     Args:
@@ -65,7 +65,7 @@ def counting_on_overlap(
             that was made before.
         to_beat: another plan's `compared_s`. at_once: one plan will do.
     """
-    tried, best = list[Made](), begun
+    tried, best = list[Candidate](), begun
 
     def is_better(prices: Prices) -> bool:
         nonlocal best
@@ -86,7 +86,7 @@ def counting_on_overlap(
     return tried
 
 
-def _most_exposed(made: Made) -> Hideable:
+def _most_exposed(made: Candidate) -> Hideable:
     """What a plan leaves exposed most."""
     told = made.parts.prediction
     estimated_s = (
@@ -99,7 +99,7 @@ def _most_exposed(made: Made) -> Hideable:
     return "gather" if gathers > sums else "sum"
 
 
-def least_s(made: Made) -> float:
+def least_s(made: Candidate) -> float:
     """What a plan's `compared_s` cannot be below, however its collectives are merged and whatever waits for them."""
     simulation, program = made.parts.simulation, made.program
     by_rates = simulation.least_s(by_rates=True)
@@ -108,13 +108,13 @@ def least_s(made: Made) -> float:
     return math.sqrt(by_rates * (simulation.least_s() + simulation.unestimated_s))
 
 
-def best_hidden(made: Made, budget: float, to_beat: float = math.inf) -> Made:
+def best_hidden(made: Candidate, budget: float, to_beat: float = math.inf) -> Candidate:
     """The same plan with what is best for it of how its collectives are merged and awaited, within a memory budget if it
     is so now."""
     return _awaited_early(_best_merged(made, budget, to_beat), budget, to_beat)
 
 
-def _best_merged(made: Made, budget: float, to_beat: float) -> Made:
+def _best_merged(made: Candidate, budget: float, to_beat: float) -> Candidate:
     """The same plan with the limit of merging that is best for it, within a memory budget if it is so now."""
     if not is_worth_hiding(made, to_beat) or not made.parts.device.ops:
         return made
@@ -122,7 +122,7 @@ def _best_merged(made: Made, budget: float, to_beat: float) -> Made:
     return _best(made, budget, [(limit, made.parts.simulation, ()) for limit in limits])
 
 
-def _awaited_early(made: Made, budget: float, to_beat: float) -> Made:
+def _awaited_early(made: Candidate, budget: float, to_beat: float) -> Candidate:
     """The same plan with reductions awaited early, and the limit of merging that goes with it, where that is better."""
     told, f = made.parts.prediction, made.formulation
     exposed = told.exposed_s.keys() | (told.xla_exposed_s or {}).keys()
@@ -154,7 +154,7 @@ def _stay_apart(joined: Sequence[Sequence[int]], awaited: Sequence[Awaited]) -> 
 _Tried = tuple[int | None, Simulation, tuple[Awaited, ...]]
 
 
-def _best(made: Made, budget: float, tried: Iterable[_Tried]) -> Made:
+def _best(made: Candidate, budget: float, tried: Iterable[_Tried]) -> Candidate:
     """The plan with the parts that are best, if these are better by enough."""
     most = max(budget, made.peak_bytes)
     best, to_beat = made, (1 - _LEAST_GAIN) * made.compared_s
@@ -168,7 +168,7 @@ def _best(made: Made, budget: float, tried: Iterable[_Tried]) -> Made:
     return best
 
 
-def _overlaps(made: Made) -> bool:
+def _overlaps(made: Candidate) -> bool:
     """Beside a loop XLA runs nothing."""
     profile, mesh, loops = made.formulation.profile, made.formulation.mesh, made.program.graph.loops
     return profile.platform == "gpu" and profile.xla_estimator is not None and mesh.num_devices > 1 and not loops

@@ -7,9 +7,11 @@ without an entry gets `None` from `rule_for`: the planner then runs it replicate
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from autopar.ir.graph import Graph
 from autopar.rules.contraction import CONTRACTION
 from autopar.rules.control_flow import BORDERS, PINNED
 from autopar.rules.convolution import CONVOLUTION
@@ -17,11 +19,11 @@ from autopar.rules.elementwise import ELEMENTWISE
 from autopar.rules.factors import Rule
 from autopar.rules.indexing import INDEXING
 from autopar.rules.linear_algebra import LINEAR_ALGEBRA
-from autopar.rules.node_view import NodeView, RuleFunction, counted
+from autopar.rules.node_view import NodeView, RuleFunction, counted, of_each_node
 from autopar.rules.pooling import POOLING
 from autopar.rules.reduction import REDUCTION
 from autopar.rules.shape import SHAPE
-from autopar.rules.user_rules import registered_rule
+from autopar.rules.user_rules import called, needs_local, registered_rule
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(
@@ -46,3 +48,24 @@ def unknown_rule(view: NodeView) -> Rule:
         flops_per_point=flops,
         matrix_flops_per_point=inside,
     )
+
+
+def lacks_rule(view: NodeView) -> bool:
+    """Whether a node has no rule, or none that can be used."""
+    return rule_for(view) is None or needs_local(view)
+
+
+def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
+    """A rule per node, and the primitives that have none, or none that can be used, with how often they are used."""
+    unknown: Counter[str] = Counter()
+    known = of_each_node(graph, _rule_and_lack)
+    for node, (_, lacking) in zip(graph.nodes, known, strict=True):
+        if lacking:
+            unknown[lacking] += not node.effect
+    return tuple(rule for rule, _ in known), unknown
+
+
+def _rule_and_lack(view: NodeView) -> tuple[Rule, str]:
+    """A node's rule, and what it is called where that is none that splits it."""
+    rule = rule_for(view)
+    return rule or unknown_rule(view), called(view) if rule is None or needs_local(view) else ""

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.planner.memory_budget import MARGIN
 from autopar.plans.plan import Plan
 from autopar.report.breakdown import PREDICTED, PREDICTED_IS, SIMULATED, SIMULATED_IS
 from autopar.system.text_tables import plain_text, short_source
@@ -137,7 +137,7 @@ class Verification:
             "memory": [as_json(figure) for figure in self.memory],
             "memory_budget": {
                 "bytes": self.budget_bytes,
-                "margin": BUDGET_MARGIN,
+                "margin": MARGIN,
                 "holds": self.fits,
                 "attempts": [asdict(attempt) for attempt in self.attempts],
             },

@@ -16,16 +16,17 @@ from typing import Any, Literal, overload
 
 import jax
 
+from autopar.api.make_plan import plan_program
 from autopar.api.parallelize import ParallelStep, parallelize
 from autopar.cost.hardware_profile import HardwareProfile, detect, load
 from autopar.errors import BudgetError, TimeLimitError, VerifyError
 from autopar.frontend.step import Step
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
-from autopar.planner.memory_search import BUDGET_MARGIN
-from autopar.planner.planner import Program, plan_program
+from autopar.planner.memory_budget import MemoryBudget
 from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes
+from autopar.transforms.program import Program
 from autopar.verification.compile_plan import compile_plan, held_against, hosts_needed
 from autopar.verification.verification import Attempt, Verification
 from autopar.verification.verify_stages import StagesVerification, verify_stages
@@ -130,7 +131,7 @@ class _Verifier:
             return self._of_stages(plan, program)
         profile = _profile(self.options.get("hardware"), plan)
         budget = profile.usable_bytes if plan.memory_budget_bytes is None else plan.memory_budget_bytes
-        made, planned_for = _Made(plan, self._compile(plan, program, profile)), budget * (1 - BUDGET_MARGIN)
+        made, planned_for = _Made(plan, self._compile(plan, program, profile)), MemoryBudget(budget).plan_bytes
         self._note(made, planned_for)
         while made.compiled.peak_bytes > budget and not self.parallel.is_fixed and len(self.attempts) <= MOST_REPLANS:
             # The next plan, if it is off as far as this one, takes just what the budget leaves.
@@ -139,7 +140,7 @@ class _Verifier:
             if replanned is None:
                 break
             other = _Made(replanned, self._compile(replanned, program, profile))
-            self._note(other, limit * (1 - BUDGET_MARGIN))
+            self._note(other, MemoryBudget(limit).plan_bytes)
             made = min(made, other, key=lambda one: one.compiled.peak_bytes)
         return held_against(
             made.plan,
@@ -173,14 +174,15 @@ class _Verifier:
     def _replan(self, made: _Made, program: Program, limit: float) -> Plan | None:
         """A plan of less memory; None where there is none."""
         before = time.perf_counter()
-        planning = self.parallel.planning_options()
-        planning["memory_budget_bytes"] = limit
+        options = self.parallel.planning_options()
+        own = {name: options[name] for name in options if name not in ("stages", "schedule", "partitioner")}
         try:
-            plan = plan_program(program, **planning)
+            plan = plan_program(program, **own | {"memory_budget_bytes": limit})
+            assert isinstance(plan, Plan), "it has no stages"
         except (BudgetError, TimeLimitError) as error:
             self.attempts.append(
                 Attempt(
-                    planned_for_bytes=limit * (1 - BUDGET_MARGIN),
+                    planned_for_bytes=MemoryBudget(limit).plan_bytes,
                     predicted_bytes=None,
                     compiled_bytes=None,
                     step_time_s=None,
@@ -191,7 +193,7 @@ class _Verifier:
         finally:
             self.elsewhere_s += time.perf_counter() - before
         note = (
-            f"planned for {human_bytes(limit * (1 - BUDGET_MARGIN))} per device: XLA's program of a plan that predicted"
+            f"planned for {human_bytes(MemoryBudget(limit).plan_bytes)} per device: XLA's program of a plan that predicted"
             f" {human_bytes(made.plan.prediction.peak_bytes)} took {human_bytes(made.compiled.peak_bytes)}"
         )
         return replace(plan, memory_budget_bytes=made.plan.memory_budget_bytes, notes=(*plan.notes, note))

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.formulate.formulation import Formulation
 from autopar.ir.sharding import TensorSharding
-from autopar.planner import planner
+from autopar.planner import one_mesh
 
 #: Channels of an image.
 COLOURS = 3
@@ -31,7 +31,7 @@ def data_whole_over(axis: str, batch: int, lengths: Collection[int]) -> Iterator
         batch: the size of the first dim of data, and of no weight's.
         lengths: sizes of the second dim where it counts the tokens of an example.
     """
-    formulate: Callable[..., Formulation] = planner.formulate
+    formulate: Callable[..., Formulation] = one_mesh.formulate
 
     def restricted(*args: Any, **options: Any) -> Formulation:
         formulation = formulate(*args, **options)
@@ -42,7 +42,7 @@ def data_whole_over(axis: str, batch: int, lengths: Collection[int]) -> Iterator
                 cost[np.array([any(axis in one.dims[dim] for dim in dims) for one in shardings], bool)] = np.inf
         return replace(formulation, problem=replace(formulation.problem, node_costs=tuple(costs)))
 
-    with mock.patch.object(planner, "formulate", restricted):
+    with mock.patch.object(one_mesh, "formulate", restricted):
         yield
 
 

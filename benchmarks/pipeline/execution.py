@@ -38,7 +38,8 @@ from autopar.pipeline.schedule.in_flight import in_flight
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.tasks import Task
-from autopar.planner import planner
+from autopar.planner.planner import plan_program
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.transforms.program import Program, program_of
@@ -156,8 +157,8 @@ def _plan(stage: StageProgram, num_devices: int) -> Plan:
         dims = [dim for dim, size in enumerate(shape) if size % num_devices == 0]
         if len(shape) > 1 and dims:
             pins[graph.input_paths[position]] = PartitionSpec(*(None,) * dims[-1], "model")
-    options: dict[str, Any] = {"pin": pins} if pins else {}
-    return planner.plan_program(stage.program, mesh=f"model={num_devices}", hardware="cpu-host", **options)
+    request = PlanRequest(mesh=f"model={num_devices}", hardware="cpu-host", pin=pins)
+    return plan_program(stage.program, request)
 
 
 def _pipeline(

@@ -13,11 +13,10 @@ from typing import Any
 
 import autopar
 from autopar.ir.mesh import parse_mesh
-from autopar.planner.planner import Program
 from autopar.rules.factors import Rule
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for, unknown_rule
-from autopar.transforms.program import program_of
+from autopar.transforms.program import Program, program_of
 from autopar.verification.verification import Verification
 from benchmarks.compile_cache import CachingCompiler, default_folder
 from benchmarks.zoo.real import REAL

@@ -26,8 +26,8 @@ from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options
 from autopar.inference.serve.layout import Layout, PlanAlone, Served, laid_out
 from autopar.ir.mesh import MeshShape
-from autopar.planner.memory_search import BUDGET_MARGIN
-from autopar.planner.planner import Progress, asked_meshes, asked_profile
+from autopar.planner.memory_budget import MemoryBudget
+from autopar.planner.request import Progress, requested_meshes, requested_profile
 from autopar.system.units import human_bytes
 
 Objective = Literal["latency", "throughput"]
@@ -151,10 +151,10 @@ def inference_on_paper(case: PaperInference, *, progress: Progress | None = None
     Raises:
         BudgetError: nothing fits. AutoparError: of planning.
     """
-    profile = asked_profile(options.get("hardware"))
+    profile = requested_profile(options.get("hardware"))
     given = options.get("memory_budget_bytes")
     budget = profile.usable_bytes if given is None else float(given)
-    room = budget * (1 - BUDGET_MARGIN)
+    room = MemoryBudget(budget).plan_bytes
     meshes = _meshes(options.get("mesh"), options.get("num_devices"))
     more = {name: value for name, value in options.items() if name not in ("mesh", "num_devices")}
     more |= {"hardware": profile, "memory_budget_bytes": budget}
@@ -183,7 +183,7 @@ def inference_on_paper(case: PaperInference, *, progress: Progress | None = None
 def _meshes(mesh: Any, num_devices: int | None) -> list[tuple[int, MeshShape]]:
     """How many replicas, and the mesh of each."""
     if mesh is not None:
-        return [(1, asked_meshes(mesh, num_devices)[0])]
+        return [(1, requested_meshes(mesh, num_devices)[0])]
     devices = jax.device_count() if num_devices is None else num_devices
     if devices < 1:
         raise MeshError(f"{devices} devices: give 1 or more")

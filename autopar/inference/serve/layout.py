@@ -22,7 +22,7 @@ from autopar.inference.schedule.requests import Options, Shape
 from autopar.inference.step.host_inputs import Rows
 from autopar.inference.step.step import copy_pages, resident_shapes, step_of
 from autopar.jax_interop.partition_spec import partition_spec
-from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.planner.memory_budget import MemoryBudget
 from autopar.plans.plan import Plan
 
 #: One program: an iteration of a shape, or the copying of pages.
@@ -264,6 +264,6 @@ def _pages_that_fit(served: Served, make: Make[Made], budget_bytes: float) -> tu
                 break
         num_pages = wanted if num_pages == most else max(least, num_pages // 2)
     home, program = next(iter(programs.items()))
-    spare = budget_bytes * (1 - BUDGET_MARGIN) - peak
+    spare = MemoryBudget(budget_bytes).plan_bytes - peak
     found = min(num_pages + int(max(0.0, spare) // _page_bytes(program.plan, num_pages)), most)
     return found, programs if found == num_pages else {home: _made(served, make, home, found, None)}

@@ -32,7 +32,7 @@ from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.planner.cache import plans as plan_cache
-from autopar.planner.planner import asked_meshes, asked_profile
+from autopar.planner.request import requested_meshes, requested_profile
 
 #: Who guesses tokens: `N_GRAM`, the folder of a small model, or whoever does.
 Propose = str | os.PathLike[str] | Proposer | None
@@ -135,8 +135,8 @@ def planned_for(
 
 def _planning(place: Mapping[str, Any], others_bytes: float = 0.0) -> dict[str, Any]:
     """The options of `autopar.plan`, with what is not said filled in, and what others hold taken from the budget."""
-    mesh = place.get("mesh") or f"model={asked_meshes(None, None)[0].num_devices}"
-    profile, asked = asked_profile(place.get("hardware")), place.get("memory_budget_bytes")
+    mesh = place.get("mesh") or f"model={requested_meshes(None, None)[0].num_devices}"
+    profile, asked = requested_profile(place.get("hardware")), place.get("memory_budget_bytes")
     budget = profile.usable_bytes if asked is None else float(asked)
     return {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget - others_bytes}
 
@@ -258,7 +258,7 @@ def served_of(
 def attention_for(served: Served, mesh: Any) -> Chosen:
     """The backend that is fastest here for a token of each slot, with the heads that a device gets if they are split."""
     (shape,), config, options = (
-        asked_meshes(mesh or f"model={jax.device_count()}", None),
+        requested_meshes(mesh or f"model={jax.device_count()}", None),
         served.model.config,
         served.options,
     )

@@ -14,7 +14,7 @@ from autopar.ir.device_program import DeviceProgram, Op
 from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.residuals import Crossing, Crossings
-from autopar.planner.memory_search import Made
+from autopar.planner.candidate import Candidate
 from autopar.xla_model.latency_hiding import simulate
 
 
@@ -27,7 +27,7 @@ class StageFigures:
         apart: whether forward and backward pass are programs of their own.
     """
 
-    def __init__(self, made: Made, layout: Layout, *, splits_backward: bool = False, apart: bool = True) -> None:
+    def __init__(self, made: Candidate, layout: Layout, *, splits_backward: bool = False, apart: bool = True) -> None:
         self.made, self.layout = made, layout
         self.phases = layout.phases(splits_backward)
         self.crossings = Crossings(made, layout, self.phases, apart=apart)

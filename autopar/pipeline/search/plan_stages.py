@@ -31,7 +31,7 @@ from autopar.pipeline.search.microbatch_search import divisors, over_microbatche
 from autopar.pipeline.search.searches_by_microbatches import Searches
 from autopar.pipeline.search.stage_costs import PlannedRun
 from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
-from autopar.planner.memory_search import BUDGET_MARGIN
+from autopar.planner.memory_budget import MARGIN, MemoryBudget
 from autopar.plans.records import TensorPlan
 from autopar.system.gc_pause import seldom_collect
 from autopar.system.units import human_bytes
@@ -79,8 +79,8 @@ class StagesAsked:
     @property
     def budgets(self) -> dict[str, float]:
         """Bytes that a device of each kind may hold."""
-        keep = 1 - BUDGET_MARGIN
-        return {k: (self.memory_budget_bytes or p.usable_bytes) * keep for k, p in self.profiles.items()}
+        given = self.memory_budget_bytes
+        return {kind: MemoryBudget(given or p.usable_bytes).plan_bytes for kind, p in self.profiles.items()}
 
 
 @seldom_collect()
@@ -179,10 +179,10 @@ class _Planning:
             if not found:
                 break
             plan, over = self._plan(count, min(found, key=lambda step: step.step_time_s))
-        if over * (1 - BUDGET_MARGIN) > 1:
+        if over * (1 - MARGIN) > 1:
             raise BudgetError(
                 f"no stages of `{self.program.signature.name}` were found that fit: the best hold {human_bytes(plan.prediction.peak_bytes)}"
-                f" on a device of {self.asked.cluster}, {over * (1 - BUDGET_MARGIN):.2f} times the memory budget. Give more devices or"
+                f" on a device of {self.asked.cluster}, {over * (1 - MARGIN):.2f} times the memory budget. Give more devices or"
                 " microbatches, or a larger budget"
             )
         return plan

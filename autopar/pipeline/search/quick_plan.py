@@ -1,6 +1,6 @@
 """A program planned on a submesh for its price alone.
 
-In: the forms of a program, a shape of submesh, its devices' profile. Out: `Made`, and the `Way` it was planned: on which
+In: the forms of a program, a shape of submesh, its devices' profile. Out: `Candidate`, and the `Way` it was planned: on which
 mesh, in which form. Ways are weighed by the solver's cost, and only the chosen one is laid out on a device. What is
 found for one run of layers is the way for all that are made of the same.
 
@@ -23,10 +23,11 @@ from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.errors import TimeLimitError
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.ir.mesh import MeshShape
-from autopar.planner.memory_search import Made
+from autopar.planner.candidate import Candidate
+from autopar.planner.mesh_search import distinct_meshes
 from autopar.planner.plan_assembly import assemble
-from autopar.planner.planner import distinct_meshes, rules_of
-from autopar.rules.grouping import Group, form_groups
+from autopar.planner.program_groups import ProgramGroups, program_groups
+from autopar.rules.grouping import Group
 from autopar.solve.problem import Edge, Problem, Solution, Solver
 from autopar.transforms.program import Program
 
@@ -57,18 +58,16 @@ class Form:
         self.program = program
 
     @functools.cached_property
-    def _grouped(self) -> tuple[tuple[Group, ...], Counter[str]]:
-        graph = self.program.graph
-        rules, unknown = rules_of(graph)
-        return form_groups(graph, rules, frozenset(range(len(graph.inputs)))), unknown
+    def _grouped(self) -> ProgramGroups:
+        return program_groups(self.program.graph)
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        return self._grouped[0]
+        return self._grouped.groups
 
     @property
     def unknown(self) -> Counter[str]:
-        return self._grouped[1]
+        return self._grouped.unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,9 @@ class _Solved:
     formulation: Formulation
     solution: Solution
 
-    def made(self, *, figures_only: bool = True) -> Made:
+    def made(self, *, figures_only: bool = True) -> Candidate:
         parts = assemble(self.formulation, self.solution.choices, {}, figures_only=figures_only)
-        return Made(self.form.program, self.formulation, self.solution, parts)
+        return Candidate(self.form.program, self.formulation, self.solution, parts)
 
 
 def forms_of(program: Program) -> tuple[Form, ...]:
@@ -106,7 +105,7 @@ class QuickPlanner:
 
     def planned_in(
         self, way: Way, forms: Sequence[Form], profile: HardwareProfile, *, figures_only: bool = True
-    ) -> Made:
+    ) -> Candidate:
         """The plan in a given way.
 
         Raises:
@@ -122,7 +121,7 @@ class QuickPlanner:
         *,
         state_price: float = 0.0,
         pending: bool = False,
-    ) -> tuple[Made, Way]:
+    ) -> tuple[Candidate, Way]:
         """The quickest plan: the program as it was written on each mesh, and on the best of them its other form.
 
         Raises:
@@ -151,7 +150,7 @@ class QuickPlanner:
             return known[3]
         times = self._times.setdefault((mesh, profile), ReshardingTimes(mesh, profile))
         graph = form.program.graph
-        f = formulate(graph, form.groups, mesh, profile, pins={}, memory_budget_bytes=None, resharding=times)
+        f = formulate(graph, form.groups, mesh, profile, pins={}, resharding=times)
         self._formulations[id(form)] = form, mesh, profile, f
         return f
 

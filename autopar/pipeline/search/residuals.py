@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.pipeline.cut.pieces import Layout
-from autopar.planner.memory_search import Made
+from autopar.planner.candidate import Candidate
 from autopar.planner.remat.candidates import common_path
 from autopar.planner.remat.costs import numbers_of
 from autopar.planner.remat.min_cut import States, Step, cheapest
@@ -66,7 +66,7 @@ class Crossings:
         apart: whether the two passes are programs of their own. In one program, what is inside kernels stays there.
     """
 
-    def __init__(self, made: Made, layout: Layout, phases: Mapping[int, str], *, apart: bool = True) -> None:
+    def __init__(self, made: Candidate, layout: Layout, phases: Mapping[int, str], *, apart: bool = True) -> None:
         self.apart = apart
         self.graph, self.profile = made.formulation.graph, made.formulation.profile
         equations = layout.trace.equations

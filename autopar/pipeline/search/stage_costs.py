@@ -31,8 +31,9 @@ from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.estimates import StageFigures
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
-from autopar.planner.memory_search import Made
-from autopar.planner.planner import asked_meshes, plan_as_made
+from autopar.planner.candidate import Candidate
+from autopar.planner.plan_record import plan_of
+from autopar.planner.request import requested_meshes
 from autopar.plans.plan import Plan
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solver
@@ -90,7 +91,7 @@ class _Base:
     """A run planned for its price."""
 
     figures: StageFigures
-    made: Made
+    made: Candidate
     way: Way
 
 
@@ -240,7 +241,7 @@ class StageCosts:
         form = Form(again)
         made = self.planner.planned_in(replace(way, form=0), (form,), profile, figures_only=False)
         seconds = time.perf_counter() - started
-        plan = plan_as_made(made, base.program, form.unknown, budget=profile.usable_bytes, seconds=seconds)
+        plan = plan_of(made, base.program, form.unknown, budget_bytes=profile.usable_bytes, seconds=seconds)
         figures = self._figures(program, made)
         cost = figures.cost(figures.crossings.as_it_is())
         self._planned[key] = PlannedRun(program, replace(plan, recomputed=crossing.recomputed), cost)
@@ -258,7 +259,7 @@ class StageCosts:
         if key not in self._bases:
             profile, forms = self._profile(shape), self._forms_of(first, last)
             if self.usual is None or (first, last) == (self.usual, self.usual):
-                meshes = meshes_for(asked_meshes(self.mesh, shape.num_devices), profile)
+                meshes = meshes_for(requested_meshes(self.mesh, shape.num_devices), profile)
                 prices = {"state_price": use.state_price, "pending": use.alone}
                 made, way = self.planner.quickest(meshes, forms, profile, **prices)
             else:
@@ -293,7 +294,7 @@ class StageCosts:
         is_split = known[-1].figures.state_bytes <= _ALL_SPLIT * whole / use.shape.num_devices
         return known[-1] if is_split else None
 
-    def _figures(self, stage: StageProgram, made: Made, *, apart: bool = True) -> StageFigures:
+    def _figures(self, stage: StageProgram, made: Candidate, *, apart: bool = True) -> StageFigures:
         layout = Layout(made.program.trace, stage.inputs)
         return StageFigures(made, layout, splits_backward=self.splits_backward and apart, apart=apart)
 

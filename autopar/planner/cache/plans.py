@@ -1,7 +1,7 @@
 """Plans kept on disk, so that a second start of a program plans nothing.
 
-In: a program, what is asked for, and how to plan it. Out: its plan, from the folder of the cache where one is there
-that was made of the same by the same; else made, and kept. An entry appears whole or not at all, so processes may
+In: a program and the options of planning. Out: `PlanEntry`: its plan, from the folder of the cache, where one is there that
+was made of the same by the same; else the place where it is kept once it is made. An entry appears whole or not at all, so processes may
 write at once. One that is damaged is made anew, and said; so is it said where versions have moved on. A cache that
 cannot be read or written is said, and does without.
 """
@@ -15,9 +15,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from autopar.errors import PlanFileError
 from autopar.planner.cache.key import PlanKey, UnkeyedError, key_of
@@ -84,19 +84,52 @@ def folder_of(cache: bool | str | os.PathLike[str] | None) -> Path | None:
         return None
 
 
-def kept(
-    program: Program, asked: Mapping[str, Any], folder: Path, make: Callable[[], P], read: Callable[[Any], P]
-) -> P:
-    """A program's plan, from the cache or made.
+@dataclass(frozen=True, slots=True)
+class PlanEntry(Generic[P]):
+    """A program's place in a cache.
 
     Args:
-        asked: all options of planning, as they were understood.
-        folder: of the cache; made where it is not there.
-        make: plans.
-        read: such a plan from JSON types.
+        path: of the entry; None where the plan is not kept.
+        load: a plan from JSON types.
     """
+
+    program: Program
+    path: Path | None
+    key: PlanKey | None
+    load: Callable[[Any], P]
+
+    def read(self) -> P | None:
+        """The plan, where it is there."""
+        if self.path is None or self.key is None:
+            return None
+        found = _read(self.path, self.program, self.load)
+        if found is None:
+            _say_if_stale(self.path, self.key, self.program.signature.name)
+        else:
+            name = self.program.signature.name
+            _say(logging.INFO, "the plan of `%s` was kept from an earlier start (%s)", name, self.path)
+        return found
+
+    def keep(self, plan: P) -> None:
+        """Keep a plan that was made; not one with which the user wanted planning to end."""
+        if self.path is not None and self.key is not None and plan.outcome.status != "interrupted":
+            _write(self.path, plan, self.program, self.key)
+
+
+def entry_of(
+    program: Program, request: Mapping[str, Any], folder: Path | None, load: Callable[[Any], P]
+) -> PlanEntry[P]:
+    """The place of a program's plan.
+
+    Args:
+        request: all options of planning, as they were understood.
+        folder: of the cache; made where it is not there; None for none.
+        load: such a plan from JSON types.
+    """
+    if folder is None:
+        return PlanEntry(program, None, None, load)
     try:
-        key = key_of(program, asked)
+        key = key_of(program, request)
     except UnkeyedError as what:
         _say(
             logging.INFO,
@@ -104,17 +137,8 @@ def kept(
             program.signature.name,
             what,
         )
-        return make()
-    path = folder / "plans" / f"{key.name}.plan"
-    found = _read(path, program, read)
-    if found is not None:
-        _say(logging.INFO, "the plan of `%s` was kept from an earlier start (%s)", program.signature.name, path)
-        return found
-    _say_if_stale(path, key, program.signature.name)
-    plan = make()
-    if plan.outcome.status != "interrupted":  # the user wanted no more of it
-        _write(path, plan, program, key)
-    return plan
+        return PlanEntry(program, None, None, load)
+    return PlanEntry(program, folder / "plans" / f"{key.name}.plan", key, load)
 
 
 def _read(path: Path, program: Program, read: Callable[[Any], P]) -> P | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.planner.planner import asked_meshes, asked_profile
+from autopar.planner.request import requested_meshes, requested_profile
 
 #: What one step of a loop may touch, in bytes: on a CPU what stays in its caches; elsewhere, where each step is launched
 #: anew, as much as makes that worth it (not measured on a GPU).
@@ -31,16 +31,16 @@ class Place:
     @property
     def num_devices(self) -> int:
         """Of the mesh."""
-        return asked_meshes(self.options.get("mesh"), None)[0].num_devices
+        return requested_meshes(self.options.get("mesh"), None)[0].num_devices
 
     @property
     def budget_bytes(self) -> float:
         """Of one device."""
         asked = self.options.get("memory_budget_bytes")
-        return asked_profile(self.options.get("hardware")).usable_bytes if asked is None else float(asked)
+        return requested_profile(self.options.get("hardware")).usable_bytes if asked is None else float(asked)
 
     @property
     def step_bytes(self) -> int:
         """That one step of a loop may touch on all devices."""
-        is_cpu = asked_profile(self.options.get("hardware")).platform == "cpu"
+        is_cpu = requested_profile(self.options.get("hardware")).platform == "cpu"
         return CACHED_BYTES if is_cpu else _LAUNCHED_BYTES * self.num_devices

@@ -13,8 +13,8 @@ from typing import Any
 from autopar.api.make_plan import plan
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import BudgetError, SearchError
-from autopar.planner.memory_search import BUDGET_MARGIN
-from autopar.planner.planner import Progress, asked_meshes, asked_profile
+from autopar.planner.memory_budget import MemoryBudget
+from autopar.planner.request import Progress, requested_meshes, requested_profile
 from autopar.plans.plan import Plan
 from autopar.plans.records import TensorPlan
 from autopar.vector_search.data.inputs import DTYPES
@@ -115,10 +115,10 @@ def search_on_paper(
     for name in indexes:
         if name not in PARTS:
             raise SearchError(f"`index` is {name!r}: on paper there are {', '.join(PARTS)}")
-    profile = asked_profile(options.get("hardware"))
+    profile = requested_profile(options.get("hardware"))
     budget = options.get("memory_budget_bytes")
-    room = (profile.usable_bytes if budget is None else float(budget)) * (1 - BUDGET_MARGIN)
-    num_devices = asked_meshes(options.get("mesh"), options.get("num_devices"))[0].num_devices
+    room = MemoryBudget(profile.usable_bytes if budget is None else float(budget)).plan_bytes
+    num_devices = requested_meshes(options.get("mesh"), options.get("num_devices"))[0].num_devices
     report = progress or (lambda stage, fraction: None)
     numbers = sorted({case.batch, *_OTHER_BATCHES})
     batches = []

@@ -1,0 +1,278 @@
+"""The plan on the best of several meshes: all are begun, those that promise enough are finished, in processes side by side.
+
+In: a program, a `PlanRequest`, layouts of inputs. Out: `Found`: the plan, and what it was made of.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.cost.collectives import workers_of
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import MeshShape
+from autopar.planner.candidate import Candidate
+from autopar.planner.fork_pool import Least, Workers, workers
+from autopar.planner.mesh_task import Form, MeshTask
+from autopar.planner.one_mesh import FAR, Begun, begin, finish
+from autopar.planner.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
+from autopar.planner.program_groups import program_groups
+from autopar.planner.request import PlanRequest
+from autopar.planner.simplest_plan import TIE, Fastest
+from autopar.planner.ways_out import NothingFitsError
+from autopar.plans.plan import Plan
+from autopar.plans.records import RejectedMesh, Tie, num_split
+from autopar.system.gc_pause import seldom_collect
+from autopar.transforms.program import Program
+
+#: Nodes of a program, by meshes besides the first: from there on, planning takes long enough for copies of this process to
+#: take some of the meshes. How long a copy may do nothing, besides waiting for a solver, before it counts as hung.
+_WORTH_COPIES, _PATIENCE_S = 4000, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan.
+
+    Args:
+        program: that was planned. made: what the plan was made of, unless that was in a copy of this process.
+    """
+
+    plan: Plan
+    program: Program
+    made: Candidate | None
+
+    def with_notes(self, *notes: str) -> Found:
+        """The same, with more notes for the user."""
+        return replace(self, plan=replace(self.plan, notes=(*self.plan.notes, *notes)))
+
+
+def search_meshes(
+    program: Program,
+    request: PlanRequest,
+    layouts: Mapping[str, Any] | None = None,
+    *,
+    may_copy: bool = True,
+) -> Found:
+    """Plan a program as it is on every mesh, as far as it is worth that.
+
+    Args:
+        layouts: of inputs, by path or glob, beside those of `request.pin`.
+        may_copy: copies of this process may plan too; then it may not be known what the plan was made of.
+
+    Raises:
+        NothingFitsError: nothing does; the ways out are not priced yet, which takes planning of its own.
+    """
+    pin = {**(layouts or {}), **(request.pin or {})}
+    meshes = meshes_with_pinned_axes(meshes_of_program(request.meshes, program.graph), pin)
+    symmetric = not pin and not _names_axes(program.graph)
+    distinct, twins = distinct_meshes(meshes, request.profile, symmetric=symmetric)
+    is_long = len(program.graph.nodes) * (len(distinct) - 1) >= _WORTH_COPIES
+    most = len(distinct) if may_copy and is_long else 1
+    with seldom_collect():
+        search = _Search(program, request, pin, distinct)
+        with workers(search.answer, most, patience_s=request.time_limit_s + _PATIENCE_S) as team:
+            for job in team.spread(search.to_begin):  # all are begun first: the most promising spare others the trouble
+                team.note(job, search.answer(job))
+            for job in search.to_finish(team):
+                team.note(job, search.answer(job))
+            ends = search.ends(team)
+    request.report("done", 1.0)
+    best = _simplest_end([end for end in ends if end.plan is not None])
+    assert best.plan is not None
+    plan = replace(
+        best.plan,
+        memory_budget_bytes=request.memory_budget_bytes,
+        rejected=_rejected(best.plan, dict(zip(distinct, ends, strict=True)), twins),
+        pins={path: str(spec) for path, spec in (request.pin or {}).items()},
+        dims_as_written=request.dims_as_written,
+        in_tree=program.trace.in_tree,
+        out_tree=program.trace.out_tree,
+    )
+    return Found(plan, program, best.made)
+
+
+def distinct_meshes(
+    meshes: Sequence[MeshShape], profile: HardwareProfile, *, symmetric: bool
+) -> tuple[list[MeshShape], dict[MeshShape, MeshShape]]:
+    """Meshes that differ in more than the names of their axes, and the others with their twin."""
+    seen: dict[Any, MeshShape] = {}
+    distinct, twins = [], {}
+    for mesh in meshes:
+        sizes = [workers_of((a,), mesh, profile) for a in mesh.axis_names]
+        key = tuple(sorted(sizes, key=repr)) if symmetric else mesh
+        if key in seen:
+            twins[mesh] = seen[key]
+        else:
+            seen[key] = mesh
+            distinct.append(mesh)
+    return distinct, twins
+
+
+def _names_axes(graph: Graph) -> bool:
+    """Whether the program itself splits anything: then axes of one size are not alike."""
+    return any(node.params.get("axis_sizes") for node in graph.nodes)
+
+
+# -- the meshes, one by one --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What planning on a mesh ended with.
+
+    Args:
+        fits: whether the plan keeps to the budget. compared_s: by what plans are compared.
+        fastest: of the plans on this mesh; another than the plan where that is as good and simpler.
+        made: what the plan was made of.
+        failure: why there is no plan.
+    """
+
+    plan: Plan | None = None
+    fits: bool = False
+    compared_s: float = math.inf
+    made: Candidate | None = None
+    failure: str = ""
+    fastest: Fastest | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another process, without what only this one can hold."""
+        plan = None if self.plan is None else replace(self.plan, in_tree=None, out_tree=None)
+        return _End, (plan, self.fits, self.compared_s, None, self.failure, self.fastest)
+
+
+#: A mesh's position; None to begin its plan, or, to finish it, the least that any mesh promises.
+_Job = tuple[int, float | None]
+
+
+class _Search:
+    """The plans on several meshes, as far as this process makes them; meshes go by their positions."""
+
+    def __init__(
+        self, program: Program, request: PlanRequest, pin: Mapping[str, Any], meshes: Sequence[MeshShape]
+    ) -> None:
+        first = resolve_pins(pin, program.graph, meshes[0])
+        forms = program.forms[-1 if request.dims_as_written else 0 :]
+        self._forms: list[Form] = [(form, program_groups(form.graph, first)) for form in forms]
+        budget = request.budget.plan_bytes
+        self._meshes = meshes
+        self._tasks = [MeshTask(request, budget, resolve_pins(pin, program.graph, mesh)) for mesh in meshes]
+        self._budget_bytes, self._report, self._process = budget, request.report, os.getpid()
+        self._begun: dict[int, Begun] = {}
+        self._failures: dict[int, NothingFitsError] = {}
+        self._fastest = Least()
+
+    @property
+    def to_begin(self) -> list[_Job]:
+        """What begins every mesh."""
+        return [(i, None) for i in range(len(self._meshes))]
+
+    def to_finish(self, team: Workers[_Job, Any]) -> Iterator[_Job]:
+        """What finishes every mesh, where it was begun, the most promising first.
+
+        Args:
+            team: that has begun them.
+        """
+        begun = dict(team.answers)
+        least = min(promise for _, promise in begun.values())
+        by_worker: dict[int, list[_Job]] = {}
+        for (i, _), (worker, _) in sorted(begun.items(), key=lambda one: one[1][1]):
+            by_worker.setdefault(worker, []).append((i, least))
+        near = {i for (i, _), (_, promise) in begun.items() if promise <= (1 + FAR) * least}
+        return team.each_its_own(by_worker, lambda job: job[0] in near)  # worth beginning once more
+
+    def ends(self, team: Workers[_Job, Any]) -> list[_End]:
+        """How each mesh ended.
+
+        Raises:
+            NothingFitsError: on none does a plan fit; with the ways out of the first.
+        """
+        ends: dict[int, _End] = {i: end for (i, _), (_, end) in team.answers.items()}
+        if not any(end.plan for end in ends.values()):
+            if 0 not in self._failures:  # a copy found it out
+                self.answer((0, math.inf))
+            raise self._failures[0]
+        return [ends[i] for i in range(len(self._meshes))]
+
+    def answer(self, job: _Job) -> float | _End:
+        """What a mesh promises, in seconds; or, to the end, what came of it."""
+        i, least_promise = job
+        mesh, count = self._meshes[i], len(self._meshes)
+        if i not in self._begun:
+            self._show(f"plan {mesh}", 0.1 + 0.6 * i / count)
+            self._begun[i] = begun = begin(mesh, self._forms, self._tasks[i])
+            if begun.made.peak_bytes <= self._budget_bytes:
+                self._fastest.lower(begun.made.compared_s)
+        if least_promise is None:
+            return self._begun[i].promise
+        self._show(f"improve {mesh}", 0.7 + 0.3 * i / count)
+        return self._finished(i, least_promise)
+
+    def _finished(self, i: int, least_promise: float) -> _End:
+        try:
+            done = finish(self._begun[i], self._fastest, least_promise)
+        except NothingFitsError as short:
+            self._failures[i] = short
+            return _End(failure=str(short))
+        fits = done.made.peak_bytes <= self._budget_bytes
+        if fits:
+            self._fastest.lower(done.fastest.compared_s)
+        return _End(done.plan, fits, done.made.compared_s, done.made, fastest=done.fastest)
+
+    def _show(self, stage: str, fraction: float) -> None:
+        if os.getpid() == self._process:  # not in a copy
+            self._report(stage, fraction)
+
+
+# -- the best of them --------------------------------------------------------------------------
+
+
+def _simplest_end(ends: Sequence[_End]) -> _End:
+    """Of the ends on all meshes whose plans fit and are as good as the fastest, the one whose plan splits the fewest
+    arguments, over the fewest axes. Its plan tells of the fastest, where that is another."""
+    ends = [end for end in ends if end.fits] or ends
+    known = [end.fastest for end in ends if end.fastest is not None]
+    fastest = min(known, key=lambda one: one.compared_s)
+
+    def simplicity(end: _End) -> tuple[bool, int, int, float]:
+        assert end.plan is not None
+        axes, own_s = sum(size > 1 for size in end.plan.mesh.axis_sizes), end.plan.prediction.step_time_s
+        slower = end.compared_s > (1 + TIE) * fastest.compared_s or own_s > (1 + TIE) * fastest.step_time_s
+        return slower, num_split(end.plan.inputs), axes, end.compared_s
+
+    best = min(ends, key=simplicity) if any(end.fits for end in ends) else min(ends, key=lambda end: end.compared_s)
+    assert best.plan is not None
+    if best.compared_s <= fastest.compared_s:
+        return best
+    faster = 1 - fastest.compared_s / best.compared_s
+    tie = Tie(mesh=fastest.mesh, words=fastest.words, num_split=fastest.num_split, faster=faster)
+    return replace(best, plan=replace(best.plan, tie=tie))
+
+
+def _rejected(
+    best: Plan, ends: Mapping[MeshShape, _End], twins: Mapping[MeshShape, MeshShape]
+) -> tuple[RejectedMesh, ...]:
+    plans = [end.plan for end in ends.values() if end.plan is not None]
+    out = [
+        RejectedMesh(
+            mesh=p.mesh, step_time_s=p.prediction.step_time_s, peak_bytes=p.prediction.peak_bytes, words=p.words
+        )
+        for p in plans
+        if p is not best
+    ]
+    by_mesh = {p.mesh: p for p in plans}
+    for mesh, twin in twins.items():
+        if twin in by_mesh:
+            p = by_mesh[twin].prediction
+            words = f"the same as {twin} with the axes' names exchanged"
+            out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=words))
+    out += [
+        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=end.failure)
+        for mesh, end in ends.items()
+        if end.failure
+    ]
+    return tuple(out)

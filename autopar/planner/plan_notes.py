@@ -1,0 +1,86 @@
+"""What a user should know of a plan beside its figures, in sentences.
+
+In: a graph, the primitives that have no rule, the plan's inputs. Out: notes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Node
+from autopar.ir.mesh import MeshShape
+from autopar.plans.records import TensorPlan
+from autopar.rules.node_view import NodeView
+from autopar.rules.user_rules import called, needs_local, template
+
+#: Primitives that hold a whole program, which no rule describes.
+_PROGRAMS = frozenset(["call_hi_primitive"])
+
+
+def plan_notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Sequence[TensorPlan]) -> tuple[str, ...]:
+    """All notes of a program's plan.
+
+    Args:
+        unknown: primitives without a rule, and how often they are used.
+    """
+    return (*_unknown(graph, unknown), *_effects(graph), *_endless(graph), *_undivided(mesh, inputs))
+
+
+def _unknown(graph: Graph, unknown: Counter[str]) -> Iterator[str]:
+    for name, count in sorted(unknown.items()):
+        if count:
+            lack = f"`{name}` has {_lack(graph, name)}: its {count} uses run replicated, and are priced so"
+            yield f"{lack}{_way_out(graph, name)}"
+
+
+def _effects(graph: Graph) -> Iterator[str]:
+    effects = Counter(node.primitive for node in graph.nodes if node.effect)
+    for name, count in sorted(effects.items()):
+        yield f"`{name}` has a side effect: each of its {count} uses runs once per step, on whole values"
+
+
+def _endless(graph: Graph) -> Iterator[str]:
+    endless = [node for node in graph.nodes if node.primitive == "predicate"]
+    if endless:
+        yield (
+            f"how often a `while` loop runs is known only as it does: each of {len(endless)} is priced for"
+            f" {UNKNOWN_TRIPS:g} trips. The first is at {endless[0].source or 'an unknown line'}"
+        )
+
+
+def _undivided(mesh: MeshShape, inputs: Sequence[TensorPlan]) -> Iterator[str]:
+    axes = [(a, s) for a, s in mesh.size_of.items() if s > 1]
+    undivided: dict[int, list[str]] = {}
+    for tensor in inputs:
+        whole = tensor.role == "data" and tensor.shape and tensor.shape[0] > 1 and not any(tensor.sharding.dims)
+        if whole and axes and all(tensor.shape[0] % size for _, size in axes):
+            undivided.setdefault(tensor.shape[0], []).append(tensor.path)
+    for size, paths in undivided.items():
+        named = ", ".join(f"{a}={s}" for a, s in axes)
+        yield (
+            f"the leading dim of {', '.join(f'`{p}`' for p in paths[:3])} is {size}, which no mesh axis ({named})"
+            f" divides: it is not split. A multiple of {axes[-1][1]} would be."
+        )
+
+
+def _first_use(graph: Graph, name: str) -> tuple[Node, NodeView]:
+    views = ((node, NodeView.of(node, graph)) for node in graph.nodes if not node.effect)
+    return next((node, view) for node, view in views if called(view) == name)
+
+
+def _lack(graph: Graph, name: str) -> str:
+    _, view = _first_use(graph, name)
+    return "a sharding rule without `local`, which runs a part of it" if needs_local(view) else "no sharding rule"
+
+
+def _way_out(graph: Graph, name: str) -> str:
+    """Where a primitive without a rule is first used, and the line that would give it one."""
+    node, view = _first_use(graph, name)
+    what = f", a `{node.primitive}`," if name != node.primitive else ""
+    where = f". The first{what} is at {node.source or 'an unknown line'}"
+    if node.primitive in _PROGRAMS:
+        return where
+    if needs_local(view):
+        return f"{where}. To split it, give `register_rule` a function of one device's operands as `local`"
+    return f"{where}. To split it, name the loops instead of the dots: `{template(view)}`"

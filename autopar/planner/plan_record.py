@@ -1,0 +1,117 @@
+"""A candidate written down as a plan.
+
+In: a `Candidate`, the program that was planned. Out: `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.formulate.formulation import Formulation
+from autopar.ir.device_program import DeviceProgram
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import MeshShape
+from autopar.ir.verifier import check_explicit
+from autopar.planner.candidate import Candidate
+from autopar.planner.microbatch_record import microbatch_notes, microbatches_of
+from autopar.planner.plan_assembly import named, separate_sums
+from autopar.planner.plan_notes import plan_notes
+from autopar.planner.strategy_names import strategy_words
+from autopar.plans.plan import Plan
+from autopar.plans.records import Outcome, Replicated
+from autopar.rules.node_view import NodeView
+from autopar.rules.table import lacks_rule
+from autopar.rules.user_rules import called
+from autopar.solve.problem import Solution
+from autopar.transforms.program import Program
+from autopar.version import versions_of
+from autopar.xla_model.step_summary import memory_over_step, seconds_by_node, step_trace
+
+
+def plan_of(
+    made: Candidate,
+    program: Program,
+    unknown: Counter[str],
+    *,
+    budget_bytes: float,
+    seconds: float,
+    memory_bound: bool = False,
+) -> Plan:
+    """The plan of a candidate.
+
+    Args:
+        program: that was planned, before anything in it was computed again.
+        unknown: primitives without a rule, and how often they are used.
+        budget_bytes: that it keeps to. seconds: that planning took.
+    """
+    parts, solution, graph = made.parts, made.solution, made.formulation.graph
+    check_explicit(parts.explicit, graph)
+    mesh, own_rates = made.formulation.mesh, replace(made.formulation.profile, xla_estimator=None)
+    return Plan(
+        program=program.signature,
+        mesh=mesh,
+        hardware=made.formulation.profile.name,
+        memory_budget_bytes=budget_bytes,
+        words=strategy_words(made.formulation, solution.choices, parts.inputs),
+        inputs=parts.inputs,
+        outputs=parts.outputs,
+        carried=graph.carried,
+        donated=program.donated,
+        constraints=parts.constraints,
+        decisions=parts.decisions,
+        collectives=parts.collectives,
+        regions=parts.regions,
+        microbatches=microbatches_of(made.program, mesh, parts.constraints),
+        recomputed=made.recomputed,
+        merge_bytes=parts.merge_bytes,
+        awaited=named(graph, parts.awaited),
+        separate=separate_sums(graph, parts.device),
+        replicated=_replicated(graph, parts.device, unknown, mesh, own_rates),
+        prediction=parts.prediction,
+        trace=step_trace(graph, parts.device, parts.timeline),
+        memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),
+        outcome=_outcome(solution, made.formulation, seconds, memory_bound),
+        notes=(*plan_notes(graph, mesh, unknown, parts.inputs), *microbatch_notes(program, mesh)),
+        versions=versions_of(),
+        in_tree=program.trace.in_tree,
+        out_tree=program.trace.out_tree,
+    )
+
+
+def _replicated(
+    graph: Graph, device: DeviceProgram, unknown: Counter[str], mesh: MeshShape, own_rates: HardwareProfile
+) -> tuple[Replicated, ...]:
+    """What has no rule, and what it takes; nothing where there is one device."""
+    if mesh.num_devices == 1 or not unknown:
+        return ()
+    seconds = seconds_by_node(device, mesh, own_rates)
+    nodes: dict[str, list[int]] = {}
+    for n, node in enumerate(graph.nodes):
+        view = NodeView.of(node, graph)
+        if not node.effect and (name := called(view)) in unknown and lacks_rule(view):
+            nodes.setdefault(name, []).append(n)
+    found = [
+        Replicated(
+            name=name,
+            count=len(those),
+            time_s=sum(seconds.get(n, 0.0) for n in those),
+            source=graph.nodes[those[0]].source,
+        )
+        for name, those in nodes.items()
+    ]
+    return tuple(sorted(found, key=lambda one: (-one.time_s, one.name)))
+
+
+def _outcome(solution: Solution, formulation: Formulation, seconds: float, memory_bound: bool) -> Outcome:
+    return Outcome(
+        cost_s=solution.cost,
+        lower_bound_s=solution.lower_bound,
+        gap=solution.gap if formulation.decisions else 0.0,  # a program of small values leaves no choice
+        status=solution.status.value,
+        num_nodes=len(formulation.decisions),
+        num_strategies=sum(d.num_strategies for d in formulation.decisions),
+        solve_time_s=seconds,
+        memory_bound=memory_bound,
+    )

@@ -1,0 +1,158 @@
+"""What a user wants of a plan: devices, memory, layouts, microbatches, and how long to search.
+
+In: options of `autopar.plan`. Out: `PlanRequest`, which all passes of the planner read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+
+from autopar.cost import hardware_profile as hardware_profiles
+from autopar.cost.hardware_profile import HardwareProfile
+from autopar.errors import MeshError, PlanMismatchError
+from autopar.frontend.sharding_metadata import Rules
+from autopar.ir.mesh import MeshShape, factorisations, mesh_of
+from autopar.ir.sharding import TensorSharding
+from autopar.planner.memory_budget import MemoryBudget
+from autopar.plans.plan import Plan
+from autopar.solve.ilp import Ilp
+from autopar.solve.problem import Solver
+
+Progress = Callable[[str, float], None]
+
+#: What is done with metadata on a step's arguments.
+Metadata = Literal["pin", "hint", "ignore"]
+
+#: Fields that do not enter the key of a kept plan as they are: devices are described by `meshes` and `profile`, `like` by the
+#: layouts that follow from it, and the others change no plan.
+_NOT_IN_KEY = frozenset(
+    ["mesh", "num_devices", "hardware", "like", "metadata", "logical_axis_rules", "progress", "cache", "dump"]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Options of `autopar.plan` for a step that is one program; see there for those that users know.
+
+    Args:
+        any_that_fits: where memory is short, the first plan found that fits will do.
+        held: of a program of one form, of which nothing is to be computed again: values, and how they must be made.
+    """
+
+    mesh: str | MeshShape | jax.sharding.Mesh | None = None
+    num_devices: int | None = None
+    hardware: str | HardwareProfile | None = None
+    memory_budget_bytes: float | None = None
+    pin: Mapping[str, Any] | None = None
+    metadata: Metadata = "pin"
+    logical_axis_rules: Rules | None = None
+    like: Plan | None = None
+    num_microbatches: int | Literal["auto"] = 1
+    per_microbatch_statistics: bool = False
+    rematerialize: bool = True
+    dims_as_written: bool = False
+    any_that_fits: bool = False
+    held: Mapping[int, TensorSharding] = field(default_factory=dict)
+    solver: Solver | None = None
+    time_limit_s: float = 60.0
+    progress: Progress | None = None
+    cache: bool | str | os.PathLike[str] | None = False
+    dump: str | os.PathLike[str] | None = None
+
+    @cached_property
+    def meshes(self) -> tuple[MeshShape, ...]:
+        """The meshes to plan for.
+
+        Raises:
+            MeshError: as of `requested_meshes`.
+        """
+        return requested_meshes(self.mesh, self.num_devices)
+
+    @cached_property
+    def profile(self) -> HardwareProfile:
+        """Of the devices."""
+        return requested_profile(self.hardware)
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """Of one device."""
+        given = self.memory_budget_bytes
+        return MemoryBudget(self.profile.usable_bytes if given is None else float(given))
+
+    def solver_within(self, share: float = 1.0, **options: Any) -> Solver:
+        """The user's solver; or one with a share of the time.
+
+        Args:
+            options: of `Ilp`.
+        """
+        return self.solver or Ilp(time_limit_s=share * self.time_limit_s, **options)
+
+    def report(self, stage: str, fraction: float) -> None:
+        """Show how far planning is."""
+        if self.progress is not None:
+            self.progress(stage, fraction)
+
+    def as_of(self, plan: Plan | None) -> PlanRequest:
+        """This request, with the mesh, hardware and budget of another plan where it says nothing else.
+
+        Raises:
+            PlanMismatchError: it is for another mesh.
+        """
+        if plan is None:
+            return self
+        if self.mesh is None and self.num_devices not in (None, plan.mesh.num_devices):
+            raise PlanMismatchError(
+                f"`like` is planned for mesh {plan.mesh.describe()}, but {self.num_devices} devices were asked for: drop one"
+            )
+        known = plan.hardware in hardware_profiles.known_names()
+        given = self.memory_budget_bytes
+        return replace(
+            self,
+            mesh=plan.mesh if self.mesh is None else self.mesh,
+            hardware=plan.hardware if self.hardware is None and known else self.hardware,
+            memory_budget_bytes=plan.memory_budget_bytes if given is None else given,
+        )
+
+    def key(self) -> dict[str, Any]:
+        """What a plan depends on of it, by name; what is as by default is left out, so that an option that is new changes
+        no key."""
+        usual = PlanRequest()
+        names = [one.name for one in fields(self) if one.name not in _NOT_IN_KEY]
+        given = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+        return given | {"meshes": self.meshes, "hardware": self.profile}
+
+
+def requested_meshes(mesh: Any, num_devices: int | None) -> tuple[MeshShape, ...]:
+    """The meshes to plan for, all of as many devices.
+
+    Raises:
+        MeshError: the two disagree, or a mesh cannot be read.
+    """
+    if mesh is None:
+        return factorisations(jax.device_count() if num_devices is None else num_devices)
+    if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        shape = MeshShape(tuple(mesh.axis_names), tuple(mesh.axis_sizes))
+    else:
+        shape = mesh_of(mesh)
+    if num_devices is not None and shape.num_devices != num_devices:
+        raise MeshError(
+            f"mesh {shape.describe()} has {shape.num_devices} devices, but {num_devices} were asked for:"
+            " give one of the two, or make them agree"
+        )
+    return (shape,)
+
+
+def requested_profile(hardware: str | HardwareProfile | None) -> HardwareProfile:
+    """The profile of a name, or of the visible devices."""
+    if isinstance(hardware, HardwareProfile):
+        return hardware
+    if hardware is None:
+        device = jax.devices()[0]
+        hardware = hardware_profiles.detect(device.device_kind, device.platform)
+    return hardware_profiles.load(hardware)
