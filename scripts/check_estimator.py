@@ -1,7 +1,7 @@
 """Hold the pricing of a device's program against XLA's own estimate of the same program.
 
 XLA's compiled program is read back into a `DeviceProgram`: no planning, no guess of what XLA fuses. So
-what `autopar.xla_model.latency_hiding.simulate` gets wrong here is pricing and scheduling alone. The programs are those that
+what `autopar.xla_model.simulation.simulate` gets wrong here is pricing and scheduling alone. The programs are those that
 `benchmarks.proof` has collected (`~/.cache/autopar-proof`), or one text file with `--program`.
 
 `python scripts/check_estimator.py --index ~/.cache/autopar-proof/index.tsv` prints a table: XLA's estimate,
@@ -31,7 +31,8 @@ from autopar.cost.kernel_time import column_blocks
 from autopar.ir.device_program import Buffer, DeviceProgram, Gemm, Op
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.xla_compiler.hlo_metadata import mesh_axes, read_groups
-from autopar.xla_model.latency_hiding import Timeline, simulate
+from autopar.xla_model.simulation import simulate
+from autopar.xla_model.timeline import Timeline
 
 HEADING = "## XLA's estimate of compiled programs"
 ABOUT = (

@@ -30,7 +30,7 @@ from autopar.transforms.program import Program, program_of
 from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_model.buffer_assignment import device_program
 from autopar.xla_model.collective_combiner import predecessors
-from autopar.xla_model.latency_hiding import simulate
+from autopar.xla_model.simulation import simulate
 from tests.planned import plan_and_candidate
 
 H100 = load("h100-sxm")

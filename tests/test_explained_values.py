@@ -25,7 +25,7 @@ from autopar.plans.plan import Plan
 from autopar.report.breakdown import memory_use, step_time
 from autopar.report.module_tree import Module, module_tree
 from autopar.xla_model import step_summary as over_time
-from autopar.xla_model.latency_hiding import Ran, Timeline
+from autopar.xla_model.timeline import Ran, Timeline
 
 
 @cache

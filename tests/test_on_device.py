@@ -30,8 +30,11 @@ from autopar.solve.ilp import Ilp
 from autopar.transforms.program import program_of
 from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_model.buffer_assignment import _together, device_program
-from autopar.xla_model.kernel_fusion import Fused, _Fusion, _Siblings, fuse
-from autopar.xla_model.latency_hiding import simulate
+from autopar.xla_model.fusion_pipeline import fuse
+from autopar.xla_model.kernels import Fused
+from autopar.xla_model.multi_output_fusion import MultiOutputFusion
+from autopar.xla_model.priority_fusion import PriorityFusion
+from autopar.xla_model.simulation import simulate
 from autopar.xla_model.spmd_partition import Instruction, InstructionKind, LocalProgram
 from tests.planned import plan_and_candidate
 
@@ -163,9 +166,9 @@ def random_program(seed: int) -> tuple[LocalProgram, list[int]]:
 @pytest.mark.parametrize("seed", range(30))
 def test_what_a_fusion_saves_is_known_as_if_it_were_priced_anew(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     local, _ = random_program(seed)
-    priced, seen = _Fusion._priority, 0
+    priced, seen = PriorityFusion._priority, 0
 
-    def checked(fusion: _Fusion, i: int) -> float | None:
+    def checked(fusion: PriorityFusion, i: int) -> float | None:
         nonlocal seen
         seen += 1
         remembered = priced(fusion, i)
@@ -177,7 +180,7 @@ def test_what_a_fusion_saves_is_known_as_if_it_were_priced_anew(seed: int, monke
         assert remembered is None or remembered == pytest.approx(anew, rel=1e-9, abs=1e-15)
         return remembered
 
-    monkeypatch.setattr(_Fusion, "_priority", checked)
+    monkeypatch.setattr(PriorityFusion, "_priority", checked)
     fuse(local, H100)
     assert seen
 
@@ -185,9 +188,9 @@ def test_what_a_fusion_saves_is_known_as_if_it_were_priced_anew(seed: int, monke
 @pytest.mark.parametrize("seed", range(30))
 def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     local, _ = random_program(seed)
-    joined = _Siblings._join
+    joined = MultiOutputFusion._join
 
-    def checked(siblings: _Siblings, a: int, b: int) -> None:
+    def checked(siblings: MultiOutputFusion, a: int, b: int) -> None:
         joined(siblings, a, b)
         home = siblings.home
         direct = {i: {home[o] for o in k.operands if o in home} - {i} for i, k in siblings.kernels.items()}
@@ -199,7 +202,7 @@ def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pyte
             known = {home[j] for j in range(bits.bit_length()) if bits >> j & 1}
             assert known - {i} == waits_for  # of itself it may know what was joined to it
 
-    monkeypatch.setattr(_Siblings, "_join", checked)
+    monkeypatch.setattr(MultiOutputFusion, "_join", checked)
     fuse(local, H100)
 
 

@@ -10,7 +10,8 @@ from autopar.cost.hardware_profile import load
 from autopar.ir.device_program import Buffer, DeviceProgram, Op
 from autopar.ir.mesh import parse_mesh
 from autopar.xla_model.collective_combiner import Merging
-from autopar.xla_model.latency_hiding import Simulation, Timeline, simulate
+from autopar.xla_model.simulation import Simulation, simulate
+from autopar.xla_model.timeline import Timeline
 
 MESH = parse_mesh("x=8")
 H100 = load("h100-sxm")

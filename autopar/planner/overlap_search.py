@@ -20,7 +20,7 @@ from autopar.planner.early_reductions import Early
 from autopar.planner.plan_assembly import hiding
 from autopar.plans.records import Awaited
 from autopar.xla_model.buffer_assignment import device_program
-from autopar.xla_model.latency_hiding import Simulation
+from autopar.xla_model.simulation import Simulation
 
 Prices = Mapping[Hideable, float]
 

@@ -34,7 +34,8 @@ from autopar.plans.records import (
 )
 from autopar.rules.manual_regions import is_manual
 from autopar.xla_model.buffer_assignment import device_program
-from autopar.xla_model.latency_hiding import Opinions, Simulation, Timeline
+from autopar.xla_model.simulation import Simulation
+from autopar.xla_model.timeline import Opinions, Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
 from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Graph
-from autopar.xla_model.kernel_fusion import Fused, fuse, num_blocks
+from autopar.xla_model.fusion_pipeline import fuse
+from autopar.xla_model.kernels import Fused, num_blocks
 from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
 
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")

@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph, Phase
 from autopar.ir.mesh import MeshShape
 from autopar.plans.step_trace import CollectiveRuns, Held, Instant, KernelRuns, MemoryOverStep, StepTrace
 from autopar.system.name_patterns import collapse
-from autopar.xla_model.latency_hiding import Ran, Timeline
+from autopar.xla_model.timeline import Ran, Timeline
 
 #: Parts of the step time for which a plan keeps how much is live.
 NUM_PARTS = 160

@@ -15,7 +15,7 @@ from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.residuals import Crossing, Crossings
 from autopar.planner.candidate import Candidate
-from autopar.xla_model.latency_hiding import simulate
+from autopar.xla_model.simulation import simulate
 
 
 class StageFigures:

@@ -1,0 +1,148 @@
+"""What a matrix product computes as it reads its operands and writes its result: XLA's GEMM fusion, in outline.
+
+In: `Kernels`. Out: the same, with casts and scalings inside products. Source: openxla/xla,
+xla/service/gpu/transforms/gemm_fusion.cc and xla/service/gpu/transforms/gemm_rewriter.cc.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.xla_model.kernels import Kernels
+
+_TOLERATED_BYTES = 1024  # by which a product's operand may be larger before what it takes in than after
+#: What a product's kernel computes as it reads an operand.
+_READ_THROUGH = frozenset(
+    [
+        "convert_element_type",
+        "mul",
+        "div",
+        "neg",
+        "abs",
+        "max",
+        "min",
+        "exp",
+        "log",
+        "tanh",
+        "sqrt",
+        "rsqrt",
+        "slice",
+        "integer_pow",
+    ]
+)
+
+
+def fuse_into_gemms(kernels: Kernels) -> None:
+    """A product takes in what does not make its operands smaller to read (a cast to a wider dtype, a scaling), and writes its
+    result as its one reader wants it, where that is smaller (a cast to a narrower dtype)."""
+    _GemmFusion(kernels).run()
+    kernels.drop_dead()
+
+
+class _GemmFusion:
+    def __init__(self, kernels: Kernels) -> None:
+        self.all = kernels
+
+    def run(self) -> None:
+        for i, one in enumerate(self.all.instructions):
+            if one.gemm is None or i not in self.all.kernels:
+                continue
+            for operand in list(one.operands):
+                source = operand
+                while (above := self._read_through(source)) is not None:
+                    source = above
+                if source != operand:
+                    self._read_instead(i, operand, source)
+            self._write_smaller(i)
+
+    def _read_through(self, at: int) -> int | None:
+        """The one large operand of an instruction that a product computes as it reads."""
+        one = self.all.instructions[at]
+        if one.kind != "loop" or one.primitive not in _READ_THROUGH:
+            return None
+        read = sum(self.all.instructions[o].num_bytes for o in one.operands)
+        if not one.operands or read - one.num_bytes > _TOLERATED_BYTES:
+            return None
+        return max(one.operands, key=lambda o: self.all.instructions[o].num_bytes)
+
+    def _read_instead(self, i: int, operand: int, source: int) -> None:
+        for operands in (self.all.instructions[i].operands, self.all.kernels[i].operands):
+            del operands[operand]
+            operands[source] = 1.0
+        self.all.users[operand].discard(i)
+        self.all.users[source].add(i)
+
+    def _write_smaller(self, i: int) -> None:
+        """Give a product the size of its only reader's result, where that is a cast to fewer bytes, perhaps of the
+        product scaled."""
+        self._cast_before_transpose(i)
+        while (reader := self.all.only_reader(i)) is not None:
+            one = self.all.instructions[reader]
+            narrower = one.primitive in ("convert_element_type", "slice") and len(one.operands) == 1
+            scaled = self._is_scaling(reader) and self._is_cast_at_once(reader)
+            if one.kind != "loop" or not (narrower or scaled) or one.num_bytes > self.all.instructions[i].num_bytes:
+                return
+            product = self.all.instructions[i]
+            gemm = replace(product.gemm, out_dtype=one.dtype) if product.gemm else None
+            self.all.instructions[i] = replace(
+                product, num_bytes=one.num_bytes, elements=one.elements, dtype=one.dtype, gemm=gemm
+            )
+            for user in list(self.all.users[reader]):
+                for operands in (self.all.instructions[user].operands, self.all.kernels[user].operands):
+                    if reader in operands:
+                        operands[i] = operands.pop(reader)
+                self.all.users[i].add(user)
+            self.all.users[i].discard(reader)
+            for scalar in one.operands.keys() - {i}:
+                self.all.users[scalar].discard(reader)
+            self.all.users[reader] = set()
+            del self.all.kernels[reader]
+            if reader in self.all.outputs:
+                self.all.outputs.discard(reader)
+                self.all.outputs.add(i)
+                self.all.renamed[reader] = i
+
+    def _cast_before_transpose(self, i: int) -> None:
+        """A product's result that is transposed, perhaps scaled, and then narrowed is narrowed before it is transposed:
+        a transpose is a layout."""
+        chain = [i]
+        while (after := self.all.only_reader(chain[-1])) is not None and (
+            self.all.instructions[after].primitive == "transpose" or self._is_scaling(after)
+        ):
+            chain.append(after)
+        if after is None or not self._narrows(after):
+            return
+        places = [*chain[1:], after]
+        moved = [at for at in places if self.all.instructions[at].primitive == "transpose"]
+        order = [at for at in places if at not in moved] + moved
+        read = dict(zip(places, chain, strict=True))
+        cast, ones = (
+            self.all.instructions[after],
+            [(at, self.all.instructions[at], self.all.kernels[at].flops) for at in order],
+        )
+        for at, (was, one, flops) in zip(places, ones, strict=True):
+            operands = {read[at] if o == read[was] else o: count for o, count in one.operands.items()}
+            for scalar in operands.keys() - {read[at]}:
+                self.all.users[scalar] = self.all.users[scalar] - {was} | {at}
+            narrow = {"num_bytes": cast.num_bytes, "dtype": cast.dtype} if one.primitive == "transpose" else {}
+            self.all.instructions[at] = replace(one, operands=operands, **narrow)
+            self.all.kernels[at].flops, self.all.kernels[at].operands = flops, dict(operands)
+
+    def _is_scaling(self, i: int) -> bool:
+        """Whether an instruction scales its one large operand by a number, which may be computed."""
+        one = self.all.instructions[i]
+        large = [o for o in one.operands if self.all.instructions[o].elements > 1]
+        return one.kind == "loop" and one.primitive in ("mul", "div", "neg") and len(large) == 1
+
+    def _is_cast_at_once(self, i: int) -> bool:
+        """Whether nothing reads an instruction but a cast to fewer bytes, or a scaling that is cast so."""
+        after = self.all.only_reader(i)
+        return after is not None and (
+            self._narrows(after) or (self._is_scaling(after) and self._is_cast_at_once(after))
+        )
+
+    def _narrows(self, i: int) -> bool:
+        """Whether an instruction is a cast to fewer bytes."""
+        one = self.all.instructions[i]
+        is_cast = one.kind == "loop" and one.primitive == "convert_element_type" and len(one.operands) == 1
+        return is_cast and one.num_bytes < sum(self.all.instructions[o].num_bytes for o in one.operands)
