@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.cost.hardware_profile import load
-from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.frontend.equations import LiteralOperand
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.run.executor import Pipeline, PlannedStage

@@ -19,7 +19,7 @@ from autopar.cost.hardware_profile import load
 from autopar.ir.device_program import DeviceProgram
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh
-from autopar.jax_interop.compat import module_bytes
+from autopar.jax_interop.compilation import module_bytes
 from autopar.planner.candidate import Candidate
 from autopar.planner.early_reductions import Early
 from autopar.plans.plan import Plan

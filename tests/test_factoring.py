@@ -19,7 +19,7 @@ from any_choice import AnyChoice
 from jax import lax
 
 import autopar
-from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.frontend.equations import LiteralOperand
 from autopar.frontend.from_jaxpr import graph_of
 from autopar.frontend.trace import Trace, trace
 from autopar.ir.verifier import check

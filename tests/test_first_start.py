@@ -18,7 +18,7 @@ import pytest
 import autopar
 from autopar.api import prepared_step as prepared
 from autopar.api import step_plans
-from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop import compilation
 from autopar.system import progress as waiting
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
@@ -165,7 +165,7 @@ def test_random_numbers_are_jits_whatever_the_key_and_their_bits() -> None:
 
     for impl in ("threefry2x32", "rbg"):
         args = (jax.random.key(5, impl=impl), jax.random.PRNGKey(6))
-        made = jax_compat.compiled_to_draw(jax.jit(draw), args)(*args)
+        made = compilation.compiled_to_draw(jax.jit(draw), args)(*args)
         jax.tree.map(np.testing.assert_array_equal, made, jax.jit(draw)(*args))
 
 

@@ -25,6 +25,7 @@ from autopar.cost.resharding_paths import Move, resharding_moves
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop import compilation
 from autopar.jax_interop.partition_spec import named_shardings
 from autopar.rules.strategies import Strategy
 from autopar.runtime.jit import abstract_mesh
@@ -60,7 +61,7 @@ def gpus(gpu_compiler: None) -> Iterator[Compiler]:
 
 def compiled(gpus: Compiler, function: Any, args: Any, in_shardings: Any) -> CompiledStep:
     traced = jax.jit(function, in_shardings=in_shardings).trace(*args)
-    module = jax_compat.module_bytes(traced.lower(lowering_platforms=("cuda",)))
+    module = compilation.module_bytes(traced.lower(lowering_platforms=("cuda",)))
     return gpus.compile(module, load("h100-sxm"), 8, 1)
 
 

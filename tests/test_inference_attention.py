@@ -23,7 +23,7 @@ from autopar.inference.kernels.paged_attention import BACKENDS, Backend, attend_
 from autopar.inference.kernels.select_backend import Problem, choose_backend
 from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.kv_cache.device_pages import KVPages
-from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop import compilation
 from autopar.plans.plan import Plan
 from autopar.xla_compiler import hlo_collectives as hlo
 
@@ -201,7 +201,7 @@ def test_the_kernel_is_compiled_for_a_gpu_and_moves_no_pool(absent_gpus: Any) ->
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(step("pallas"), donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",))
     profile = load("h100-sxm")
-    made = absent_gpus.compile(jax_compat.module_bytes(lowered), profile, 1, 1)
+    made = absent_gpus.compile(compilation.module_bytes(lowered), profile, 1, 1)
     pool = 2 * 4 * math.prod(arguments[0].keys.shape)
     assert "xla.gpu.triton" in made.hlo_text
     assert made.alias_bytes == pool and made.temp_bytes < pool / 4

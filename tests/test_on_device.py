@@ -23,7 +23,7 @@ from autopar.formulate.formulation import Formulation, formulate
 from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, peak_of_temporaries
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh
-from autopar.jax_interop.compat import module_bytes
+from autopar.jax_interop.compilation import module_bytes
 from autopar.planner.pins import resolve_pins
 from autopar.planner.program_groups import program_groups
 from autopar.solve.ilp import Ilp

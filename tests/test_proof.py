@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar.cost.hardware_profile import load
 from autopar.ir.mesh import parse_mesh
-from autopar.jax_interop.compat import module_bytes
+from autopar.jax_interop.compilation import module_bytes
 from autopar.solve.problem import Edge, Problem
 from autopar.xla_compiler.compiler import CompiledStep
 from benchmarks import compile_cache, proof_summary

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cost.hardware_profile import HardwareProfile, load
-from autopar.jax_interop.compat import module_bytes
+from autopar.jax_interop.compilation import module_bytes
 from autopar.pipeline.plan_files import load_plan
 from autopar.plans.plan import Plan
 from autopar.rules.halo_window import LocalWindow, Window

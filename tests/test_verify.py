@@ -568,7 +568,7 @@ def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
 @pytest.mark.usefixtures("gpu_compiler")
 def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices stand in for GPUs: the same process, the same messages; carried state goes round."""
-    from autopar.jax_interop import compat as jax_compat
+    from autopar.jax_interop import compilation
     from autopar.runtime import jit as execute
     from autopar.verification.compile_plan import _arguments
 
@@ -578,16 +578,16 @@ def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.Monk
     plan, traced = step.planned(*program.abstract_args())
     jitted = execute.jit_plan(plan, traced.trace, execute.abstract_mesh(plan.mesh))
     lowered = execute.lower_for("cpu", jitted, program.abstract_args())
-    arguments = _arguments(plan, traced, jax_compat.kept_inputs(lowered))
+    arguments = _arguments(plan, traced, compilation.kept_inputs(lowered))
     with Compiler(platform="cpu") as process:
-        made = process.compile(jax_compat.module_bytes(lowered), load("cpu-host"), 4, 1, arguments)
+        made = process.compile(compilation.module_bytes(lowered), load("cpu-host"), 4, 1, arguments)
         assert process.flags[-3:-1] == compiler.SCHEDULER_FLAGS
     assert made.measured is not None
     assert len(made.measured.runs_s) >= 3
     assert min(made.measured.runs_s) <= made.measured.step_time_s <= max(made.measured.runs_s)
     assert made.measured.peak_bytes is None  # a CPU does not say
     assert made.argument_bytes == pytest.approx(
-        sum(t.num_bytes for i, t in enumerate(plan.inputs) if i in jax_compat.kept_inputs(lowered)), rel=0.01
+        sum(t.num_bytes for i, t in enumerate(plan.inputs) if i in compilation.kept_inputs(lowered)), rel=0.01
     )
     assert "HloModule" in made.hlo_text
 
@@ -759,10 +759,10 @@ def test_lowering_needs_no_device() -> None:
     """What travels to the compiler's process: bytecode that names modules, made under an abstract mesh."""
     program = two_layers()
     plan, traced = autopar.parallelize(mesh="2x8", hardware="h100-sxm")(program.step).planned(*program.abstract_args())
-    from autopar.jax_interop import compat as jax_compat
+    from autopar.jax_interop import compilation
     from autopar.runtime import jit as execute
 
     jitted = execute.jit_plan(plan, traced.trace, execute.abstract_mesh(plan.mesh))
-    module = jax_compat.module_bytes(execute.lower_for("cuda", jitted, program.abstract_args()))
+    module = compilation.module_bytes(execute.lower_for("cuda", jitted, program.abstract_args()))
     assert len(jax.devices()) < plan.mesh.num_devices
     assert b"Dense_0" in module

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.frontend.call import Results
-from autopar.jax_interop.compat import compiled_to_draw, compiling, shape_struct
+from autopar.jax_interop.compat import shape_struct
+from autopar.jax_interop.compilation import compiled_to_draw, compiling
 from autopar.jax_interop.partition_spec import named_shardings
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.plan import AnyPlan, PipelinePlan

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from autopar.code_export import runtime as export_runtime
 from autopar.errors import ExportError
-from autopar.frontend.flat_jaxpr import Equation
+from autopar.frontend.equations import Equation
 from autopar.frontend.trace import Trace, trace
 
 

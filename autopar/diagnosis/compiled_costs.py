@@ -15,7 +15,7 @@ import jax
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.diagnosis.hand_sharded import HandSharded
 from autopar.diagnosis.unintended_collectives import Extra, extras, missing_time
-from autopar.jax_interop.compat import module_bytes
+from autopar.jax_interop.compilation import module_bytes
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.transforms.program import Program

@@ -22,6 +22,7 @@ from autopar.frontend.step import Step
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop import compilation
 from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
 
 #: A mesh that is expected, or its number of devices.
@@ -109,7 +110,7 @@ def read_hand_sharded(step: Callable[..., Any], args: Sequence[Any], mesh: Asked
     jitted: Any = step if _is_jitted(step) else jax.jit(step)
     placed = jax.tree.map(jax_compat.placed_struct, tuple(args))
     with _translated(name):
-        call, equations = jax_compat.jit_call(jitted, placed)
+        call, equations = compilation.jit_call(jitted, placed)
     leaves = jax.tree.leaves(placed)
     found: list[_Found] = []
     inputs = []

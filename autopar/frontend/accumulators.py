@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.frontend.flat_jaxpr import Equation, LiteralOperand, Region
+from autopar.frontend.equations import Equation, LiteralOperand, Region
 
 
 class Sums:

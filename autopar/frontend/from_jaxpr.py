@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.frontend.accumulators import Sums
-from autopar.frontend.flat_jaxpr import Equation, Region
+from autopar.frontend.equations import Equation, Region
 from autopar.frontend.kernel_flops import WORK, counted_work
 from autopar.frontend.trace import Trace
 from autopar.frontend.user_shardings import constraint_params, shard_map_params

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 
 from autopar.errors import AutoparError, TraceError
-from autopar.frontend.flat_jaxpr import Equation, Flattener, LiteralOperand, Region
+from autopar.frontend.equations import Equation, LiteralOperand, Region
+from autopar.frontend.flat_jaxpr import Flattener
 from autopar.frontend.pytree_paths import leaf_paths
 from autopar.frontend.step import Step
 from autopar.jax_interop import compat as jax_compat

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop import compilation
 from autopar.system.checksummed_file import make_private, refuse_of_others, refuse_status_of_others
 
 #: How many programs' folders are kept; those that were used longest ago go first.
@@ -44,7 +44,7 @@ def compiled_kept_in(folder: Path | None) -> Iterator[None]:
     _drop_unusable(folder)
     _prune(folder.parent)
     try:
-        with jax_compat.compiled_programs_in(str(folder)):
+        with compilation.compiled_programs_in(str(folder)):
             yield
     finally:
         _close_to_others(folder)
@@ -77,7 +77,7 @@ def _drop_unusable(folder: Path) -> None:
                 _log.warning("the compiled step kept in %s is not used (%s): it is compiled anew", entry, error)
                 continue
             being_written = time.time() - entry.stat().st_mtime < _JUST_NOW_S
-            if not being_written and not jax_compat.is_compiled_program(entry.read_bytes()):
+            if not being_written and not compilation.is_compiled_program(entry.read_bytes()):
                 entry.unlink()
                 _log.warning("a compiled step kept in %s is damaged: it is compiled anew", entry)
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop import compilation
 
 
 def serialized(compiled: jax.stages.Compiled) -> bytes:
@@ -48,4 +48,4 @@ def deserialized(data: bytes, devices: Sequence[Any]) -> jax.stages.Compiled:
 def place_key(devices: Sequence[Any]) -> str:
     """What a compiled program depends on besides its function: JAX's settings, its compiler, and the devices."""
     which = [(device.id, device.process_index, device.platform, device.device_kind) for device in devices]
-    return f"{jax_compat.tracing_key()} {jax_compat.compiler_key(devices)} {which}"
+    return f"{compilation.tracing_key()} {compilation.compiler_key(devices)} {which}"

@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.errors import OptionError
 from autopar.formulate.formulation import Decision, Formulation
-from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.frontend.equations import LiteralOperand
 from autopar.ir.explicit_program import Communicate, Compute
 from autopar.ir.graph import Graph, Value
 from autopar.planner.candidate import Candidate

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from autopar.frontend.flat_jaxpr import Equation, LiteralOperand, Region
+from autopar.frontend.equations import Equation, LiteralOperand, Region
 from autopar.frontend.trace import Trace
 from autopar.frontend.user_shardings import run_shard_map
 from autopar.ir.sharding import TensorSharding

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autopar.cost.hardware_profile import HardwareProfile
-from autopar.jax_interop.compat import kept_inputs, module_bytes, raw_struct
+from autopar.jax_interop.compat import raw_struct
+from autopar.jax_interop.compilation import kept_inputs, module_bytes
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.runtime.xla_options import compiler_options

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from jax.experimental import topologies
 
-from autopar.jax_interop.compat import compile_module
+from autopar.jax_interop.compilation import compile_module
 
 #: (job's folder, devices, XLA's executable) -> more figures of this job.
 Afterwards = Callable[[Path, Sequence[Any], Any], dict[str, Any]]

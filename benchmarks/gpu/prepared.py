@@ -20,7 +20,7 @@ import autopar
 from autopar.cost.hardware_profile import load
 from autopar.errors import AutoparError
 from autopar.frontend.trace import Trace
-from autopar.jax_interop.compat import module_bytes
+from autopar.jax_interop.compilation import module_bytes
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.runtime.xla_options import compiler_options

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.frontend.equations import LiteralOperand
 from autopar.pipeline.cut.flow import Chain
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.run.executor import Pipeline, PlannedStage

@@ -29,7 +29,7 @@ from autopar.inference.schedule.speculation_policy import NGram, Payoff, Propose
 from autopar.inference.serve.draft_model import DraftModel
 from autopar.inference.serve.layout import Key, Layout, Served, laid_out, pins_of_pages
 from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
-from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop import compilation
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.request import requested_meshes, requested_profile
@@ -83,7 +83,7 @@ def opened(
         attention = attention_for(served, place.get("mesh")).name
     served = replace(served, attention=attention)
     layout = planned_for(served, place, num_pages, progress, others_bytes, beside)
-    with contextlib.nullcontext() if kept.path is None else jax_compat.compiled_anew():
+    with contextlib.nullcontext() if kept.path is None else compilation.compiled_anew():
         programs, params = _with_weights(served, layout, load, progress)
     kept.write(attention, programs)
     return Opened(served, programs, params, None)

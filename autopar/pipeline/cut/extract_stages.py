@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import jax
 
-from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand, Nest, equations_of, items_of, laid, without_dead
+from autopar.frontend.equations import Equation, Item, LiteralOperand, Nest, equations_of, items_of, laid, without_dead
 from autopar.frontend.trace import Trace
 from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.unroll_layers import Rows

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.frontend.flat_jaxpr import Equation, Item, equations_of, items_of, laid
+from autopar.frontend.equations import Equation, Item, equations_of, items_of, laid
 from autopar.frontend.trace import Trace
 from autopar.pipeline.cut.flow import Flow
 from autopar.transforms.microbatch.classify import PARTIAL

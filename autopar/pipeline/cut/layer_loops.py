@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from autopar.errors import MicrobatchError
-from autopar.frontend.flat_jaxpr import Region
+from autopar.frontend.equations import Region
 from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
 from autopar.transforms.microbatch.batch_dims import Batch, Place, Places, leading_dim

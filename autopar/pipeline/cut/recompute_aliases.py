@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from autopar.frontend.flat_jaxpr import Equation, Item, LiteralOperand, items_of
+from autopar.frontend.equations import Equation, Item, LiteralOperand, items_of
 from autopar.pipeline.cut.flow import Flow
 
 

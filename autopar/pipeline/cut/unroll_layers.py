@@ -20,7 +20,7 @@ import jax
 from jax import lax
 
 from autopar.frontend.accumulators import Sums
-from autopar.frontend.flat_jaxpr import (
+from autopar.frontend.equations import (
     Equation,
     Item,
     LiteralOperand,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.frontend.equations import LiteralOperand
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.errors import PlanMismatchError
-from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.frontend.equations import LiteralOperand
 from autopar.jax_interop.partition_spec import named_shardings
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.cut.unroll_layers import Rows

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import ProcessError
-from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop import processes
 from autopar.runtime.distributed.cpu_transport import check_arrays_pass
 
 Shape = tuple[int, ...]
@@ -90,12 +90,12 @@ class Crossing:
             )
         self.is_mine = jax.process_index() in one | other
         alike = wire.source.mesh.size == wire.target.mesh.size
-        self._put = jax_compat.copying_to(wire.target) if alike else lambda value: jax.device_put(value, wire.target)
+        self._put = processes.copying_to(wire.target) if alike else lambda value: jax.device_put(value, wire.target)
         if self.between_processes:
             check_arrays_pass(devices_of(wire.source).flat[0].platform)
             self._legs = _legs(shape, wire)
             here = jax.process_index()
-            self._copies = [jax_compat.copying_to(target) for _, target in self._legs]
+            self._copies = [processes.copying_to(target) for _, target in self._legs]
             self._absent = [None if here in processes_of(a) else _absent(shape, dtype, a) for a, _ in self._legs]
 
     def move(self, value: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import ProcessError
-from autopar.jax_interop.compat import coordination_client
+from autopar.jax_interop.processes import coordination_client
 
 
 class ServiceLostError(ProcessError):

@@ -11,7 +11,7 @@ import socket
 import jax
 
 from autopar.errors import ProcessError
-from autopar.jax_interop.compat import (
+from autopar.jax_interop.processes import (
     backends_are_initialized,
     coordinator_address,
     cross_host_address,

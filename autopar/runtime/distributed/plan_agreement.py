@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.cost.hardware_profile import HardwareProfile, detect, load
 from autopar.errors import ProcessError
-from autopar.frontend.flat_jaxpr import LiteralOperand
+from autopar.frontend.equations import LiteralOperand
 from autopar.plans.json_codec import decoder, encode
 from autopar.plans.records import Placement, ProgramSignature
 from autopar.runtime.distributed.device_order import devices_per_host

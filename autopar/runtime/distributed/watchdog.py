@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import jax
 
 from autopar.errors import ProcessError, StepSignatureError
-from autopar.jax_interop.compat import coordinator_address, leave_without_waiting
+from autopar.jax_interop.processes import coordinator_address, leave_without_waiting
 from autopar.runtime.distributed.coordination_store import ServiceLostError
 from autopar.runtime.distributed.exchange import Exchange, Member, among_processes
 from autopar.runtime.distributed.fault_attribution import Judge, Record, State, StepTime, step_times

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.errors import MicrobatchError
-from autopar.frontend.flat_jaxpr import LiteralOperand, Region
+from autopar.frontend.equations import LiteralOperand, Region
 from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
 from autopar.transforms.microbatch.batch_dims import Batch, Factor, Places

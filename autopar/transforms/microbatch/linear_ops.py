@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.frontend.flat_jaxpr import Equation, LiteralOperand
+from autopar.frontend.equations import Equation, LiteralOperand
 
 #: Linear in their one operand, as `reduce_sum`; casts between floating-point types are so up to rounding.
 _MOVES = "reshape rev slice squeeze split broadcast_in_dim transpose expand_dims tile unstack copy copy_p"

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.frontend.flat_jaxpr import Equation, Flattener, Item, Nest, items_of, laid
+from autopar.frontend.equations import Equation, Item, Nest, items_of, laid
+from autopar.frontend.flat_jaxpr import Flattener
 from autopar.frontend.trace import Trace
 from autopar.jax_interop import compat as jax_compat
 

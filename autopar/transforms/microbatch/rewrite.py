@@ -17,17 +17,7 @@ import numpy as np
 from jax import lax
 
 from autopar.errors import MicrobatchError
-from autopar.frontend.flat_jaxpr import (
-    Equation,
-    Item,
-    LiteralOperand,
-    Nest,
-    Piece,
-    Region,
-    items_of,
-    laid,
-    without_dead,
-)
+from autopar.frontend.equations import Equation, Item, LiteralOperand, Nest, Piece, Region, items_of, laid, without_dead
 from autopar.frontend.from_jaxpr import graph_of
 from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph

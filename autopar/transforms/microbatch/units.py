@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.frontend.flat_jaxpr import Equation, Region
+from autopar.frontend.equations import Equation, Region
 from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.frontend.accumulators import Sums
-from autopar.frontend.flat_jaxpr import Equation, Item, Nest, items_of, laid, without_dead
+from autopar.frontend.equations import Equation, Item, Nest, items_of, laid, without_dead
 from autopar.frontend.trace import Rewritten, Trace
 from autopar.jax_interop import compat as jax_compat
 from autopar.plans.records import Again

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.frontend.flat_jaxpr import Region
+from autopar.frontend.equations import Region
 from autopar.frontend.trace import Trace
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.frontend.flat_jaxpr import Equation, LiteralOperand
+from autopar.frontend.equations import Equation, LiteralOperand
 from autopar.frontend.trace import Trace
 from autopar.jax_interop import compat as jax_compat
 

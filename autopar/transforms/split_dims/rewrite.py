@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from autopar.frontend.flat_jaxpr import Equation, LiteralOperand, Region
+from autopar.frontend.equations import Equation, LiteralOperand, Region
 from autopar.frontend.trace import Rewritten, Trace
 from autopar.ir.graph import Graph
 from autopar.transforms.rewriting.equation_writer import Writer
