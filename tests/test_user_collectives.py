@@ -37,7 +37,7 @@ from autopar.ir.sharding_changes import moved
 from autopar.ir.verifier import check_explicit
 from autopar.planner.cache.function_text import function_text
 from autopar.planner.cache.key import maker
-from autopar.planner.planner import _group
+from autopar.planner.program_groups import program_groups
 from autopar.plans.plan import Plan
 from autopar.report.html.document import write_report
 from autopar.solve.ilp import Ilp
@@ -295,7 +295,7 @@ def test_what_it_costs_is_what_the_solver_was_told(name: str, mesh: str) -> None
     register("swap", like="all-to-all", time_s=lambda num_bytes, num_devices, link: num_bytes * 1e-15, run=exchange)
     program = programs.PROGRAMS[name]()
     graph = program_of(program.step, program.args(), carry=None, donate=None).graph
-    f = formulate(graph, _group(graph, {}).groups, parse_mesh(mesh), SLOW, pins={}, memory_budget_bytes=None)
+    f = formulate(graph, program_groups(graph).groups, parse_mesh(mesh), SLOW, pins={}, memory_budget_bytes=None)
     choices = Ilp().solve(f.problem).choices
     explicit = explicit_program(f, choices)
     assert any(op.by for op in explicit.communications)

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.errors import OptionError
 from autopar.formulate.formulation import Decision, Formulation
 from autopar.frontend.equations import LiteralOperand
-from autopar.ir.explicit_program import Communicate, Compute
+from autopar.ir.explicit_program import Communicate, Compute, Extend
 from autopar.ir.graph import Graph, Value
 from autopar.planner.candidate import Candidate
 from autopar.planner.mesh_search import Found
@@ -149,6 +149,9 @@ def _explicit(passes: _Passes) -> Iterator[str]:
             node = graph.nodes[op.node]
             results = ", ".join(made(explicit.made.get(value)) for value in node.results) or "()"
             yield f"{results} = {node.primitive} {', '.join(map(array, op.operands))}"
+        elif isinstance(op, Extend):
+            size = f"to {'x'.join(map(str, op.shape))} elements, {human_bytes(op.num_bytes)}"
+            yield f"EXTEND operand {op.operand} of n{op.node} {size}"
         else:
             yield f"{made(op.result)} = {_communicated(op)} of {array(op.operand)}"
     yield f"return {', '.join(map(array, explicit.outputs))}"

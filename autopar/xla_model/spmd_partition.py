@@ -7,7 +7,6 @@ step; they are what XLA's partitioner hands on to its fusion (`xla_model/fusion_
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
