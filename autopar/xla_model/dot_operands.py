@@ -1,0 +1,120 @@
+"""Operands of a matrix product on one device, as its kernel takes them.
+
+In: a product and its operands. Out: the operands with batch dims outermost, padding masked, copies by group; `Gemm`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir.device_program import Gemm
+from autopar.ir.graph import Node, Value
+from autopar.xla_model.instruction_kinds import sums_nothing
+from autopar.xla_model.local_program import Instruction
+from autopar.xla_model.partition_builder import PartitionBuilder
+from autopar.xla_model.ragged_dot import dense_product
+
+
+class DotOperands:
+    """Copies that products need; those that several need are made once."""
+
+    def __init__(self, builder: PartitionBuilder) -> None:
+        self.b = builder
+        self.laid_out: dict[int, int] = {}
+
+    def in_batch_order(self, n: int, node: Node, index: int, at: int) -> int:
+        """A product's operand whose batch dims are not outermost is copied so that they are, once for all its
+        readers; but the result of another product can be written in that order."""
+        _, batch = node.params["dimension_numbers"]
+        dims = batch[index]
+        if tuple(dims) == tuple(range(len(dims))):
+            return at
+        if at in self.laid_out:
+            return self.laid_out[at]
+        # Layouts are settled for whole chains of elementwise operations, so the copy is made where it is smallest.
+        chain, narrowest = [at], 0
+        while (above := self._only_operand(chain[-1])) is not None:
+            chain.append(above)
+            if self.b.program.instructions[above].num_bytes < self.b.program.instructions[chain[narrowest]].num_bytes:
+                narrowest = len(chain) - 1
+        top = chain[narrowest]
+        if top not in self.laid_out:
+            one = self.b.program.instructions[top]
+            self.laid_out[top] = self.b.add(
+                replace(one, kind="loop", node=n, primitive="transpose", operands={top: 1.0}, flops=0.0, gemm=None)
+            )
+        for below in reversed(chain[:narrowest]):
+            one = self.b.program.instructions[below]
+            operands = {self.laid_out[top] if o == top else o: times for o, times in one.operands.items()}
+            self.laid_out[below] = self.b.add(replace(one, node=n, operands=operands))
+            top = below
+        return self.laid_out[at]
+
+    def _only_operand(self, at: int) -> int | None:
+        """What an elementwise operation without any other operand of its size reads."""
+        one = self.b.program.instructions[at]
+        if one.primitive not in ("convert_element_type", "mul", "div", "neg") or not one.operands:
+            return None
+        full = [o for o in one.operands if self.b.program.instructions[o].elements == one.elements]
+        small = all(o in full or self.b.program.instructions[o].elements <= 1.0 for o in one.operands)
+        return full[0] if len(full) == 1 and small else None
+
+    def masked(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
+        """A product's operand that is unevenly split along a summed dim is copied with its padding set to zero."""
+        contracting, _ = node.params["dimension_numbers"]
+        value = node.operands[index]
+        assert value is not None
+        whole = self.b.graph.values[value].shape
+        if all(whole[d] % max(shape[d], 1) == 0 for d in contracting[index]):  # of an empty batch there is none
+            return at
+        source = self.b.program.instructions[at]
+        copy = Instruction(
+            "loop", n, source.value, "select_n", {at: 1.0}, source.elements, source.num_bytes, dtype=source.dtype
+        )
+        return self.b.add(copy)
+
+    def masked_rows(
+        self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], result: tuple[int, ...]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Operands of a product in groups, copied for each group; all that read one so share the copies."""
+        dense = dense_product(node.params, operands[0][1], operands[1][1], result)
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for (at, shape), copies in zip(operands, (*dense.copies, *[0] * len(operands)), strict=False):
+            if copies:
+                source, key = self.b.program.instructions[at], ("masked rows", at, copies, operands[2][0])
+                if key not in self.b.known:
+                    one = replace(source, kind="loop", node=n, primitive="select_n", operands={at: float(copies)})
+                    one.elements, one.num_bytes = copies * source.elements, copies * source.num_bytes
+                    one.flops, one.gemm, one.collective = one.elements * self.b.cheap_flops, None, ""
+                    self.b.known[key] = self.b.add(one)
+                at = self.b.known[key]
+                if dense.beside:
+                    at = self.b.add(replace(self.b.program.instructions[at], primitive="transpose", operands={at: 1.0}))
+                    self.b.program.instructions[at].flops = 0.0
+            found.append((at, shape))
+        return found
+
+    def gemm(
+        self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
+    ) -> Gemm | None:
+        """The product that a node is; None of others.
+
+        Args:
+            operands: instructions and their local shapes. shapes: of the results.
+        """
+        values: list[Value] = [self.b.graph.values[v] for v in node.operands if v is not None]
+        if node.primitive == "ragged_dot_general":
+            dense = dense_product(node.params, operands[0][1], operands[1][1], shapes[0])
+            result = self.b.graph.values[node.results[0]].dtype
+            return Gemm(dense.batch, dense.m, dense.n, dense.k, values[0].dtype, result)
+        if node.primitive != "dot_general" or len(operands) != 2 or sums_nothing(node):
+            return None
+        (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
+        left, right = operands[0][1], operands[1][1]
+        k = math.prod(left[d] for d in left_contracting)
+        batch = math.prod(left[d] for d in left_batch)
+        m = math.prod(s for d, s in enumerate(left) if d not in (*left_contracting, *left_batch))
+        n = math.prod(s for d, s in enumerate(right) if d not in (*right_contracting, *right_batch))
+        return Gemm(batch, m, n, k, values[0].dtype, self.b.graph.values[node.results[0]].dtype)

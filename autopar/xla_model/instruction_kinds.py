@@ -1,0 +1,144 @@
+"""What an equation is to XLA on one device: a view, a loop over elements, a reduction, a library's kernel, ...
+
+In: a node and its operands. Out: its `InstructionKind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.graph import Node
+from autopar.rules.node_view import NodeView
+from autopar.rules.table import RULES, rule_for
+from autopar.xla_model.local_program import InstructionKind
+from autopar.xla_model.partition_builder import PartitionBuilder
+
+#: The same memory under another shape or name.
+_ALIASES = frozenset(
+    [
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "copy",
+        "copy_p",
+        "stop_gradient",
+        "bitcast_convert_type",
+        "random_wrap",
+        "random_unwrap",
+        "sharding_constraint",
+        "reshard",
+        "reduce_precision",
+    ]
+)
+CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
+_REDUCTIONS = CUMULATIVE | {"argmax", "argmin"}
+IN_PLACE = frozenset(["dynamic_update_slice"])
+#: Kernels that nothing is fused with: libraries, sorts, whole loops.
+_HEROES = frozenset(
+    [
+        "dot_general",
+        "ragged_dot",
+        "ragged_dot_general",
+        "conv_general_dilated",
+        "sort",
+        "top_k",
+        "approx_top_k",
+        "fft",
+        "cholesky",
+        "triangular_solve",
+        "eigh",
+        "svd",
+        "qr",
+        "lu",
+        "custom_call",
+        "ffi_call",
+        "rng_bit_generator",
+        "pallas_call",
+        "paged_attention",
+        "shard_map",
+    ]
+)
+
+
+class InstructionKinds:
+    """Kinds of a graph's nodes, which depend on what is around them."""
+
+    def __init__(self, builder: PartitionBuilder) -> None:
+        self.b = builder
+
+    def kind(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> InstructionKind:
+        """The kind of a node.
+
+        Args:
+            operands: instructions and their local shapes.
+        """
+        name = node.primitive
+        if sums_nothing(node):
+            return "loop"
+        if name in _HEROES or node.effect or not node.results or self._is_opaque(node):
+            return "hero"
+        if not operands:
+            return "loop"
+        if name in _ALIASES:
+            return "alias"
+        result = self.b.graph.values[node.results[0]] if node.results else None
+        first = next((self.b.graph.values[v] for v in node.operands if v is not None), None)
+        if result is not None and first is not None:
+            if name == "convert_element_type" and result.dtype == first.dtype:
+                return "alias"
+            if name == "broadcast_in_dim" and result.size == first.size:
+                return "alias"
+            if name == "transpose" and self._is_layout(node):
+                return "alias"
+        if name.startswith("reduce_") or name in _REDUCTIONS:
+            return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
+        if name.startswith("scatter") or name in IN_PLACE or name == "select_and_scatter_add":
+            return "inplace"
+        return "loop"
+
+    def _is_opaque(self, node: Node) -> bool:
+        """Whether nobody knows what a node is made of but what could be counted of it: it is taken for one kernel."""
+        if "work" in node.params:
+            return True
+        return node.primitive not in RULES and rule_for(NodeView.of(node, self.b.graph)) is None
+
+    def _is_layout(self, node: Node) -> bool:
+        """Whether a transpose copies nothing: a matrix product takes an operand and gives its result in either
+        order of rows and columns."""
+        if self._of_outer_product(node.operands[0]):
+            return True
+        beside = self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0])
+        return beside and _swaps_halves(node.params["permutation"])
+
+    def _from_dot(self, value: int | None) -> bool:
+        return value is not None and self.b.program.instructions[self.b.at[value]].gemm is not None
+
+    def _of_outer_product(self, value: int | None) -> bool:
+        """Whether a value is made by a product that sums nothing, which may write its dims in any order."""
+        if value is None:
+            return False
+        one = self.b.program.instructions[self.b.at[value]]
+        return one.node >= 0 and one.value == value and sums_nothing(self.b.graph.nodes[one.node])
+
+    def _feeds_dots(self, value: int) -> bool:
+        """Whether all readers are matrix products, which take an operand in any order of its dims."""
+        for n, _ in self.b.users.get(value, ()):
+            reader = self.b.graph.nodes[n]
+            if reader.primitive == "dot_general":
+                continue
+            if reader.primitive not in ("reshape", "transpose", "squeeze", "expand_dims"):
+                return False
+            if not self._feeds_dots(reader.results[0]):
+                return False
+        return value in self.b.users
+
+
+def sums_nothing(node: Node) -> bool:
+    """A product without contracted dims is a multiplication to XLA, of no kernel of its own (DotDecomposer)."""
+    return node.primitive == "dot_general" and not node.params["dimension_numbers"][0][0]
+
+
+def _swaps_halves(permutation: Sequence[int]) -> bool:
+    """Whether a transpose turns [a, b] to [b, a], each perhaps of several dims."""
+    first = permutation.index(0)
+    return list(permutation) == [*range(len(permutation) - first, len(permutation)), *range(len(permutation) - first)]
