@@ -43,6 +43,7 @@ class Merging:
         self._mergeable = [i for i in order if program.ops[i].combinable and program.ops[i].kind == "collective"]
         self._bit = {i: 1 << n for n, i in enumerate(self._mergeable)}
         self._keys = {i: _merge_key(program.ops[i]) for i in self._mergeable}
+        self._result_bytes = {i: _result_bytes(program.ops[i], mesh) for i in self._mergeable}
 
     def tasks(self, merge_bytes: float, *, packs: bool) -> tuple[Task, ...]:
         """The operations with combinable collectives of a kind merged, each after what it waits for, otherwise as they
@@ -55,7 +56,7 @@ class Merging:
         Args:
             packs: whether merged all-reduces copy what they add to one buffer.
         """
-        ops, keys, bit = self.program.ops, self._keys, self._bit
+        keys, bit = self._keys, self._bit
         together: dict[int, list[int]] = {}  # by its last member
         last_of: dict[int, int] = {}
         waiting_above = _CollectivesAbove(self._waits_for, bit)
@@ -66,7 +67,7 @@ class Merging:
             for i in waiting:
                 if keys[i] != keys[lead]:
                     continue
-                result = _result_bytes(ops[i], self.mesh)
+                result = self._result_bytes[i]
                 if size + result > merge_bytes and joined:
                     break
                 if above[i] & own or before & bit[i]:
