@@ -53,6 +53,6 @@ def test_it_works_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     file: dict[str, Any] = {"__name__": __name__}
     exec(autopar.export(split, step, *args), file)  # exported
     for run in (autopar.parallelize(step, plan=split), file["shard"](step, file["make_mesh"](), *args)):  # run
-        assert "f32[512,64]" in run.lower(*args).compile().as_text()
+        assert "f32[512,64]" in str(run.lower(*args).compile().as_text())
         got, expected = run(*map(jnp.copy, args)), jax.jit(step)(*args)  # what is exported donates
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
