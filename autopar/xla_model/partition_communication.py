@@ -51,7 +51,7 @@ class Communications:
         at = self.b.add(
             Instruction(
                 "loop" if is_cut else "collective",
-                source.node,
+                self._node_of(start, array.value),
                 array.value,
                 op.kind,
                 {start: elements / max(source.elements, 1.0) if is_cut else 1.0},
@@ -65,6 +65,12 @@ class Communications:
             )
         )
         return self._reordered(at, op) if op.is_inner and op.kind == "all-gather" else at
+
+    def _node_of(self, at: int, value: int) -> int:
+        """The node that an instruction's result is sent at: a loop writes a stack inside, and the whole is sent behind it."""
+        producer = self.b.producers.get(value, -1)
+        is_stack = producer >= 0 and self.b.graph.nodes[producer].primitive == "exit_stack"
+        return producer if is_stack else self.b.program.instructions[at].node
 
     def _reordered(self, at: int, op: Communicate) -> int:
         """A copy in the order that devices' parts lie in, or from that."""
