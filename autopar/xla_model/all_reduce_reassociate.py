@@ -1,6 +1,6 @@
 """Additions that XLA makes no operation of: of two sums over devices, and of zeros that are scattered into.
 
-In: an addition. Out: the instruction that stands for it. Source: openxla/xla, all_reduce_reassociate.cc and XLA's algebraic
+In: an addition. Out: the instruction that stands for it. Source: openxla/xla, xla/service/all_reduce_reassociate.cc and XLA's algebraic
 simplifier.
 """
 

@@ -1,7 +1,7 @@
 """From a formulation and an assignment to the program of one device.
 
-In: what the planner decided. Out: `DeviceProgram`: laid out (`lowering`), fused (`fusion`), and with a buffer for
-every value that is in memory.
+In: what the planner decided. Out: `DeviceProgram`: partitioned (`spmd_partition`), fused (`fusion_pipeline`), and with a
+buffer for every value that is in memory. Source: openxla/xla, xla/service/buffer_assignment.cc.
 """
 
 from __future__ import annotations

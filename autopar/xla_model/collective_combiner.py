@@ -2,6 +2,7 @@
 
 In: a `DeviceProgram`, the mesh, the bytes that are merged into one. Out: `Task`s, each after what it waits for. What no limit
 changes is worked out once: which operation waits for which, and the order in which XLA walks over them.
+Source: openxla/xla, xla/backends/gpu/transforms/collectives/all_reduce_combiner.cc and those of its like.
 """
 
 from __future__ import annotations

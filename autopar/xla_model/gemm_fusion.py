@@ -1,7 +1,7 @@
 """What a matrix product computes as it reads its operands and writes its result: XLA's GEMM fusion, in outline.
 
 In: `Kernels`. Out: the same, with casts and scalings inside products. Source: openxla/xla,
-xla/service/gpu/transforms/gemm_fusion.cc and xla/service/gpu/transforms/gemm_rewriter.cc.
+xla/backends/gpu/transforms/gemm_fusion.cc and xla/backends/gpu/transforms/gemm_rewriter.cc.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: operations of a device's program, with collectives merged (`Task`), and their seconds. Out: their order, from the last
 operation to the first: always the one that is ready and least in the way of a collective that has to be hidden; and the
-`Timeline` of it. Source: openxla/xla, latency_hiding_scheduler.cc.
+`Timeline` of it. Source: openxla/xla, xla/service/latency_hiding_scheduler.cc and xla/service/gpu/gpu_latency_hiding_scheduler.cc.
 """
 
 from __future__ import annotations

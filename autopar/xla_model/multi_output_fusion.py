@@ -1,7 +1,7 @@
 """Kernels over the same points joined to one with several results: XLA's multi-output fusion, in outline.
 
 In: kernels, each by the instruction whose result it writes. Out: kernels, each after those whose results it reads. Source:
-openxla/xla, xla/service/gpu/transforms/multi_output_fusion.cc and xla/service/gpu/gpu_fusible.cc, read in November 2026.
+openxla/xla, xla/backends/gpu/transforms/multi_output_fusion.cc and xla/service/gpu/gpu_fusible.cc, read in November 2026.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A product in groups of unequal size as XLA runs it on GPUs: dense, with every row copied once for each group and
 masked but for its own.
 
-In: an equation's parameters and local shapes. Out: `DenseProduct`. Seen in compiled programs of JAX 0.12.
+In: an equation's parameters and local shapes. Out: `DenseProduct`. Seen in compiled programs of JAX 0.12 (openxla/xla,
+ragged_dot_rewriter.cc).
 """
 
 from __future__ import annotations

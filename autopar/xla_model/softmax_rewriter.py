@@ -1,7 +1,7 @@
 """Kernels that work row by row: a value, a reduction of its rows, and what reads both (XLA's softmax rewriter).
 
 In: `Kernels`. Out: the same, where the subtracted maximum and the division by the sum of a softmax, or a normalization, are
-one kernel. Source: openxla/xla, xla/service/gpu/transforms/softmax_rewriter_triton.cc.
+one kernel. Source: openxla/xla, xla/backends/gpu/transforms/softmax_rewriter_triton.cc.
 """
 
 from __future__ import annotations

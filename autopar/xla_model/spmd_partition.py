@@ -1,7 +1,7 @@
 """The planned step as one device sees it, as XLA's SPMD partitioner hands it on to fusion.
 
 In: a formulation, an explicit program. Out: `LocalProgram`: instructions in program order, about as many as equations of the step
-(`xla_model/fusion_pipeline.py` makes kernels of them).
+(`xla_model/fusion_pipeline.py` makes kernels of them). Source: openxla/xla, xla/service/spmd/spmd_partitioner.cc.
 """
 
 from __future__ import annotations

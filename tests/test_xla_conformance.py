@@ -1,0 +1,317 @@
+"""XLA's passes as `autopar.xla_model` imitates them, held against XLA's own on every JAX that is supported.
+
+Small steps with pinned inputs are planned for eight H100s, predicted pass by pass, and compiled for eight that are not
+there. Each pass is read off the compiled program where it shows: what is sent (SPMD partitioner), in how many operations
+(combiners), how many kernels there are (fusion), temporaries (buffer assignment), which collectives run beside kernels, and
+how long XLA thinks the step takes (latency hiding scheduler).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_absent_gpus import compiled
+from planned import plan_and_candidate
+
+import autopar.xla_model
+from autopar.ir.mesh import MeshShape
+from autopar.transforms.program import program_of
+from autopar.xla_compiler import hlo_collectives as hlo
+from autopar.xla_compiler.compiler import CompiledStep, Compiler
+from autopar.xla_compiler.hlo_metadata import mesh_axes
+from autopar.xla_model.imitated import CHECKED, PASSES
+from autopar.xla_model.timeline import Timeline
+
+pytestmark = pytest.mark.contract
+
+WIDTH, ROWS = 1024, 8192
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def layers(x: jax.Array, ws: dict[str, jax.Array]) -> jax.Array:
+    for w in ws.values():
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def attention(x: jax.Array, ws: dict[str, jax.Array]) -> jax.Array:
+    """One head of eight sequences on each device, between norms."""
+    y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+    q, k, v = (jnp.einsum("bsd,dh->bsh", y, ws[name]) for name in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bqh,bkh->bqk", q, k) * 0.125)
+    return x + jnp.einsum("bqk,bkh->bqh", weights, v) @ ws["o"]
+
+
+def scanned(x: jax.Array, ws: dict[str, jax.Array]) -> jax.Array:
+    return jax.lax.scan(lambda y, w: (jnp.tanh(y @ w) + y, None), x, ws["w"])[0]
+
+
+def step_of(model: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """A step of gradient descent with momentum."""
+
+    def step(ws: Any, momenta: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(model(x, w) ** 2))(ws)
+        momenta = jax.tree.map(lambda m, g: 0.9 * m + g, momenta, grads)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, ws, momenta), momenta, loss
+
+    return step
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[..., jax.Array]
+    weights: dict[str, jax.ShapeDtypeStruct]
+    batch: jax.ShapeDtypeStruct
+    mesh: str
+    pins: dict[str, P]
+
+
+_SQUARES = {name: array(WIDTH, WIDTH) for name in "abcd"}
+_DATA = P("data")
+_COLUMNS, _ROWS = P(None, "model"), P("model", None)
+CASES = {
+    "data parallel": Case(layers, _SQUARES, array(ROWS, WIDTH), "8", {"x": _DATA, "ws/*": P(), "momenta/*": P()}),
+    "FSDP": Case(layers, _SQUARES, array(ROWS, WIDTH), "8", {"x": _DATA, "ws/*": _DATA, "momenta/*": _DATA}),
+    "Megatron": Case(
+        layers,
+        _SQUARES,
+        array(ROWS, WIDTH),
+        "2x4",
+        {"x": _DATA}
+        | {f"{of}/{name}": _COLUMNS if name in "ac" else _ROWS for of in ("ws", "momenta") for name in "abcd"},
+    ),
+    "attention": Case(
+        attention,
+        {name: array(512, 512, dtype=jnp.bfloat16) for name in "qkvo"},
+        array(64, 512, 512, dtype=jnp.bfloat16),
+        "8",
+        {"x": _DATA, "ws/*": P(), "momenta/*": P()},
+    ),
+    "scan": Case(
+        scanned, {"w": array(6, WIDTH, WIDTH)}, array(ROWS, WIDTH), "8", {"x": _DATA, "ws/*": P(), "momenta/*": P()}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What shows of each pass.
+
+    Args:
+        sent: bytes by kind of collective and mesh axes. collectives: operations by kind. kernels: that a device launches.
+        hidden: collectives beside which a kernel runs. seconds: by XLA's estimator.
+    """
+
+    sent: dict[tuple[str, tuple[str, ...]], float]
+    collectives: dict[str, int]
+    kernels: int
+    temporary_bytes: float
+    hidden: dict[str, int]
+    seconds: float
+
+
+def predicted(timeline: Timeline) -> Figures:
+    sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    collectives: Counter[str] = Counter()
+    kernels = 0
+    hidden: Counter[str] = Counter()
+    for ran in timeline.ran:
+        op = ran.op
+        if op.kind != "collective":
+            kernels += op.kind not in ("border", "view", "loop") and op.written_bytes > 40
+        elif op.payload_bytes > 256:
+            sent[op.collective, op.axes] += op.payload_bytes * ran.trips
+            collectives[op.collective] += 1
+            hidden[op.collective] += any(
+                other.op.kind != "collective" and other.end_s > other.start_s
+                and other.start_s < ran.end_s and other.end_s > ran.start_s for other in timeline.ran
+            )  # fmt: skip
+    return Figures(
+        dict(sent), dict(collectives), kernels, timeline.temporary_bytes, dict(+hidden), timeline.step_time_s
+    )
+
+
+_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_COLLECTIVE = re.compile(rf"({'|'.join(hlo.KINDS)})(-start)?")
+_KERNELS = frozenset(["fusion", "custom-call", "copy", "async-start"])
+
+
+@dataclass(frozen=True)
+class Line:
+    """An instruction of XLA's text."""
+
+    name: str
+    shape: str
+    operation: str
+    rest: str
+
+    @property
+    def called(self) -> list[str]:
+        return re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", self.rest)
+
+
+def computations(text: str) -> dict[str, list[Line]]:
+    """Instructions of each computation, in their scheduled order."""
+    found: dict[str, list[Line]] = {}
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            found[header[1]] = []
+        elif one := _LINE.match(line):
+            found[next(reversed(found))].append(Line(*one.groups()))
+    return found
+
+
+def seen(made: CompiledStep, mesh: MeshShape) -> Figures:
+    """What XLA made; a scalar's collective and the kernels of a loop's own counter are left out."""
+    sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    collectives: Counter[str] = Counter()
+    for one in hlo.collectives(made.hlo_text):
+        axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
+        sent[one.kind, axes or ()] += sum(one.payloads(mesh.num_devices)) * one.num_times
+        collectives[one.kind] += 1
+    inside = computations(made.hlo_text)
+
+    def collective(line: Line) -> str:
+        """The kind that an instruction is of, perhaps in a computation of its own; else empty."""
+        if found := _COLLECTIVE.fullmatch(line.operation):
+            return found[1]
+        return next((kind for name in line.called for one in inside[name] if (kind := collective(one))), "")
+
+    run = inside.keys() - {name for lines in inside.values() for line in lines for name in line.called}
+    kernels, hidden = 0, Counter[str]()
+    for lines in (inside[name] for name in run):
+        flying: dict[str, str] = {}
+        for line in lines:
+            kind, is_small = collective(line), not re.search(r"\[[\d,]*\d{2}", line.shape)
+            if kind and line.operation.endswith("-start") and not is_small:
+                flying[line.name] = kind
+            elif line.operation.endswith("-done"):
+                flying.pop(re.findall(r"%([\w.\-]+)", line.rest)[0], None)
+            elif line.operation in _KERNELS and not kind and not is_small:
+                kernels += 1
+                hidden.update(flying.values())
+                flying.clear()
+    assert made.step_time_s is not None
+    return Figures(dict(sent), dict(collectives), kernels, made.temp_bytes, dict(hidden), made.step_time_s)
+
+
+# -- held against each other -----------------------------------------------------------------
+
+
+def made_both_ways(case: Case, compiler: Compiler) -> tuple[Figures, Figures]:
+    args = case.weights, case.weights, case.batch
+    program = program_of(step_of(case.model), args, carry=None, donate=None)
+    plan, made = plan_and_candidate(program, mesh=case.mesh, hardware="h100-sxm", pin=case.pins)
+    timeline = made.parts.simulation.timeline(merge_bytes=plan.merge_bytes)
+    return predicted(timeline), seen(compiled(compiler, plan, program, *args), plan.mesh)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def both(request: pytest.FixtureRequest, absent_gpus: Compiler) -> tuple[str, Figures, Figures]:
+    return request.param, *made_both_ways(CASES[request.param], absent_gpus)
+
+
+#: Predicted over compiled, as measured with JAX 0.10, 0.11 and 0.12: what is predicted may lie between that and what is
+#: compiled, and `MARGIN` beyond either. Equal where nothing is said.
+MARGIN = 0.02
+RELEASES = ["0.10", "0.11", "0.12"]
+MEASURED: dict[str, dict[str, tuple[float, float, float]]] = {
+    "kernels": {
+        # Weights that are split by columns leave the step in the layout that they came in: transposed, and copied.
+        "Megatron": (0.81, 0.81, 0.81),
+        # XLA makes one product of the three that read the same, and slices it; here they are three.
+        "attention": (1.06, 1.06, 1.06),
+        # A slice of a stack and the copy of what an iteration leaves are kernels of their own in XLA's loops.
+        "scan": (0.63, 0.61, 0.61),
+    },
+    "temporary_bytes": {
+        # The order of kernels decides which values are in memory together, and each release has another.
+        "data parallel": (1.17, 0.70, 0.87),
+        "FSDP": (0.89, 1.0, 0.89),
+        "Megatron": (0.90, 1.0, 0.90),
+        # Not explained: XLA's loops take two to three values of an iteration more.
+        "scan": (0.92, 0.80, 0.83),
+    },
+    "seconds": {
+        # Of all-reduces, XLA's schedule leaves 125, 55 and 0 us exposed; 11 us are predicted.
+        "data parallel": (0.61, 0.77, 0.91),
+        # Exposed collectives agree; kernels take 34 us more in XLA's estimate, a sixth.
+        "FSDP": (0.89, 0.89, 0.89),
+        "Megatron": (0.94, 0.95, 0.94),
+        # Three products where XLA has one of three times the width.
+        "attention": (1.09, 1.09, 1.09),
+    },
+}
+#: 0.11 starts these so late that no kernel is left to run beside them.
+NOT_HIDDEN = {
+    ("FSDP", "0.11"): {"reduce-scatter"},
+    ("Megatron", "0.11"): {"all-reduce"},
+    ("attention", "0.11"): {"all-reduce"},
+}
+
+
+def release() -> str:
+    assert jax.__version__ in CHECKED, "hold xla_model against this JAX's XLA, then add it to xla_model/imitated.py"
+    return jax.__version__.rpartition(".")[0] if jax.__version__.count(".") == 2 else "0.12"
+
+
+def assert_close(figure: str, both: tuple[str, Figures, Figures]) -> None:
+    name, ours, xlas = both
+    ratio = getattr(ours, figure) / getattr(xlas, figure)
+    measured = MEASURED[figure].get(name, (1.0, 1.0, 1.0))[RELEASES.index(release())]
+    assert min(measured, 1.0) - MARGIN <= ratio <= max(measured, 1.0) + MARGIN, (ours, xlas)
+
+
+def test_the_spmd_partitioner_sends_what_is_predicted(both: tuple[str, Figures, Figures]) -> None:
+    _, ours, xlas = both
+    assert ours.sent == xlas.sent
+
+
+def test_the_combiners_make_as_many_collectives(both: tuple[str, Figures, Figures]) -> None:
+    _, ours, xlas = both
+    assert ours.collectives == xlas.collectives
+
+
+def test_fusion_leaves_as_many_kernels(both: tuple[str, Figures, Figures]) -> None:
+    assert_close("kernels", both)
+
+
+def test_buffer_assignment_takes_as_much_memory(both: tuple[str, Figures, Figures]) -> None:
+    assert_close("temporary_bytes", both)
+
+
+def test_the_scheduler_runs_kernels_beside_the_same_collectives(both: tuple[str, Figures, Figures]) -> None:
+    name, ours, xlas = both
+    if CASES[name].model is scanned:
+        return  # XLA schedules a loop's body by itself, and the iterations' collectives are not those of the step
+    exposed = NOT_HIDDEN.get((name, release()), set())
+    assert {kind: count for kind, count in ours.hidden.items() if kind not in exposed} == xlas.hidden
+
+
+def test_the_scheduler_thinks_the_step_takes_as_long(both: tuple[str, Figures, Figures]) -> None:
+    if CASES[both[0]].model is scanned:
+        return  # XLA takes a loop for one short operation
+    assert_close("seconds", both)
+
+
+def test_every_module_says_which_pass_it_imitates() -> None:
+    folder = Path(autopar.xla_model.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "imitated"}
+    assert sorted(name for one in PASSES for name in one.modules) == sorted(modules)
+    for one in PASSES:
+        said = import_module(f"autopar.xla_model.{one.modules[0]}").__doc__ or ""
+        assert all(source.rpartition("/")[2] in said for source in one.sources), (one.name, said)
