@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import autopar
@@ -12,23 +11,29 @@ MOST_LINES, MOST_CLASS_LINES = 500, 250
 FOLDER = Path(autopar.__file__).parent
 #: Classes that are yet to be split by concept, with what they may have until then: none may grow, none may be added.
 STILL_LARGE = {
-    "Checkpoints": 345,
-    "Engine": 295,
-    "ParallelStep": 327,
-    "Replay": 298,
-    "Scheduler": 315,
-    "Search": 302,
-    "_Classifier": 358,
-    "_Rewriting": 339,
-    "_Unstacking": 369,
+    "api/checkpoint/checkpoints.py Checkpoints": 345,
+    "api/parallelize.py ParallelStep": 327,
+    "inference/schedule/scheduler.py Scheduler": 315,
+    "inference/serve/engine.py Engine": 295,
+    "pipeline/cut/unroll_layers.py _Unstacking": 369,
+    "runtime/replay.py Replay": 298,
+    "solve/exact_search.py Search": 302,
+    "transforms/microbatch/classify.py _Classifier": 358,
+    "transforms/microbatch/rewrite.py _Rewriting": 339,
+    "transforms/remat/rewrite.py _Rewriting": 319,
 }
 
 
-def classes() -> Iterator[tuple[str, str, int]]:
-    for path in sorted(FOLDER.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def large_classes() -> dict[str, int]:
+    """Lines of each class of more than are allowed."""
+    found: dict[str, int] = {}
+    for path in FOLDER.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if text.count("\n") > MOST_CLASS_LINES else ():
             if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
-                yield str(path.relative_to(FOLDER)), node.name, node.end_lineno - node.lineno + 1
+                lines = node.end_lineno - node.lineno + 1
+                found |= {f"{path.relative_to(FOLDER)} {node.name}": lines} if lines > MOST_CLASS_LINES else {}
+    return found
 
 
 def test_no_file_is_too_long() -> None:
@@ -36,11 +41,7 @@ def test_no_file_is_too_long() -> None:
     assert not {str(path.relative_to(FOLDER)): count for path, count in lengths.items() if count > MOST_LINES}
 
 
-def test_no_class_is_too_long() -> None:
-    long = [one for one in classes() if one[2] > STILL_LARGE.get(one[1], MOST_CLASS_LINES)]
-    assert not long
-
-
-def test_what_has_been_split_may_not_grow_again() -> None:
-    still = {name for _, name, count in classes() if count > MOST_CLASS_LINES}
-    assert still == STILL_LARGE.keys()
+def test_no_class_is_too_long_but_for_those_yet_to_be_split() -> None:
+    large = large_classes()
+    assert large.keys() == STILL_LARGE.keys()
+    assert all(lines <= STILL_LARGE[name] for name, lines in large.items()), large
