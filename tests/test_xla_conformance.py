@@ -9,7 +9,7 @@ how long XLA thinks the step takes (latency hiding scheduler).
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -124,7 +124,7 @@ class Figures:
 
 
 def predicted(timeline: Timeline) -> Figures:
-    sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    sent: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     collectives: Counter[str] = Counter()
     kernels = 0
     hidden: Counter[str] = Counter()
@@ -177,7 +177,7 @@ def computations(text: str) -> dict[str, list[Line]]:
 
 def seen(made: CompiledStep, mesh: MeshShape) -> Figures:
     """What XLA made; a scalar's collective and the kernels of a loop's own counter are left out."""
-    sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    sent: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     collectives: Counter[str] = Counter()
     for one in hlo.collectives(made.hlo_text):
         axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
