@@ -17,7 +17,8 @@ from autopar.ir.params import plain_params
 from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 from autopar.rules.factors import DimFactors, Rule
 from autopar.rules.node_view import NodeView
-from autopar.rules.table import RULES, rule_for, unknown_rule
+from autopar.rules.table import RULES, TRAITS, rule_for, traits_of, unknown_rule
+from autopar.rules.traits import Traits
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -275,3 +276,8 @@ def test_params_become_plain() -> None:
     assert plain == {"sizes": (3, (1, 2)), "new_dtype": "float32", "mode": "CLIP", "flag": True, "fill": 0.5,
                      "key": "key<fry>", "prim": "add", "nothing": None}  # fmt: skip
     assert type(plain["sizes"][0]) is int and type(plain["flag"]) is bool
+
+
+def test_every_primitive_with_a_rule_has_traits() -> None:
+    assert not RULES.keys() - TRAITS.keys()
+    assert traits_of("never_heard_of") == Traits()

@@ -18,8 +18,7 @@ from autopar.api.step_report import StepReport, Suspect
 from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.ir.graph import Graph
 from autopar.plans.plan import Plan
-from autopar.rules.grouping import CONTRACTIONS
-from autopar.rules.table import rules_of
+from autopar.rules.table import rules_of, traits_of
 from autopar.transforms.program import Program
 
 #: A prediction that is off by more than this part of what is measured is worth a look at the profile.
@@ -145,7 +144,7 @@ def model_flops(graph: Graph) -> Mapping[str, float]:
         points = math.prod(factor.size for factor in rule.factors)
         for dtype, flops in rule.matrix_flops_per_point:
             found[dtype] += node.repeat * flops * points
-        if node.primitive in CONTRACTIONS:
+        if traits_of(node.primitive).contraction:
             operand = next((value for value in node.operands if value is not None), node.results[0])
             found[graph.values[operand].dtype] += node.repeat * rule.flops_per_point * points
     return found

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.frontend.equations import Equation, LiteralOperand, Region
+from autopar.rules.table import traits_of
 
 
 class Sums:
@@ -39,7 +40,7 @@ class Sums:
             return False
         added = self.equations[self.maker[last]]
         reads_once = self.readers[carried] == [self.maker[last]] and self.readers[last] == [leave]
-        return added.primitive in ("add", "add_any") and reads_once and carried in added.operands
+        return traits_of(added.primitive).adds and reads_once and carried in added.operands
 
     def _is_zero(self, atom: int | LiteralOperand) -> bool:
         if isinstance(atom, LiteralOperand):

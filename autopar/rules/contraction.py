@@ -9,6 +9,7 @@ import math
 
 from autopar.rules.factors import Name, Rule, build_rule
 from autopar.rules.node_view import NodeView, RuleFunction, rule_by_position
+from autopar.rules.traits import Traits, with_traits
 
 
 def dot_general(view: NodeView) -> Rule:
@@ -100,3 +101,13 @@ CONTRACTION: dict[str, RuleFunction] = {
     "symmetric_product": _symmetric_product,
     "paged_attention": _paged_attention,
 }
+
+#: Traits of `CONTRACTION`.
+CONTRACTION_TRAITS = with_traits(
+    CONTRACTION,
+    {
+        "dot_general": Traits(contraction=True, library=True, linear="either"),
+        "ragged_dot_general": Traits(contraction=True, library=True),
+        "paged_attention": Traits(library=True),
+    },
+)

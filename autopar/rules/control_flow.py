@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from autopar.rules.factors import Factor, Rule, build_rule, by_position
 from autopar.rules.node_view import NodeView, RuleFunction, counted
+from autopar.rules.traits import Traits, with_traits
 
 
 def _passes(view: NodeView) -> Rule:
@@ -93,3 +94,8 @@ BORDERS: dict[str, RuleFunction] = {
     "exit_stack": _adds_one,
     **dict.fromkeys(("index", "predicate"), _decides),
 }
+
+#: Traits of `PINNED` and `BORDERS`.
+CONTROL_FLOW_TRAITS = with_traits(
+    (*PINNED, *BORDERS), {"sharding_constraint": Traits(view=True), "shard_map": Traits(library=True, opaque=True)}
+)

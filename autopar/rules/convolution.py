@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from autopar.rules.factors import Name, Rule, build_rule
 from autopar.rules.halo_window import Window
 from autopar.rules.node_view import NodeView, RuleFunction
+from autopar.rules.traits import Traits, with_traits
 
 
 def conv_general_dilated(view: NodeView) -> Rule:
@@ -135,3 +136,8 @@ def _meeting_pairs(
 
 
 CONVOLUTION: dict[str, RuleFunction] = {"conv_general_dilated": conv_general_dilated}
+
+#: Traits of `CONVOLUTION`.
+CONVOLUTION_TRAITS = with_traits(
+    CONVOLUTION, {"conv_general_dilated": Traits(contraction=True, library=True, linear="either")}
+)

@@ -14,6 +14,7 @@ from functools import partial
 
 from autopar.rules.factors import Rule, build_rule, by_position
 from autopar.rules.node_view import NodeView, RuleFunction, rule_by_position
+from autopar.rules.traits import Traits, with_traits
 
 _MOVES = """
     conj convert_element_type copy imag layout_constraint name random_clone real reduce_precision reshard
@@ -126,3 +127,22 @@ ELEMENTWISE: dict[str, RuleFunction] = {
     "empty": partial(_created, flops=0.0),
     "platform_index": partial(_created, flops=0.0),
 }
+
+#: Traits of `ELEMENTWISE`.
+ELEMENTWISE_TRAITS = with_traits(
+    ELEMENTWISE,
+    {
+        **dict.fromkeys(("stop_gradient", "reduce_precision", "reshard"), Traits(view=True)),
+        **dict.fromkeys(("bitcast_convert_type", "random_wrap", "random_unwrap"), Traits(view=True)),
+        "copy": Traits(view=True, linear="one", one_to_one=True),
+        "convert_element_type": Traits(linear="one", one_to_one=True),
+        "neg": Traits(linear="one", one_to_one=True),
+        **dict.fromkeys(("real", "imag"), Traits(linear="one")),
+        **dict.fromkeys(("add", "add_any"), Traits(linear="all", adds=True)),
+        "sub": Traits(linear="all"),
+        "mul": Traits(linear="either"),
+        "div": Traits(linear="first"),
+        "iota": Traits(moves=True),
+        "rng_bit_generator": Traits(library=True),
+    },
+)

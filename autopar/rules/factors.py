@@ -71,7 +71,7 @@ class Rule:
             every factor, so the node may join its neighbours in one group.
         flops_per_point: floating-point operations per point of the whole factor space.
         matrix_flops_per_point: those inside matrix units, beside the others, by the dtype that is multiplied; of a
-            primitive that is one product (`groups.CONTRACTIONS`), `flops_per_point` are these.
+            primitive that is one product (`Traits.contraction`), `flops_per_point` are these.
         pinned: factors that the program itself splits, with the mesh axes (none: it stays whole).
         manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device
             runs its own part of the node (`manual.table`), and all dims that are split must divide.

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import Graph
 from autopar.rules.factors import DimFactors, Exchange, Factor, Reduction, Rule
 from autopar.rules.halo_window import Halo, Window
+from autopar.rules.table import traits_of
 
 #: Values of at most this many elements are left out of the problem: they are replicated, and
 #: moving them costs a launch that XLA merges with others'.
@@ -129,14 +130,11 @@ class Group:
         return windows
 
 
-CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-
-
 def joins(rule: Rule, primitive: str) -> bool:
     """Whether a node may share a group: elementwise, or a reduction that joins its operand."""
     if rule.manual:
         return False
-    return rule.pointwise or (primitive.startswith("reduce_") and len(rule.operands) >= 1 and bool(rule.factors))
+    return rule.pointwise or (traits_of(primitive).reduces == "dims" and len(rule.operands) >= 1 and bool(rule.factors))
 
 
 def form_groups(graph: Graph, rules: Sequence[Rule], absorbable: frozenset[int] = frozenset()) -> tuple[Group, ...]:
@@ -350,7 +348,7 @@ def _build(
             Work(
                 own,
                 rule.flops_per_point,
-                node.primitive in CONTRACTIONS,
+                traits_of(node.primitive).contraction,
                 first.dtype,
                 node.repeat,
                 stored,
@@ -388,10 +386,6 @@ def _build(
 
 #: As many terms as there may be devices: a sum over a loop's trips may stay pending along any axes.
 TERMS = 720720 * 64
-#: Applied to the terms of a sum, they give the terms of what they make of it; those that take one value, and those
-#: that take several.
-_OF_ONE = frozenset(["convert_element_type", "reshape", "transpose", "squeeze", "neg", "copy", "exit_carry"])
-_OF_MORE = frozenset(["add", "add_any", "sub"])
 
 
 def _sums_of_terms(
@@ -412,8 +406,8 @@ def _sums_of_terms(
         node = graph.nodes[n]
         sizes = {graph.values[v].size if v is not None else 0 for v in (*node.operands, *node.results)}
         whole = len(sizes) == 1 and min(sizes) > SMALL_SIZE
-        adds = node.primitive in _OF_MORE and whole
-        passes = node.primitive in _OF_ONE and whole and (node.primitive != "exit_carry" or n in ends)
+        traits, leaves = traits_of(node.primitive), node.primitive == "exit_carry" and n in ends
+        adds, passes = whole and traits.linear == "all", whole and (leaves or traits.one_to_one)
         begins = n in enters or (node.primitive == "broadcast_in_dim" and node.operands == (None,))
         if not (adds or passes or begins):
             return None

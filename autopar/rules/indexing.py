@@ -19,6 +19,7 @@ from functools import partial
 
 from autopar.rules.factors import Name, Reduction, Rule, build_rule
 from autopar.rules.node_view import NodeView, RuleFunction
+from autopar.rules.traits import Traits, with_traits
 
 Names = list[tuple[Name, ...]]
 
@@ -141,3 +142,12 @@ INDEXING: dict[str, RuleFunction] = {
     **{name: partial(scatter, combines=kind) for name, kind in _COMBINING.items()},
     **{name: partial(scatter, combines=None) for name in ("scatter", "scatter-sub")},
 }
+
+#: Traits of `INDEXING`.
+INDEXING_TRAITS = with_traits(
+    INDEXING,
+    {
+        "gather": Traits(linear="first"),
+        **dict.fromkeys((*_COMBINING, "scatter", "scatter-sub"), Traits(in_place="scatter")),
+    },
+)

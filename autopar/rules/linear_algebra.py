@@ -12,6 +12,7 @@ from functools import partial
 
 from autopar.rules.factors import DimNames, Rule, build_rule
 from autopar.rules.node_view import NodeView, RuleFunction
+from autopar.rules.traits import Traits, with_traits
 
 
 def _batched(view: NodeView, core: int, flops: Callable[[tuple[int, ...]], float]) -> Rule:
@@ -90,3 +91,8 @@ LINEAR_ALGEBRA: dict[str, RuleFunction] = {
     "triangular_solve": _triangular_solve,
     "tridiagonal_solve": _tridiagonal_solve,
 }
+
+#: Those that XLA calls a library for.
+_CALLS = ("fft", "cholesky", "triangular_solve", "eigh", "svd", "qr", "lu")
+#: Traits of `LINEAR_ALGEBRA`.
+LINEAR_ALGEBRA_TRAITS = with_traits(LINEAR_ALGEBRA, dict.fromkeys(_CALLS, Traits(library=True)))

@@ -14,6 +14,7 @@ from functools import partial
 from autopar.rules.factors import Name, Rule, build_rule, by_position
 from autopar.rules.halo_window import Window
 from autopar.rules.node_view import NodeView, RuleFunction, rule_by_position
+from autopar.rules.traits import Traits, with_traits
 
 
 def _pool(view: NodeView) -> Rule:
@@ -109,3 +110,12 @@ POOLING: dict[str, RuleFunction] = {
     "select_and_scatter_add": _unpool,
     **{name: partial(_whole, windowed=2) for name in ("select_and_gather_add", "select_and_scatter")},
 }
+
+#: Traits of `POOLING`.
+POOLING_TRAITS = with_traits(
+    POOLING,
+    {
+        **dict.fromkeys((name for name in POOLING if name.startswith("reduce_window")), Traits(reduces="dims")),
+        "select_and_scatter_add": Traits(in_place="window"),
+    },
+)

@@ -13,6 +13,7 @@ from functools import partial
 
 from autopar.rules.factors import Elements, Reduction, Rule, Sent, build_rule, by_position
 from autopar.rules.node_view import NodeView, RuleFunction, rule_by_position
+from autopar.rules.traits import Traits, with_traits
 
 
 def reduce(view: NodeView, kind: Reduction) -> Rule:
@@ -122,3 +123,16 @@ REDUCTION: dict[str, RuleFunction] = {
     "top_k": partial(_top_k, parameter="axis", flops=_sorting),
     "approx_top_k": partial(_top_k, parameter="reduction_dimension", flops=float),
 }
+
+#: Traits of `REDUCTION`.
+REDUCTION_TRAITS = with_traits(
+    REDUCTION,
+    {
+        **dict.fromkeys((*_KINDS, "reduce_xor"), Traits(reduces="dims")),
+        "reduce_sum": Traits(reduces="dims", linear="one"),
+        **dict.fromkeys(("argmax", "argmin"), Traits(reduces="position")),
+        **dict.fromkeys(_CUMULATIVE, Traits(reduces="running")),
+        "cumsum": Traits(reduces="running", linear="one"),
+        **dict.fromkeys(("sort", "top_k", "approx_top_k"), Traits(library=True)),
+    },
+)

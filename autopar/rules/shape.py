@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from autopar.rules.factors import DimNames, Name, Rule, build_rule
 from autopar.rules.node_view import NodeView, RuleFunction
+from autopar.rules.traits import Traits, with_traits
 
 
 def _moves(
@@ -204,3 +205,20 @@ SHAPE: dict[str, RuleFunction] = {
     "unstack": _unstack,
     "tile": _tile,
 }
+
+#: Traits of `SHAPE`.
+SHAPE_TRAITS = with_traits(
+    SHAPE,
+    {
+        "reshape": Traits(view=True, linear="one", one_to_one=True),
+        "squeeze": Traits(view=True, linear="one", one_to_one=True),
+        "transpose": Traits(moves=True, linear="one", one_to_one=True),
+        **dict.fromkeys(("broadcast_in_dim", "slice", "rev"), Traits(moves=True, linear="one")),
+        **dict.fromkeys(("split", "tile", "unstack"), Traits(linear="one")),
+        "concatenate": Traits(moves=True, linear="all"),
+        "stack": Traits(linear="all"),
+        "pad": Traits(moves=True),
+        "dynamic_slice": Traits(linear="first"),
+        "dynamic_update_slice": Traits(in_place="slice"),
+    },
+)

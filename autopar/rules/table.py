@@ -12,23 +12,52 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from autopar.ir.graph import Graph
-from autopar.rules.contraction import CONTRACTION
-from autopar.rules.control_flow import BORDERS, PINNED
-from autopar.rules.convolution import CONVOLUTION
-from autopar.rules.elementwise import ELEMENTWISE
+from autopar.rules.contraction import CONTRACTION, CONTRACTION_TRAITS
+from autopar.rules.control_flow import BORDERS, CONTROL_FLOW_TRAITS, PINNED
+from autopar.rules.convolution import CONVOLUTION, CONVOLUTION_TRAITS
+from autopar.rules.elementwise import ELEMENTWISE, ELEMENTWISE_TRAITS
 from autopar.rules.factors import Rule
-from autopar.rules.indexing import INDEXING
-from autopar.rules.linear_algebra import LINEAR_ALGEBRA
+from autopar.rules.indexing import INDEXING, INDEXING_TRAITS
+from autopar.rules.linear_algebra import LINEAR_ALGEBRA, LINEAR_ALGEBRA_TRAITS
 from autopar.rules.node_view import NodeView, RuleFunction, counted, of_each_node
-from autopar.rules.pooling import POOLING
-from autopar.rules.reduction import REDUCTION
-from autopar.rules.shape import SHAPE
+from autopar.rules.pooling import POOLING, POOLING_TRAITS
+from autopar.rules.reduction import REDUCTION, REDUCTION_TRAITS
+from autopar.rules.shape import SHAPE, SHAPE_TRAITS
+from autopar.rules.traits import PLAIN, Traits
 from autopar.rules.user_rules import called, needs_local, registered_rule
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(
     ELEMENTWISE | CONTRACTION | CONVOLUTION | POOLING | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA | BORDERS | PINNED
 )
+
+#: Primitives that cannot be split by a rule of ours.
+_RULELESS: Mapping[str, Traits] = {
+    **dict.fromkeys(("expand_dims", "copy_p"), Traits(view=True, linear="one")),
+    "ragged_dot": Traits(contraction=True, library=True),
+    **dict.fromkeys(("custom_call", "ffi_call", "pallas_call"), Traits(library=True, opaque=True)),
+    **dict.fromkeys(("call_hi_primitive", "pure_callback"), Traits(opaque=True)),
+}
+#: The traits of every primitive that has a rule, and of some that have none. Read-only.
+TRAITS: Mapping[str, Traits] = MappingProxyType(
+    {
+        **_RULELESS,
+        **ELEMENTWISE_TRAITS,
+        **CONTRACTION_TRAITS,
+        **CONVOLUTION_TRAITS,
+        **POOLING_TRAITS,
+        **REDUCTION_TRAITS,
+        **SHAPE_TRAITS,
+        **INDEXING_TRAITS,
+        **LINEAR_ALGEBRA_TRAITS,
+        **CONTROL_FLOW_TRAITS,
+    }
+)
+
+
+def traits_of(primitive: str) -> Traits:
+    """The traits of a primitive; of one that nobody knows those that promise nothing."""
+    return TRAITS.get(primitive, PLAIN)
 
 
 def rule_for(view: NodeView) -> Rule | None:

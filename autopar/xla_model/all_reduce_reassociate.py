@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.collectives import collective
 from autopar.ir.graph import Node
+from autopar.rules.table import traits_of
 from autopar.xla_model.local_program import Instruction
 from autopar.xla_model.partition_builder import PartitionBuilder
 from autopar.xla_model.partition_communication import Communications
@@ -41,7 +42,7 @@ class AllReduceReassociate:
 
     def added_up(self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
         """What XLA makes of an addition, where that is not an operation of its own."""
-        if node.primitive not in ("add", "add_any") or len(operands) != 2:
+        if not traits_of(node.primitive).adds or len(operands) != 2:
             return None
         scattered = self._scattered_sum(node, operands)
         return self._sum_of_sums(n, node) if scattered is None and self.joins else scattered

@@ -17,13 +17,12 @@ from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
 from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Graph
+from autopar.rules.table import traits_of
 from autopar.xla_model.fusion_pipeline import fuse
 from autopar.xla_model.kernels import Fused, num_blocks
 from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
 
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
-#: XLA's estimator knows of these that they write into their operand; a scatter in place it charges for the whole.
-_UPDATES = frozenset(["dynamic_update_slice"])
 #: Loops whose results' elements are not those of their operands at the same position.
 _MOVES = frozenset(
     [
@@ -187,12 +186,13 @@ class _Builder:
             else:
                 first += rest
         written = sum(self.instructions[root].num_bytes for root in kernel.roots)
-        if one.primitive in _UPDATES:  # reads and writes what it changes, not the whole
+        in_place = traits_of(one.primitive).in_place
+        if in_place == "slice":  # XLA's estimator knows that it reads and writes what it changes, not the whole
             target = next(iter(one.operands))
             first -= min(self.instructions[target].num_bytes, first)
             written = min(written, 2 * first)
         spared = 0.0
-        if one.primitive.startswith("scatter") and self._is_in_place(kernel.roots[0], n):
+        if in_place == "scatter" and self._is_in_place(kernel.roots[0], n):
             target, *others = (self.instructions[operand].num_bytes for operand in one.operands)
             changed = min(target, others[1] if len(others) > 1 else 0.0)  # the second are the updates
             first, written, spared = max(first - target, 0.0) + changed, changed, target - changed

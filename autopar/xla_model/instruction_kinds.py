@@ -9,55 +9,9 @@ from collections.abc import Sequence
 
 from autopar.ir.graph import Node
 from autopar.rules.node_view import NodeView
-from autopar.rules.table import RULES, rule_for
+from autopar.rules.table import RULES, rule_for, traits_of
 from autopar.xla_model.local_program import InstructionKind
 from autopar.xla_model.partition_builder import PartitionBuilder
-
-#: The same memory under another shape or name.
-_ALIASES = frozenset(
-    [
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "copy",
-        "copy_p",
-        "stop_gradient",
-        "bitcast_convert_type",
-        "random_wrap",
-        "random_unwrap",
-        "sharding_constraint",
-        "reshard",
-        "reduce_precision",
-    ]
-)
-CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
-_REDUCTIONS = CUMULATIVE | {"argmax", "argmin"}
-IN_PLACE = frozenset(["dynamic_update_slice"])
-#: Kernels that nothing is fused with: libraries, sorts, whole loops.
-_HEROES = frozenset(
-    [
-        "dot_general",
-        "ragged_dot",
-        "ragged_dot_general",
-        "conv_general_dilated",
-        "sort",
-        "top_k",
-        "approx_top_k",
-        "fft",
-        "cholesky",
-        "triangular_solve",
-        "eigh",
-        "svd",
-        "qr",
-        "lu",
-        "custom_call",
-        "ffi_call",
-        "rng_bit_generator",
-        "pallas_call",
-        "paged_attention",
-        "shard_map",
-    ]
-)
 
 
 class InstructionKinds:
@@ -72,14 +26,14 @@ class InstructionKinds:
         Args:
             operands: instructions and their local shapes.
         """
-        name = node.primitive
+        name, traits = node.primitive, traits_of(node.primitive)
         if sums_nothing(node):
             return "loop"
-        if name in _HEROES or node.effect or not node.results or self._is_opaque(node):
+        if traits.library or node.effect or not node.results or self._is_opaque(node):
             return "hero"
         if not operands:
             return "loop"
-        if name in _ALIASES:
+        if traits.view:
             return "alias"
         result = self.b.graph.values[node.results[0]] if node.results else None
         first = next((self.b.graph.values[v] for v in node.operands if v is not None), None)
@@ -90,9 +44,9 @@ class InstructionKinds:
                 return "alias"
             if name == "transpose" and self._is_layout(node):
                 return "alias"
-        if name.startswith("reduce_") or name in _REDUCTIONS:
+        if traits.reduces:
             return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
-        if name.startswith("scatter") or name in IN_PLACE or name == "select_and_scatter_add":
+        if traits.in_place:
             return "inplace"
         return "loop"
 

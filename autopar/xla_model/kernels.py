@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import column_blocks
+from autopar.rules.table import traits_of
 from autopar.xla_model.local_program import Instruction, LocalProgram
 
 LAUNCH_S = 1e-6  # what XLA charges a kernel when it weighs a fusion
@@ -106,7 +107,7 @@ class Kernels:
 def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operands: Iterable[int]) -> float:
     """Thread blocks that a kernel runs in, as XLA's emitters choose them; 0: as many as the device can use."""
     one = instructions[roots[0]]
-    if one.primitive.startswith("scatter"):
+    if traits_of(one.primitive).in_place == "scatter":
         return max(1.0, max((instructions[o].elements for o in list(one.operands)[1:]), default=1.0) // 128)
     sums = [one for root in roots if (one := instructions[root]).kind == "reduce"]
     if not sums:

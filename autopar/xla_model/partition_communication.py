@@ -13,7 +13,7 @@ from autopar.cost.collectives import collective
 from autopar.ir.explicit_program import Array, Cause, Communicate, Extend, Strip
 from autopar.ir.graph import Node
 from autopar.ir.sharding import TensorSharding
-from autopar.xla_model.instruction_kinds import CUMULATIVE
+from autopar.rules.table import traits_of
 from autopar.xla_model.local_program import Instruction
 from autopar.xla_model.partition_builder import PartitionBuilder
 
@@ -140,7 +140,7 @@ class Communications:
                 dtype=own.dtype,
             )
         )
-        if own.primitive in CUMULATIVE:
+        if traits_of(own.primitive).reduces == "running":
             return self.b.add(
                 replace(own, kind="loop", primitive="add", operands={at: 1.0, gathered: 1.0}, reduces=1.0)
             )

@@ -16,10 +16,10 @@ from autopar.ir.graph import Node
 from autopar.rules.control_flow import BORDERS
 from autopar.rules.grouping import Work
 from autopar.rules.node_view import NodeView
-from autopar.rules.table import rule_for, unknown_rule
+from autopar.rules.table import rule_for, traits_of, unknown_rule
 from autopar.xla_model.all_reduce_reassociate import AllReduceReassociate
 from autopar.xla_model.dot_operands import DotOperands
-from autopar.xla_model.instruction_kinds import IN_PLACE, InstructionKinds, sums_nothing
+from autopar.xla_model.instruction_kinds import InstructionKinds, sums_nothing
 from autopar.xla_model.local_program import Instruction, InstructionKind, LocalProgram
 from autopar.xla_model.loop_borders import LoopBorders
 from autopar.xla_model.partition_builder import PartitionBuilder
@@ -92,6 +92,7 @@ class _Partitioner:
                 continue
             at, sharding = self.sent.operand(n, index)
             operands.append((at, self.b.local_shape(value, sharding)))
+        traits = traits_of(node.primitive)
         if node.primitive == "split":
             self._split(n, node, operands[0][0])
             return
@@ -113,9 +114,9 @@ class _Partitioner:
         infos = [self.b.graph.values[v] for v in node.results]
         num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))
         points = max([elements, *(math.prod(s) for _, s in operands)]) if kind == "reduce" else elements
-        if node.primitive.startswith("scatter") and len(operands) == 3:  # target, indices, updates
+        if traits.in_place == "scatter" and len(operands) == 3:  # target, indices, updates
             points = min(elements, math.prod(operands[2][1]))
-        changed = math.prod(operands[1][1]) if node.primitive in IN_PLACE else points
+        changed = math.prod(operands[1][1]) if traits.in_place == "slice" else points
         used: dict[int, float] = {}
         for at, shape in operands:
             used[at] = max(used.get(at, 0.0), self._utilization(node, kind, elements, math.prod(shape)))
@@ -195,9 +196,10 @@ class _Partitioner:
         return points * outside, tuple((dtype, points * flops) for dtype, flops in inside)
 
     def _flops_per_element(self, node: Node) -> float:
-        if node.primitive in ("dot_general", "ragged_dot_general") or not node.results:
+        traits = traits_of(node.primitive)
+        if traits.contraction or not node.results:
             return self.b.f.profile.flops_per_element("mul", "") if sums_nothing(node) else 0.0
-        if node.primitive in ("broadcast_in_dim", "slice", "transpose", "iota", "pad", "concatenate", "rev"):
+        if traits.moves:
             return 0.0
         dtype = self.b.graph.values[node.results[0]].dtype
         return self.b.f.profile.flops_per_element(node.primitive, dtype)

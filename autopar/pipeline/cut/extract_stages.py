@@ -20,7 +20,7 @@ from autopar.frontend.equations import Equation, Item, LiteralOperand, Nest, equ
 from autopar.frontend.trace import Trace
 from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.unroll_layers import Rows
-from autopar.rules.grouping import CONTRACTIONS
+from autopar.rules.table import traits_of
 
 #: What crosses a border: an argument or a result of the step; a value from another stage, or for one, that passes once a
 #: step (`outside`) or once a microbatch (`inside`); the place that the latter is sent from (`buffer`).
@@ -203,7 +203,7 @@ class _Cutting:
 
     def _is_free(self, item: Item) -> bool:
         equations = list(equations_of(item))
-        if any(equation.effects or equation.primitive in CONTRACTIONS for equation in equations):
+        if any(equation.effects or traits_of(equation.primitive).contraction for equation in equations):
             return False
         made = set[int]().union(*(equation.results for equation in equations))
         return all(v in self.free or v in made for equation in equations for v in equation.reads)

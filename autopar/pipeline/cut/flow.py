@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
-from autopar.rules.grouping import CONTRACTIONS, SMALL_SIZE
+from autopar.rules.grouping import SMALL_SIZE
+from autopar.rules.table import traits_of
 from autopar.transforms.microbatch.batch_dims import Places
 from autopar.transforms.microbatch.classify import Split
 from autopar.transforms.microbatch.units import Unit, backward_of, units_of
@@ -109,7 +110,7 @@ class Flow:
 
     def _is_cheap(self, unit: Unit) -> bool:
         nodes = self.graph.nodes[unit.start : unit.stop]
-        if any(node.effect or node.primitive in CONTRACTIONS for node in nodes):
+        if any(node.effect or traits_of(node.primitive).contraction for node in nodes):
             return False
         made = sum(self.graph.values[v].size for v in unit.results)
         return self.flops(unit) <= _CHEAP * max(made, SMALL_SIZE)

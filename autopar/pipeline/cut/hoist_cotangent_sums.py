@@ -14,9 +14,8 @@ from dataclasses import replace
 from autopar.frontend.equations import Equation, Item, equations_of, items_of, laid
 from autopar.frontend.trace import Trace
 from autopar.pipeline.cut.flow import Flow
+from autopar.rules.table import traits_of
 from autopar.transforms.microbatch.classify import PARTIAL
-
-_ADDS = frozenset(["add", "add_any"])
 
 
 def added_where_made(flow: Flow, trace: Trace) -> Trace:
@@ -71,7 +70,7 @@ class _Additions:
     def _added(self, i: int) -> Iterator[int]:
         unit = self.flow.units[i]
         equation = self.trace.equations[unit.start]
-        is_add = unit.region is None and equation.primitive in _ADDS and len(set(equation.reads)) == 2
+        is_add = unit.region is None and traits_of(equation.primitive).adds and len(set(equation.reads)) == 2
         if is_add and self.flow.split.kinds.get(unit.results[0]) not in PARTIAL:
             yield unit.results[0]
 

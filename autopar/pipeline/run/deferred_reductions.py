@@ -24,6 +24,7 @@ from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.pipeline.cut.pieces import Layout
+from autopar.rules.table import traits_of
 from autopar.runtime.registered_collectives import reached
 from autopar.runtime.replay import Part, Replay
 
@@ -110,7 +111,7 @@ class _Finding:
         if not isinstance(total, int) or self.readers[carry] != 1 or self.readers[total] != 1:
             return None
         adds = equations[self.producers[total]] if total in self.producers else None
-        if adds is None or adds.primitive not in ("add", "add_any") or carry not in adds.operands:
+        if adds is None or not traits_of(adds.primitive).adds or carry not in adds.operands:
             return None
         value = next((v for v in adds.operands if v != carry), None)
         chain: list[int] = []

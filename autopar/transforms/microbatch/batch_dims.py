@@ -15,7 +15,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.rules.factors import DimFactors
 from autopar.rules.node_view import of_each_node
-from autopar.rules.table import rule_for
+from autopar.rules.table import rule_for, traits_of
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -171,7 +171,7 @@ class Places:
         one = factor.index
         if any(halo.factor == one for halo in rule.halos) or any(sent.factor == one for sent in rule.exchanges):
             return False
-        if self.graph.nodes[node].effect or primitive in _WHOLE:
+        if self.graph.nodes[node].effect or traits_of(primitive).opaque:
             return False
         if one in rule.manual and primitive not in _INDEPENDENT:
             return False
@@ -251,5 +251,3 @@ REDUCING = frozenset(
 _INDEPENDENT = frozenset(
     ["top_k", "approx_top_k", "argmax", "argmin", "symmetric_product", "conv_general_dilated", "paged_attention"]
 )
-#: Traced for one set of shapes, or split by the program itself.
-_WHOLE = frozenset(["shard_map", "pallas_call", "custom_call", "ffi_call", "call_hi_primitive", "pure_callback"])

@@ -18,6 +18,7 @@ from autopar.errors import MicrobatchError
 from autopar.frontend.equations import LiteralOperand, Region
 from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
+from autopar.rules.table import traits_of
 from autopar.transforms.microbatch.batch_dims import Batch, Factor, Places
 from autopar.transforms.microbatch.errors import Refusals
 from autopar.transforms.microbatch.linear_ops import adds_up, is_zero, passes_zero
@@ -338,7 +339,7 @@ class _Classifier:
         node = self.graph.nodes[n]
         reduction = self.places.reduction(n, factor)
         for i, kind in enumerate(kinds):
-            begins = i == 0 and node.primitive.startswith("scatter") and reduction is not None
+            begins = i == 0 and traits_of(node.primitive).in_place == "scatter" and reduction is not None
             if begins and kind != "zero" and kind != reduction:
                 raise _BlockedError(n, "it adds to what is not zero, which would count once for each microbatch")
             if kind in PARTIAL and not begins:
@@ -372,7 +373,7 @@ class _Classifier:
                     return None
                 item = self.items[i]
                 equation = self.trace.equations[item.start]
-                if item.region is not None or equation.primitive not in _UNARY or len(item.operands) != 1:
+                if item.region is not None or not traits_of(equation.primitive).one_to_one or len(item.operands) != 1:
                     return None
                 found.append(i)
                 value = item.operands[0]
@@ -439,7 +440,6 @@ class _Classifier:
 
 
 _REFUSED = "the batch cannot be split into microbatches"
-_UNARY = frozenset(["convert_element_type", "reshape", "transpose", "squeeze", "neg", "copy"])
 
 
 def _batch_or_none(places: Places) -> Batch:

@@ -10,16 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.frontend.equations import Equation, LiteralOperand
-
-#: Linear in their one operand, as `reduce_sum`; casts between floating-point types are so up to rounding.
-_MOVES = "reshape rev slice squeeze split broadcast_in_dim transpose expand_dims tile unstack copy copy_p"
-_ONE = frozenset(f"convert_element_type cumsum neg real imag reduce_sum {_MOVES}".split())
-#: Linear in all of them together.
-_ALL = frozenset(["add", "add_any", "sub", "concatenate", "stack"])
-#: Linear in one of two, the other the same for all terms.
-_EITHER = frozenset(["mul", "dot_general", "conv_general_dilated"])
-#: Linear in the first, the others the same for all terms.
-_FIRST = frozenset(["div", "gather", "dynamic_slice"])
+from autopar.rules.table import traits_of
 
 
 def adds_up(equation: Equation, kinds: Sequence[str]) -> bool:
@@ -32,13 +23,14 @@ def adds_up(equation: Equation, kinds: Sequence[str]) -> bool:
     terms = [kind in ("sum", "zero") for kind in kinds]
     if any(kind not in ("sum", "zero", "same") for kind in kinds):
         return False
-    if name in _ONE:
+    linear = traits_of(name).linear
+    if linear == "one":
         return _keeps_sums(equation)
-    if name in _ALL:
+    if linear == "all":
         return all(terms)
-    if name in _EITHER:
+    if linear == "either":
         return [kind == "sum" for kind in kinds].count(True) == 1
-    if name in _FIRST:
+    if linear == "first":
         return kinds[0] == "sum" and "sum" not in kinds[1:]
     if name in ("pad", "dynamic_update_slice"):
         return all(terms[:2]) and "sum" not in kinds[2:]
@@ -51,7 +43,7 @@ def adds_up(equation: Equation, kinds: Sequence[str]) -> bool:
 
 def passes_zero(equation: Equation) -> bool:
     """Whether an operation makes zeros of zeros."""
-    return equation.primitive in _ONE or equation.primitive in _ALL or equation.piece is not None
+    return traits_of(equation.primitive).linear in ("one", "all") or equation.piece is not None
 
 
 def is_zero(literal: LiteralOperand) -> bool:
