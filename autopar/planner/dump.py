@@ -160,9 +160,7 @@ def _explicit(passes: _Passes) -> Iterator[str]:
 def _communicated(op: Communicate) -> str:
     times = f" x{op.num_times:g}" if op.num_times != 1 else ""
     merged = ", may be merged" if op.combinable else ""
-    return (
-        f"{op.kind.upper()} over {', '.join(op.axes) or '-'} ({op.cause}, {human_bytes(op.num_bytes)}{times}{merged})"
-    )
+    return f"{op.by or op.kind.upper()} over {', '.join(op.axes) or '-'} ({op.cause}, {human_bytes(op.num_bytes)}{times}{merged})"
 
 
 def _device(passes: _Passes) -> Iterator[str]:
