@@ -57,7 +57,7 @@ EXACT = (
     "inference",
     "schedules",
 )
-IN_FIGURES = ("../README", "vector-search-on-paper")
+IN_FIGURES = ("../README", "how-a-plan-is-made", "vector-search-on-paper")
 IN_WORDS = ("tutorial", "reading-a-plan", "checkpoints")
 NOT_HELD = ("verify",)
 
