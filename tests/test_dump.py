@@ -67,6 +67,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match="cannot write into"):
         dumped(tmp_path / "file")
+    with pytest.raises(OptionError, match="`dump` is empty"):
+        autopar.plan(PROGRAM.step, *PROGRAM.abstract_args(), mesh="2", hardware="h100-sxm", dump="")
     with pytest.raises(ClusterError, match="`dump`"):
         dumped(tmp_path / "stages", stages=2, mesh=None, num_devices=4)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def plan_target(options: argparse.Namespace) -> AnyPlan:
     """Plan the target, as the options say."""
-    more = planning(options) | ({"dump": options.dump} if getattr(options, "dump", None) else {})
+    more = planning(options) | ({} if getattr(options, "dump", None) is None else {"dump": options.dump})
     step, args = load_target(options.target)
     from autopar.api.make_plan import plan
 

@@ -6,6 +6,7 @@ In: a plan and the candidate that it was made of. Out: a folder with one file fo
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,19 @@ class _Passes:
     made: Candidate
 
 
+def make_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder of a dump, before the time that it takes to plan.
+
+    Raises:
+        OptionError: it has no name, or cannot be made.
+    """
+    if not os.fspath(folder):
+        raise OptionError("`dump` is empty: give a folder, or leave it out")
+    with _refused(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
 def dump(folder: str | os.PathLike[str], request: PlanRequest, found: Found) -> None:
     """Write all files; those of a plan dumped before are replaced.
 
@@ -44,10 +58,16 @@ def dump(folder: str | os.PathLike[str], request: PlanRequest, found: Found) -> 
     """
     assert found.made is not None, "all was planned in this process"
     passes = _Passes(request, found.plan, found.made)
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+    with _refused(folder):
         for name, lines in FILES.items():
             write_whole("".join(f"{printable(line)}\n" for line in lines(passes)), Path(folder) / name)
+
+
+@contextlib.contextmanager
+def _refused(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """What the system says of a folder, as an error of ours."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise OptionError(f"`dump` cannot write into {os.fspath(folder)!r} ({reason}): give another folder") from None

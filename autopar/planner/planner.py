@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from autopar.errors import BudgetError, MicrobatchError, PinError, TimeLimitError
 from autopar.planner.cache import plans as plan_cache
-from autopar.planner.dump import dump
+from autopar.planner.dump import dump, make_folder
 from autopar.planner.layout_hints import LayoutHints, layout_hints
 from autopar.planner.mesh_search import Found, search_meshes
 from autopar.planner.microbatch_count import MicrobatchSearch
@@ -44,11 +44,12 @@ def plan_program(program: Program, request: PlanRequest) -> Plan:
     hints = layout_hints(program, request)
     key = request.key() | {"layouts": hints}
     entry = plan_cache.entry_of(program, key, plan_cache.folder_of(request.cache), Plan.from_json)
-    plan = entry.read() if request.dump is None else None
+    folder = None if request.dump is None else make_folder(request.dump)
+    plan = entry.read() if folder is None else None
     if plan is None:
         found = (_plan_if_no_slower if hints.is_hint else _plan_with)(program, request, hints)
-        if request.dump is not None:
-            dump(request.dump, request, found)
+        if folder is not None:
+            dump(folder, request, found)
         plan = found.plan
         entry.keep(plan)
     return plan

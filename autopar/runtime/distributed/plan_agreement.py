@@ -32,7 +32,7 @@ from autopar.version import __version__
 P = TypeVar("P", bound=Placement)
 
 #: Options of a step that need not be the same: they change no plan.
-_OWN_OPTIONS = ("progress", "cache")
+_OWN_OPTIONS = ("progress", "cache", "dump")
 
 
 def agreed_plan(
