@@ -19,8 +19,9 @@ import autopar
 from autopar.errors import RuleError
 from autopar.report.explain import render_summary
 from autopar.rules.node_view import NodeView
-from autopar.rules.table import rule_for
-from autopar.rules.user_rules import template
+from autopar.rules.table import rule_for, traits_of
+from autopar.rules.traits import Traits
+from autopar.rules.user_rules import registered_texts, template
 from autopar.xla_compiler import hlo_collectives as hlo
 
 
@@ -207,3 +208,12 @@ def test_a_saved_plan_needs_the_function_again(tmp_path: Path) -> None:
     autopar.register_rule("shifted_elsewhere", "rows . -> rows .")
     with pytest.raises(RuleError, match=r"runs `shifted_elsewhere` in parts.*none is registered here"):
         autopar.parallelize(other, plan=loaded)(np.zeros(ROWS.shape, np.float32))
+
+
+def test_traits_are_registered_with_a_rule() -> None:
+    autopar.register_rule("shaped", "a b -> a b", traits=Traits(library=True, linear="one"))
+    assert traits_of("shaped").library and traits_of("shaped").linear == "one"
+    before = registered_texts()
+    autopar.register_rule("shaped", "a b -> a b")
+    assert traits_of("shaped") == Traits()
+    assert registered_texts() != before, "kept plans depend on them"

@@ -23,8 +23,8 @@ from autopar.rules.node_view import NodeView, RuleFunction, counted, of_each_nod
 from autopar.rules.pooling import POOLING, POOLING_TRAITS
 from autopar.rules.reduction import REDUCTION, REDUCTION_TRAITS
 from autopar.rules.shape import SHAPE, SHAPE_TRAITS
-from autopar.rules.traits import PLAIN, Traits
-from autopar.rules.user_rules import called, needs_local, registered_rule
+from autopar.rules.traits import Traits
+from autopar.rules.user_rules import called, needs_local, registered_rule, registered_traits
 
 #: Every primitive that can be split. Read-only.
 RULES: Mapping[str, RuleFunction] = MappingProxyType(
@@ -56,8 +56,8 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
 
 
 def traits_of(primitive: str) -> Traits:
-    """The traits of a primitive; of one that nobody knows those that promise nothing."""
-    return TRAITS.get(primitive, PLAIN)
+    """The traits of a primitive: the table's, else those that a user registered, else those that promise nothing."""
+    return TRAITS.get(primitive) or registered_traits(primitive)
 
 
 def rule_for(view: NodeView) -> Rule | None:

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from autopar.errors import RuleError
 from autopar.rules.factors import DimNames, Name, Reduction, Rule, build_rule
 from autopar.rules.node_view import NodeView, counted
+from autopar.rules.traits import PLAIN, Traits
 
 _TOKEN = re.compile(r"\s*(->|[A-Za-z_]\w*|[.,()]|\S)")
 _GRAMMAR = (
@@ -35,6 +36,7 @@ class _Registered:
     reduction: Reduction
     flops_per_point: float | None
     local: Callable[..., Any] | None
+    traits: Traits
 
 
 _registered: dict[str, _Registered] = {}
@@ -47,6 +49,7 @@ def register_rule(
     local: Callable[..., Any] | None = None,
     reduction: Reduction = "sum",
     flops_per_point: float | None = None,
+    traits: Traits = PLAIN,
 ) -> None:
     """Tell how a primitive that autopar does not know may be split.
 
@@ -60,6 +63,7 @@ def register_rule(
         reduction: what combines the parts of a loop that is reduced: sum, max, min, prod, and, or.
         flops_per_point: operations for each point of the space of all loops, `2.0` for a matrix product. By default what
             is counted of a Pallas kernel or of cuDNN's attention, of anything else 1.
+        traits: of a primitive, what it is besides: linear, a library's kernel, ...
 
     A name told again is replaced; a primitive that autopar has a rule for keeps that one. A rule is held against
     shapes when a step is planned.
@@ -73,7 +77,7 @@ def register_rule(
         raise RuleError(f"the reduction {reduction!r} of `{name}` is none of {', '.join(get_args(Reduction))}")
     operands, results = _read(name, rule)
     flops = None if flops_per_point is None else float(flops_per_point)
-    _registered[name] = _Registered(rule, operands, results, reduction, flops, local)
+    _registered[name] = _Registered(rule, operands, results, reduction, flops, local, traits)
 
 
 def called(view: NodeView) -> str:
@@ -138,6 +142,12 @@ def needs_local(view: NodeView) -> bool:
     if told is None or told.local is not None or view.primitive not in _WHOLE:
         return False
     return any(names for term in (*told.operands, *told.results) for names in term)
+
+
+def registered_traits(primitive: str) -> Traits:
+    """The traits that a user gave a primitive; of one that nobody knows those that promise nothing."""
+    given = _registered.get(primitive)
+    return PLAIN if given is None else given.traits
 
 
 def registered_local(name: str, primitive: str) -> Callable[..., Any] | None:
@@ -228,6 +238,6 @@ def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
 def registered_texts() -> tuple[tuple[object, ...], ...]:
     """All that was told, as plain values: what a plan depends on beside the program."""
     return tuple(
-        (name, told.text, told.reduction, told.flops_per_point, told.local is not None)
+        (name, told.text, told.reduction, told.flops_per_point, told.local is not None, repr(told.traits))
         for name, told in sorted(_registered.items())
     )
