@@ -1,7 +1,7 @@
 """Which XLA this package imitates: its passes by module, and the JAX releases whose XLA it was held against.
 
 In: nothing. Out: `PASSES`, `CHECKED`. `tests/test_xla_conformance.py` holds each pass against XLA's own on each release, and
-fails on a release that is not in `CHECKED`. What XLA charges for a kernel or a collective is no pass, and so is priced in
+fails on a release of which no patch is in `CHECKED`. What XLA charges for a kernel or a collective is no pass, and so is priced in
 `cost/kernel_time` and `cost/xla_latency_estimator`, below the solver, which needs it before there is a program.
 """
 
