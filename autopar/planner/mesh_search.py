@@ -158,10 +158,9 @@ class _Search:
         first = resolve_pins(pin, program.graph, meshes[0])
         forms = program.forms[-1 if request.dims_as_written else 0 :]
         self._forms: list[Form] = [(form, program_groups(form.graph, first)) for form in forms]
-        budget = request.budget.plan_bytes
         self._meshes = meshes
-        self._tasks = [MeshTask(request, budget, resolve_pins(pin, program.graph, mesh)) for mesh in meshes]
-        self._budget_bytes, self._report, self._process = budget, request.report, os.getpid()
+        self._tasks = [MeshTask(request, resolve_pins(pin, program.graph, mesh)) for mesh in meshes]
+        self._budget_bytes, self._report, self._process = request.budget.plan_bytes, request.report, os.getpid()
         self._begun: dict[int, Begun] = {}
         self._failures: dict[int, NothingFitsError] = {}
         self._fastest = Least()

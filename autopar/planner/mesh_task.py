@@ -33,17 +33,20 @@ class MeshTask:
     """What is wanted of the plan on one mesh.
 
     Args:
-        budget_bytes: that a plan may fill.
         pins: input position -> sharding.
     """
 
     request: PlanRequest
-    budget_bytes: float
     pins: Mapping[int, TensorSharding]
 
     @property
     def profile(self) -> HardwareProfile:
         return self.request.profile
+
+    @property
+    def budget_bytes(self) -> float:
+        """What a plan may fill."""
+        return self.request.budget.plan_bytes
 
     @property
     def solver(self) -> Solver:
