@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -248,13 +250,51 @@ def test_an_array_at_two_places_never_reaches_xla_as_one_that_is_donated(places:
     state, _ = step({"a": ones(), "b": ones()}, ones())
     state, _ = step(state, ones())
     assert step._fast is not None, "the next call would take it"
-    step._fast = lambda *args: pytest.fail("an array at two places was dispatched as it is")
+    own = step._fast.run.own_arguments
+    assert own.flattened((state, ones())) is not None
     a, b = state["a"], state["b"]
-    state, mean = step({"a": a, "b": a}, ones()) if places == "of the state" else step({"a": a, "b": b}, a)
+    args = ({"a": a, "b": a}, ones()) if places == "of the state" else ({"a": a, "b": b}, a)
+    assert own.flattened(args) is None, "it is dispatched as it is"
+    state, mean = step(*args)
     expected = -2.0 if places == "of the state" else 0.0
     np.testing.assert_array_equal(state["a"], expected * np.ones(SHAPE))
     assert float(mean) == (1.0 if places == "of the state" else -1.0)
     np.testing.assert_array_equal(a, -np.ones(SHAPE))
+
+
+def test_a_leaf_that_the_user_put_into_a_returned_state_stays() -> None:
+    step = autopar.parallelize(**OPTIONS)(lambda state, x: ({k: v - x for k, v in state.items()}, x.mean()))
+    state, _ = step({"a": ones(), "b": ones()}, ones())
+    state, _ = step(state, ones())
+    before = state["b"]
+    mine = state["a"] = jax.device_put(3 * ones(), state["a"].sharding)
+    after, _ = step(state, ones())
+    assert not mine.is_deleted()
+    assert before.is_deleted(), "it is autopar's"
+    np.testing.assert_array_equal(after["a"], 2 * np.ones(SHAPE))
+
+
+def test_a_state_that_the_user_drops_is_not_kept() -> None:
+    step = autopar.parallelize(**OPTIONS)(lambda state, x: ({k: v - x for k, v in state.items()}, x.mean()))
+    state, _ = step({"a": ones(), "b": ones(), "c": ones()}, ones())
+    state, _ = step(state, ones())
+    kept, dropped = state["a"], [weakref.ref(state[name]) for name in ("b", "c")]
+    del state
+    gc.collect()
+    assert all(array() is None for array in dropped)
+    step({"a": kept, "b": ones(), "c": ones()}, ones())
+    assert kept.is_deleted(), "it is still known as autopar's"
+
+
+def test_two_steps_that_take_turns_donate_one_state() -> None:
+    first = autopar.parallelize(**OPTIONS)(lambda state, x: ({k: 2 * v - x for k, v in state.items()}, x.mean()))
+    second = autopar.parallelize(**OPTIONS)(lambda state, x: ({k: 3 * v - x for k, v in state.items()}, x.mean()))
+    state, _ = first({"a": ones(), "b": ones()}, ones())
+    for _ in range(3):
+        for step in (second, first):
+            before = state
+            state, _ = step(before, ones())
+            assert all(array.is_deleted() for array in before.values())
 
 
 def test_a_state_that_another_plan_has_laid_out() -> None:

@@ -19,6 +19,7 @@ from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.ir.graph import Graph
 from autopar.plans.plan import Plan
 from autopar.rules.table import rules_of, traits_of
+from autopar.runtime.jitted_step import JittedStep
 from autopar.transforms.program import Program
 
 #: A prediction that is off by more than this part of what is measured is worth a look at the profile.
@@ -32,7 +33,7 @@ _MOST_FACTOR = 100.0
 def measure(
     plan: Plan,
     program: Program,
-    run: Any,
+    run: JittedStep,
     arguments: Sequence[Any],
     calls: Calls,
     mesh: Mesh,
@@ -66,15 +67,13 @@ def wait() -> None:
 
 
 def _peak_bytes(
-    run: Any, arguments: Sequence[Any], mesh: Mesh
+    run: JittedStep, arguments: Sequence[Any], mesh: Mesh
 ) -> tuple[float | None, Literal["devices", "compiled"] | None]:
     """The most that a device of this process held; or, where devices do not say, what XLA's program takes."""
     peak = device_peak_bytes([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
     if peak is not None:
         return peak, "devices"
-    is_compiled = isinstance(run, jax.stages.Compiled)
-    compiled = run if is_compiled else run.lower(*arguments).compile()  # JAX has it compiled already
-    sizes = compiled.memory_analysis()
+    sizes = run.compiled(arguments).memory_analysis()
     if sizes is None:
         return None, None
     held = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes

@@ -38,6 +38,7 @@ from autopar.runtime.distributed.cpu_transport import let_arrays_pass
 from autopar.runtime.distributed.exchange import among_processes
 from autopar.runtime.distributed.local_batch import check_equal
 from autopar.runtime.distributed.step_clock import StepClock
+from autopar.runtime.own_arrays import mark_returned
 from autopar.system.progress import announced
 from autopar.transforms.program import Program
 
@@ -100,9 +101,8 @@ class ParallelStep(Generic[P]):
             let_arrays_pass()
         self._plans = StepPlans(self.called, given, own)
         self._known: dict[Any, Prepared] = {}  # by what a plan is made for; the last one used comes last
-        self._fast: Any = None  # the jitted replay of the last call, where it takes the arguments as they are
+        self._fast: Prepared | None = None  # what ran the last call, where it takes the arguments as they are
         self._fast_key: Any = None
-        self._fast_count, self._fast_donates = 0, tuple[int, ...]()  # its arguments, and those it donates
         self._last: Prepared | None = None  # what ran the last call
         self._calls = Calls()  # of that
         self.clock: StepClock | None = None  # set by `watch`
@@ -292,10 +292,11 @@ class ParallelStep(Generic[P]):
                 f"`{self.name}` has run too few steps to report on: call it at least {FEWEST_STEPS + 2} times with"
                 f" arguments of the same shapes; the first compiles, and {self._calls.num_steps} have been timed since"
             )
-        if isinstance(last.plan, PipelinePlan):
-            devices = self._plans.devices()
-            profiles = self._plans.profiles(last.plan)
-            return measure_stages(last.plan, last.program, self._calls, devices, profiles, last.measured)
+        if isinstance(last.run, PipelinedStep):
+            plan, devices = last.run.plan, self._plans.devices()
+            profiles = self._plans.profiles(plan)
+            return measure_stages(plan, last.program, self._calls, devices, profiles, last.measured)
+        assert isinstance(last.plan, Plan), "of one program"
         hardware = self._plans.options.get("hardware")
         return measure(last.plan, last.program, last.run, last.compiled_for, self._calls, last.mesh, hardware)
 
@@ -317,30 +318,20 @@ class ParallelStep(Generic[P]):
         """Whether the user has said what is donated: then arrays that the user made are, too."""
         return self._plans.options.get("donate") is not None
 
-    def _takes_only_own(self, args: Sequence[Any]) -> bool:
-        """Whether all that a call as the last one would donate is the step's own, and there, and stands at one place: JAX 0.10
-        crashes over a PRNG key that was donated before; and of an array at two places XLA may have taken some devices' parts
-        by the time it refuses."""
-        leaves = jax.tree.leaves([args[n] for n in self._fast_donates])
-        others = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in self._fast_donates])
-        donated = set(map(id, leaves))
-        if len(donated) < len(leaves) or not donated.isdisjoint(map(id, others)):
-            return False
-        return all((self._may_take or execute.is_own(leaf)) and not _is_gone(leaf) for leaf in leaves)
-
     def _dispatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """What the step returns, and the arrays that the planned one returned."""
         failed: Exception | None = None
-        if self._fast is not None and not kwargs and len(args) == self._fast_count and self._takes_only_own(args):
+        fast = None if kwargs else self._fast
+        leaves = None if fast is None else fast.run.own_arguments.flattened(args)
+        if fast is not None and leaves is not None:
             self._calls.note()
             try:
-                result = self._fast(*args)
+                result = fast.run.dispatch(leaves)
             except Exception as error:  # other shapes; arrays that lie elsewhere; or the step's own
                 failed = error
             else:
-                assert self._last is not None, "it made the fast one"
-                self._last.own(result)
                 return result, result
+        mark_returned()
         with opened(self.called, args, kwargs) as call:
             execute.check_not_deleted(call.input_paths, jax.tree.leaves(call.trees))
             known = call.key == self._fast_key
@@ -349,15 +340,13 @@ class ParallelStep(Generic[P]):
             if failed is not None and known and all(map(operator.is_, jax.tree.leaves(trees), jax.tree.leaves(args))):
                 raise failed
             is_fast = call.is_plain and prepared.results.is_plain
-            self._fast, self._fast_key = (prepared.run, call.key) if is_fast else (None, None)
-            self._fast_count, self._fast_donates = len(call.trees), prepared.donates
+            self._fast, self._fast_key = (prepared, call.key) if is_fast else (None, None)
             if prepared is not self._last or not prepared.is_compiled:
                 self._calls.start_anew()
             elif failed is None:  # else it has been noted
                 self._calls.note()
             self._last = prepared
             arrays = self._run(prepared, trees)
-            prepared.own(arrays)
             return call.finish(prepared.results, arrays), arrays
 
     def _measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -375,7 +364,6 @@ class ParallelStep(Generic[P]):
                 )
             self._calls.interrupt(wait)
             arrays, prepared.measured = prepared.run.measured(*call.trees)
-            prepared.own(arrays)
             return call.finish(prepared.results, arrays), arrays
 
     def _run(self, prepared: Prepared, trees: Sequence[Any]) -> Any:
@@ -411,10 +399,6 @@ class ParallelStep(Generic[P]):
             self._plans.latest = prepared.plan
         self._known[call.key] = prepared
         return prepared
-
-
-def _is_gone(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 class BoundStep:

@@ -29,6 +29,8 @@ from autopar.pipeline.run.transfers import is_mine, without_shards
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.runtime import jit as execute
 from autopar.runtime.distributed.argument_layout import Arguments
+from autopar.runtime.jitted_step import JittedStep
+from autopar.runtime.own_arrays import make_own
 from autopar.transforms.program import Program
 
 #: Where an array lies, or each part of it.
@@ -41,12 +43,11 @@ class Prepared:
 
     Args:
         results: what the step's result is beside its arrays.
-        run: from pytrees of arrays to those of the result; where it is one program, jitted or compiled.
+        run: from pytrees of arrays to those of the result, or, by `dispatch`, from the arrays of the arguments.
         in_shardings: of each array of the arguments. uneven: of those, stacks of layers that lie in unequal parts on the
             submeshes of several stages, which no sharding says: how each part does.
         mesh: of all devices of one program; of stages, of the first.
         probe: position of the smallest output that no later call takes over.
-        renewed: positions of the outputs whose buffers a later call takes over.
         compiled_for: shapes and shardings of what it was given first.
         measured: of stages, when the tasks of the step ran that was measured last.
     """
@@ -54,13 +55,12 @@ class Prepared:
     plan: AnyPlan
     program: Program
     results: Results
-    run: Any
+    run: JittedStep | PipelinedStep
     in_shardings: list[NamedSharding]
     mesh: Mesh
     arguments: Arguments
     probe: int | None
     uneven: dict[int, dict[Rows, NamedSharding]] = field(default_factory=dict)
-    renewed: tuple[int, ...] = ()
     is_compiled: bool = False
     compiled_for: tuple[Any, ...] = field(default=())
     measured: PipelineTimeline | None = None
@@ -83,30 +83,17 @@ class Prepared:
             lets them exchange what it measures; nor where JAX is to look for NaNs, which only what is jitted can name.
         """
         looks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
-        if self.is_compiled or isinstance(self.run, PipelinedStep) or jax.process_count() > 1 or looks:
+        run = self.run
+        if self.is_compiled or isinstance(run, PipelinedStep) or jax.process_count() > 1 or looks:
             return lambda: None
-        wait = compiling(self.run.lower(*jax.tree.map(shape_struct, tuple(trees))))
+        wait = compiling(run.lower(jax.tree.map(shape_struct, tuple(trees))))
 
         def use() -> None:
             with suppress(jax.errors.JaxRuntimeError):  # which the first call meets again
-                self.run, self.is_compiled = wait(), True
+                run.use(wait())
+                self.is_compiled = True
 
         return use
-
-    @property
-    def donates(self) -> tuple[int, ...]:
-        """Positions of the arguments that have donated arrays."""
-        donated, found, start = set(self.plan.donated), list[int](), 0
-        for n, tree in enumerate(self.plan.in_tree.children()):
-            stop = start + tree.num_leaves
-            found += [n] if donated & set(range(start, stop)) else []
-            start = stop
-        return tuple(found)
-
-    def own(self, arrays: Any) -> None:
-        """Let later calls take over, of what a call has returned, the state that is donated."""
-        leaves = jax.tree.leaves(arrays)
-        execute.make_own([leaves[position] for position in self.renewed])
 
     @property
     def places(self) -> list[Place]:
@@ -133,7 +120,7 @@ def prepared_of(
     Args:
         name: of the step.
         devices: the mesh of one program; or of stages, all devices in their order.
-        may_take: whether stages may be donated arrays that the user made; one program is told at each call.
+        may_take: whether arrays that the user made may be donated.
     """
     if isinstance(plan, PipelinePlan):
         assert not isinstance(devices, Mesh)
@@ -141,7 +128,7 @@ def prepared_of(
         shardings, mesh = run.in_shardings, run.meshes[0]
     else:
         assert isinstance(devices, Mesh)
-        run, mesh = execute.jit_plan(plan, program.trace, devices), devices
+        run, mesh = JittedStep(plan, program.trace, devices, may_take=may_take), devices
         shardings = named_shardings([tensor.sharding for tensor in plan.inputs], devices)
     uneven = run.uneven if isinstance(run, PipelinedStep) else {}
     gathers = Gathering if isinstance(run, PipelinedStep) and jax.process_count() > 1 else None
@@ -157,7 +144,6 @@ def prepared_of(
         arguments=Arguments(name, plan, shardings, gathers),
         probe=min(free)[1] if free else None,
         uneven=uneven,
-        renewed=tuple(output for position, output in plan.carried if position in set(plan.donated)),
     )
 
 
@@ -192,7 +178,7 @@ def built(
         some.__name__ = getattr(create, "__name__", "create")
         shardings = [sharding for _, _, sharding in own]
         arrays = (_made_on_cpus if _are_own_cpus(shardings[0]) else _made)(some, trees, shardings)
-        execute.make_own(arrays)
+        make_own(arrays)
         for (position, rows, _), array in zip(own, arrays, strict=True):
             found[position][rows] = array
     return [joined(parts) for parts in found]

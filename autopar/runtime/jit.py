@@ -7,7 +7,7 @@ donates what the plan says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from autopar.jax_interop.partition_spec import check_mesh, named_shardings
 from autopar.plans.plan import Plan
 from autopar.plans.records import Placement
 from autopar.runtime.distributed.device_order import cluster_text, in_host_order
+from autopar.runtime.own_arrays import is_own
 from autopar.runtime.replay import Replay
 from autopar.runtime.xla_options import compiler_options
 
@@ -79,13 +80,15 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=donated_arguments(plan, trace),
-        compiler_options=compiler_options(plan) if _has_gpus(mesh) else None,
+        **jit_options(plan, mesh),
     )
 
 
-def _has_gpus(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether what is compiled for a mesh is for GPUs that are here: for others, whoever compiles gives the options."""
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
+def jit_options(plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    """What `jax.jit` is to tell XLA, where what it compiles is for GPUs that are here: for others, whoever compiles gives
+    the options."""
+    has_gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
+    return {"compiler_options": compiler_options(plan)} if has_gpus else {}
 
 
 def placed(
@@ -123,22 +126,6 @@ def _may_share(leaf: jax.Array, put: jax.Array) -> bool:
     """Whether an array that was moved may have kept a buffer, whatever `may_alias` says: of one device, where a part is
     the whole."""
     return len(leaf.sharding.device_set) > 1 or put.sharding.shard_shape(put.shape) == leaf.shape
-
-
-#: What an array carries that a step, its `init` or a restored checkpoint made: later calls may take its memory over.
-_OWN = "_autopar_own"
-
-
-def make_own(leaves: Iterable[Any]) -> None:
-    """Let later calls take the memory of arrays over."""
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array):
-            setattr(leaf, _OWN, True)
-
-
-def is_own(leaf: Any) -> bool:
-    """Whether autopar made an array, and not the user."""
-    return hasattr(leaf, _OWN)
 
 
 def check_not_deleted(paths: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -80,14 +80,19 @@ class Replay:
 
     def run(self, *args: Any) -> Any:
         """The step."""
-        leaves = jax.tree.leaves(args)
-        self._check(args, leaves)
+        leaves, structure = jax.tree.flatten(args)
+        if structure != self.trace.in_tree:
+            raise OtherShapesError("the arguments have another structure than the planned ones")
+        return jax.tree.unflatten(self.trace.out_tree, self.outputs(leaves))
+
+    def outputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arrays that the step returns, of those of its arguments."""
+        self._check(leaves)
         scope = _Scope(dict(zip(self.trace.inputs, leaves, strict=True)))
         scope.values.update(self.trace.constants)
         end = len(self.trace.equations)
         self._span(scope, 0, end)
-        outputs = [self._taken(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
-        return jax.tree.unflatten(self.trace.out_tree, outputs)
+        return [self._taken(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
 
     def part(self, given: Mapping[int, Any]) -> Part:
         """A part of the step, to be run equation by equation.
@@ -341,9 +346,7 @@ class Replay:
 
     # -- arguments ---------------------------------------------------------------------------
 
-    def _check(self, args: Any, leaves: Sequence[Any]) -> None:
-        if jax.tree.structure(args) != self.trace.in_tree:
-            raise OtherShapesError("the arguments have another structure than the planned ones")
+    def _check(self, leaves: Sequence[Any]) -> None:
         for path, position, leaf in zip(self.trace.input_paths, self.trace.inputs, leaves, strict=True):
             aval = self.trace.avals[position]
             if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):

@@ -28,8 +28,8 @@ from autopar.pipeline.plan import AnyPlan
 from autopar.pipeline.plan_files import plan_from_json
 from autopar.pipeline.run.stacked_leaves import as_arrays
 from autopar.report.diff import PlanDiff, diff
-from autopar.runtime import jit as execute
 from autopar.runtime.distributed.exchange import among_processes
+from autopar.runtime.own_arrays import make_own
 from autopar.version import __version__
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class Checkpoints:
         why = self._why_damaged(number, about, found, cause)
         if why is not None:
             raise self._damaged(number, why) from cause
-        execute.make_own(values)
+        make_own(values)
         self._last_map = planned
         _log.info("restored step %d from %s: %s", number, self.directory, planned.words)
         return values

@@ -22,7 +22,7 @@ from autopar.pipeline.cut.pieces import Slot
 from autopar.pipeline.run.piece_programs import StagePieces
 from autopar.pipeline.run.stacked_leaves import StackedLeaf, part_of
 from autopar.pipeline.run.transfers import Crossing, as_it_lies, is_mine, wire
-from autopar.runtime import jit as execute
+from autopar.runtime.own_arrays import is_own
 
 #: What the pipeline holds, by register; None where there is nothing, or where it is in other processes alone.
 Values = list[Any]
@@ -115,7 +115,7 @@ class PipelineArguments:
 
     def _stays(self, leaf: Any) -> bool:
         """Whether a leaf is the user's, and stays after the step."""
-        return not (self.may_take or isinstance(leaf, StackedLeaf) or execute.is_own(leaf))
+        return not (self.may_take or isinstance(leaf, StackedLeaf) or is_own(leaf))
 
     def _add(
         self, i: LeafKey, s: int, slot: Slot, aval: Any, at_home: NamedSharding, sharding: NamedSharding, is_home: bool

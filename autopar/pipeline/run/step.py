@@ -21,6 +21,7 @@ from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.run.measured import run_measured
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.runtime import jit as execute
+from autopar.runtime.own_arrays import OwnArguments, items, make_own
 from autopar.transforms.program import Program
 
 
@@ -55,7 +56,11 @@ class PipelinedStep:
     def __init__(self, plan: PipelinePlan, program: Program, devices: Sequence[Any], *, may_take: bool = False) -> None:
         self.plan = plan
         trace = program.as_traced.trace
-        self.out_tree = trace.out_tree
+        self.in_tree, self.out_tree = trace.in_tree, trace.out_tree
+        # Without `carried`: whether an array is autopar's is looked up again where the stages take it.
+        structs = jax.tree.leaves(trace.arguments)
+        self.own_arguments = OwnArguments(self.in_tree, structs, plan.donated, {}, may_take=may_take)
+        self._renewed = items([output for position, output in plan.carried if position in set(plan.donated)])
         self.meshes = [execute.make_mesh(stage.plan.mesh, [devices[i] for i in stage.devices]) for stage in plan.stages]
         stages = [
             PlannedStage(stage, planned.plan, mesh)
@@ -89,9 +94,17 @@ class PipelinedStep:
 
     def __call__(self, *trees: Any) -> Any:
         """The step: pytrees of arrays as it was planned for."""
-        return jax.tree.unflatten(self.out_tree, self.pipeline.run(jax.tree.leaves(trees)))
+        return self.dispatch(jax.tree.leaves(trees))
+
+    def dispatch(self, leaves: Sequence[Any]) -> Any:
+        """The step, of the arrays of its arguments. Later calls may take over, of what it returns, the state."""
+        return self._returned(self.pipeline.run(leaves))
 
     def measured(self, *trees: Any) -> tuple[Any, PipelineTimeline]:
         """The same of a step that has run before, task by task, and when its tasks ran."""
         leaves, timeline = run_measured(self.pipeline, jax.tree.leaves(trees))
-        return jax.tree.unflatten(self.out_tree, leaves), timeline
+        return self._returned(leaves), timeline
+
+    def _returned(self, leaves: Sequence[Any]) -> Any:
+        make_own(self._renewed(leaves))
+        return jax.tree.unflatten(self.out_tree, leaves)
