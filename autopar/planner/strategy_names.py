@@ -1,89 +1,198 @@
-"""A strategy in words, read off the assignment: which mesh axis does what.
+"""Name a plan's strategy as the field does: FSDP, ZeRO-1, HSDP, Megatron tensor, sequence, context and expert parallelism.
 
-In: `Formulation` and choices. Out: e.g. "data parallel over `data`, tensor parallel over `model`,
-optimizer state sharded over `data`".
+In: `Formulation`, the solver's choices, the arguments' shardings. Out: e.g. "FSDP (ZeRO-3) over `data`, Megatron tensor
+parallel over `model`". What has no name is described.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from autopar.formulate.formulation import Formulation
-from autopar.ir.graph import Node
-from autopar.plans.records import TensorPlan
-from autopar.rules.grouping import Group
+from autopar.ir.sharding import TensorSharding
+from autopar.plans.records import Role, TensorPlan
+from autopar.rules.grouping import Define, Group, Read, Work
 
-#: An axis is said to do what it does in at least this share of the forward arithmetic.
+#: An axis is named for what it does in at least this share of the forward arithmetic, or of the forward activations.
 _SHARE = 0.05
-#: Forms that split weights as the arithmetic goes.
-_OF_WEIGHTS = ("tensor parallel", "expert parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """The dims of activations, as (value, dim), that index the examples of the batch and the positions in an example."""
+
+    examples: frozenset[tuple[int, int]]
+    positions: frozenset[tuple[int, int]]
 
 
 def strategy_words(f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan]) -> str:
-    """Describe what each axis does in the forward contractions, and what it does to stored state."""
-    derived = _parameter_derived(f)
-    work: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    total = 0.0
-    for choice, chosen in zip(f.decisions, choices, strict=True):
-        if choice.kind != "group":
-            continue
-        group = f.groups[choice.group]
-        strategy = choice.strategies[chosen]
+    """Name what each mesh axis does in the forward pass and to the stored state."""
+    work = _Work(f, choices, inputs)
+    whole, most = work.axes("data"), {role: _state_axes(f, inputs, role) for role in ("parameter", "optimizer")}
+    stored = [axis for axis in f.mesh.axis_names if not work.splits_weights(axis)]
+    parameters = [axis for axis in stored if axis in most["parameter"]]
+    optimizer = [axis for axis in stored if axis in most["optimizer"]]
+    has_optimizer = any(tensor.role == "optimizer" for tensor in inputs)
+    fsdp = [axis for axis in whole if axis in parameters and (axis in optimizer or not has_optimizer)]
+    zero1 = [axis for axis in whole if axis in optimizer and axis not in parameters]
+    replicas = [axis for axis in whole if axis in stored and axis not in (*fsdp, *zero1)]
+    is_hybrid = bool(fsdp and replicas)
+    plain = [axis for axis in whole if axis not in (*fsdp, *zero1) and not (is_hybrid and axis in replicas)]
+    phrases = [f"HSDP: FSDP (ZeRO-3) over {_names(fsdp)}, replicas over {_names(replicas)}"] if is_hybrid else []
+    phrases += _phrases(
+        ("FSDP (ZeRO-3)", [] if is_hybrid else fsdp),
+        ("ZeRO-1", zero1),
+        ("data parallel", plain),
+    )
+    megatron = [axis for axis in work.axes("tensor") if work.is_megatron(axis)]
+    with_sequence = [axis for axis in megatron if work.splits_positions(axis)]
+    phrases += _phrases(
+        ("spatial parallel", work.axes("spatial")),
+        ("Megatron tensor and sequence parallel", with_sequence),
+        ("Megatron tensor parallel", [axis for axis in megatron if axis not in with_sequence]),
+        ("tensor parallel", [axis for axis in work.axes("tensor") if axis not in megatron]),
+        ("expert parallel", work.axes("expert")),
+        ("context parallel", work.axes("context")),
+        ("parameters sharded", [axis for axis in parameters if axis not in fsdp]),
+        ("optimizer state sharded", [axis for axis in optimizer if axis not in (*fsdp, *zero1)]),
+    )
+    return ", ".join(phrases) or "replicated"
+
+
+class _Work:
+    """What each mesh axis splits in the forward pass.
+
+    Args:
+        f, choices, inputs: as for `strategy_words`.
+    """
+
+    def __init__(self, f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan]) -> None:
+        self._f = f
+        self._derived = _parameter_derived(f)
+        self._roles = _roles_of_dims(f, inputs)
+        self._total = 0.0
+        self._flops: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._weight_dims: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._activations, self._by_position = 0.0, dict[str, float]()
+        for decision, chosen in zip(f.decisions, choices, strict=True):
+            if decision.kind == "group":
+                group, axes = f.groups[decision.group], decision.strategies[chosen].axes
+                self._add_flops(group, axes)
+                self._add_activations(group, axes)
+
+    def axes(self, kind: str) -> list[str]:
+        """The axes that split the forward arithmetic so."""
+        return [a for a in self._f.mesh.axis_names if self._flops[a][kind] > _SHARE * self._total > 0]
+
+    def splits_weights(self, axis: str) -> bool:
+        """Whether an axis splits the weights for the arithmetic, not for their storage."""
+        return any(self._flops[axis][kind] > _SHARE * self._total > 0 for kind in ("tensor", "expert"))
+
+    def is_megatron(self, axis: str) -> bool:
+        """Whether it splits the columns of some weights and the rows of others, so that two matmuls share an all-reduce."""
+        dims = self._weight_dims[axis]
+        return all(dims[kind] > _SHARE * self._total for kind in ("columns", "rows"))
+
+    def splits_positions(self, axis: str) -> bool:
+        """Whether it splits activations between the matmuls over the sequence."""
+        return self._by_position.get(axis, 0.0) > _SHARE * self._activations
+
+    def _add_flops(self, group: Group, axes: Sequence[Sequence[str]]) -> None:
         windows = group.windows()
-        for n, item in zip(group.nodes, group.works, strict=True):
-            if not item.contraction or f.graph.nodes[n].phase != "forward":
+        for work, flops in _forward_contractions(self._f, group):
+            self._total += flops
+            for factor in work.factors:
+                for axis in axes[factor]:
+                    kind = "spatial" if factor in windows else self._kind(group, factor)
+                    self._flops[axis][kind] += flops
+                    if kind == "tensor":
+                        is_summed = factor not in _factors(group.defines)
+                        self._weight_dims[axis]["rows" if is_summed else "columns"] += flops
+
+    def _kind(self, group: Group, factor: int) -> str:
+        """What splitting a factor of a contraction is. Of experts there are as many weights, each for its own inputs: their
+        factor is in all tensors, or where inputs are in groups of unequal size in the weights alone."""
+        weights = _factors(read for read in group.reads if read.value in self._derived)
+        given = _factors(read for read in group.reads if read.value not in self._derived)
+        if not weights:
+            return "attention"  # split alike by batch or by head: says nothing of its own
+        if factor not in weights:
+            return "context" if self._is_position(group, factor) else "data"
+        is_expert = (factor in given) == (factor in _factors(group.defines))
+        is_convolution = any(self._f.graph.nodes[n].primitive == "conv_general_dilated" for n in group.nodes)
+        return "expert" if is_expert and not is_convolution else "tensor"
+
+    def _is_position(self, group: Group, factor: int) -> bool:
+        places = {
+            (side.value, i)
+            for side in (*group.reads, *group.defines)
+            for i, dim in enumerate(side.dims)
+            if factor in dim[:1]
+        }
+        return bool(places & self._roles.positions) and not places & self._roles.examples
+
+    def _add_activations(self, group: Group, axes: Sequence[Sequence[str]]) -> None:
+        for define in group.defines:
+            node = self._f.graph.nodes[define.node]
+            if node.phase != "forward" or define.value in self._derived or group.region:
                 continue
-            flops = item.flops_per_point
-            for factor in item.factors:
+            num_bytes = self._f.graph.values[define.value].num_bytes
+            self._activations += num_bytes
+            for i, dim in enumerate(define.dims):
+                if (define.value, i) in self._roles.positions:
+                    for axis in {axis for factor in dim[:1] for axis in axes[factor]}:
+                        self._by_position[axis] = self._by_position.get(axis, 0.0) + num_bytes
+
+
+def _forward_contractions(f: Formulation, group: Group) -> Iterator[tuple[Work, float]]:
+    for n, work in zip(group.nodes, group.works, strict=True):
+        if work.contraction and f.graph.nodes[n].phase == "forward":
+            flops = work.flops_per_point
+            for factor in work.factors:
                 flops *= group.factors[factor].size
-            total += flops
-            for factor in item.factors:
-                for axis in strategy.axes[factor]:
-                    kind = _kind(f.graph.nodes[n], group, factor, derived)
-                    work[axis]["spatial parallel" if factor in windows else kind] += flops
-    phrases = []
-    for kind in ("data parallel", "spatial parallel", *_OF_WEIGHTS):
-        axes = [a for a in f.mesh.axis_names if total and work[a][kind] > _SHARE * total]
-        if axes:
-            phrases.append(f"{kind} over {_names(axes)}")
-    return ", ".join([*phrases, *_state_words(f, inputs, work, total)]) or "replicated"
+            yield work, flops
 
 
-def _kind(node: Node, group: Group, factor: int, derived: set[int]) -> str:
-    """What splitting a factor of a contraction is called. Of experts there are as many weights, each for its own
-    inputs: their factor is in all tensors, or where inputs are in groups of unequal size in the weights alone."""
-    weights = {f for read in group.reads if read.value in derived for dim in read.dims for f in dim}
-    inputs = {f for read in group.reads if read.value not in derived for dim in read.dims for f in dim}
-    results = {f for define in group.defines for dim in define.dims for f in dim}
-    if not weights:
-        return "attention"  # split alike by batch or by head: says nothing of its own
-    if factor not in weights:
-        return "data parallel"
-    of_experts = (factor in inputs) == (factor in results) and node.primitive != "conv_general_dilated"
-    return "expert parallel" if of_experts else "tensor parallel"
+def _roles_of_dims(f: Formulation, inputs: Sequence[TensorPlan]) -> _Roles:
+    """Follow the dims of the batch through the forward pass, by the factors that name them. A merged dim has the role of its
+    outermost part, for that is what an even split of it splits."""
+    examples, positions = set[tuple[int, int]](), set[tuple[int, int]]()
+    for value, tensor in zip(f.graph.inputs, inputs, strict=True):
+        rank = len(tensor.shape)
+        if tensor.role == "data" and rank:
+            examples.add((value, 0))
+            is_index = tensor.dtype.startswith(("int", "uint"))
+            positions |= {(value, i) for i in range(1, rank if is_index else rank - 1)}
+    for group in f.groups:
+        for found in (examples, positions):
+            factors = {
+                dim[0] for read in group.reads for i, dim in enumerate(read.dims) if dim and (read.value, i) in found
+            }
+            found |= {
+                (made.value, i) for made in group.defines for i, dim in enumerate(made.dims) if factors & set(dim[:1])
+            }
+    return _Roles(frozenset(examples), frozenset(positions - examples))
 
 
-def _state_words(
-    f: Formulation, inputs: Sequence[TensorPlan], work: dict[str, dict[str, float]], total: float
-) -> list[str]:
-    phrases = []
-    for role, name in (("parameter", "parameters"), ("optimizer", "optimizer state")):
-        tensors = [t for t in inputs if t.role == role]
-        size = sum(f.graph.values[v].num_bytes for v, t in zip(f.graph.inputs, inputs, strict=True) if t.role == role)
-        axes = []
-        for axis in f.mesh.axis_names:
-            split = sum(
-                f.graph.values[v].num_bytes
-                for v, t in zip(f.graph.inputs, inputs, strict=True)
-                if t.role == role and axis in t.sharding.axes
-            )
-            as_weights = total and any(work[axis][kind] > _SHARE * total for kind in _OF_WEIGHTS)
-            if tensors and size and split > size / 2 and not as_weights:
-                axes.append(axis)
-        if axes:
-            phrases.append(f"{name} sharded over {_names(axes)}")
-    return phrases
+def _state_axes(f: Formulation, inputs: Sequence[TensorPlan], role: Role) -> list[str]:
+    """The axes that split more than half of the bytes of a kind of state."""
+    sizes: list[tuple[float, TensorSharding]] = [
+        (f.graph.values[value].num_bytes, tensor.sharding)
+        for value, tensor in zip(f.graph.inputs, inputs, strict=True)
+        if tensor.role == role
+    ]
+    half = sum(size for size, _ in sizes) / 2
+    return [a for a in f.mesh.axis_names if half and sum(size for size, split in sizes if a in split.axes) > half]
+
+
+def _factors(sides: Iterator[Read] | Sequence[Read | Define]) -> set[int]:
+    return {factor for side in sides for dim in side.dims for factor in dim}
+
+
+def _phrases(*named: tuple[str, Sequence[str]]) -> list[str]:
+    return [f"{kind} over {_names(axes)}" for kind, axes in named if axes]
 
 
 def _names(axes: Sequence[str]) -> str:

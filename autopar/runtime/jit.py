@@ -23,7 +23,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.records import Placement
 from autopar.runtime.distributed.device_order import cluster_text, in_host_order
 from autopar.runtime.own_arrays import is_own
-from autopar.runtime.replay import Replay
+from autopar.runtime.replay import OtherShapesError, Replay
 from autopar.runtime.xla_options import compiler_options
 
 
@@ -75,13 +75,29 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
     replay = Replay(plan, trace, mesh)
     in_shardings = jax.tree.unflatten(trace.in_tree, named_shardings([t.sharding for t in plan.inputs], mesh))
     out_shardings = jax.tree.unflatten(trace.out_tree, named_shardings([t.sharding for t in plan.outputs], mesh))
+
+    def run(*args: Any) -> Any:
+        return trace.out_tree.unflatten(replay.run(flat(trace.in_tree, args)))
+
     return jax.jit(
-        replay.run,
+        run,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=donated_arguments(plan, trace),
         **jit_options(plan, mesh),
     )
+
+
+def flat(in_tree: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The arrays of a step's arguments.
+
+    Raises:
+        OtherShapesError: the step was planned for another structure.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    if structure != in_tree:
+        raise OtherShapesError("the arguments have another structure than the planned ones")
+    return leaves
 
 
 def jit_options(plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Any]:

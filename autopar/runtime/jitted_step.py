@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from autopar.frontend.trace import Trace
 from autopar.jax_interop.partition_spec import check_mesh, named_shardings
 from autopar.plans.plan import Plan
-from autopar.runtime.jit import donated_arguments, jit_options
+from autopar.runtime.jit import donated_arguments, flat, jit_options
 from autopar.runtime.own_arrays import OwnArguments, items
-from autopar.runtime.replay import OtherShapesError, Replay
+from autopar.runtime.replay import Replay
 
 
 class JittedStep:
@@ -62,10 +62,7 @@ class JittedStep:
         Raises:
             OtherShapesError: it is planned for other arguments.
         """
-        leaves, structure = jax.tree.flatten(trees)
-        if structure != self.in_tree:
-            raise OtherShapesError("the arguments have another structure than the planned ones")
-        return self.dispatch(leaves)
+        return self.dispatch(flat(self.in_tree, trees))
 
     def dispatch(self, leaves: Sequence[Any]) -> Any:
         """Run the step on the arrays of its arguments. Later calls may take over, of what it returns, the state."""
@@ -89,4 +86,4 @@ class JittedStep:
     def run(self, donated: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
         """What is jitted: the arrays of the arguments in two tuples, those of the result in one."""
         given = [*donated, *others]
-        return tuple(self._replay.outputs([given[position] for position in self._order]))
+        return tuple(self._replay.run([given[position] for position in self._order]))

@@ -78,15 +78,8 @@ class Replay:
         self.behind = {n: self._in_memory(one, n) for n, one in self.separate.items()}
         self.remaining = _last_reads(trace, plan.awaited, self.behind)
 
-    def run(self, *args: Any) -> Any:
-        """The step."""
-        leaves, structure = jax.tree.flatten(args)
-        if structure != self.trace.in_tree:
-            raise OtherShapesError("the arguments have another structure than the planned ones")
-        return jax.tree.unflatten(self.trace.out_tree, self.outputs(leaves))
-
-    def outputs(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arrays that the step returns, of those of its arguments."""
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arrays that the step returns, from those of its arguments."""
         self._check(leaves)
         scope = _Scope(dict(zip(self.trace.inputs, leaves, strict=True)))
         scope.values.update(self.trace.constants)
