@@ -11,12 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 from test_plan import make_plan
 
 import autopar
+from autopar.cli import doctor
 from autopar.cli.main import main
+from autopar.cli.old_spellings import modern
 from autopar.cli.options import parse_pin
 from autopar.cli.target import load_target
 from autopar.errors import BudgetError, PinError, TargetError
@@ -145,8 +148,8 @@ def test_explain_reads_a_saved_plan(planner: FakePlanner, capsys: pytest.Capture
     assert capsys.readouterr().out == f"{explain(load_plan('p.json'))}\n"
 
 
-def test_explain_collectives_prints_a_table_for_each_axis(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--collectives", "--mesh", "2x16", "--hardware", "h100-sxm"]) == 0
+def test_estimate_collectives_prints_a_table_for_each_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "collectives", "--mesh", "2x16", "--hardware", "h100-sxm"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= TEXT_WIDTH
     assert "Axis `data`: 2 devices on 2 hosts, 1 in each" in out
@@ -157,22 +160,22 @@ def test_explain_collectives_prints_a_table_for_each_axis(capsys: pytest.Capture
     assert "yes" not in rows["naive, all to all"]
 
 
-def test_explain_collectives_as_json_and_of_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--collectives", "--devices", "4", "--json"]) == 0
+def test_estimate_collectives_as_json_and_of_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "collectives", "--devices", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     (axis,) = told["axes"]
     assert told["hardware"] == "cpu-host"
     assert axis["backend"] == "gloo"
     assert set(axis["chosen"]) == {"ring"}
     assert axis["workers"]["num_local"] == 4
-    assert main(["explain", "--collectives", "--mesh", "1", "--hardware", "cpu-host"]) == 0
+    assert main(["estimate", "collectives", "--mesh", "1", "--hardware", "cpu-host"]) == 0
     assert "nothing is reduced" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_explain_collectives_draws(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_estimate_collectives_draws(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
-    options = ["explain", "--collectives", "--mesh", "2x8", "--hardware", "h100-sxm"]
+    options = ["estimate", "collectives", "--mesh", "2x8", "--hardware", "h100-sxm"]
     assert main([*options, "--plot", "a.png"]) == 0
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "Drawn into a.png." in capsys.readouterr().out
@@ -186,17 +189,70 @@ def test_a_plot_without_matplotlib_names_the_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    err = fails(capsys, "explain", "--collectives", "--devices", "8", "--hardware", "h100-sxm", "--plot", "a.png")
+    err = fails(capsys, "estimate", "collectives", "--devices", "8", "--hardware", "h100-sxm", "--plot", "a.png")
     message, where = err.splitlines()
     assert message == "autopar: --plot draws with matplotlib, which is missing: pip install 'autopar[plot]'"
     assert where == "More on this: docs/troubleshooting.md#ploterror"
 
 
-def test_explain_needs_something_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "`autopar explain` needs a TARGET or a saved plan" in fails(capsys, "explain")
-    assert "needs --collectives with --plot" in fails(capsys, "explain", "p.json", "--plot", "a.png")
-    err = fails(capsys, "explain", "p.json", "--collectives", "--pin", "x=P()")
-    assert "not about a program: drop TARGET, --pin" in err
+def test_all_reduces_are_timed_message_by_message(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["estimate", "collectives", "--mesh", "4", "--hardware", "h100-sxm", "--messages"]
+    assert main(options) == 0
+    assert "message by message" in capsys.readouterr().out
+    assert main([*options, "--json"]) == 0
+    (axis,) = json.loads(capsys.readouterr().out)["axes"]
+    for row in axis["rows"]:
+        if row["name"] in ("naive", "ring", "sharded-parameter-server", "halving-doubling", "tree"):
+            assert row["by_messages_s"] == pytest.approx(row["seconds"], rel=1e-3), row["name"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("plan --for search --corpus 9x4:int8", "estimate search --corpus 9x4:int8"),
+        ("plan --for=inference Llama --devices 8", "estimate inference Llama --devices 8"),
+        ("plan a.py:f b.py:f --compare h100-sxm,h200", "compare a.py:f b.py:f --hardware h100-sxm,h200"),
+        ("plan a.py:f --compare=h200 --devices 64", "compare a.py:f --hardware h200 --max-devices 64"),
+        ("plan a.py:f --compare --hardware h200 --devices 4,8", "compare a.py:f --hardware h200 --devices 4,8"),
+        ("plan a.py:f --hardware h200 --devices 4,8 --compare", "compare a.py:f --hardware h200 --devices 4,8"),
+        ("explain --collectives --mesh 2x8", "estimate collectives --mesh 2x8"),
+        ("explain a.py:f --why params/up --mesh 8", "why params/up a.py:f --mesh 8"),
+        ("explain p.json --why params/up --of a.py:f --json", "why params/up a.py:f --plan p.json --json"),
+        ("verify a.py:f --as-is --no-check", "diagnose a.py:f --no-check"),
+    ],
+)
+def test_an_old_spelling_is_translated(old: str, new: str) -> None:
+    assert modern(old.split()) == (new.split(), f"autopar {new}")
+    assert modern(new.split()) == (new.split(), None)
+
+
+def test_an_old_spelling_works_and_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--collectives", "--mesh", "1", "--hardware", "cpu-host"]) == 0
+    out, err = capsys.readouterr()
+    assert "nothing is reduced" in out
+    assert err.endswith("write: autopar estimate collectives --mesh 1 --hardware cpu-host\n")
+
+
+def test_the_doctor_finds_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["jax"]["state"] == "ok"
+    assert jax.__version__ in found["jax"]["found"]
+    assert "hardware profile cpu-host" in found["devices"]["found"]
+    assert main(["doctor"]) == 0
+    assert "XLA's GPU compiler" in capsys.readouterr().out
+
+
+def test_the_doctor_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"jax": "0.9.2", "rich": None, "matplotlib": None}
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, real(name)))
+    assert main(["doctor", "--json"]) == 1
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert (found["jax"]["state"], found["rich"]["state"]) == ("broken", "broken")
+    assert "pip install 'jax" in found["jax"]["advice"]
+    assert found["autopar[plot]"]["state"] == "missing"
+    assert "pip install 'autopar[plot]'" in found["autopar[plot]"]["advice"]
 
 
 def test_piped_text_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,13 +302,13 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith("autopar 0.")
-    for argv in (["--help"], ["plan", "--help"], ["explain", "--help"]):
+    for argv in (["--help"], ["plan", "--help"], ["explain", "--help"], ["estimate", "search", "--help"]):
         with pytest.raises(SystemExit) as caught:
             main(argv)
         assert caught.value.code == 0
         out = capsys.readouterr().out
-        assert "autopar plan train.py:make --mesh 2x4 --hardware h100-sxm -o gpt.plan.json" in out
-        assert "returns\n(step, args)" in out
+        assert "  autopar " in out, "it has examples"
+        assert ("returns\n(step, args)" in out) == (argv[0] in ("plan", "explain"))
 
 
 def test_program_runs_piped(folder: Path) -> None:
@@ -314,10 +370,10 @@ def test_wrong_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--devices", "0"), "'0' is no number of devices: write 1 or more"),
-        (("--devices", "many"), "'many' is no number of devices"),
+        (("--devices", "0"), "invalid device count '0': write a whole number, 1 or more"),
+        (("--devices", "many"), "invalid device count 'many'"),
         (("--devices", "8", "--mesh", "2x4"), "not allowed with argument --devices"),
-        (("--time-limit", "nan"), "'nan' is no time: write seconds above 0"),
+        (("--time-limit", "nan"), "invalid time 'nan': write seconds, above 0"),
     ],
 )
 def test_wrong_argument(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:

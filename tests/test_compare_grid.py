@@ -79,8 +79,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     text = H100.read_text().replace('name = "h100-sxm"', 'name = "rented"', 1)
     (tmp_path / "rented.toml").write_text(f"{text}\n[price]\nusd_per_device_hour = 2.5\n")
     monkeypatch.chdir(tmp_path)
-    asked = ["plan", "train.py:few", "--compare", "--hardware", "rented.toml,h200", "--devices", "1,2", "--json"]
-    assert main(asked) == 0
+    command = ["compare", "train.py:few", "--hardware", "rented.toml,h200", "--devices", "1,2", "--json"]
+    assert main(command) == 0
     (one,) = json.loads(capsys.readouterr().out)["targets"]
     assert one["least"] == {"rented": 1, "h200": 1}
     assert [(cell["hardware"], cell["num_devices"], cell["fits"]) for cell in one["cells"]] == [
@@ -96,17 +96,21 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--devices", "4,8"], "--devices 4,8 are several numbers of devices: give one, or compare them"),
-        (["--compare", "--devices", "4,8"], "give --hardware NAME,NAME,... and --devices N,N,..."),
-        (["--compare", "--hardware", "h200", "--devices", "4", "--mesh", "4"], "not allowed with argument"),
-        (["--compare", "--hardware", "h200", "--devices", "4", "-o", "p.json"], "saves no plan: drop --output"),
-        (["--compare", "--hardware", "h200", "--devices", "12"], "12 devices of 'h200' are not whole hosts of 8"),
-        (["--plot", "p.svg"], "--plot draws a comparison: add --compare"),
+        (
+            ["plan", "train.py:few", "--devices", "4,8"],
+            "invalid device count '4,8': write a whole number, 1 or more; `autopar",
+        ),
+        (["compare", "train.py:few", "--devices", "4,8"], "required: --hardware"),
+        (["compare", "train.py:few", "--hardware", "h200", "--devices", "4,x"], "invalid device count 'x'"),
+        (
+            ["compare", "train.py:few", "--hardware", "h200", "--devices", "12"],
+            "12 devices of 'h200' are not whole hosts of 8",
+        ),
     ],
 )
 def test_mistakes(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code = main(["plan", "train.py:few", *options])
+        code = main(options)
     except SystemExit as refused:
         code = refused.code
     assert code == 2

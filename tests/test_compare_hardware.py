@@ -297,7 +297,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "train.py:few", "--compare", "small.toml,large.toml", "--devices", "8"]) == 0
+    assert main(["compare", "train.py:few", "--hardware", "small.toml,large.toml", "--max-devices", "8"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith("train.py:few: `train_step`, 786,432 parameters; training state 12.6 MB: parameters 1.57 MB,")
@@ -309,7 +309,7 @@ def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "train.py:few", "--compare", "small.toml,large.toml", "--devices", "8", "--json"]) == 0
+    assert main(["compare", "train.py:few", "--hardware", "small.toml,large.toml", "--max-devices", "8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["format"], told["interrupted"], told["max_devices"]) == ("autopar-comparison", False, 8)
     (target,) = told["targets"]
@@ -324,7 +324,7 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_one_target_that_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "train.py:broken", "train.py:few", "--compare", "large.toml"]) == 2
+    assert main(["compare", "train.py:broken", "train.py:few", "--hardware", "large.toml"]) == 2
     out, err = capsys.readouterr()
     assert out.startswith("train.py:few: `train_step`")
     assert err.startswith("autopar: train.py:broken: `broken` failed at ")
@@ -332,7 +332,7 @@ def test_one_target_that_fails(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_batch_that_cannot_be_split_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "train.py:few", "--compare", "large.toml", "--num-microbatches", "7"]) == 2
+    assert main(["compare", "train.py:few", "--hardware", "large.toml", "--num-microbatches", "7"]) == 2
     out, err = capsys.readouterr()
     assert "7" in err
     assert "training state 12.6 MB" in out
@@ -340,25 +340,34 @@ def test_batch_that_cannot_be_split_as_asked(folder: Path, capsys: pytest.Captur
 
 def test_interrupted_command(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     interrupt_on(monkeypatch, "small")
-    assert main(["plan", "train.py:few", "--compare", "small.toml,large.toml"]) == 130
+    assert main(["compare", "train.py:few", "--hardware", "small.toml,large.toml"]) == 130
     out, err = capsys.readouterr()
     assert "large" in out
-    assert err == "autopar: interrupted; above is what was found until then\n"
+    assert err == "autopar: interrupted; the tables above are what was planned until then\n"
+
+
+def exit_code(argv: list[str]) -> Any:
+    """Also where argparse refuses the arguments."""
+    try:
+        return main(argv)
+    except SystemExit as refused:
+        return refused.code
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--compare", "h101"], "unknown hardware 'h101'"),
-        (["--compare", " ,"], "there is no hardware to compare: name profiles, with commas between, of a100-sxm-40,"),
-        (["--compare", "h200", "--hardware", "h200"], "drop --hardware, or drop --compare"),
-        (["--compare", "h200", "-o", "p.json", "--mesh", "2x4"], "drop --mesh, --output, or drop --compare"),
-        (["--compare", "h200", "--memory-budget", "1GB", "--pin", "x=P()"], "drop --memory-budget, --pin, or drop"),
-        (["second.py:make"], "train.py:few, second.py:make: `autopar plan` plans one target; give one, or compare"),
+        (["--hardware", "h101"], "unknown hardware 'h101'"),
+        (["--hardware", " ,"], "there is no hardware to compare: name profiles, with commas between, of a100-sxm-40,"),
+        (["--hardware", "h200=8"], "`compare` plans one kind at a time"),
+        (["--hardware", "h200", "--devices", "4", "--max-devices", "8"], "give one"),
+        (["--hardware", "h200", "--plot", "p.svg"], "add --devices N,N"),
+        ([], "the following arguments are required: --hardware"),
+        (["--hardware", "h200", "-o", "p.json"], "unrecognized arguments: -o"),
     ],
 )
 def test_mistakes(folder: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "train.py:few", *options]) == 2
+    assert exit_code(["compare", "train.py:few", *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err

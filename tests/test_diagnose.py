@@ -420,7 +420,7 @@ def test_a_good_sharding_needs_no_change(
     """Data parallelism with nothing inside to guess, by the command line."""
     target = tmp_path / "by_hand.py"
     target.write_text(GOOD)
-    assert main(["verify", f"{target}:make", "--as-is", "--hardware", "h100-sxm", "--no-check", "--json"]) == 0
+    assert main(["diagnose", f"{target}:make", "--hardware", "h100-sxm", "--no-check", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["unmeant"] == []
     assert document["best"]["compiled"] is None
@@ -440,10 +440,3 @@ def make():
     shapes = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((4096, 512), jnp.float32)
     return jax.jit(step, in_shardings=(whole, split), out_shardings=whole, donate_argnums=0), shapes
 """
-
-
-def test_the_command_line_refuses_what_does_not_belong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "x.py:make", "--as-is", "--run", "--plan", "p.json"]) == 2
-    assert "drop --plan, --run" in capsys.readouterr().err
-    assert main(["verify", "x.py:make", "--no-check"]) == 2
-    assert "add --as-is" in capsys.readouterr().err

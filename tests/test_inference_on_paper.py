@@ -211,7 +211,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def run(model: Path | str, *arguments: str) -> int:
-    return main(["plan", "--for", "inference", str(model), "--devices", "1", "--hardware", "h100-sxm", *arguments])
+    return main(["estimate", "inference", str(model), "--devices", "1", "--hardware", "h100-sxm", *arguments])
 
 
 @pytest.mark.slow
@@ -238,9 +238,7 @@ def test_the_command_prints_tables_or_json_and_saves_the_plan(model: Path, capsy
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--corpus", "10x10:int8"), "--for inference plans the serving of a model: drop --corpus"),
-        (("--stages", "2"), "drop --stages"),
-        (("--pin", "a=P()"), "drop --pin"),
+        (("--hardware", "h200=8"), "devices of one kind"),
         (("--prompt-tokens", "8000"), "the model was made for 8,192 positions: shorten either"),
         (("--max-length", "9000"), "max_length is 9,000"),
         (("--max-length", "100"), "prompt and output have 2,000 tokens"),
@@ -257,14 +255,9 @@ def test_what_cannot_be_is_refused_by_name(model: Path, capsys: Any, arguments: 
 def test_options_go_with_what_is_planned(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path) == 2
     assert "config.json cannot be read" in capsys.readouterr().err
-    assert main(["plan", "--for", "inference", "one", "other"]) == 2
-    assert (
-        "takes one MODEL, a folder with a config.json or such a file, and was given one, other"
-        in capsys.readouterr().err
-    )
-    assert main(["plan", "train.py:make", "--ttft", "1"]) == 2
-    assert "--ttft say what to serve: add --for inference" in capsys.readouterr().err
-    assert main(["plan", "--for", "search", "--corpus", "10x10:int8", "--page-size", "8"]) == 2
-    assert "--page-size say what to serve" in capsys.readouterr().err
+    for more in (["other"], ["--corpus", "10x10:int8"], ["--stages", "2"], ["--pin", "a=P()"]):
+        with pytest.raises(SystemExit):
+            main(["estimate", "inference", "one", *more])
+        assert "unrecognized arguments" in capsys.readouterr().err
     with pytest.raises(InferenceError, match="`batch` is 0"):
         case(batch=0)

@@ -24,7 +24,7 @@ from autopar.vector_search.estimate.sizes import (
 )
 from autopar.vector_search.exact.index import ExactIndex
 
-LECTURE = ("--for", "search", "--corpus", "1.4e9x100:int8", "--hardware", "h200")
+LECTURE = ("estimate", "search", "--corpus", "1.4e9x100:int8", "--hardware", "h200")
 
 
 def case(**more: Any) -> PaperSearch:
@@ -98,7 +98,7 @@ def test_reads_of_what_is_on_disk() -> None:
 def ways(corpus: str, hardware: str, capsys: pytest.CaptureFixture[str], *more: str) -> dict[int, tuple[int, int]]:
     """By batch, into how many parts the corpus and the queries are split over 8 devices."""
     options = ("--corpus", corpus, "--hardware", hardware, "--devices", "8", "--no-cache", "--json")
-    assert main(("plan", "--for", "search", *options, *more)) == 0
+    assert main(("estimate", "search", *options, *more)) == 0
     told = json.loads(capsys.readouterr().out)
     return {row["batch"]: (row["corpus_ways"], row["queries_ways"]) for row in told["batches"]}
 
@@ -116,7 +116,7 @@ def test_batch_and_hardware_flip_the_layout(capsys: pytest.CaptureFixture[str]) 
 def test_corpus_and_queries_are_split_both(capsys: pytest.CaptureFixture[str]) -> None:
     """Over hosts the queries, within one the corpus: candidates do not leave the host."""
     options = ("--corpus", "1e6x128:float32", "--hardware", "h100-sxm", "--mesh", "4x8", "--no-cache", "--json")
-    assert main(("plan", "--for", "search", *options)) == 0
+    assert main(("estimate", "search", *options)) == 0
     rows = {row["batch"]: row for row in json.loads(capsys.readouterr().out)["batches"]}
     assert (rows[10_000]["corpus_ways"], rows[10_000]["queries_ways"]) == (8, 4)
     assert (rows[1]["corpus_ways"], rows[1]["queries_ways"]) == (32, 1)
@@ -142,23 +142,23 @@ def test_the_program_is_the_one_that_an_index_runs() -> None:
 def test_the_lectures_case_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     """On 8 H200s, in tables; on one, where nothing fits, what would stay on disk."""
     saved = tmp_path / "search.plan.json"
-    assert main(("plan", *LECTURE, "--devices", "8", "--no-cache", "-o", str(saved))) == 0
+    assert main((*LECTURE, "--devices", "8", "--no-cache", "-o", str(saved))) == 0
     out = capsys.readouterr().out
     for words in ("140 GB", "358 GB", "8 parts", "11 to a block of 4,096", "11.5 times", "1,220,000", "2,440,000"):
         assert words in out, words
     plan = load_plan(str(saved))
     assert plan.program.name == "exact_search"
-    assert main(("plan", *LECTURE, "--devices", "1", "--no-cache", "--index", "exact")) == 0
+    assert main((*LECTURE, "--devices", "1", "--no-cache", "--index", "exact")) == 0
     out = capsys.readouterr().out
     assert "Nothing fits: no plan on mesh 1 fits" in out
     assert "With fewer devices: what stays on disk" in out
     assert "358 GB" not in out
-    assert main(("plan", *LECTURE, "--devices", "1", "--no-cache", "-o", str(tmp_path / "none.json"))) == 2
+    assert main((*LECTURE, "--devices", "1", "--no-cache", "-o", str(tmp_path / "none.json"))) == 2
     assert not (tmp_path / "none.json").exists()
 
 
 def test_it_is_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(("plan", *LECTURE, "--devices", "8", "--no-cache", "--json", "--batch", "1e4", "--ssd", "7GB")) == 0
+    assert main((*LECTURE, "--devices", "8", "--no-cache", "--json", "--batch", "1e4", "--ssd", "7GB")) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["format"] == "autopar-search-on-paper"
     assert told["search"]["batch"] == 10_000
@@ -179,52 +179,46 @@ def test_it_is_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--corpus", "1.4e9x100"), "'1.4e9x100' is no corpus: write NxD:DTYPE"),
-        (("--corpus", "1.5x100:int8"), "is no corpus"),
-        (("--corpus", "..x100:int8"), "is no corpus"),
-        (("--corpus", "0x100:int8"), "is no corpus"),
-        (("--corpus", "9x0:int8"), "is no corpus"),
+        (("--corpus", "1.4e9x100"), "invalid --corpus '1.4e9x100': write NxD:DTYPE"),
+        (("--corpus", "1.5x100:int8"), "invalid --corpus"),
+        (("--corpus", "..x100:int8"), "invalid --corpus"),
+        (("--corpus", "0x100:int8"), "invalid --corpus"),
+        (("--corpus", "9x0:int8"), "invalid --corpus"),
         (("--corpus", "9x4:int9"), "vectors of 'int9': an index takes float32, bfloat16, int8"),
         (("--corpus", "3e9x4:int8"), "3,000,000,000 vectors: one index takes at most"),
-        (("--corpus", "9x1e6:int8"), "is no corpus"),
+        (("--corpus", "9x1e6:int8"), "invalid --corpus"),
         (("--corpus", "9x99999999:int8"), "products are exact up to"),
         (("--corpus", "9x4:int8", "--metric", "l1"), "`metric` is 'l1'"),
         (("--corpus", "9x4:int8", "--index", "tree"), "`index` is 'tree': on paper there are exact, graph, ivfpq"),
         (("--corpus", "9x100:int8", "--code-bytes", "32"), "codes of 32 bytes"),
-        (("--corpus", "9x4:int8", "--stages", "2"), "drop --stages"),
-        (("--corpus", "9x4:int8", "train.py:make"), "drop TARGET"),
         (("--corpus", "9x4:int8", "--hardware", "h200=8"), "devices of one kind"),
-        ((), "--for search needs --corpus"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     hardware = () if "--hardware" in arguments else ("--hardware", "h200")
-    assert main(("plan", "--for", "search", "--devices", "8", *hardware, *arguments)) == 2
+    assert main(("estimate", "search", "--devices", "8", *hardware, *arguments)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
 
 
-@pytest.mark.parametrize(
-    "argument", ["--k=0", "--batch=none", "--beam=1.5", "--ssd=fast", "--for=train", "--degree=-1"]
-)
+@pytest.mark.parametrize("argument", ["--k=0", "--batch=none", "--beam=1.5", "--ssd=fast", "--stages=2", "--degree=-1"])
 def test_what_the_parser_refuses(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(("plan", *LECTURE, "--devices", "8", argument))
+        main((*LECTURE, "--devices", "8", argument))
     assert caught.value.code == 2
     assert argument.partition("=")[2] in capsys.readouterr().err
 
 
 def test_unknown_hardware_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(("plan", *LECTURE[:-1], "h300", "--devices", "8")) == 2
+    assert main((*LECTURE[:-1], "h300", "--devices", "8")) == 2
     assert "h300" in capsys.readouterr().err
 
 
-def test_each_kind_of_plan_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(("plan", "train.py:make", "--corpus", "9x4:int8", "--k", "3")) == 2
-    assert "--corpus, --k say what to search: add --for search" in capsys.readouterr().err
-    assert main(("plan",)) == 2
-    assert "needs a TARGET, or --for search" in capsys.readouterr().err
+def test_a_search_needs_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(("estimate", "search", "--devices", "8"))
+    assert "required: --corpus" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [{"k": 0}, {"k": True}, {"batch": 0}, {"num_vectors": 0}, {"rerank": -1}])

@@ -86,18 +86,18 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     (tmp_path / "train.py").write_text("from test_plan_check import make\n")
     monkeypatch.chdir(tmp_path)
     planning = ["--mesh", "2x4", "--hardware", SLOW]
-    assert main(["explain", "train.py:make", "--why", "params/up", *planning]) == 0
+    assert main(["why", "params/up", "train.py:make", *planning]) == 0
     text = capsys.readouterr().out
     assert text.startswith("`train_step` on mesh 2x4 (slow-gpu): ")
-    assert main(["explain", "train.py:make", "--why", "params/up", "--json", *planning]) == 0
+    assert main(["why", "params/up", "train.py:make", "--json", *planning]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["words"] in text
     assert told["forced"]["step_time_s"] - told["plan"]["step_time_s"] == pytest.approx(told["extra_s"])
     step, args = make()
     autopar.plan(step, *args, mesh="2x4", hardware="h100-sxm").save("p.json")
-    assert main(["explain", "p.json", "--why", "params/up", "--of", "train.py:make"]) == 0
+    assert main(["why", "params/up", "train.py:make", "--plan", "p.json"]) == 0
     assert "(h100-sxm)" in capsys.readouterr().out
-    assert main(["explain", "p.json", "--why", "params/up"]) == 2
-    assert "or of a saved plan with --of TARGET" in capsys.readouterr().err
-    assert main(["explain", "train.py:make", "--why", "params/upp", *planning]) == 2
+    assert main(["why", "params/up", "train.py:make", "--plan", "p.json", "--mesh", "8"]) == 2
+    assert "already decided: drop --mesh, or leave out --plan" in capsys.readouterr().err
+    assert main(["why", "params/upp", "train.py:make", *planning]) == 2
     assert "'params/up'" in capsys.readouterr().err

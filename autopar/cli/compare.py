@@ -1,7 +1,7 @@
-"""`autopar plan --compare`: on which hardware a step fits, and how fast it is there.
+"""`autopar compare`: compare hardware for a step: the fewest devices that fit, or time, memory and price by device count.
 
-In: targets and names of hardware profiles; without names, `--hardware` and `--devices`. Out: a table or JSON, and an exit
-code: 2 where a target could not be planned, 130 where the user had seen enough.
+In: targets, hardware profiles, device counts. Out: tables, JSON or a plot; exit code 2 where a target could not be planned,
+130 where the user interrupted.
 """
 
 from __future__ import annotations
@@ -10,44 +10,74 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from autopar.cli import options as shared
 from autopar.cli.planning import how_to_plan
 from autopar.cli.target import load_target
-from autopar.cli.terminal import given, progress, refuse, tell, use_cpu_only
+from autopar.cli.terminal import progress, tell, use_cpu_only
 from autopar.errors import TargetError
 
 if TYPE_CHECKING:
     from autopar.comparison.by_hardware import Compared, Comparison, GridComparison
 
-_Told = TypeVar("_Told")
+_Found = TypeVar("_Found")
 
 
-def run_compare(options: argparse.Namespace) -> int:
-    """Hardware beside hardware, on one device and on as few as fit.
+_EXAMPLES = """
+compare small.py:make large.py:make --hardware v100-sxm-16,a100-sxm-40,h100-sxm
+compare train.py:make --hardware h100-sxm,h200,b200 --devices 4,8,16,64 --plot gpus.svg
+"""
+
+
+def add_command(added: Any) -> None:
+    """Add the command to a parser's commands."""
+    about = "compare hardware for each TARGET: the fewest devices that fit, or time, memory and price by device count"
+    command = shared.add_command(added, "compare", about, _EXAMPLES)
+    about = "file.py:function or package.module:function; may be several"
+    command.add_argument("target", nargs="+", metavar="TARGET", help=about)
+    about = "hardware profiles to compare"
+    command.add_argument("--hardware", required=True, metavar="NAME,NAME...", help=about)
+    about = "plan each of these device counts (default: one device, and the fewest that fit)"
+    command.add_argument("--devices", type=shared.device_counts, metavar="N,N...", help=about)
+    about = "without --devices: the most devices to try (default: 1024)"
+    command.add_argument("--max-devices", type=shared.device_count, metavar="N", help=about)
+    about = "with --devices: draw the comparison too (needs `autopar[plot]`)"
+    command.add_argument("--plot", metavar="FILE", help=about)
+    shared.add_program_options(command, any_mesh=True)
+    command.add_argument("--time-limit", type=shared.seconds, metavar="S", help="seconds for the solver, per problem")
+    shared.add_json(command)
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit code 2 where a target could not be planned, 130 where the user interrupted.
 
     Raises:
-        TargetError: options that say nothing here.
+        TargetError: options that exclude each other.
     """
-    no_use = ("mesh", "hardware", "memory_budget", "pin", "output", "stages", "schedule")
-    why = f"--compare {options.compare} plans for many meshes, each on the memory of its hardware, and saves none"
-    refuse(given(options, no_use), why, ", or drop --compare")
+    if "=" in options.hardware:
+        raise TargetError(f"--hardware {options.hardware!r}: `compare` plans one kind at a time: give NAME,NAME,...")
+    if options.devices is not None and options.max_devices is not None:
+        raise TargetError("--devices gives the device counts, --max-devices a limit for finding the fewest: give one")
+    if options.plot is not None and options.devices is None:
+        raise TargetError("--plot draws time over device counts: add --devices N,N,..., or drop it")
+    return _run_fewest(options) if options.devices is None else _run_grid(options)
+
+
+def _run_fewest(options: argparse.Namespace) -> int:
+    """On one device, and on the fewest that fit."""
     from autopar.comparison.by_hardware import MAX_DEVICES, compare, profiles_of
     from autopar.comparison.by_hardware_text import comparison_json, render_comparison
 
-    profiles = profiles_of(options.compare.split(","))
-    told = _compared(options, partial(compare, profiles=profiles, max_devices=options.devices or MAX_DEVICES))
-    tell(options, lambda: comparison_json(told), lambda console: render_comparison(told, console))
-    return _exit_code(told, told.compared)
+    profiles = profiles_of(options.hardware.split(","))
+    found = _compared(options, partial(compare, profiles=profiles, max_devices=options.max_devices or MAX_DEVICES))
+    tell(options, lambda: comparison_json(found), lambda console: render_comparison(found, console))
+    return _exit_code(found, found.compared)
 
 
-def run_grid(options: argparse.Namespace) -> int:
-    """Kinds by numbers of devices.
-
-    Raises:
-        TargetError: options that say nothing here, or no kinds or numbers.
-    """
-    _check_grid(options)
+def _run_grid(options: argparse.Namespace) -> int:
+    """Every kind of device, at every device count."""
     from autopar.comparison.by_hardware import compare_grid, profiles_of
     from autopar.comparison.by_hardware_plot import plot_grid
     from autopar.comparison.by_hardware_text import grid_json, render_grid
@@ -56,37 +86,29 @@ def run_grid(options: argparse.Namespace) -> int:
     if options.plot is not None:
         check_can_plot(options.plot)
     profiles = profiles_of(options.hardware.split(","))
-    devices = options.devices if isinstance(options.devices, tuple) else (options.devices,)
-    told = _compared(options, partial(compare_grid, profiles=profiles, devices=devices))
-    tell(options, lambda: grid_json(told), lambda console: render_grid(told, console))
+    found = _compared(options, partial(compare_grid, profiles=profiles, devices=options.devices))
+    tell(options, lambda: grid_json(found), lambda console: render_grid(found, console))
     if options.plot is not None:
-        plot_grid(told, options.plot)
+        plot_grid(found, options.plot)
         print(f"Drawn into {options.plot}.", file=sys.stderr if options.json else sys.stdout)
-    return _exit_code(told, told.grids)
+    return _exit_code(found, found.grids)
 
 
-def _check_grid(options: argparse.Namespace) -> None:
-    why = "--compare plans each kind of device and each number of them, and saves no plan"
-    refuse(given(options, ("mesh", "memory_budget", "pin", "output", "stages", "schedule")), why)
-    if not options.hardware or not options.devices or "=" in options.hardware:
-        raise TargetError(f"{why}: give --hardware NAME,NAME,... and --devices N,N,..., or --compare NAME,...")
-
-
-def _compared(options: argparse.Namespace, compare: Callable[..., _Told]) -> _Told:
+def _compared(options: argparse.Namespace, compare: Callable[..., _Found]) -> _Found:
     use_cpu_only()
     more = how_to_plan(options)
     if more.get("num_microbatches") == "auto":
-        del more["num_microbatches"]  # as few as fit
+        del more["num_microbatches"]  # the comparison takes the fewest that fit
     targets = {target: partial(load_target, target) for target in options.target}
     with progress() as report:
         return compare(targets, progress=report, **more)
 
 
-def _exit_code(told: Comparison | GridComparison, targets: Iterable[Compared]) -> int:
+def _exit_code(found: Comparison | GridComparison, targets: Iterable[Compared]) -> int:
     for one in targets:
         if one.error:
             print(f"autopar: {one.target}: {one.error}", file=sys.stderr)
-    if told.interrupted:
-        print("autopar: interrupted; above is what was found until then", file=sys.stderr)
+    if found.interrupted:
+        print("autopar: interrupted; the tables above are what was planned until then", file=sys.stderr)
         return 130
-    return 2 if told.failed else 0
+    return 2 if found.failed else 0

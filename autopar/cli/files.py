@@ -1,6 +1,6 @@
-"""The files that commands read and write: saved plans, outputs, pages.
+"""Read saved plans, and refuse a path that cannot be written before the work begins.
 
-In: paths as a user gave them. Out: plans; or a refusal, before the work, of what cannot be read or written.
+In: paths as a user gave them. Out: plans, pages, or an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.errors import PlanFileError, TargetError
 if TYPE_CHECKING:
     from autopar.pipeline.plan import AnyPlan
 
-#: Options of planning, all decided in a saved plan.
+#: Planning options that a saved plan has decided.
 _DECIDED = ("devices", "mesh", "hardware", *OF_PROGRAM)
 
 
@@ -34,14 +34,22 @@ def plan_within(path: str) -> str:
     return str(within) if within.is_file() else path
 
 
-def refuse_planning(options: argparse.Namespace, saved: str, else_do: str, allowed: Sequence[str] = ()) -> None:
-    """A saved plan takes no options of planning.
+def load_saved(options: argparse.Namespace, option: str = "target", allowed: Sequence[str] = ()) -> AnyPlan:
+    """The plan in the file that an option names.
+
+    Args:
+        allowed: planning options that may be given nevertheless.
 
     Raises:
-        TargetError: naming those that were given and are not allowed.
+        TargetError: other planning options were given, which the plan has decided.
     """
+    path = getattr(options, option)
     useless = given(options, [name for name in _DECIDED if name not in allowed], empty=True)
-    refuse(useless, f"{saved!r} is a saved plan, already decided", f", {else_do}")
+    instead = "explain a TARGET" if option == "target" else f"leave out --{option}"
+    refuse(useless, f"{path!r} is a saved plan, already decided", f", or {instead}")
+    from autopar.pipeline.plan_files import load_plan
+
+    return load_plan(path)
 
 
 def check_output(options: argparse.Namespace) -> None:

@@ -1,9 +1,9 @@
-"""The command line: `autopar plan`, `explain`, `diff`, `export`, `verify`, `calibrate`, `generate`.
+"""The command line: one command for each job.
 
-In: arguments. Out: text, tables or JSON on standard output, progress and errors on standard error,
-and an exit code: 0 done, 1 a verification or a check that does not hold or a diagnosis with what nobody meant, 2 a mistake
-of the user's, 130 interrupted. A command parses and prints; every decision is the planner's. What it needs is imported
-when it runs: help, and a saved plan explained, wait for no JAX.
+In: arguments. Out: text, tables or JSON on standard output; progress, warnings and errors on standard error; an exit code:
+0 done, 1 a verification or a check fails or a diagnosis finds unintended collectives, 2 a mistake of the user's, 130
+interrupted. A command parses and prints; every decision is the planner's. What it needs is imported when it runs: help, and
+a saved plan explained, wait for no JAX.
 """
 
 from __future__ import annotations
@@ -15,15 +15,35 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from autopar.cli import calibrate, diff, explain, export, generate, plan, verify
-from autopar.cli.options import EXAMPLES
-from autopar.errors import AutoparError, TargetError
+from autopar.cli import (
+    calibrate,
+    compare,
+    diagnose,
+    diff,
+    doctor,
+    explain,
+    export,
+    generate,
+    plan,
+    verify,
+    why,
+)
+from autopar.cli.estimate import command as estimate
+from autopar.cli.old_spellings import modern
+from autopar.errors import AutoparError
 from autopar.system.units import without_controls
 from autopar.version import __version__
 
-#: In the order in which help tells of them.
-_COMMANDS = (plan, explain, diff, export, calibrate, verify, generate)
-_DESCRIPTION = "Plan how to split a JAX train step over many devices, and say why. No device of the target is needed."
+#: In the order of the help.
+_COMMANDS = (plan, explain, why, verify, diagnose, compare, diff, export, estimate, calibrate, generate, doctor)
+_DESCRIPTION = "Plan how to shard a JAX train step over many devices, and say why. No device of the target is needed."
+_EPILOG = """\
+start here:
+  autopar doctor
+  autopar plan train.py:make --devices 8 --hardware h100-sxm -o gpt.plan.json
+  autopar explain gpt.plan.json
+`autopar COMMAND --help` has the options of a command, and examples.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. `--help`, `--version` and arguments that argparse refuses raise `SystemExit`.
     """
-    options = _parser().parse_args(argv)
+    arguments, renamed = modern(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    if renamed is not None:
+        print(f"autopar: this spelling goes with the next release; write: {renamed}", file=sys.stderr)
     try:
-        with _said_on_stderr():
-            _check_devices(options)
+        with _log_to_stderr():
             code = options.run(options)
         sys.stdout.flush()
     except AutoparError as error:
@@ -47,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("autopar: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # `head`, say, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code or 0
@@ -55,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("autopar", description=_DESCRIPTION, epilog=EXAMPLES, formatter_class=raw)
+    parser = argparse.ArgumentParser("autopar", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"autopar {__version__}")
     added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
@@ -63,20 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_devices(options: argparse.Namespace) -> None:
-    """Refuse several numbers of devices, but for a comparison of these."""
-    devices = getattr(options, "devices", None)
-    if isinstance(devices, tuple) and getattr(options, "compare", None) != "":
-        numbers = ",".join(map(str, devices))
-        raise TargetError(
-            f"--devices {numbers} are several numbers of devices: give one, or compare them by `autopar plan TARGET --compare"
-            " --hardware NAME,... --devices N,...`"
-        )
-
-
 @contextlib.contextmanager
-def _said_on_stderr() -> Iterator[None]:
-    """What the package has to say beside its result, such as that a plan was kept from an earlier start."""
+def _log_to_stderr() -> Iterator[None]:
+    """Print the log of the package, such as that a plan came from the cache."""
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("autopar")
     handler.setFormatter(logging.Formatter("autopar: %(message)s"))
     before = logger.level, logger.propagate

@@ -1,6 +1,6 @@
-"""From parsed options to the planner's arguments.
+"""Turn parsed options into the planner's keyword arguments.
 
-In: what `argparse` has read. Out: keyword arguments of `autopar.plan`; or the plan of the target.
+In: what `argparse` has parsed. Out: keyword arguments of `autopar.plan`, or the plan of the target.
 """
 
 from __future__ import annotations
@@ -15,9 +15,19 @@ from autopar.cli.terminal import progress, use_cpu_only
 if TYPE_CHECKING:
     from autopar.pipeline.plan import AnyPlan
 
+#: By option: the planner's argument.
+_ARGUMENTS = {
+    "time_limit": "time_limit_s",
+    "num_microbatches": "num_microbatches",
+    "per_microbatch_statistics": "per_microbatch_statistics",
+    "stages": "stages",
+    "schedule": "schedule",
+    "dims_as_written": "dims_as_written",
+}
+
 
 def plan_target(options: argparse.Namespace) -> AnyPlan:
-    """Plan the target, as the options say."""
+    """Plan the target."""
     more = planning(options) | ({} if getattr(options, "dump", None) is None else {"dump": options.dump})
     step, args = load_target(options.target)
     from autopar.api.make_plan import plan
@@ -27,10 +37,10 @@ def plan_target(options: argparse.Namespace) -> AnyPlan:
 
 
 def planning(options: argparse.Namespace) -> dict[str, Any]:
-    """What the options say to the planner."""
+    """The planner's keyword arguments."""
     if options.hardware and (options.devices or options.mesh or "=" in options.hardware):
         use_cpu_only()
-    pins = dict(parse_pin(text) for text in options.pin)
+    pins = dict(parse_pin(text) for text in getattr(options, "pin", ()))
     return how_to_plan(options) | {
         "mesh": options.mesh,
         "num_devices": options.devices,
@@ -42,15 +52,7 @@ def planning(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def how_to_plan(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that hold on any mesh and hardware."""
-    more: dict[str, Any] = {} if options.time_limit is None else {"time_limit_s": options.time_limit}
-    if options.num_microbatches is not None:
-        more["num_microbatches"] = options.num_microbatches
-    if options.per_microbatch_statistics:
-        more["per_microbatch_statistics"] = True
-    for name in ("stages", "schedule"):
-        if getattr(options, name) is not None:
-            more[name] = getattr(options, name)
-    if options.dims_as_written:
-        more["dims_as_written"] = True
-    return more | ({"rematerialize": False} if options.no_rematerialize else {})
+    """Those that hold on any mesh and hardware; a command has some of them."""
+    given = {name: getattr(options, option, None) for option, name in _ARGUMENTS.items()}
+    more = {name: value for name, value in given.items() if value not in (None, False)}
+    return more | ({"rematerialize": False} if getattr(options, "no_rematerialize", False) else {})

@@ -2,7 +2,7 @@
 
 In: bytes, the workers and the links between them (`Workers`). Out: a `Load` per algorithm, which is
 its steps and bytes on the critical path and the bytes it sends; `cheapest_all_reduce` picks among the
-algorithms that a back end has. `ALGORITHMS` is the table; `simulate_all_reduce` carries each out
+algorithms that a back end has. `ALGORITHMS` is the table; `all_reduce_steps` carries each out
 message by message, and its tests hold these formulas to it.
 
 The model (Hockney's): a worker sends one message and receives one at a time; one of `B` bytes takes
@@ -258,7 +258,7 @@ class Algorithm:
     needs_levels: bool = False  # only where several hosts have several workers each
 
 
-#: Every algorithm, by name; `simulate_all_reduce.SCHEDULES` has the same names.
+#: Every algorithm, by name; `all_reduce_steps.SCHEDULES` has the same names.
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
         "naive": Algorithm("naive, all to all", naive),

@@ -8,6 +8,8 @@ and steps is counted here.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -15,6 +17,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
+
+from autopar.cost.all_reduce import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +249,47 @@ SCHEDULES: Mapping[str, LevelSchedule] = MappingProxyType(
         "hierarchical-tree": hierarchical_tree,
     }
 )
+
+
+#: Algorithms whose buffer goes through the trees in pieces, and the numbers of pieces that are tried.
+_PIPELINED: Mapping[str, Callable[[int, int, Span, int], Schedule]] = MappingProxyType(
+    {
+        "double-tree": lambda num_local, num_hosts, span, pieces: double_tree(
+            range(num_local * num_hosts), span, pieces
+        ),
+        "nccl-tree": nccl_tree,
+        "hierarchical-tree": lambda num_local, num_hosts, span, pieces: hierarchical(
+            num_local, num_hosts, span, lambda workers, part: double_tree(workers, part, pieces)
+        ),
+    }
+)
+_NUM_PIECES = (1, 4, 16, 64)
+
+
+def seconds_by_messages(name: str, num_bytes: float, workers: Workers) -> float:
+    """Seconds of an all-reduce, timed message by message; with the number of pieces that is fastest.
+
+    In a step each worker sends, and receives, its messages one after another over the link that each takes; the step ends
+    with the last message.
+
+    Args:
+        name: of `all_reduce.ALGORITHMS`.
+    """
+    span = (0, max(1, math.ceil(num_bytes)))
+    if name in _PIPELINED:
+        schedules = [_PIPELINED[name](workers.num_local, workers.num_hosts, span, pieces) for pieces in _NUM_PIECES]
+    else:
+        schedules = [SCHEDULES[name](workers.num_local, workers.num_hosts, span)]
+    return min(sum(_step_seconds(step, workers) for step in schedule) for schedule in schedules)
+
+
+def _step_seconds(step: Sequence[Message], workers: Workers) -> float:
+    ports: dict[tuple[int, bool], float] = defaultdict(float)
+    latency = 0.0
+    for message in step:
+        source, target = message.source // workers.num_local, message.target // workers.num_local
+        link = workers.host_link if source == target else workers.network_link
+        latency = max(latency, link.latency_s)
+        for port in ((message.source, True), (message.target, False)):
+            ports[port] += message.size / link.bytes_per_s
+    return latency + max(ports.values(), default=0.0)

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Workers, available, backend_of
+from autopar.cost.all_reduce_steps import seconds_by_messages
 from autopar.cost.collectives import all_reduce_choice, workers_of
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import PlotError
@@ -39,12 +40,18 @@ _BACKEND_NAMES = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmRow:
-    """One algorithm over one axis: seconds for each size, and whether the back end has it."""
+    """One algorithm over one axis.
+
+    Args:
+        in_backend: whether the back end has it.
+        seconds, by_messages_s: of each size, launch included: by the formula, and timed message by message.
+    """
 
     name: str
     title: str
     in_backend: bool
     seconds: tuple[float, ...]
+    by_messages_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +67,25 @@ class AxisPrices:
 
 
 def price_all_reduce(
-    mesh: MeshShape, profile: HardwareProfile, sizes_bytes: Sequence[float] = TABLE_SIZES
+    mesh: MeshShape,
+    profile: HardwareProfile,
+    sizes_bytes: Sequence[float] = TABLE_SIZES,
+    *,
+    by_messages: bool = False,
 ) -> tuple[AxisPrices, ...]:
     """Prices for each axis of more than one device.
 
     Args:
         sizes_bytes: buffers to price.
+        by_messages: time every message too.
     """
-    return tuple(_axis(axis, mesh, profile, tuple(sizes_bytes)) for axis in mesh.axis_names if mesh.size(axis) > 1)
+    axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
+    return tuple(_axis(axis, mesh, profile, tuple(sizes_bytes), by_messages) for axis in axes)
 
 
-def _axis(axis: str, mesh: MeshShape, profile: HardwareProfile, sizes: tuple[float, ...]) -> AxisPrices:
+def _axis(
+    axis: str, mesh: MeshShape, profile: HardwareProfile, sizes: tuple[float, ...], by_messages: bool
+) -> AxisPrices:
     workers, backend = workers_of((axis,), mesh, profile), backend_of(profile.platform)
     rows = [
         AlgorithmRow(
@@ -78,6 +93,9 @@ def _axis(axis: str, mesh: MeshShape, profile: HardwareProfile, sizes: tuple[flo
             title=ALGORITHMS[name].title,
             in_backend=name in BACKENDS[backend],
             seconds=tuple(ALGORITHMS[name].load(s, workers).seconds + profile.collective_launch_s for s in sizes),
+            by_messages_s=tuple(
+                seconds_by_messages(name, s, workers) + profile.collective_launch_s for s in sizes if by_messages
+            ),
         )
         for name in available(tuple(ALGORITHMS), workers)
     ]
@@ -88,13 +106,22 @@ def _axis(axis: str, mesh: MeshShape, profile: HardwareProfile, sizes: tuple[flo
 # As a table.
 
 
-def render_all_reduce(mesh: MeshShape, profile: HardwareProfile, console: Console) -> None:
-    """Print a table for each axis."""
+def render_all_reduce(
+    mesh: MeshShape, profile: HardwareProfile, console: Console, *, by_messages: bool = False
+) -> None:
+    """Print a table for each axis.
+
+    Args:
+        by_messages: with a second one, timed message by message.
+    """
     console.print(Text(f"All-reduce on {mesh.num_devices} {profile.name} devices, mesh {mesh.describe()}", "bold"))
-    prices = price_all_reduce(mesh, profile)
+    prices = price_all_reduce(mesh, profile, by_messages=by_messages)
     for axis in prices:
         console.print(Text(f"\n{_heading(axis)}"))
         console.print(Padding(_table(axis), (0, 0, 0, 2)))
+        if by_messages:
+            console.print(Text(f"\nAxis `{axis.axis}`, message by message"))
+            console.print(Padding(_table(axis, by_messages=True), (0, 0, 0, 2)))
     if not prices:
         console.print(Text("\nNo axis has more than one device: nothing is reduced."))
         return
@@ -119,21 +146,21 @@ def _place(workers: Workers) -> str:
     return f"{workers.num_workers} devices on {workers.num_hosts} hosts, {workers.num_local} in each"
 
 
-def _table(axis: AxisPrices) -> Table:
+def _table(axis: AxisPrices, *, by_messages: bool = False) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("algorithm", no_wrap=True)
     table.add_column(_BACKEND_NAMES[axis.backend])
     for size in axis.sizes_bytes:
         table.add_column(_short_bytes(size), justify="right", no_wrap=True)
     for row in axis.rows:
-        cells = [_cell(row, k, axis.chosen[k]) for k in range(len(axis.sizes_bytes))]
+        seconds = row.by_messages_s if by_messages else row.seconds
+        cells = [_cell(seconds[k], is_taken=row.name == axis.chosen[k]) for k in range(len(axis.sizes_bytes))]
         table.add_row(Text(row.title), Text("yes" if row.in_backend else ""), *cells)
     return table
 
 
-def _cell(row: AlgorithmRow, k: int, chosen: str) -> Text:
-    taken = row.name == chosen
-    return Text(f"{human_seconds(row.seconds[k])}{'*' if taken else ' '}", "bold green" if taken else "")
+def _cell(seconds: float, *, is_taken: bool) -> Text:
+    return Text(f"{human_seconds(seconds)}{'*' if is_taken else ' '}", "bold green" if is_taken else "")
 
 
 def _short_bytes(num_bytes: float) -> str:

@@ -1,0 +1,109 @@
+"""`autopar estimate search`: estimate a vector search on devices that need not exist.
+
+In: the size of a corpus, index parameters. Out: what `vector_search.estimate` finds, as tables or JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from autopar.cli import options as shared
+from autopar.cli.files import check_output
+from autopar.cli.planning import planning
+from autopar.cli.terminal import progress, tell
+from autopar.errors import BudgetError, SearchError, TargetError
+
+#: Options that are fields of `PaperSearch`.
+_FIELDS = ("metric", "batch", "k", "degree", "beam", "code_bytes", "num_lists", "num_probes", "rerank", "block_bytes")
+_EXAMPLES = "estimate search --corpus 1.4e9x100:int8 --devices 8 --hardware h200"
+
+
+def add_command(added: Any) -> None:
+    """Add the command to the parser of `estimate`."""
+    about = "estimate a vector search: time of a batch of queries and memory, by index kind"
+    command = shared.add_command(added, "search", about, _EXAMPLES)
+    about = "number of vectors, elements and dtype, e.g. 1.4e9x100:int8; float32, bfloat16 or int8"
+    command.add_argument("--corpus", required=True, metavar="NxD:DTYPE", help=about)
+    command.add_argument("--batch", type=shared.count, metavar="N", help="queries in a batch (default: 1000)")
+    command.add_argument("--k", type=shared.count, metavar="N", help="neighbours of each query (default: 10)")
+    command.add_argument("--metric", help="l2, inner_product or cosine (default: l2)")
+    about = "index kind: exact, graph or ivfpq; may be repeated (default: all)"
+    command.add_argument("--index", action="append", metavar="KIND", help=about)
+    about = "graph: neighbours of a node (default: 64)"
+    command.add_argument("--degree", type=shared.count, metavar="N", help=about)
+    command.add_argument("--beam", type=shared.count, metavar="N", help="graph: beam width (default: 64)")
+    about = "ivfpq: bytes of a code, a divisor of D (default: the most, up to 32)"
+    command.add_argument("--code-bytes", type=shared.count, metavar="N", help=about)
+    about = "ivfpq: inverted lists (default: twice the square root of N)"
+    command.add_argument("--num-lists", type=shared.count, metavar="N", help=about)
+    command.add_argument("--num-probes", type=shared.count, metavar="N", help="ivfpq: lists probed (default: 32)")
+    about = "ivfpq: candidates re-ranked by their vectors (default: 10 for each neighbour)"
+    command.add_argument("--rerank", type=shared.count, metavar="N", help=about)
+    about = "read bandwidth of the drives, per second; may be repeated (default: 5GB and 10GB)"
+    command.add_argument("--ssd", type=shared.size, action="append", metavar="SIZE", help=about)
+    command.add_argument(
+        "--block", dest="block_bytes", type=shared.size, metavar="SIZE", help="block of a drive (default: 4KiB)"
+    )
+    command.add_argument("-o", "--output", metavar="FILE", help="save the plan of a batch of queries")
+    shared.add_mesh_options(command)
+    shared.add_pin(command)
+    shared.add_solver_options(command)
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plan, print, and save the plan of a batch of queries."""
+    check_output(options)
+    if "=" in (options.hardware or ""):
+        raise TargetError(
+            f"--hardware {options.hardware!r}: `estimate search` plans devices of one kind: give one name"
+        )
+    case, more = _case(options), planning(options)
+    from autopar.vector_search.estimate.estimate import search_on_paper
+    from autopar.vector_search.estimate.sizes import PARTS, PaperSearch
+    from autopar.vector_search.estimate.tables import on_paper_json, render_on_paper
+
+    with progress() as report:
+        found = search_on_paper(PaperSearch(**case), indexes=options.index or tuple(PARTS), progress=report, **more)
+    if options.output is not None:
+        if found.asked.plan is None:
+            raise BudgetError(found.asked.refused)
+        found.asked.plan.save(options.output)
+    tell(options, lambda: on_paper_json(found), lambda console: render_on_paper(found, console))
+    if options.output is not None and not options.json:
+        print(f"\nThe plan of {found.case.batch:,} queries is saved to {options.output}; `autopar explain` says why.")
+
+
+def _case(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `PaperSearch` that were given.
+
+    Raises:
+        SearchError: a corpus or a block that cannot be read.
+    """
+    num_vectors, dim, dtype = parse_corpus(options.corpus)
+    more: dict[str, Any] = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
+    if "block_bytes" in more:
+        more["block_bytes"] = int(more["block_bytes"])
+    if options.ssd:
+        more["ssd_bytes_per_s"] = tuple(options.ssd)
+    return {"num_vectors": num_vectors, "dim": dim, "dtype": dtype, **more}
+
+
+def parse_corpus(text: str) -> tuple[int, int, str]:
+    """How many vectors, their elements, and the dtype of these.
+
+    Raises:
+        SearchError: where it cannot be read.
+
+    >>> parse_corpus("1.4e9x100:int8")
+    (1400000000, 100, 'int8')
+    """
+    match = re.fullmatch(r"([\d.]+(?:e\+?\d+)?)x(\d+):(\w+)", text.strip(), re.IGNORECASE)
+    number = shared.whole_number(match[1]) if match else None
+    if match is None or not number or int(match[2]) < 1:
+        raise SearchError(
+            f"invalid --corpus {text!r}: write NxD:DTYPE, N vectors of D elements each, e.g. 1.4e9x100:int8"
+        )
+    return number, int(match[2]), match[3]
