@@ -3,7 +3,7 @@
 BERT-large, GPT-2 (1.5 B), Turing-NLG (17.2 B) and GPT-3 (175 B) are Hugging Face's Flax BERT and GPT-2 at their published
 sizes, layers in one `nn.scan`, dropout on, trained in mixed precision as it is taught: fp16 parameters and gradients, fp32
 master copy and Adam moments, 16 bytes a parameter. `lecture_gb` is that product for the rounded number of parameters;
-`state_gb` is what autopar reads off the step's arguments. Each is given to `autopar plan --compare` for V100s of 16 and
+`state_gb` is what autopar reads off the step's arguments. Each is given to `autopar compare` for V100s of 16 and
 32 GB and A100s of 40 and 80 GB: `usable_gb` is the part of their memory that a plan may fill (75 %, which is JAX's
 default, less a margin of 5 %); `state_fits` is the state over that, rounded up, the number whose memory the state alone would fill;
 `least` the least number of 1, 2, 4, 8 GPUs, or 1, 2, 4, ... hosts of 8, for which a plan was found; `before` what the next
@@ -116,7 +116,7 @@ def measure(program: str) -> list[dict[str, Any]]:
     """A row for each kind of GPU, by the command line."""
     started, used, out = time.perf_counter(), time.process_time(), io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = main(["plan", f"benchmarks.memory_wall:{program}", "--compare", ",".join(HARDWARE), "--json"])
+        code = main(["compare", f"benchmarks.memory_wall:{program}", "--hardware", ",".join(HARDWARE), "--json"])
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - used
     if code:
         raise RuntimeError(f"`autopar plan` ended with {code}")

@@ -60,7 +60,7 @@ def gpt2_small_target(batch: int = 64, seq: int = 1024) -> Target:
 
 
 def gpt2_small_megatron_target(batch: int = 64, seq: int = 1024) -> Target:
-    """The same, split by hand over a mesh 2x4 as Megatron-LM's names say, for `autopar verify --as-is`."""
+    """The same, split by hand over a mesh 2x4 as Megatron-LM's names say, for `autopar diagnose`."""
     mesh = MeshShape(("data", "model"), (2, 4))
     step, args = gpt2_small_target(batch, seq)
     return jitted(step, args, pinned.tensor_parallel(args, mesh), mesh), args

@@ -1,4 +1,4 @@
-"""`autopar plan --for inference`: seconds from plans, the steady state from the scheduler itself, and every wrong argument."""
+"""`autopar estimate inference`: seconds from plans, the steady state from the scheduler itself, and every wrong argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autopar plan --for search`: sizes by arithmetic, layouts by the planner, and every wrong argument."""
+"""`autopar estimate search`: sizes by arithmetic, layouts by the planner, and every wrong argument."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ In: a plan, its program and profile, when the step was called, the devices. Out:
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,9 +15,9 @@ from jax.sharding import Mesh
 from autopar.api.call_clock import Calls
 from autopar.api.step_report import StepReport, Suspect
 from autopar.cost.hardware_profile import HardwareProfile, load
+from autopar.formulate.model_flops import model_flops
 from autopar.ir.graph import Graph
 from autopar.plans.plan import Plan
-from autopar.rules.table import rules_of, traits_of
 from autopar.runtime.jitted_step import JittedStep
 from autopar.transforms.program import Program
 
@@ -133,20 +132,6 @@ def report_on(
         suspects=suspects,
         advice=tuple(_advice(plan, profile, step_time_s, device_kind, suspects, other_device, memory_far, memory_from)),
     )
-
-
-def model_flops(graph: Graph) -> Mapping[str, float]:
-    """Operations of a step's matrix products and convolutions, by the dtype that they are in; those inside kernels too, where
-    they could be counted."""
-    found: dict[str, float] = defaultdict(float)
-    for node, rule in zip(graph.nodes, rules_of(graph)[0], strict=True):
-        points = math.prod(factor.size for factor in rule.factors)
-        for dtype, flops in rule.matrix_flops_per_point:
-            found[dtype] += node.repeat * flops * points
-        if traits_of(node.primitive).contraction:
-            operand = next((value for value in node.operands if value is not None), node.results[0])
-            found[graph.values[operand].dtype] += node.repeat * rule.flops_per_point * points
-    return found
 
 
 def _suspects(

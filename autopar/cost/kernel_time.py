@@ -295,11 +295,22 @@ def _nearest_power(num_bytes: float) -> int:
 
 
 def _roofline(op: Op, profile: HardwareProfile) -> float:
-    """The units and the memory work side by side: the longest of them, and a launch."""
+    """The units and the memory work at the same time: the longest of them, and a launch."""
+    return max(_by_unit(op, profile).values()) + profile.kernel_launch_s
+
+
+def bounds(op: Op, profile: HardwareProfile) -> tuple[tuple[str, float], ...]:
+    """Seconds of a kernel, by the device's own rates, and what limits them."""
+    unit, seconds = max(_by_unit(op, profile).items(), key=lambda one: one[1])
+    return (unit, seconds), ("kernel launches", profile.kernel_launch_s)
+
+
+def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
     inside = op.matrix_flops
     if op.gemm is not None:
         inside = ((op.gemm.dtype, 2.0 * op.gemm.batch * op.gemm.m * op.gemm.n * op.gemm.k),)
-    matrix = sum(flops / profile.matrix_rate(dtype) for dtype, flops in inside)
-    vector = 0.0 if op.gemm is not None else op.flops / profile.vector_flops_per_s
-    memory = (op.read_bytes + op.written_bytes) / profile.hbm_bytes_per_s
-    return max(matrix, vector, memory) + profile.kernel_launch_s
+    return {
+        "matrix units": sum(flops / profile.matrix_rate(dtype) for dtype, flops in inside),
+        "vector units": 0.0 if op.gemm is not None else op.flops / profile.vector_flops_per_s,
+        "memory bandwidth": (op.read_bytes + op.written_bytes) / profile.hbm_bytes_per_s,
+    }

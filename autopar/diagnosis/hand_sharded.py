@@ -155,7 +155,7 @@ def _not_sharded(name: str, is_jitted: bool) -> str:
     return (
         f"`{name}` {jitted}, so there is nothing to diagnose: no `in_shardings`, no sharded argument, no"
         " `with_sharding_constraint`, no `shard_map`. Give the function that `jax.jit(step, in_shardings=...)` returns,"
-        " or find a sharding with `autopar.plan` (`autopar verify` without --as-is)"
+        " or find a sharding with `autopar.plan` (`autopar verify`)"
     )
 
 

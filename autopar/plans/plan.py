@@ -22,6 +22,7 @@ from autopar.plans.records import (
     CollectiveUse,
     Constraint,
     Decision,
+    Efficiency,
     ManualRegion,
     Microbatches,
     Outcome,
@@ -64,6 +65,7 @@ class Plan:
         separate: sums that get kernels of their own.
         replicated: what every device runs whole because it has no sharding rule, the longest first; nothing on one device.
         tie: a plan that is faster by next to nothing.
+        efficiency: what MFU and throughput are computed from; None in plans of older files.
     """
 
     program: ProgramSignature
@@ -89,6 +91,7 @@ class Plan:
     separate: tuple[Separate, ...] = ()
     replicated: tuple[Replicated, ...] = ()
     tie: Tie | None = None
+    efficiency: Efficiency | None = None
     trace: StepTrace | None = None
     memory: MemoryOverStep | None = None
     notes: tuple[str, ...] = ()

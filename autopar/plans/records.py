@@ -130,6 +130,25 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """What MFU and throughput are computed from, and what bounds the step.
+
+    Args:
+        model_flops: of the matmuls and convolutions of the step as its user wrote it, on all devices.
+        ideal_s: seconds of these at the peak rate of all devices.
+        num_examples, num_tokens: of the batch; 0 where it has none.
+        bound_s: seconds of a device's step by what limits them: matrix units, vector units, memory bandwidth, kernel
+            launches, exposed communication.
+    """
+
+    model_flops: float
+    ideal_s: float
+    num_examples: int = 0
+    num_tokens: int = 0
+    bound_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How sure the solver is: `gap` is (cost - lower bound) / cost. `memory_bound`: without its memory budget the plan
     would be another. `solve_time_s` is of this run: no file holds it."""

@@ -12,7 +12,8 @@ from autopar.ir.graph import Phase
 from autopar.plans.plan import Plan
 from autopar.plans.records import num_split
 from autopar.plans.step_trace import Held, Instant
-from autopar.system.units import human_seconds
+from autopar.system.text_tables import share_text
+from autopar.system.units import human_flops, human_number, human_seconds
 
 #: Operations named of those that run replicated; the notes name all.
 MAX_NAMED = 4
@@ -126,6 +127,24 @@ def memory_use(plan: Plan) -> MemoryUse:
 
 
 # -- in words --------------------------------------------------------------------------------
+
+
+def efficiency_words(plan: Plan) -> str:
+    """MFU, model FLOPs, throughput and what bounds the step; "" where the plan's file is too old to know."""
+    found, step_s = plan.efficiency, plan.prediction.step_time_s
+    if found is None or step_s <= 0:
+        return ""
+    parts = []
+    if found.model_flops:
+        parts.append(f"{100 * found.ideal_s / step_s:.0f} % MFU ({human_flops(found.model_flops)} a step)")
+    if found.num_tokens:
+        parts.append(f"{human_number(found.num_tokens / step_s)} tokens/s")
+    if found.num_examples:
+        parts.append(f"{human_number(found.num_examples / step_s)} examples/s")
+    if found.bound_s:
+        bound, seconds = max(found.bound_s.items(), key=lambda one: one[1])
+        parts.append(f"bound by {bound} ({share_text(seconds, sum(found.bound_s.values()))} of the time)")
+    return "; ".join(parts)
 
 
 def replicated_words(plan: Plan) -> str:

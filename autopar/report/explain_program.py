@@ -24,6 +24,7 @@ from autopar.report.breakdown import (
     SIMULATED_IS,
     MemoryUse,
     StepTime,
+    efficiency_words,
     memory_use,
     replicated_words,
     simulated_words,
@@ -147,6 +148,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "prediction": {**asdict(plan.prediction), "peak_bytes": plan.prediction.peak_bytes},
         "step_time": asdict(told.time),
         "memory": asdict(told.memory),
+        "efficiency": asdict(plan.efficiency) if plan.efficiency else None,
         "outcome": asdict(plan.outcome),
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
         "merge_bytes": plan.merge_bytes,
@@ -286,11 +288,12 @@ def _totals(plan: Plan) -> list[RenderableType]:
     )
     # A loss and a few metrics are no matter.
     parts = [(name, size) for name, size in memory.parts if name != "outputs" or size > 0.005 * peak]
-    simulated = simulated_words(plan)
+    simulated, efficiency = simulated_words(plan), efficiency_words(plan)
     return [
         Text(f"Predicted step time: {human_seconds(time.step_time_s)}", "bold"),
         inset(bars(time.parts, time.step_time_s, human_seconds)),
         *([Text(f"{simulated} ({SIMULATED_IS})")] if simulated else []),
+        *([Text(efficiency)] if efficiency else []),
         Text(),
         Text(f"Predicted peak memory per device: {human_bytes(peak)} {of}", "bold"),
         inset(bars(parts, peak, human_bytes)),

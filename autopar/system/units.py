@@ -34,6 +34,15 @@ def human_number(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.{0 if value >= 99.95 else 1}f}"
 
 
+def human_flops(flops: float) -> str:
+    """Three digits and a unit.
+
+    >>> human_flops(5.12e14)
+    '512 TFLOP'
+    """
+    return _human(flops, 1.0, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
 def _human(value: float, unit: float, names: Sequence[str]) -> str:
     if not math.isfinite(value):
         return "infinite"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.hardware_profile import HardwareProfile
-from autopar.cost.kernel_time import op_seconds
+from autopar.cost.kernel_time import bounds, op_seconds
 from autopar.ir.device_program import Buffer, DeviceProgram, Op, Trips, buffers_at_peak, live_temporaries
 from autopar.ir.graph import Graph, Phase
 from autopar.ir.mesh import MeshShape
@@ -229,6 +229,17 @@ def seconds_by_node(device: DeviceProgram, mesh: MeshShape, profile: HardwarePro
         if op.kind != "collective":
             seconds[op.node] += op_seconds(op, mesh, profile) * _trips(op.node, device.loops)
     return dict(seconds)
+
+
+def seconds_by_bound(device: DeviceProgram, timeline: Timeline, profile: HardwareProfile) -> dict[str, float]:
+    """Seconds of a step by what limits them: a unit of the device, kernel launches, or exposed communication."""
+    seconds: dict[str, float] = defaultdict(float)
+    for op in device.ops:
+        if op.kind != "collective":
+            for bound, time_s in bounds(op, profile):
+                seconds[bound] += time_s * _trips(op.node, device.loops)
+    seconds["exposed communication"] = sum(timeline.exposed_s.values())
+    return {bound: time_s for bound, time_s in sorted(seconds.items(), key=lambda one: -one[1]) if time_s > 0}
 
 
 def _trips(node: int, loops: Sequence[Trips]) -> float:
