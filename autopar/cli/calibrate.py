@@ -16,16 +16,16 @@ def add_command(added: Any) -> None:
     """The command and its options; `added` takes parsers of commands."""
     about = "measure the devices of this machine, and write a hardware profile that --hardware takes"
     calibrate = added.add_parser("calibrate", help=about, description=about)
-    where = "the profile, .toml; its samples go beside it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"
+    where = "the profile, .toml; its samples go next to it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"
     calibrate.add_argument("-o", "--output", metavar="FILE", help=where)
-    calibrate.add_argument("--seconds", type=seconds, default=150.0, metavar="S", help="how long (default: 150)")
+    calibrate.add_argument("--seconds", type=seconds, default=150.0, metavar="S", help="how long to measure (default: 150)")
     about = "profile for what cannot be measured here, e.g. the network (default: that of the devices)"
     calibrate.add_argument("--base", metavar="NAME", help=about)
     calibrate.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, and say what was found and where it is."""
+    """Measure, and print the profile and where it is saved."""
     from autopar.calibration.calibrate import calibrate
     from autopar.calibration.calibration import describe
 

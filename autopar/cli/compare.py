@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autopar.cli import options as shared
 from autopar.cli.planning import how_to_plan
 from autopar.cli.target import load_target
-from autopar.cli.terminal import progress, tell, use_cpu_only
+from autopar.cli.terminal import progress, output, use_cpu_only
 from autopar.errors import TargetError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _run_fewest(options: argparse.Namespace) -> int:
 
     profiles = profiles_of(options.hardware.split(","))
     found = _compared(options, partial(compare, profiles=profiles, max_devices=options.max_devices or MAX_DEVICES))
-    tell(options, lambda: comparison_json(found), lambda console: render_comparison(found, console))
+    output(options, lambda: comparison_json(found), lambda console: render_comparison(found, console))
     return _exit_code(found, found.compared)
 
 
@@ -87,7 +87,7 @@ def _run_grid(options: argparse.Namespace) -> int:
         check_can_plot(options.plot)
     profiles = profiles_of(options.hardware.split(","))
     found = _compared(options, partial(compare_grid, profiles=profiles, devices=options.devices))
-    tell(options, lambda: grid_json(found), lambda console: render_grid(found, console))
+    output(options, lambda: grid_json(found), lambda console: render_grid(found, console))
     if options.plot is not None:
         plot_grid(found, options.plot)
         print(f"Drawn into {options.plot}.", file=sys.stderr if options.json else sys.stdout)

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.cli import options as shared
 from autopar.cli.files import check_output
 from autopar.cli.target import load_target
-from autopar.cli.terminal import progress, tell, use_cpu_only
+from autopar.cli.terminal import progress, output, use_cpu_only
 
 
 def add_command(added: Any) -> None:
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
             found = diagnose(step, *args, compiler=compiler, progress=report, **more)
     if options.output is not None:
         found.changed.save(options.output)
-    tell(options, found.to_json, lambda console: render_diagnosis(found, console))
+    output(options, found.to_json, lambda console: render_diagnosis(found, console))
     if options.output is not None and not options.json:
         print(f"\nThe plan with all changes is saved to {options.output}.")
     return 1 if found.unmeant else 0

@@ -1,6 +1,6 @@
-"""`autopar diff`: two saved plans beside each other, or new code held against a plan.
+"""`autopar diff`: compare two saved plans, or a saved plan with the code as it is now.
 
-In: plan files; with `--check`, a target. Out: what differs; an exit code of 1 where code is not as planned.
+In: plans or checkpoints, or a plan and a target. Out: what differs; with `--check` an exit code for CI.
 """
 
 from __future__ import annotations
@@ -13,52 +13,52 @@ from typing import Any
 from autopar.cli.files import is_plan_file, plan_within
 from autopar.cli.options import size
 from autopar.cli.target import load_target
-from autopar.cli.terminal import flags, given, print_told, progress, tell, use_cpu_only
+from autopar.cli.terminal import flags, given, print_result, progress, output, use_cpu_only
 from autopar.errors import TargetError
 
 
 def add_command(added: Any) -> None:
     """The command and its options; `added` takes parsers of commands."""
-    about = "two saved plans beside each other: what is split otherwise, and what each device must fetch"
+    about = "compare two saved plans: which shardings differ, and what each device must fetch to go from one to the other"
     diff = added.add_parser("diff", help=about, description=about)
     diff.add_argument("before", metavar="A.json", help="a saved plan, or the folder of a checkpoint (CHECKPOINTS/100)")
-    diff.add_argument("after", metavar="B.json|TARGET", help="another; with --check, the step as it is now")
-    about = "for CI: plan TARGET as A.json was, and fail (exit code 1) where it sends a collective more, or takes more memory"
+    diff.add_argument("after", metavar="B.json|TARGET", help="another one; with --check, the step as it is now")
+    about = "for CI: plan TARGET with the options of A.json, and fail (exit code 1) where it needs another collective or more memory"
     diff.add_argument("--check", action="store_true", help=about)
-    about = "with --check: how much more it may take, 5%% of what was planned or 200MB (default: 5%%)"
+    about = "with --check: how much more memory is allowed, 5%% of the plan's or 200MB (default: 5%%)"
     diff.add_argument("--memory", type=_more_memory, metavar="MORE", help=about)
-    about = "with --check: how much longer a step may take, 5%% or 2ms (default: not held)"
+    about = "with --check: how much longer a step may take, 5%% or 2ms (default: not checked)"
     diff.add_argument("--time", type=_more_time, metavar="MORE", help=about)
-    about = "with --check: the hardware profile, where it is a file (default: by the name that is in A.json)"
+    about = "with --check: the hardware profile, where it is a file (default: the one that A.json names)"
     diff.add_argument("--hardware", metavar="NAME", help=about)
     diff.add_argument("--json", action="store_true", help="print JSON for programs: all rows, plain numbers")
     diff.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int | None:
-    """Compare two plans; with `--check`, the exit code says whether code is as planned."""
+    """Compare two plans; with `--check`, exit code 1 where the code is not as planned."""
     if options.check:
         return _run_check(options)
     useless = given(options, ("memory", "time", "hardware"), empty=True)
     if useless:
-        raise TargetError(f"{flags(useless)}: for new code held against a plan: add --check, or drop it")
+        raise TargetError(f"{flags(useless)}: these belong to --check: add it, or drop them")
     from autopar.pipeline.plan_files import load_plan
     from autopar.report.diff import diff
     from autopar.report.diff_text import render_diff
 
-    told = diff(*(load_plan(plan_within(path)) for path in (options.before, options.after)))
-    tell(options, told.to_json, lambda console: render_diff(told, console))
+    found = diff(*(load_plan(plan_within(path)) for path in (options.before, options.after)))
+    output(options, found.to_json, lambda console: render_diff(found, console))
     return None
 
 
 def _run_check(options: argparse.Namespace) -> int:
-    """Exit code 1 where new code is not as planned."""
+    """Exit code 1 where the code is not as planned."""
     from autopar.pipeline.plan_files import load_plan
 
     saved = load_plan(plan_within(options.before))
     if is_plan_file(options.after):
         raise TargetError(
-            f"--check holds code against a plan, and {options.after!r} is a plan: give a TARGET, or drop --check"
+            f"--check compares a TARGET with a plan, and {options.after!r} is a plan: give a TARGET, or drop --check"
         )
     use_cpu_only()
     step, args = load_target(options.after)
@@ -68,9 +68,9 @@ def _run_check(options: argparse.Namespace) -> int:
     more |= {} if options.time is None else {"time": Allowed(*options.time)}
     more |= {"hardware": options.hardware} if options.hardware else {}
     with progress() as report:
-        told = check_plan(saved, step, *args, progress=report, **more)
-    print_told(options, told)
-    return 0 if told.holds else 1
+        found = check_plan(saved, step, *args, progress=report, **more)
+    print_result(options, found)
+    return 0 if found.holds else 1
 
 
 def _more_memory(text: str) -> tuple[float, float]:
@@ -92,5 +92,5 @@ def _more(text: str, amount: Callable[[str], float]) -> tuple[float, float]:
 def _duration(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(us|ms|s)\s*", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write e.g. 5%, 2ms, 300us or 1.5s")
+        raise argparse.ArgumentTypeError(f"invalid time {text!r}: write e.g. 5%, 2ms, 300us or 1.5s")
     return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]

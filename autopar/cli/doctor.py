@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.cli import options as shared
-from autopar.cli.terminal import tell
+from autopar.cli.terminal import output
 from autopar.errors import AutoparError
 from autopar.version import __version__
 
@@ -57,7 +57,7 @@ def add_command(added: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Exit code 1 where something that autopar needs is missing or broken."""
     found = [*examine()]
-    tell(options, lambda: [asdict(one) for one in found], lambda console: _render(found, console))
+    output(options, lambda: [asdict(one) for one in found], lambda console: _render(found, console))
     return 1 if any(one.state == "broken" for one in found) else 0
 
 

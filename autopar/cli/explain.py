@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.cli import options as shared
 from autopar.cli.files import check_html, is_plan_file, load_saved, write_html
 from autopar.cli.planning import plan_target
-from autopar.cli.terminal import tell
+from autopar.cli.terminal import output
 from autopar.errors import TargetError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     if options.html is not None:
         write_html(plan, options.html, options.verification)
     if options.json or options.html is None:
-        tell(options, lambda: explain_json(plan), lambda console: render(plan, console))
+        output(options, lambda: explain_json(plan), lambda console: render(plan, console))
 
 
 def _staged(plan: AnyPlan) -> PipelinePlan:

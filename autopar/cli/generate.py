@@ -75,16 +75,16 @@ def run(options: argparse.Namespace) -> None:
     prompts, serving = _prompts(options), _serving(options)
     temperature = options.temperature if options.temperature is not None else float(options.best_of > 1)
     sampling = SamplingOptions(temperature, options.top_k, options.top_p, options.seed)
-    asked = [
+    requests = [
         {"max_tokens": most, "stop": options.stop, "sampling": sampling}
         for most in _most_tokens(options, prompts, serving["options"].max_length)
     ]
     with progress() as report:
         engine = Engine.open(options.model, **serving, progress=report)
     started = time.perf_counter()
-    told = list(_told(engine, prompts, options, asked))
+    results = list(_results(engine, prompts, options, requests))
     if options.json:
-        print_json(told)
+        print_json(results)
     seconds, stats = time.perf_counter() - started, engine.stats
     print(
         f"{stats.num_tokens} tokens in {seconds:.2f} s ({stats.num_tokens / seconds:,.1f} per second,"
@@ -176,19 +176,19 @@ def _dtype(name: str | None) -> Any:
     return known[name]
 
 
-def _told(
-    engine: Engine, prompts: list[str | list[int]], options: argparse.Namespace, asked: list[dict[str, Any]]
+def _results(
+    engine: Engine, prompts: list[str | list[int]], options: argparse.Namespace, requests: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """What comes of each prompt, printed on the way unless JSON is wanted."""
     if options.best_of > 1:
         from autopar.inference import best_of
 
-        for prompt, how in zip(prompts, asked, strict=True):
+        for prompt, how in zip(prompts, requests, strict=True):
             chain = best_of(engine, prompt, options.best_of, **how).best
             _print(_text_of(engine, chain.text, chain.tokens), options, len(prompts))
             yield {"prompt": prompt, **{k: v for k, v in asdict(chain).items() if k not in ("prompt", "error")}}
         return
-    generations = [engine.submit(prompt, **how) for prompt, how in zip(prompts, asked, strict=True)]
+    generations = [engine.submit(prompt, **how) for prompt, how in zip(prompts, requests, strict=True)]
     try:
         for prompt, generation in zip(prompts, generations, strict=True):
             _stream(engine, generation, options, len(prompts))

@@ -1,6 +1,6 @@
-"""What every command does: print tables and JSON, show progress, refuse options, keep JAX off the accelerators.
+"""Print tables and JSON, show progress, refuse options, and keep JAX off the accelerators.
 
-In: what draws, data, names of options. Out: text on standard output, a bar on standard error, or a `TargetError`.
+In: a renderer, data, names of options. Out: text on standard output, a progress bar on standard error, or a `TargetError`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.errors import TargetError
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Options that a user does not write as they are kept.
+#: Options whose flag is not their name.
 _SPELLED = {"target": "TARGET", "block_bytes": "--block", "run_step": "--run"}
 
 
@@ -38,16 +38,16 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
-def print_told(options: argparse.Namespace, told: Any) -> None:
-    """As JSON where that was asked for, else as the text that it is."""
+def print_result(options: argparse.Namespace, result: Any) -> None:
+    """As JSON with `--json`, else as text."""
     if options.json:
-        print_json(told.to_json())
+        print_json(result.to_json())
     else:
-        print(told)
+        print(result)
 
 
-def tell(options: argparse.Namespace, to_json: Callable[[], Any], draw: Callable[[Console], None]) -> None:
-    """As JSON where that was asked for, else as tables."""
+def output(options: argparse.Namespace, to_json: Callable[[], Any], draw: Callable[[Console], None]) -> None:
+    """As JSON with `--json`, else as tables."""
     if options.json:
         print_json(to_json())
     else:
@@ -56,7 +56,7 @@ def tell(options: argparse.Namespace, to_json: Callable[[], Any], draw: Callable
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, float], None] | None]:
-    """A bar on standard error while planning, gone afterwards; nothing where it is piped."""
+    """A progress bar on standard error while planning, removed afterwards; none where it is piped."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -86,7 +86,7 @@ def flags(names: Iterable[str]) -> str:
 
 
 def refuse(useless: list[str], why: str, or_else: str = "") -> None:
-    """Refuse options that say nothing here.
+    """Refuse options that have no effect here.
 
     Raises:
         TargetError: `why`, and which to drop, where there are any.
@@ -96,9 +96,9 @@ def refuse(useless: list[str], why: str, or_else: str = "") -> None:
 
 
 def use_cpu_only() -> None:
-    """Keep JAX off the accelerators: everything about the target machine has been said.
+    """Keep JAX off the accelerators, where the options describe the target machine in full.
 
-    Where something was left to be read off this machine (its devices, their kind), JAX may look.
+    Where the devices or their kind are left to this machine, JAX may use its accelerators.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if "jax" in sys.modules:  # it has read the environment already

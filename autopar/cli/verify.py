@@ -12,7 +12,7 @@ from autopar.cli import options as shared
 from autopar.cli.files import check_html, check_output, load_saved, write_html
 from autopar.cli.planning import planning
 from autopar.cli.target import load_target
-from autopar.cli.terminal import progress, tell, use_cpu_only
+from autopar.cli.terminal import progress, output, use_cpu_only
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         found.plan.save(options.output)
     if options.html is not None:
         write_html(found.plan, options.html, found)
-    tell(options, found.to_json, lambda console: _render(found, console))
+    output(options, found.to_json, lambda console: _render(found, console))
     if options.output is not None and not options.json:
         print(f"\nThe plan is saved to {options.output}.")
     return 0 if found.holds else 1

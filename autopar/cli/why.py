@@ -12,7 +12,7 @@ from autopar.cli import options as shared
 from autopar.cli.files import load_saved
 from autopar.cli.planning import planning
 from autopar.cli.target import load_target
-from autopar.cli.terminal import print_told, use_cpu_only
+from autopar.cli.terminal import print_result, use_cpu_only
 from autopar.errors import TargetError
 
 _EXAMPLES = """
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     step, args = load_target(options.target)
     from autopar.comparison.why import why
 
-    print_told(options, why(options.path, step, *args, **more))
+    print_result(options, why(options.path, step, *args, **more))
 
 
 def _options_of_saved(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli import options as shared
-from autopar.cli.terminal import tell
+from autopar.cli.terminal import output
 
 if TYPE_CHECKING:
     from autopar.cost.hardware_profile import HardwareProfile
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         axes = [asdict(axis) for axis in price_all_reduce(mesh, profile, by_messages=options.messages)]
         return {"mesh": mesh.describe(), "hardware": profile.name, "axes": axes}
 
-    tell(options, to_json, lambda console: render_all_reduce(mesh, profile, console, by_messages=options.messages))
+    output(options, to_json, lambda console: render_all_reduce(mesh, profile, console, by_messages=options.messages))
     if options.plot is not None:
         print(f"Drawn into {options.plot}.", file=sys.stderr if options.json else sys.stdout)
 

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.cli import options as shared
 from autopar.cli.files import check_output
 from autopar.cli.planning import planning
-from autopar.cli.terminal import progress, tell
+from autopar.cli.terminal import progress, output
 from autopar.errors import TargetError
 
 #: By option: the field of `PaperInference`.
@@ -80,6 +80,6 @@ def run(options: argparse.Namespace) -> None:
     if options.output is not None:
         assert found.chosen.layout is not None
         found.chosen.layout.programs[Shape()].plan.save(options.output)
-    tell(options, lambda: inference_json(found), lambda console: render_inference(found, console))
+    output(options, lambda: inference_json(found), lambda console: render_inference(found, console))
     if options.output is not None and not options.json:
         print(f"\nThe plan of a decode iteration is saved to {options.output}; `autopar explain` says why.")

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.cli import options as shared
 from autopar.cli.files import check_output
 from autopar.cli.planning import planning
-from autopar.cli.terminal import progress, tell
+from autopar.cli.terminal import progress, output
 from autopar.errors import BudgetError, SearchError, TargetError
 
 #: Options that are fields of `PaperSearch`.
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         if found.asked.plan is None:
             raise BudgetError(found.asked.refused)
         found.asked.plan.save(options.output)
-    tell(options, lambda: on_paper_json(found), lambda console: render_on_paper(found, console))
+    output(options, lambda: on_paper_json(found), lambda console: render_on_paper(found, console))
     if options.output is not None and not options.json:
         print(f"\nThe plan of {found.case.batch:,} queries is saved to {options.output}; `autopar explain` says why.")
 
