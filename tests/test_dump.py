@@ -81,5 +81,6 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     assert main(["plan", target, "--mesh", "2x2", "--hardware", "h100-sxm", "--dump", str(tmp_path / "d")]) == 0
     assert {file.name for file in (tmp_path / "d").iterdir()} == FILES.keys()
-    assert main(["plan", "--for", "search", "--corpus", "1e6x64", "--dump", str(tmp_path / "d")]) == 2
+    with pytest.raises(SystemExit):
+        main(["estimate", "search", "--corpus", "1e6x64:int8", "--dump", str(tmp_path / "d")])
     assert "--dump" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh
 from autopar.jax_interop.compilation import module_bytes
 from autopar.planner.candidate import Candidate
-from autopar.planner.early_reductions import Early
+from autopar.planner.early_reductions import EarlyStart
 from autopar.plans.plan import Plan
 from autopar.plans.records import Awaited
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
@@ -80,7 +80,7 @@ def plain(mesh: str) -> DeviceProgram:
 def ties(mesh: str, merge_bytes: float, slack: float = 0.0) -> tuple[Any, tuple[Awaited, ...], Graph]:
     _, plan, one = made(mesh)
     graph = one.formulation.graph
-    device, awaited = Early(plain(mesh), graph, plan.mesh, H100).tied(merge_bytes, slack)
+    device, awaited = EarlyStart(plain(mesh), graph, plan.mesh, H100).with_barriers(merge_bytes, slack)
     return device, awaited, graph
 
 
@@ -138,7 +138,7 @@ def test_a_step_with_a_loop_waits_for_nothing() -> None:
     args = jax.eval_shape(lambda: ({"w": jnp.zeros((4, 64, 64))}, jnp.zeros((64, 64))))
     program = program_of(looped, args, carry=None, donate=None)
     plan, one = plan_and_candidate(program.as_traced.in_microbatches(1), mesh="2x4", hardware=H100)
-    device, awaited = Early(one.parts.device, one.formulation.graph, plan.mesh, H100).tied(1e4, 0.0)
+    device, awaited = EarlyStart(one.parts.device, one.formulation.graph, plan.mesh, H100).with_barriers(1e4, 0.0)
     assert not awaited
     assert device is one.parts.device
 

@@ -156,7 +156,7 @@ def test_layers_collapse_to_one_row() -> None:
     ]
 
 
-def test_layers_that_differ_stay_apart() -> None:
+def test_layers_that_differ_stay_separate() -> None:
     plan = make_plan(4)
     other = replace(plan.inputs[0], sharding=plan.inputs[1].sharding)
     rows = explain(replace(plan, inputs=(other, *plan.inputs[1:]))).parameters

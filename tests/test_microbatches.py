@@ -362,7 +362,7 @@ def planned(**options: Any) -> Plan:
 
 def gradient_sums(plan: Plan) -> list[int]:
     """How often each gradient is summed."""
-    return [use.num_times for use in plan.collectives if use.cause == "sum the gradient"]
+    return [use.num_times for use in plan.collectives if use.cause == "reduce the gradient"]
 
 
 def test_gradients_are_summed_over_devices_once(tmp_path: Any) -> None:

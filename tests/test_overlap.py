@@ -119,9 +119,9 @@ def test_sums_that_xla_would_join_are_kept_apart_where_that_is_faster(absent_gpu
 
 def test_only_what_something_else_waits_for_stays_apart() -> None:
     awaited = [Awaited(node=9, operand=0, values=(3, 5))]
-    assert overlap._stay_apart([(3, 4)], awaited)
-    assert overlap._stay_apart([(3, 4), (5, 3, 4)], awaited)
-    assert not overlap._stay_apart([(3, 4), (3, 4, 6)], awaited)
+    assert overlap._stay_separate([(3, 4)], awaited)
+    assert overlap._stay_separate([(3, 4), (5, 3, 4)], awaited)
+    assert not overlap._stay_separate([(3, 4), (3, 4, 6)], awaited)
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_mistakes_are_no_failed_check(
 
 
 def use(path: str, num_bytes: float = 8e6, **more: Any) -> CollectiveUse:
-    about: dict[str, Any] = {"kind": "all-reduce", "axes": ("data",), "cause": "sum the gradient", "phase": "backward"}
+    about: dict[str, Any] = {"kind": "all-reduce", "axes": ("data",), "cause": "reduce the gradient", "phase": "backward"}
     return CollectiveUse(path=path, num_bytes=num_bytes, time_s=1e-3, source="a.py:1", **(about | more))
 
 

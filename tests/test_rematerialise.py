@@ -22,7 +22,7 @@ from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.verifier import check
-from autopar.planner.remat.candidates import ladder
+from autopar.planner.remat.candidates import remat_levels
 from autopar.planner.remat.min_cut import Step, cheapest
 from autopar.plans.plan import Plan
 from autopar.plans.records import Again, Recomputation
@@ -112,14 +112,17 @@ def solved(program: Program) -> tuple[Formulation, tuple[int, ...]]:
     return f, Ilp().solve(f.problem).choices
 
 
-def rungs_of(program: Program) -> list[tuple[Any, ...]]:
+def levels_of(program: Program) -> list[tuple[Any, ...]]:
     f, choices = solved(program)
-    return [rung.again for rung in ladder(program.trace, f, choices, device_program(f, explicit_program(f, choices)))]
+    return [
+        level.recomputed
+        for level in remat_levels(program.trace, f, choices, device_program(f, explicit_program(f, choices)))
+    ]
 
 
-def run_of(program: Program, plan: Plan, rung: tuple[Any, ...]) -> Any:
-    """The step on one device, with what a rung computes again in place of what its plan does."""
-    bare = replace(plan, constraints=(), regions=(), recomputed=rung)
+def run_of(program: Program, plan: Plan, level: tuple[Any, ...]) -> Any:
+    """The step on one device, with what a level computes again in place of what its plan does."""
+    bare = replace(plan, constraints=(), regions=(), recomputed=level)
     return execute.jit_plan(bare, program.of(bare).trace, execute.make_mesh(plan.mesh, jax.devices()[:1]))
 
 
@@ -142,23 +145,23 @@ def same(result: Any, expected: Any) -> None:
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("scanned", [False, True])
 def test_every_rung_computes_the_same(scanned: bool, prompt: bool) -> None:
-    """Loss, updated parameters and dropout's key, whenever gradients are summed; a few of the rungs are run."""
+    """Loss, updated parameters and dropout's key, whenever gradients are summed; a few of the levels are run."""
     program, args, expected = traced(scanned)
-    rungs = rungs_of(program)
-    assert len(rungs) >= 3
-    for rung in rungs[:: max(1, len(rungs) // 4)]:
-        rung = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in rung)
-        rewritten = recomputing(program, [one.again for one in rung])
+    levels = levels_of(program)
+    assert len(levels) >= 3
+    for level in levels[:: max(1, len(levels) // 4)]:
+        level = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in level)
+        rewritten = recomputing(program, [one.again for one in level])
         check(rewritten.graph)
-        same(run_of(program, free_plan(scanned), rung)(*args), expected)
+        same(run_of(program, free_plan(scanned), level)(*args), expected)
         num_barriers = sum(region.kind == "barrier" for region in rewritten.trace.regions)
-        assert 1 <= num_barriers <= len(rung) + sum(bool(one.again.kept) for one in rung)
+        assert 1 <= num_barriers <= len(level) + sum(bool(one.again.kept) for one in level)
 
 
 def test_a_barrier_is_one_operation() -> None:
     """Nothing behind it runs before all that is in front, wherever its pieces stood."""
     program, _, _ = traced(False)
-    again = recomputing(program, [one.again for one in rungs_of(program)[-1]])
+    again = recomputing(program, [one.again for one in levels_of(program)[-1]])
     f, choices = solved(again)
     ops = device_program(f, explicit_program(f, choices)).ops
     barriers = [op for op in ops if again.graph.nodes[op.node].primitive == "barrier"]
@@ -190,8 +193,8 @@ def test_what_is_kept_of_what_runs_again_is_made_before_the_forward_pass_goes_on
     alone = recomputing(program, [replace(again, onward=None)]).trace
     assert sum(region.kind == "barrier" for region in alone.regions) == len(barriers) - 1
     plan = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15)
-    rung = (Recomputation(again=again, path="", saved_bytes=0.0, time_s=0.0),)
-    same(run_of(program, plan, rung)(*args), jax.jit(step)(*args))
+    level = (Recomputation(again=again, path="", saved_bytes=0.0, time_s=0.0),)
+    same(run_of(program, plan, level)(*args), jax.jit(step)(*args))
 
 
 def test_a_loop_is_not_given_what_it_has_no_room_for() -> None:
@@ -225,17 +228,17 @@ def test_what_is_computed_again_is_not_held(scanned: bool) -> None:
     size = 4 * BATCH * 4 * WIDTH
     given = set(program.graph.inputs)
     held = {v for v in site.read if program.graph.values[v].num_bytes >= size} - given
-    again = recomputing(program, [one.again for one in rungs_of(program)[-1]])
+    again = recomputing(program, [one.again for one in levels_of(program)[-1]])
     left = {v for v in sites_of(again.trace)[-1].read if again.graph.values[v].num_bytes >= size} - given
     assert held and not left
 
 
 def test_a_value_that_a_rung_reads_is_there() -> None:
-    """The rewriting refuses nothing silently: an operand of what runs again is made before it, in each rung."""
+    """The rewriting refuses nothing silently: an operand of what runs again is made before it, in each level."""
     for scanned in (False, True):
         program, _, _ = traced(scanned)
-        for rung in rungs_of(program):
-            graph = recomputing(program, [one.again for one in rung]).graph
+        for level in levels_of(program):
+            graph = recomputing(program, [one.again for one in level]).graph
             known = {*graph.inputs, *graph.constants}
             for node in graph.nodes:
                 assert all(v is None or v in known for v in node.operands)
@@ -246,8 +249,8 @@ def test_a_checkpoint_of_the_users_is_kept() -> None:
     step, state, batch = deep(checkpointed=True)
     program = program_of(step, (state, batch), carry=None, donate=[])
     own = sum(region.kind == "barrier" for region in program.trace.regions)
-    rung = rungs_of(program)[0]
-    again = recomputing(program, [one.again for one in rung])
+    level = levels_of(program)[0]
+    again = recomputing(program, [one.again for one in level])
     assert own == 4
     assert sum(region.kind == "barrier" for region in again.trace.regions) > own
 
@@ -315,8 +318,8 @@ def test_the_planned_step_computes_the_same(scanned: bool, tmp_path: Any) -> Non
 def test_computed_again_and_split_it_computes_the_same() -> None:
     """On eight devices, some of it computed again, whatever is split."""
     program, args, expected = traced(False)
-    rung = rungs_of(program)[-1]
-    rewritten = recomputing(program, [one.again for one in rung])
+    level = levels_of(program)[-1]
+    rewritten = recomputing(program, [one.again for one in level])
     plan = plan_program(replace(rewritten, before=None), mesh="2x4", hardware=HARDWARE, memory_budget_bytes=1e15)
     run = execute.jit_plan(plan, rewritten.trace, execute.make_mesh(plan.mesh))
     same(run(*args), expected)
@@ -328,15 +331,15 @@ def test_in_microbatches_it_computes_the_same(scanned: bool) -> None:
     """Each microbatch has a backward pass of its own, and what is accumulated over them may still stay pending."""
     program, args, expected = traced(scanned)
     split = program.in_microbatches(2)
-    rung = rungs_of(split)[-1]
+    level = levels_of(split)[-1]
     over = next(region for region in split.trace.regions if region.source is split.trace.microbatches)
-    assert all(n in range(*over.sections[0]) for one in rung for n in (*one.again.nodes, one.again.before))
-    rewritten = recomputing(split, [one.again for one in rung])
+    assert all(n in range(*over.sections[0]) for one in level for n in (*one.again.nodes, one.again.before))
+    rewritten = recomputing(split, [one.again for one in level])
     check(rewritten.graph)
     sums = [sum(len(loop.sums) for loop in one.graph.loops) for one in (split, rewritten)]
     assert sums[0] == sums[1] > 0
     bare = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15, num_microbatches=2)
-    plan = replace(bare, constraints=(), regions=(), recomputed=rung)
+    plan = replace(bare, constraints=(), regions=(), recomputed=level)
     assert program.of(plan).recomputed == rewritten.recomputed
     mesh = execute.make_mesh(plan.mesh, jax.devices()[:1])
     same(execute.jit_plan(plan, program.of(plan).trace, mesh)(*args), expected)
@@ -376,7 +379,7 @@ def test_it_is_told() -> None:
 def test_forbidden_it_is_a_way_out_with_its_price() -> None:
     budget = 0.6 * free_plan(False).prediction.peak_bytes / 0.95
     with pytest.raises(
-        errors.BudgetError, match=r"Ways out: let forward values be computed again .*; \+\d+ %"
+        errors.BudgetError, match=r"Ways out: allow rematerialization .*; \+\d+ %"
     ) as error:
         plan_program(traced(False)[0], mesh=MESH, hardware=HARDWARE, memory_budget_bytes=budget, rematerialize=False)
     assert "in the " in str(error.value) and "results" in str(error.value)

@@ -53,13 +53,13 @@ def spread(
     return team.answers
 
 
-def each_its_own(
+def each_by_worker(
     team: Workers[int, Any],
     answer: Callable[[int], Any],
     requests: Mapping[int, Sequence[int]],
     may_take: Callable[[int], bool] = lambda _: False,
 ) -> dict[int, tuple[int, Any]]:
-    for request in team.each_its_own(requests, may_take):
+    for request in team.each_by_worker(requests, may_take):
         team.note(request, answer(request))
     return team.answers
 
@@ -72,7 +72,7 @@ def test_all_is_answered_and_by_several() -> None:
     with workers(answer, 8, patience_s=60) as team:
         assert len(team) == 3
         answers = spread(team, answer, range(30))
-        own = each_its_own(team, answer, {2: [5], 0: [1, 2]})
+        own = each_by_worker(team, answer, {2: [5], 0: [1, 2]})
     assert {request: found for request, (_, (_, found)) in answers.items()} == {n: n * n for n in range(30)}
     assert len({pid for _, (pid, _) in answers.values()}) == 3
     assert {request: worker for request, (worker, _) in own.items()} == {5: 2, 1: 0, 2: 0}
@@ -90,7 +90,7 @@ def test_who_has_nothing_to_do_takes_what_may_be_taken(tmp_path: Path) -> None:
         return request
 
     with workers(answer, 2, patience_s=60) as team:
-        found = each_its_own(team, answer, {0: [1, 2, 3, 4]}, lambda request: request in (2, 3))
+        found = each_by_worker(team, answer, {0: [1, 2, 3, 4]}, lambda request: request in (2, 3))
     worker_of = {request: worker for request, (worker, _) in found.items()}
     assert (worker_of[1], worker_of[3], worker_of[4]) == (0, 1, 0)
     assert worker_of[2] in (0, 1), "whichever is done first"
@@ -129,7 +129,7 @@ def test_what_a_copy_does_not_answer_is_done_here(misfortune: Any) -> None:
 
     with workers(answer, 3, patience_s=2) as team:
         answers = spread(team, answer, range(6))
-        again = each_its_own(team, answer, {1: [7]})
+        again = each_by_worker(team, answer, {1: [7]})
     assert {request: found for request, (_, found) in answers.items()} == {n: n + 1 for n in range(6)}
     assert again == {7: (0, 8)}
 
@@ -160,8 +160,8 @@ def test_all_see_the_least() -> None:
         return least.value
 
     with workers(answer, 2, patience_s=60) as team:
-        each_its_own(team, answer, {1: [5]})
-        each_its_own(team, answer, {1: [7]})
+        each_by_worker(team, answer, {1: [5]})
+        each_by_worker(team, answer, {1: [7]})
         assert least.value == 5
 
 
@@ -177,7 +177,7 @@ def planned(**options: Any) -> autopar.Plan:
 def test_plans_are_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     alone = planned(**options)
-    monkeypatch.setattr(mesh_search, "_WORTH_COPIES", 0)
+    monkeypatch.setattr(mesh_search, "_WORTH_FORKS", 0)
     together = planned(progress=lambda stage, _: told.append(stage), **options)
     assert replace(together, rejected=()) == replace(alone, rejected=())  # what the others are spared differs
     assert together.in_tree == alone.in_tree
@@ -189,7 +189,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same error, with the same ways out, whoever found that out."""
     with pytest.raises(BudgetError) as alone:
         planned(memory_budget_bytes=1e4)
-    monkeypatch.setattr(mesh_search, "_WORTH_COPIES", 0)
+    monkeypatch.setattr(mesh_search, "_WORTH_FORKS", 0)
     with pytest.raises(BudgetError) as together:
         planned(memory_budget_bytes=1e4)
     assert str(together.value) == str(alone.value)

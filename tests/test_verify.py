@@ -66,7 +66,7 @@ def use(kind: str, axes: tuple[str, ...], num_bytes: float, *, combinable: bool 
         axes=axes,
         num_bytes=num_bytes,
         time_s=1e-6,
-        cause="sum the gradient",
+        cause="reduce the gradient",
         path="Dense_0",
         source="train.py:12",
         phase="backward",
@@ -100,7 +100,7 @@ def test_collectives_match_by_kind_and_axes_and_combined_ones_by_bytes() -> None
     reduced = next(match for match in matches if match.kind == "all-reduce")
     assert (reduced.predicted_count, reduced.compiled_count, reduced.combinable) == (2, 1, 2)
     assert reduced.compiled_bytes == pytest.approx(2 * 3 / 4 * (128 * 64 * 4 + 32 * 2))
-    assert reduced.causes == ("sum the gradient",)
+    assert reduced.causes == ("reduce the gradient",)
 
 
 def test_what_nobody_predicted_is_listed_with_its_place() -> None:

@@ -18,7 +18,9 @@ def add_command(added: Any) -> None:
     calibrate = added.add_parser("calibrate", help=about, description=about)
     where = "the profile, .toml; its samples go next to it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"
     calibrate.add_argument("-o", "--output", metavar="FILE", help=where)
-    calibrate.add_argument("--seconds", type=seconds, default=150.0, metavar="S", help="how long to measure (default: 150)")
+    calibrate.add_argument(
+        "--seconds", type=seconds, default=150.0, metavar="S", help="how long to measure (default: 150)"
+    )
     about = "profile for what cannot be measured here, e.g. the network (default: that of the devices)"
     calibrate.add_argument("--base", metavar="NAME", help=about)
     calibrate.set_defaults(run=run)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autopar.cli import options as shared
 from autopar.cli.planning import how_to_plan
 from autopar.cli.target import load_target
-from autopar.cli.terminal import progress, output, use_cpu_only
+from autopar.cli.terminal import output, progress, use_cpu_only
 from autopar.errors import TargetError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.cli import options as shared
 from autopar.cli.files import check_output
 from autopar.cli.target import load_target
-from autopar.cli.terminal import progress, output, use_cpu_only
+from autopar.cli.terminal import output, progress, use_cpu_only
 
 
 def add_command(added: Any) -> None:

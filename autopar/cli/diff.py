@@ -13,13 +13,15 @@ from typing import Any
 from autopar.cli.files import is_plan_file, plan_within
 from autopar.cli.options import size
 from autopar.cli.target import load_target
-from autopar.cli.terminal import flags, given, print_result, progress, output, use_cpu_only
+from autopar.cli.terminal import flags, given, output, print_result, progress, use_cpu_only
 from autopar.errors import TargetError
 
 
 def add_command(added: Any) -> None:
     """The command and its options; `added` takes parsers of commands."""
-    about = "compare two saved plans: which shardings differ, and what each device must fetch to go from one to the other"
+    about = (
+        "compare two saved plans: which shardings differ, and what each device must fetch to go from one to the other"
+    )
     diff = added.add_parser("diff", help=about, description=about)
     diff.add_argument("before", metavar="A.json", help="a saved plan, or the folder of a checkpoint (CHECKPOINTS/100)")
     diff.add_argument("after", metavar="B.json|TARGET", help="another one; with --check, the step as it is now")

@@ -12,7 +12,7 @@ from autopar.cli import options as shared
 from autopar.cli.files import check_html, check_output, load_saved, write_html
 from autopar.cli.planning import planning
 from autopar.cli.target import load_target
-from autopar.cli.terminal import progress, output, use_cpu_only
+from autopar.cli.terminal import output, progress, use_cpu_only
 
 if TYPE_CHECKING:
     from rich.console import Console

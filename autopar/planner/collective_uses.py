@@ -15,25 +15,25 @@ from autopar.ir.explicit_program import Communicate, ExplicitProgram
 from autopar.ir.graph import Node, Phase
 from autopar.plans.records import CollectiveUse
 
-#: What follows from resharding comes first, flow by flow; then what groups send themselves, by decision; then what the program
-#: does.
+#: The order of a plan's collectives: resharding first, flow by flow; then what groups send, by decision; then what the program
+#: sends.
 _ORDER = {"reshard": 0, "region": 1, "reduction": 1, "halo": 1, "program": 2}
 _WITHIN = {"region": 0, "reduction": 1, "halo": 2}
-#: XLA merges these with others, though each waits for its own.
+#: XLA combines these with others, although a node waits for each.
 _MERGED = ("region", "program")
 
 
 def collective_uses(
     f: Formulation, explicit: ExplicitProgram
 ) -> tuple[tuple[CollectiveUse, ...], dict[int, tuple[int, ...]]]:
-    """All collectives, and of each decision the positions of those on its flows and of its halos."""
-    words = _Words(f, explicit)
+    """All collectives, and the positions of those that each decision causes by its flows and halos."""
+    causes = _Causes(f, explicit)
     uses: list[CollectiveUse] = []
     caused: dict[int, list[int]] = defaultdict(list)
     for op in sorted((op for op in explicit.communications if op.kind != "cut"), key=_place):
         for decision in op.decisions if op.cause in ("reshard", "halo") else ():
             caused[decision].append(len(uses))
-        node, phase = words.of(op)
+        node, phase = causes.of(op)
         uses.append(
             CollectiveUse(
                 kind=op.collective,
@@ -41,8 +41,8 @@ def collective_uses(
                 num_bytes=op.num_bytes,
                 num_times=round(op.num_times),
                 time_s=op.num_times * f.time(op.collective, op.axes, op.num_bytes, combinable=op.combinable),
-                cause=words.cause(op),
-                path=node.path if node else words.path(op),
+                cause=causes.cause(op),
+                path=node.path if node else causes.path(op),
                 source=node.source if node else "",
                 phase=phase,
                 combinable=op.combinable or op.cause in _MERGED,
@@ -52,31 +52,32 @@ def collective_uses(
 
 
 def _place(op: Communicate) -> tuple[int, int, int]:
-    """Sorting by it keeps the order of the program within a flow and a decision."""
+    """A sort key that keeps the program's order within a flow and a decision."""
     of = min(op.flows) if op.flows else min(op.decisions, default=0)
     return _ORDER[op.cause], of, _WITHIN.get(op.cause, 0)
 
 
-class _Words:
-    """What a communication is for, in words."""
+class _Causes:
+    """Describe what each communication is for."""
 
     def __init__(self, f: Formulation, explicit: ExplicitProgram) -> None:
         self.f, self.graph, self.explicit = f, f.graph, explicit
         self.input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
         self.renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
-        self.readers: dict[int, list[int]] = defaultdict(list)
+        self.users: dict[int, list[int]] = defaultdict(list)
         for flow in f.flows:
-            self.readers[flow.source].append(flow.target)
+            self.users[flow.source].append(flow.target)
 
     def of(self, op: Communicate) -> tuple[Node | None, Phase]:
-        """The node to blame: the maker of a value that is resharded, for an input its first reader; else the one that sends."""
+        """The node that a communication is attributed to: the producer of a resharded value, for an input its first user;
+        otherwise the node that sends."""
         if op.cause != "reshard":
             node = self.graph.nodes[op.node]
             return node, node.phase
         flow = self.f.flows[min(op.flows)]
-        first_reader = self.graph.nodes[flow.uses[0][0]] if flow.uses else None
+        first_user = self.graph.nodes[flow.uses[0][0]] if flow.uses else None
         phase = "update" if flow.value in self.renewed else self.f.decisions[flow.target].phase
-        return self.graph.producer(flow.value) or first_reader, phase
+        return self.graph.producer(flow.value) or first_user, phase
 
     def path(self, op: Communicate) -> str:
         return self.input_path.get(self.f.flows[min(op.flows)].value, "")
@@ -93,7 +94,11 @@ class _Words:
         primitive = self.graph.nodes[op.node].primitive
         if op.cause == "reduction":
             return f"{op.reduction} of a few elements ({primitive})"
-        return f"join the parts of a {primitive}" if op.cause == "region" else "the step's own, in a shard_map"
+        return (
+            f"combine the partial results of a {primitive}"
+            if op.cause == "region"
+            else "the step's own, in a shard_map"
+        )
 
     def _of_flow(self, flow: Flow, kind: str) -> str:
         if flow.value in self.input_path:
@@ -101,14 +106,14 @@ class _Words:
             return f"gather `{path}` for use" if kind == "all-gather" else f"move `{path}`"
         if flow.value in self.renewed:
             return f"put back the updated `{self.renewed[flow.value]}`"
-        maker = self.graph.nodes[self.graph.producers[flow.value]].primitive
+        producer = self.graph.nodes[self.graph.producers[flow.value]].primitive
         if collective(kind).is_sum:
-            is_gradient = self.f.decisions[flow.target].phase == "update" or _only_updates(self.f, flow, self.readers)
-            return f"sum the {'gradient' if is_gradient else f'{maker} result'}"
-        return f"{'gather' if kind == 'all-gather' else 'move'} the {maker} result"
+            is_gradient = self.f.decisions[flow.target].phase == "update" or _only_updates(self.f, flow, self.users)
+            return f"reduce the {'gradient' if is_gradient else f'{producer} result'}"
+        return f"{'gather' if kind == 'all-gather' else 'move'} the {producer} result"
 
 
-def _only_updates(f: Formulation, flow: Flow, readers: Mapping[int, Sequence[int]]) -> bool:
-    """Whether a shared copy is read by the update alone."""
-    of_copy = readers.get(flow.target, ()) if flow.uses == () else ()
+def _only_updates(f: Formulation, flow: Flow, users: Mapping[int, Sequence[int]]) -> bool:
+    """Whether only the optimizer update reads a shared copy."""
+    of_copy = users.get(flow.target, ()) if flow.uses == () else ()
     return bool(of_copy) and all(f.decisions[r].phase == "update" for r in of_copy)

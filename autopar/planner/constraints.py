@@ -128,8 +128,8 @@ def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, spl
     scattered = {axis for axes in split.dims for axis in axes} & set(made.unreduced)
     if not scattered or scattered.issuperset(made.unreduced):
         return False
-    maker = f.graph.producer(value)
-    return maker is None or maker.primitive not in ("dot_general", "conv_general_dilated")
+    producer = f.graph.producer(value)
+    return producer is None or producer.primitive not in ("dot_general", "conv_general_dilated")
 
 
 def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constraint, ...]:

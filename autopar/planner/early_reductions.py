@@ -1,9 +1,10 @@
-"""Which of a plan's reductions to have XLA start early: what waits for them, long before their result is read.
+"""Insert barriers so that XLA starts gradient reductions during the backward pass.
 
-In: a device's program, the mesh, a hardware profile. Out: `Awaited`s. Gradients are summed over devices as the backward pass
-makes them, but nothing reads the sums before the update, and XLA's scheduler, which works from the end, puts off what nobody
-reads: reductions end up one after another behind the backward pass, with nothing left to hide them. So a later product of
-the backward pass is made to wait for those that should be over by then (`jax.lax.optimization_barrier`, which costs nothing).
+In: a device program, the mesh, a hardware profile. Out: the program with barriers, and the early reductions. Gradients are
+reduced over devices as the backward pass computes them, but only the update reads the results. XLA's scheduler works from the
+end and postpones what nobody reads, so that reductions end up exposed behind the backward pass. A barrier
+(`jax.lax.optimization_barrier`, which costs nothing) makes a later matmul of the backward pass wait for the reductions that can
+be complete by then.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from autopar.ir.mesh import MeshShape
 from autopar.plans.records import Awaited
 from autopar.xla_model.collective_combiner import predecessors
 
-#: Pieces of branches: what is in one is not run each time.
+#: Borders of branches: their bodies do not run in every step.
 _BRANCHES = frozenset(["enter_branch", "exit_branch"])
 
 
-class Early:
-    """Ways to await a program's reductions early: none, in a program with loops or branches."""
+class EarlyStart:
+    """Barriers that start a program's reductions early; none in a program with loops or branches."""
 
     def __init__(self, program: DeviceProgram, graph: Graph, mesh: MeshShape, profile: HardwareProfile) -> None:
         self.program, self.clock = program, _Clock(program, mesh, profile)
         self.producers = graph.producers
         has_parts = graph.loops or any(node.primitive in _BRANCHES for node in graph.nodes)
         self.chains = [] if has_parts else _chains(program, self.clock)
-        self.products = _products(program, graph)
+        self.matmuls = _matmuls(program, graph)
 
-    def tied(self, merge_bytes: float, slack: float) -> tuple[DeviceProgram, tuple[Awaited, ...]]:
-        """The program with its reductions awaited early, and where.
+    def with_barriers(self, merge_bytes: float, slack: float) -> tuple[DeviceProgram, tuple[Awaited, ...]]:
+        """The program with barriers, and the early reductions that they cause.
 
         Args:
-            merge_bytes: so much is reduced at once, at the most: what waits for one does not merge with another.
-            slack: a reduction gets this much more than its own time before something waits for it.
+            merge_bytes: bytes of the reductions before one barrier; those before different barriers are not combined.
+            slack: time that a reduction gets beyond its own, relative to it, before the barrier.
         """
-        ops, starts, awaited = list(self.program.ops), self.clock.starts, list[Awaited]()
+        ops, starts, early = list(self.program.ops), self.clock.starts, list[Awaited]()
         free = 0.0
         for bucket in _buckets(self.chains, self.program.ops, merge_bytes):
             ready = max(starts[min(chain)] for chain in bucket)
@@ -54,7 +55,7 @@ class Early:
             at = next(
                 (
                     (i, node, operand)
-                    for i, node, operand in self.products
+                    for i, node, operand in self.matmuls
                     if starts[i] >= free + slack * seconds and i > max(last) and node > made
                 ),
                 None,
@@ -62,14 +63,14 @@ class Early:
             if at is None or at[0] >= min(self.clock.first_read[i] for i in last):
                 continue
             i, node, operand = at
-            awaited.append(Awaited(node=node, operand=operand, values=values))
+            early.append(Awaited(node=node, operand=operand, values=values))
             ops[i] = replace(ops[i], reads=(*ops[i].reads, *(ops[j].writes[0] for j in last)))
-        return (replace(self.program, ops=tuple(ops)), tuple(awaited)) if awaited else (self.program, ())
+        return (replace(self.program, ops=tuple(ops)), tuple(early)) if early else (self.program, ())
 
 
 class _Clock:
-    """When operations start if each runs as soon as it can, in the program's own order, by the mean of the device's rates
-    and of XLA's opinion of them."""
+    """Start times of the operations, each as soon as possible in program order, by the mean of the device's own rates and XLA's
+    latency estimator."""
 
     def __init__(self, program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> None:
         self.mesh, self.opinions = mesh, (profile, replace(profile, xla_estimator=None))
@@ -89,7 +90,7 @@ class _Clock:
         return sum(op_seconds(op, self.mesh, profile) for profile in opinions) / len(opinions)
 
     def together(self, chains: Sequence[Sequence[int]]) -> float:
-        """Seconds of reductions that are merged, those of a kind into one."""
+        """Seconds of reductions, those of a kind combined into one."""
         kinds: dict[tuple[str, tuple[str, ...]], list[Op]] = defaultdict(list)
         for i in {i for chain in chains for i in chain}:
             kinds[self.ops[i].collective, self.ops[i].axes].append(self.ops[i])
@@ -106,7 +107,7 @@ class _Clock:
 
 
 def _chains(program: DeviceProgram, clock: _Clock) -> list[list[int]]:
-    """Reductions for which nobody waits soon, each with those of the same value that it waits for, first to last."""
+    """Reductions whose result is not read soon, each after the reductions of the same value that come before it."""
     ops = program.ops
     reductions = [i for i, op in enumerate(ops) if _is_reduction(op)]
     inner = {j for i in reductions for j in clock.waits_for[i]}
@@ -129,7 +130,7 @@ def _is_reduction(op: Op) -> bool:
 
 
 def _buckets(chains: Sequence[Sequence[int]], ops: Sequence[Op], merge_bytes: float) -> list[list[Sequence[int]]]:
-    """Chains in the order in which they start, so many together as are merged."""
+    """Chains in the order in which they start, grouped up to the combine threshold."""
     buckets: list[list[Sequence[int]]] = []
     size = 0.0
     for chain in sorted(chains, key=lambda chain: chain[0]):
@@ -142,9 +143,9 @@ def _buckets(chains: Sequence[Sequence[int]], ops: Sequence[Op], merge_bytes: fl
     return buckets
 
 
-def _products(program: DeviceProgram, graph: Graph) -> list[tuple[int, int, int]]:
-    """Matrix products and convolutions that read, from memory, a value that the program has computed: operation, node, and
-    which operand. Of two such the one computed last."""
+def _matmuls(program: DeviceProgram, graph: Graph) -> list[tuple[int, int, int]]:
+    """Matmuls and convolutions that read a computed value from memory: operation, node, operand. Of two computed operands the
+    later one."""
     written: set[int] = set()
     found = []
     for i, op in enumerate(program.ops):

@@ -1,11 +1,11 @@
-"""Work shared with copies of this process.
+"""Distribute requests over forks of this process.
 
-In: what answers requests. Out: `Workers`: this process and forks of it, which hold all that it held when they were made.
-Nothing that a copy does is needed: what one does not answer, this process does itself.
+In: a function that answers requests. Out: `Workers`: this process and its forks, which share all memory that existed at the
+fork. No fork is needed for the result: this process answers what a fork loses.
 
-A copy runs Python, NumPy and the solvers, and never a device. It is killed when the workers are left, so it leaves nothing
-behind; where forks are not to be had (other than on Linux, or beside other processes of one job, whose connections would be
-copied too) all is done in this process.
+A fork runs Python, NumPy and the solvers, and never a device. It is killed when the workers are closed, so it leaves nothing
+behind. Where forks are not available (other systems than Linux, or several processes of one job, whose connections would be
+copied) this process does all the work.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _DOUBLE = struct.Struct("d")
 
 
 class LostError(Exception):
-    """A copy of this process ended, hung, or could not do what it was asked."""
+    """A worker process ended, hung, or failed."""
 
 
 class Least:
-    """A number that all copies see, and that each may lower."""
+    """A number in shared memory that all workers see, and that each may lower."""
 
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, _DOUBLE.size)
@@ -55,27 +55,27 @@ class Least:
         return float(_DOUBLE.unpack_from(self._shared)[0])
 
     def lower(self, value: float) -> None:
-        """Of two that are told at one time, one may be lost: it may spare work, and nothing depends on it."""
+        """Lower the number. Of two concurrent updates one may be lost: the number only saves work."""
         _DOUBLE.pack_into(self._shared, 0, min(value, self.value))
 
 
 @contextlib.contextmanager
 def workers(answer: Callable[[Request], Answer], most: int, *, patience_s: float) -> Iterator[Workers[Request, Answer]]:
-    """This process, and as many copies of it as there are processors for.
+    """This process, and a fork for each further processor.
 
     Args:
-        answer: what a copy does with a request.
-        most: workers that there is work for. patience_s: how long a copy may do nothing before it counts as hung.
+        answer: handles a request.
+        most: the number of workers that there is work for. patience_s: a fork that uses no CPU for so long counts as hung.
     """
-    copies: list[_Copy[Request, Answer]] = []
+    forks: list[_Fork[Request, Answer]] = []
     try:
-        with contextlib.suppress(OSError):  # no more processes to be had
-            while len(copies) + 1 < min(most, _num_processes()):
-                copies.append(_Copy(answer, copies, patience_s))
-        yield Workers(copies)
+        with contextlib.suppress(OSError):  # no more processes are available
+            while len(forks) + 1 < min(most, _num_processes()):
+                forks.append(_Fork(answer, forks, patience_s))
+        yield Workers(forks)
     finally:
-        for copy in copies:
-            copy.end()
+        for fork in forks:
+            fork.end()
 
 
 def _num_processes() -> int:
@@ -86,28 +86,28 @@ def _num_processes() -> int:
 
 
 class Workers(Generic[Request, Answer]):
-    """This process, which is worker 0, and its copies.
+    """This process, which is worker 0, and its forks.
 
-    Who shares requests iterates over those that this process answers, and notes each answer; meanwhile the copies answer the
-    others, and at the end those come that a copy has lost.
+    The caller iterates over the requests that this process has to answer, and notes each answer. Meanwhile the forks answer the
+    others; at the end come those that a fork has lost.
 
     Attributes:
-        answers: to the requests shared last, each with the worker that gave it.
+        answers: to the last requests, each with its worker.
     """
 
-    def __init__(self, copies: Sequence[_Copy[Request, Answer]]) -> None:
-        self._copies = copies
+    def __init__(self, forks: Sequence[_Fork[Request, Answer]]) -> None:
+        self._forks = forks
         self.answers: dict[Request, tuple[int, Answer]] = {}
 
     def __len__(self) -> int:
-        return 1 + len(self._copies)
+        return 1 + len(self._forks)
 
     def note(self, request: Request, answer: Answer) -> None:
-        """This process has answered a request."""
+        """Note the answer of this process to a request."""
         self.answers[request] = 0, answer
 
     def spread(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Share requests: each goes to the next worker that has nothing to do."""
+        """Distribute requests: each goes to the next idle worker."""
         left = deque(requests)
 
         def following(_: int) -> Iterator[Request]:
@@ -117,10 +117,10 @@ class Workers(Generic[Request, Answer]):
 
         return self._shared(following)
 
-    def each_its_own(
+    def each_by_worker(
         self, requests: Mapping[int, Sequence[Request]], may_take: Callable[[Request], bool]
     ) -> Iterator[Request]:
-        """Share requests by worker: one that has nothing to do takes from the end of another's what it may."""
+        """Distribute requests by worker; an idle worker takes one that it may take from the end of the longest queue."""
         left, lock = {worker: list(requests.get(worker, ())) for worker in range(len(self))}, threading.Lock()
 
         def following(worker: int) -> Iterator[Request]:
@@ -143,14 +143,14 @@ class Workers(Generic[Request, Answer]):
         answers = self.answers = {}
         lost: list[Request] = []
 
-        def ask(worker: int) -> None:
+        def request_from(worker: int) -> None:
             for request in requests(worker):
                 try:
-                    answers[request] = worker, self._copies[worker - 1].ask(request)
+                    answers[request] = worker, self._forks[worker - 1].answer(request)
                 except LostError:
                     lost.append(request)
 
-        threads = [threading.Thread(target=ask, args=(worker,), daemon=True) for worker in range(1, len(self))]
+        threads = [threading.Thread(target=request_from, args=(worker,), daemon=True) for worker in range(1, len(self))]
         for thread in threads:
             thread.start()
         yield from requests(0)
@@ -159,21 +159,21 @@ class Workers(Generic[Request, Answer]):
         yield from lost
 
 
-class _Copy(Generic[Request, Answer]):
+class _Fork(Generic[Request, Answer]):
     """A fork of this process.
 
     Args:
-        others: copies made before.
+        others: forks made before.
     """
 
     def __init__(
-        self, answer: Callable[[Request], Answer], others: Sequence[_Copy[Request, Answer]], patience_s: float
+        self, answer: Callable[[Request], Answer], others: Sequence[_Fork[Request, Answer]], patience_s: float
     ) -> None:
         self._pipe, theirs = Pipe()
         self._patience_s = patience_s
         with warnings.catch_warnings():
-            # Python and JAX warn of locks that other threads hold for ever in the copy. It takes none of JAX's, and if it
-            # hangs all the same, that costs its patience.
+            # Python and JAX warn of locks that other threads hold for ever in the fork. It takes none of JAX's; if it hangs
+            # nevertheless, it is given up after `patience_s`.
             warnings.simplefilter("ignore")
             self._pid = os.fork()
         if self._pid == 0:
@@ -182,10 +182,10 @@ class _Copy(Generic[Request, Answer]):
             _serve(theirs, answer)
         theirs.close()
 
-    def ask(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> Answer:
         try:
             self._pipe.send(request)
-            self._await()
+            self._wait()
             answered, answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             raise LostError from error
@@ -193,7 +193,7 @@ class _Copy(Generic[Request, Answer]):
             raise LostError(answer)
         return answer  # type: ignore[no-any-return]
 
-    def _await(self) -> None:
+    def _wait(self) -> None:
         worked, since = -1, time.monotonic()
         while not self._pipe.poll(_LISTEN_S):
             now = _ticks(self._pid)
@@ -203,7 +203,7 @@ class _Copy(Generic[Request, Answer]):
                 raise LostError("does nothing")
 
     def end(self) -> None:
-        """End the copy, whatever it does."""
+        """Kill the fork."""
         self._pipe.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
@@ -212,15 +212,15 @@ class _Copy(Generic[Request, Answer]):
 
 
 def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> NoReturn:
-    """Answer until nobody asks any more, and end without what this process would do at its end."""
+    """Answer requests until the pipe closes, then exit without this process's exit handlers."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asks
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so is what users do at the end of a job
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so are users' handlers
         while True:
             request = pipe.recv()
             try:
                 reply = pickle.dumps((True, answer(request)))
-            except Exception as error:  # whatever it is: who asks does it again, and sees for itself
+            except Exception as error:  # the parent repeats the request and meets the error
                 reply = pickle.dumps((False, repr(error)))
             pipe.send_bytes(reply)
     except (EOFError, OSError):
@@ -230,7 +230,7 @@ def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> NoReturn:
 
 
 def _ticks(pid: int) -> int:
-    """What a process and those that it waited for have worked, in ticks of the clock."""
+    """CPU time of a process and its finished children, in clock ticks."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:15]))

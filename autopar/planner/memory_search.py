@@ -1,8 +1,7 @@
-"""Plans that keep to a memory budget: by splitting otherwise, and by computing forward values again.
+"""Find plans within a memory budget, by resharding and by rematerialization.
 
-In: a candidate made without a budget, the budget. Out: the fastest candidate found that fits, perhaps of the program with
-some of its values computed again; where none does, what is missing and the ways out, priced. The two are weighed in the
-plan's own prediction.
+In: a candidate made without a budget, the budget. Out: the fastest candidate found that fits, perhaps with rematerialized
+activations; where none fits, what is missing and the ways out, priced. Both ways are compared by the predicted step time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from autopar.errors import TimeLimitError
 from autopar.planner.candidate import Candidate, Planning
 from autopar.planner.fork_pool import Least
-from autopar.planner.remat_search import RematSearch, ladder_of
+from autopar.planner.remat_search import RematSearch, levels_of
 from autopar.planner.reshard_to_fit import TooLargeError, resharded_to_fit
 from autopar.planner.ways_out import NothingFitsError, missing, ways_out
 
@@ -28,42 +27,42 @@ def within_budget(
     time_limit_s: float = math.inf,
     fastest: Least | None = None,
 ) -> Candidate:
-    """The fastest plan found that keeps to a budget.
+    """The fastest plan found within a budget.
 
     Args:
-        free: the plan without one, which does not. rematerialize: whether values may be computed again.
-        any_that_fits: the first plan found will do: one that splits otherwise, or computes most again.
-        time_limit_s: once it has passed, the fastest plan found that fits will do.
-        fastest: seconds of the fastest plan on any mesh so far. Where what fits could not be faster, a plan that is slower
-            will do, whether it fits or not.
+        free: the plan without a budget, which does not fit. rematerialize: whether activations may be rematerialized.
+        any_that_fits: return the first plan found: one that reshards, or rematerializes most.
+        time_limit_s: after that, return the fastest plan found that fits.
+        fastest: seconds of the fastest plan on any mesh so far. The search ends where no plan that fits could be faster;
+            the result then need not fit.
 
     Raises:
-        NothingFitsError: none does.
-        TimeLimitError: the solver found none in its time.
+        NothingFitsError: none fits.
+        TimeLimitError: the solver found none in time.
     """
     found: list[Candidate] = []
     late: TimeLimitError | None = None
     least, estimate = free, None
     deadline = time.monotonic() + time_limit_s
-    rungs = ladder_of(free) if rematerialize else []
+    levels = levels_of(free) if rematerialize else []
     try:
-        found.append(resharded_to_fit(budget, free, planning, at_least=not rungs))
+        found.append(resharded_to_fit(budget, free, planning, at_least=not levels))
     except TooLargeError as short:
         least, estimate = short.least, short.estimate
     except TimeLimitError as error:
         late = error
-    if rungs and not (any_that_fits and found):
+    if levels and not (any_that_fits and found):
         own_s = min((made.compared_s for made in found), default=math.inf)
-        rungs = rungs[-1:] if any_that_fits else rungs
-        climb = RematSearch(budget, free, planning, rungs, least, own_s, fastest, deadline)
+        levels = levels[-1:] if any_that_fits else levels
+        search = RematSearch(budget, free, planning, levels, least, own_s, fastest, deadline)
         try:
-            again = climb.fastest()
-            found += [] if again is None else [again]
+            rematerialized = search.fastest()
+            found += [] if rematerialized is None else [rematerialized]
         except TimeLimitError as error:
             late = error
-        least = climb.least
-        if climb.outdone is not None:
-            found = found or [climb.outdone]
+        least = search.least
+        if search.outdone is not None:
+            found = found or [search.outdone]
     if found:
         return min(found, key=lambda made: made.compared_s)
     if late is not None or estimate is None:

@@ -1,6 +1,6 @@
-"""The plan on the best of several meshes: all are begun, those that promise enough are finished, in processes side by side.
+"""Choose the mesh: begin a plan on every mesh, finish those that may be the fastest, in parallel processes.
 
-In: a program, a `PlanRequest`, layouts of inputs. Out: `Found`: the plan, and what it was made of.
+In: a program, a `PlanRequest`, layouts of inputs. Out: `Found`: the plan, and the candidate behind it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from autopar.plans.records import RejectedMesh, Tie, num_split
 from autopar.system.gc_pause import seldom_collect
 from autopar.transforms.program import Program
 
-#: Nodes of a program, by meshes besides the first: from there on, planning takes long enough for copies of this process to
-#: take some of the meshes. How long a copy may do nothing, besides waiting for a solver, before it counts as hung.
-_WORTH_COPIES, _PATIENCE_S = 4000, 30.0
+#: Worker processes are forked from this number of nodes times meshes on. A worker that uses no CPU for so many seconds beyond the
+#: solver's time limit counts as hung.
+_WORTH_FORKS, _PATIENCE_S = 4000, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Found:
     """A plan.
 
     Args:
-        program: that was planned. made: what the plan was made of, unless that was in a copy of this process.
+        program: that was planned. made: the candidate behind the plan, unless a worker process planned it.
     """
 
     plan: Plan
@@ -56,27 +56,27 @@ def search_meshes(
     request: PlanRequest,
     layouts: Mapping[str, Any] | None = None,
     *,
-    may_copy: bool = True,
+    may_fork: bool = True,
 ) -> Found:
-    """Plan a program as it is on every mesh, as far as it is worth that.
+    """Plan a program on every mesh, as far as each may be the fastest.
 
     Args:
-        layouts: of inputs, by path or glob, beside those of `request.pin`.
-        may_copy: copies of this process may plan too; then it may not be known what the plan was made of.
+        layouts: of inputs, by path or glob, in addition to `request.pin`.
+        may_fork: plan in worker processes too; then the candidate behind the plan may be unknown.
 
     Raises:
-        NothingFitsError: nothing does; the ways out are not priced yet, which takes planning of its own.
+        NothingFitsError: no plan fits; the ways out are not priced yet.
     """
     pin = {**(layouts or {}), **(request.pin or {})}
     meshes = meshes_with_pinned_axes(meshes_of_program(request.meshes, program.graph), pin)
     symmetric = not pin and not _names_axes(program.graph)
-    distinct, twins = distinct_meshes(meshes, request.profile, symmetric=symmetric)
-    is_long = len(program.graph.nodes) * (len(distinct) - 1) >= _WORTH_COPIES
-    most = len(distinct) if may_copy and is_long else 1
+    distinct, same = distinct_meshes(meshes, request.profile, symmetric=symmetric)
+    is_long = len(program.graph.nodes) * (len(distinct) - 1) >= _WORTH_FORKS
+    most = len(distinct) if may_fork and is_long else 1
     with seldom_collect():
         search = _Search(program, request, pin, distinct)
         with workers(search.answer, most, patience_s=request.time_limit_s + _PATIENCE_S) as team:
-            for job in team.spread(search.to_begin):  # all are begun first: the most promising spare others the trouble
+            for job in team.spread(search.to_begin):  # all are begun first: the most promising one prunes others
                 team.note(job, search.answer(job))
             for job in search.to_finish(team):
                 team.note(job, search.answer(job))
@@ -87,7 +87,7 @@ def search_meshes(
     plan = replace(
         best.plan,
         memory_budget_bytes=request.memory_budget_bytes,
-        rejected=_rejected(best.plan, dict(zip(distinct, ends, strict=True)), twins),
+        rejected=_rejected(best.plan, dict(zip(distinct, ends, strict=True)), same),
         pins={path: str(spec) for path, spec in (request.pin or {}).items()},
         dims_as_written=request.dims_as_written,
         in_tree=program.trace.in_tree,
@@ -99,22 +99,22 @@ def search_meshes(
 def distinct_meshes(
     meshes: Sequence[MeshShape], profile: HardwareProfile, *, symmetric: bool
 ) -> tuple[list[MeshShape], dict[MeshShape, MeshShape]]:
-    """Meshes that differ in more than the names of their axes, and the others with their twin."""
+    """Meshes that differ in more than the names of their axes; and for each other mesh the one that it equals."""
     seen: dict[Any, MeshShape] = {}
-    distinct, twins = [], {}
+    distinct, same = [], {}
     for mesh in meshes:
         sizes = [workers_of((a,), mesh, profile) for a in mesh.axis_names]
         key = tuple(sorted(sizes, key=repr)) if symmetric else mesh
         if key in seen:
-            twins[mesh] = seen[key]
+            same[mesh] = seen[key]
         else:
             seen[key] = mesh
             distinct.append(mesh)
-    return distinct, twins
+    return distinct, same
 
 
 def _names_axes(graph: Graph) -> bool:
-    """Whether the program itself splits anything: then axes of one size are not alike."""
+    """Whether the program itself shards over named axes: then axes of equal size are not interchangeable."""
     return any(node.params.get("axis_sizes") for node in graph.nodes)
 
 
@@ -123,12 +123,12 @@ def _names_axes(graph: Graph) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What planning on a mesh ended with.
+    """The outcome of planning on one mesh.
 
     Args:
-        fits: whether the plan keeps to the budget. compared_s: by what plans are compared.
-        fastest: of the plans on this mesh; another than the plan where that is as good and simpler.
-        made: what the plan was made of.
+        fits: whether the plan is within the budget. compared_s: seconds by which plans are compared.
+        fastest: of the plans on this mesh; it differs from the plan where a simpler one is tied with it.
+        made: the candidate behind the plan.
         failure: why there is no plan.
     """
 
@@ -140,17 +140,17 @@ class _End:
     fastest: Fastest | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another process, without what only this one can hold."""
+        """Pickle for another process, without tree structures and the candidate."""
         plan = None if self.plan is None else replace(self.plan, in_tree=None, out_tree=None)
         return _End, (plan, self.fits, self.compared_s, None, self.failure, self.fastest)
 
 
-#: A mesh's position; None to begin its plan, or, to finish it, the least that any mesh promises.
+#: The position of a mesh, and the least estimate of all meshes to finish its plan, or None to begin it.
 _Job = tuple[int, float | None]
 
 
 class _Search:
-    """The plans on several meshes, as far as this process makes them; meshes go by their positions."""
+    """Plan on several meshes, those that this process is given; meshes go by their positions."""
 
     def __init__(
         self, program: Program, request: PlanRequest, pin: Mapping[str, Any], meshes: Sequence[MeshShape]
@@ -167,14 +167,14 @@ class _Search:
 
     @property
     def to_begin(self) -> list[_Job]:
-        """What begins every mesh."""
+        """The jobs that begin the plan of every mesh."""
         return [(i, None) for i in range(len(self._meshes))]
 
     def to_finish(self, team: Workers[_Job, Any]) -> Iterator[_Job]:
-        """What finishes every mesh, where it was begun, the most promising first.
+        """The jobs that finish the plans, each in the process that began it, the most promising mesh first.
 
         Args:
-            team: that has begun them.
+            team: the workers that have begun them.
         """
         begun = dict(team.answers)
         least = min(promise for _, promise in begun.values())
@@ -182,23 +182,23 @@ class _Search:
         for (i, _), (worker, _) in sorted(begun.items(), key=lambda one: one[1][1]):
             by_worker.setdefault(worker, []).append((i, least))
         near = {i for (i, _), (_, promise) in begun.items() if promise <= (1 + FAR) * least}
-        return team.each_its_own(by_worker, lambda job: job[0] in near)  # worth beginning once more
+        return team.each_by_worker(by_worker, lambda job: job[0] in near)  # worth beginning again elsewhere
 
     def ends(self, team: Workers[_Job, Any]) -> list[_End]:
-        """How each mesh ended.
+        """The outcome on each mesh.
 
         Raises:
-            NothingFitsError: on none does a plan fit; with the ways out of the first.
+            NothingFitsError: no plan fits on any mesh; with the ways out of the first.
         """
         ends: dict[int, _End] = {i: end for (i, _), (_, end) in team.answers.items()}
         if not any(end.plan for end in ends.values()):
-            if 0 not in self._failures:  # a copy found it out
+            if 0 not in self._failures:  # it was found in another process
                 self.answer((0, math.inf))
             raise self._failures[0]
         return [ends[i] for i in range(len(self._meshes))]
 
     def answer(self, job: _Job) -> float | _End:
-        """What a mesh promises, in seconds; or, to the end, what came of it."""
+        """The estimate of a mesh in seconds; or, for a job that finishes it, the outcome."""
         i, least_promise = job
         mesh, count = self._meshes[i], len(self._meshes)
         if i not in self._begun:
@@ -223,7 +223,7 @@ class _Search:
         return _End(done.plan, fits, done.made.compared_s, done.made, fastest=done.fastest)
 
     def _show(self, stage: str, fraction: float) -> None:
-        if os.getpid() == self._process:  # not in a copy
+        if os.getpid() == self._process:  # not in a worker
             self._report(stage, fraction)
 
 
@@ -231,8 +231,8 @@ class _Search:
 
 
 def _simplest_end(ends: Sequence[_End]) -> _End:
-    """Of the ends on all meshes whose plans fit and are as good as the fastest, the one whose plan splits the fewest
-    arguments, over the fewest axes. Its plan tells of the fastest, where that is another."""
+    """The outcome with the simplest plan, of those that fit and are tied with the fastest: the fewest sharded arguments, then
+    the fewest axes. The plan records the fastest, where that is another one."""
     ends = [end for end in ends if end.fits] or ends
     known = [end.fastest for end in ends if end.fastest is not None]
     fastest = min(known, key=lambda one: one.compared_s)
@@ -248,12 +248,12 @@ def _simplest_end(ends: Sequence[_End]) -> _End:
     if best.compared_s <= fastest.compared_s:
         return best
     faster = 1 - fastest.compared_s / best.compared_s
-    tie = Tie(mesh=fastest.mesh, words=fastest.words, num_split=fastest.num_split, faster=faster)
+    tie = Tie(mesh=fastest.mesh, words=fastest.strategy, num_split=fastest.num_split, faster=faster)
     return replace(best, plan=replace(best.plan, tie=tie))
 
 
 def _rejected(
-    best: Plan, ends: Mapping[MeshShape, _End], twins: Mapping[MeshShape, MeshShape]
+    best: Plan, ends: Mapping[MeshShape, _End], same: Mapping[MeshShape, MeshShape]
 ) -> tuple[RejectedMesh, ...]:
     plans = [end.plan for end in ends.values() if end.plan is not None]
     out = [
@@ -264,11 +264,11 @@ def _rejected(
         if p is not best
     ]
     by_mesh = {p.mesh: p for p in plans}
-    for mesh, twin in twins.items():
-        if twin in by_mesh:
-            p = by_mesh[twin].prediction
-            words = f"the same as {twin} with the axes' names exchanged"
-            out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=words))
+    for mesh, equal in same.items():
+        if equal in by_mesh:
+            p = by_mesh[equal].prediction
+            strategy = f"the same as {equal} with the names of the axes exchanged"
+            out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=strategy))
     out += [
         RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=end.failure)
         for mesh, end in ends.items()

@@ -1,6 +1,6 @@
-"""How many microbatches: the number whose step is fastest among those that fit.
+"""Choose the number of microbatches (gradient accumulation): the fastest that fits.
 
-In: plans for some numbers of them. Out: the next number to plan for, and the best plan. A step that fits as it is, is planned
+In: plans for some numbers. Out: the next number to plan for, and the best plan. A step that fits without microbatches is planned
 once.
 """
 
@@ -21,12 +21,12 @@ from autopar.transforms.program import Program
 
 
 class MicrobatchSearch:
-    """Which numbers of microbatches to plan for: the one that was requested; or 1, 2, 4, ..., of which the fastest plan is
-    taken. More are tried while nothing fits, and while memory limits the plan and more made it faster; or while values are
-    computed again, which more microbatches may save.
+    """The numbers of microbatches to plan for: the requested one; or 1, 2, 4, ..., and the fastest plan wins. The search goes on
+    while nothing fits, while memory limits the plan and more microbatches made it faster, and while the plan rematerializes,
+    which more microbatches may avoid.
 
     Raises:
-        MicrobatchError: what was requested is no number of microbatches.
+        MicrobatchError: the request is not a number of microbatches.
     """
 
     def __init__(self, program: Program, requested: int | Literal["auto"]) -> None:
@@ -48,7 +48,7 @@ class MicrobatchSearch:
             count *= 2
 
     def note(self, count: int, found: Found) -> None:
-        """What was found for a number of microbatches."""
+        """Note the plan for a number of microbatches."""
         plan, best = found.plan, self._best
         self._tried.append(_tried(count, plan))
         slower = best is not None and plan.prediction.step_time_s >= best.plan.prediction.step_time_s
@@ -56,36 +56,40 @@ class MicrobatchSearch:
         self._is_done = not plan.outcome.memory_bound or (slower and not plan.recomputed)
 
     def fail(self, count: int, error: NothingFitsError | MicrobatchError | TimeLimitError) -> None:
-        """There is no plan for a number of microbatches.
+        """Note that there is no plan for a number of microbatches.
 
         Raises:
             BudgetError: that number was requested.
             MicrobatchError: one microbatch does not fit and the batch cannot be split.
-            TimeLimitError: the solver found no plan in its time, before any that fits.
+            TimeLimitError: the solver found no plan in time, and no plan fits yet.
         """
         self._is_done = not isinstance(error, NothingFitsError)
         if self._requested != "auto":
-            raise error.told(split_over_time=count == 1) if isinstance(error, NothingFitsError) else error from None
+            raise (
+                error.as_budget_error(split_over_time=count == 1) if isinstance(error, NothingFitsError) else error
+            ) from None
         if isinstance(error, NothingFitsError):
             self._first = self._first or error
             self._tried.append(Tried(count=count, step_time_s=inf, peak_bytes=inf))
         elif self._best is None:
             if self._first is None or isinstance(error, TimeLimitError):
                 raise error
-            short = self._first.told(split_over_time=False)
-            raise MicrobatchError(f"{short} More microbatches are no way out: {error}") from None
+            short = self._first.as_budget_error(split_over_time=False)
+            raise MicrobatchError(f"{short} More microbatches do not help: {error}") from None
 
     def fastest(self) -> Found:
         """The fastest plan.
 
         Raises:
-            BudgetError: that of one microbatch, where no number fits.
+            BudgetError: no number fits; the error is that of one microbatch.
         """
         best = self._best
         if best is None:
             assert self._first is not None
-            words = ", ".join(str(one.count) for one in self._tried)
-            raise BudgetError(f"{self._first.told(split_over_time=False)} Of {words} microbatches, none fits.")
+            counts = ", ".join(str(one.count) for one in self._tried)
+            raise BudgetError(
+                f"{self._first.as_budget_error(split_over_time=False)} No plan fits with {counts} microbatches either."
+            )
         split = best.plan.microbatches
         if split is None or self._requested != "auto":
             return best

@@ -1,10 +1,9 @@
-"""What a plan's collectives leave exposed, made less: by prices that count on overlap, by how XLA merges them, and by what
-waits for reductions before it needs them.
+"""Reduce exposed communication: by prices that anticipate overlap, by combine thresholds, and by early reductions.
 
-In: a plan as made. Out: whether it is worth looking for one that hides more; the same plan with the limit to which XLA's GPU
-compiler merges collectives that suits it; and with reductions awaited early (`early`). The solver adds up kernels and
-collectives, as if nothing hid anything; merged into few, collectives start late, and into many they each pay for their
-start. The timeline of a whole plan tells which is best.
+In: a plan. Out: whether it is worth a search; plans by other prices; the same plan with the combine threshold of XLA's GPU
+compiler that suits it, and with barriers that make reductions start early (`early_reductions`). The solver adds up kernels
+and collectives, as if nothing overlapped. Collectives combined into few start late; left as many they each pay a launch. The
+timeline of a whole plan decides.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import replace
 from autopar.cost.collectives import collective
 from autopar.cost.resharding_matrix import Hideable
 from autopar.planner.candidate import Candidate
-from autopar.planner.early_reductions import Early
+from autopar.planner.early_reductions import EarlyStart
 from autopar.planner.plan_assembly import hiding
 from autopar.plans.records import Awaited
 from autopar.xla_model.buffer_assignment import device_program
@@ -24,46 +23,47 @@ from autopar.xla_model.simulation import Simulation
 
 Prices = Mapping[Hideable, float]
 
-#: What counts, for the solver, of collectives for which nothing need wait, where it is to count on overlap.
+#: The exposed share of hideable collectives that the solver is given first.
 _LEVEL: Prices = {"gather": 0.2, "sum": 0.2}
-#: And where more of one is exposed than of the other, in turn: gathers have the forward pass to hide behind, sums the backward
-#: pass, which has twice the kernels.
+#: The shares that it is given next, one after the other, by the kind that is exposed most. All-gathers hide behind the forward
+#: pass, reductions behind the backward pass, which has twice the kernels.
 _DEARER: Mapping[Hideable, tuple[Prices, ...]] = {
     "gather": ({"gather": 0.6, "sum": 0.4}, {"gather": 0.6, "sum": 0.2}),
     "sum": ({"gather": 0.4, "sum": 0.6},),
 }
-#: The part of the step that has to be exposed for it to be worth another plan, and that this one spares at the most.
+#: Another plan is searched where this part of the step is exposed; it is taken to save this part at the most.
 _WORTH, _MOST_SPARED = 0.01, 0.25
-#: Limits that are tried, over the profile's own. Of smaller ones the timeline knows less well what XLA makes.
+#: Combine thresholds that are tried, relative to the profile's. The timeline is less accurate for smaller ones.
 _LIMITS = (1 / 4, 1 / 2, 2, 4)
-#: Limits with which reductions are awaited early, and by how much more than their own time after they can start.
+#: Combine thresholds for plans with early reductions, and the slack that a reduction gets, relative to its own time.
 _EARLY, _SLACK = (1 / 2, 1), (0.25, 1.0, 2.0)
-#: A limit of ours has to be better than XLA's by so much of the step.
+#: A plan must gain this part of the step to be taken over XLA's default.
 _LEAST_GAIN = 0.005
 
 
 def is_worth_hiding(made: Candidate, to_beat: float = math.inf) -> bool:
-    """Whether kernels and collectives run side by side there, enough of these is exposed, and the plan could be faster than
-    another's `compared_s` (`least_s`)."""
-    told = made.parts.prediction
-    if not _overlaps(made) or not told.step_time_s or not told.xla_step_time_s:
+    """Whether kernels and collectives overlap, enough communication is exposed, and the plan could become faster than
+    `to_beat` (`least_s`)."""
+    prediction = made.parts.prediction
+    if not _overlaps(made) or not prediction.step_time_s or not prediction.xla_step_time_s:
         return False
     if (1 - _MOST_SPARED) * made.compared_s >= to_beat:
         return False
-    own = sum(told.exposed_s.values()) / told.step_time_s
-    estimated = sum((told.xla_exposed_s or {}).values()) / (told.xla_step_time_s + made.parts.simulation.unestimated_s)
+    own = sum(prediction.exposed_s.values()) / prediction.step_time_s
+    estimated = sum((prediction.xla_exposed_s or {}).values()) / (
+        prediction.xla_step_time_s + made.parts.simulation.unestimated_s
+    )
     return max(own, estimated) > _WORTH and least_s(made) < to_beat
 
 
 def counting_on_overlap(
     begun: Candidate, other: Callable[[Prices, float], Candidate | None], to_beat: float, *, at_once: bool
 ) -> list[Candidate]:
-    """Plans by prices that count on overlap, until one is better by those that make dearer what is exposed.
+    """Plan with prices that anticipate overlap, and then with higher prices for what stays exposed, until one is better.
 
     Args:
-        begun: the plan to be better than. other: makes one by prices that is to beat a `compared_s`; None where it is one
-            that was made before.
-        to_beat: another plan's `compared_s`. at_once: one plan will do.
+        begun: the plan to improve on. other: plans by these prices; None where the result was planned before.
+        to_beat: `compared_s` of the fastest plan elsewhere. at_once: stop after one plan.
     """
     tried, best = list[Candidate](), begun
 
@@ -87,12 +87,17 @@ def counting_on_overlap(
 
 
 def _most_exposed(made: Candidate) -> Hideable:
-    """What a plan leaves exposed most."""
-    told = made.parts.prediction
+    """The kind of collective that is exposed most."""
+    prediction = made.parts.prediction
     estimated_s = (
-        math.inf if told.xla_step_time_s is None else told.xla_step_time_s + made.parts.simulation.unestimated_s
+        math.inf
+        if prediction.xla_step_time_s is None
+        else prediction.xla_step_time_s + made.parts.simulation.unestimated_s
     )
-    both = ((told.exposed_s, told.step_time_s or math.inf), (told.xla_exposed_s or {}, estimated_s or math.inf))
+    both = (
+        (prediction.exposed_s, prediction.step_time_s or math.inf),
+        (prediction.xla_exposed_s or {}, estimated_s or math.inf),
+    )
     of_kinds = [(collective(kind), seconds / step) for exposed, step in both for kind, seconds in exposed.items()]
     gathers = sum(part for kind, part in of_kinds if kind.change == "all-gather")
     sums = sum(part for kind, part in of_kinds if kind.is_sum)
@@ -100,7 +105,7 @@ def _most_exposed(made: Candidate) -> Hideable:
 
 
 def least_s(made: Candidate) -> float:
-    """What a plan's `compared_s` cannot be below, however its collectives are merged and whatever waits for them."""
+    """A lower bound of a plan's `compared_s` over all combine thresholds and early reductions."""
     simulation, program = made.parts.simulation, made.program
     by_rates = simulation.least_s(by_rates=True)
     if made.parts.prediction.xla_step_time_s is None or program.graph.loops:
@@ -109,23 +114,22 @@ def least_s(made: Candidate) -> float:
 
 
 def best_hidden(made: Candidate, budget: float, to_beat: float = math.inf) -> Candidate:
-    """The same plan with what is best for it of how its collectives are merged and awaited, within a memory budget if it
-    is so now."""
-    return _awaited_early(_best_merged(made, budget, to_beat), budget, to_beat)
+    """The same plan with the best combine threshold and early reductions; it stays within the budget if it is now."""
+    return _with_early_reductions(_best_combined(made, budget, to_beat), budget, to_beat)
 
 
-def _best_merged(made: Candidate, budget: float, to_beat: float) -> Candidate:
-    """The same plan with the limit of merging that is best for it, within a memory budget if it is so now."""
+def _best_combined(made: Candidate, budget: float, to_beat: float) -> Candidate:
+    """The same plan with the best combine threshold."""
     if not is_worth_hiding(made, to_beat) or not made.parts.device.ops:
         return made
     limits = [round(share * made.formulation.profile.combine_threshold_bytes) for share in _LIMITS]
     return _best(made, budget, [(limit, made.parts.simulation, ()) for limit in limits])
 
 
-def _awaited_early(made: Candidate, budget: float, to_beat: float) -> Candidate:
-    """The same plan with reductions awaited early, and the limit of merging that goes with it, where that is better."""
-    told, f = made.parts.prediction, made.formulation
-    exposed = told.exposed_s.keys() | (told.xla_exposed_s or {}).keys()
+def _with_early_reductions(made: Candidate, budget: float, to_beat: float) -> Candidate:
+    """The same plan with early reductions and the combine threshold for them, where that is faster."""
+    prediction, f = made.parts.prediction, made.formulation
+    exposed = prediction.exposed_s.keys() | (prediction.xla_exposed_s or {}).keys()
     if not is_worth_hiding(made, to_beat) or not any(collective(kind).is_sum for kind in exposed):
         return made
     own = f.profile.combine_threshold_bytes
@@ -134,32 +138,32 @@ def _awaited_early(made: Candidate, budget: float, to_beat: float) -> Candidate:
         programs.append(device_program(f, made.parts.explicit, joins=False))
     tried: list[_Tried] = []
     for one in programs:
-        early = Early(one, f.graph, f.mesh, f.profile)
+        early = EarlyStart(one, f.graph, f.mesh, f.profile)
         for share in _EARLY:
             for slack in _SLACK:
-                program, awaited = early.tied(share * own, slack)
-                if awaited and (one.joined or _stay_apart(made.parts.device.joined, awaited)):
+                program, reductions = early.with_barriers(share * own, slack)
+                if reductions and (one.joined or _stay_separate(made.parts.device.joined, reductions)):
                     limit = None if share == 1 else round(share * own)
-                    tried.append((limit, Simulation(program, f.mesh, f.profile), awaited))
+                    tried.append((limit, Simulation(program, f.mesh, f.profile), reductions))
     return _best(made, budget, tried)
 
 
-def _stay_apart(joined: Sequence[Sequence[int]], awaited: Sequence[Awaited]) -> bool:
-    """Whether XLA leaves sums that are added up as they are, since something else waits for all but one of them."""
-    values = {value for one in awaited for value in one.values}
-    return all(len(values.intersection(sums)) >= len(sums) - 1 for sums in joined)
+def _stay_separate(reassociated: Sequence[Sequence[int]], reductions: Sequence[Awaited]) -> bool:
+    """Whether XLA cannot reassociate reductions whose results are added, because barriers wait for all but one of them."""
+    values = {value for one in reductions for value in one.values}
+    return all(len(values.intersection(sums)) >= len(sums) - 1 for sums in reassociated)
 
 
-#: A limit of merging (None: the profile's), the program, and what waits in it.
+#: A combine threshold (None: the profile's), the program, and its early reductions.
 _Tried = tuple[int | None, Simulation, tuple[Awaited, ...]]
 
 
 def _best(made: Candidate, budget: float, tried: Iterable[_Tried]) -> Candidate:
-    """The plan with the parts that are best, if these are better by enough."""
+    """The plan with the fastest of the variants, if it gains enough."""
     most = max(budget, made.peak_bytes)
     best, to_beat = made, (1 - _LEAST_GAIN) * made.compared_s
-    for merge_bytes, simulation, awaited in tried:
-        parts = hiding(made.formulation, made.parts, merge_bytes, simulation, awaited, to_beat)
+    for merge_bytes, simulation, reductions in tried:
+        parts = hiding(made.formulation, made.parts, merge_bytes, simulation, reductions, to_beat)
         if parts is None:
             continue
         one = replace(made, parts=parts)
@@ -169,6 +173,6 @@ def _best(made: Candidate, budget: float, tried: Iterable[_Tried]) -> Candidate:
 
 
 def _overlaps(made: Candidate) -> bool:
-    """Beside a loop XLA runs nothing."""
+    """XLA overlaps nothing with a loop."""
     profile, mesh, loops = made.formulation.profile, made.formulation.mesh, made.program.graph.loops
     return profile.platform == "gpu" and profile.xla_estimator is not None and mesh.num_devices > 1 and not loops

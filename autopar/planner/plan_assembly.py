@@ -274,9 +274,9 @@ def _decisions(
         shown = _representative(f, choice)
         if shown is not None:
             value, n = shown
-            maker = f.graph.nodes[n]
+            producer = f.graph.nodes[n]
             out.append(
-                _decision(f, choices, prices, node, value, maker.path, "activation", maker, maker.source, caused_by)
+                _decision(f, choices, prices, node, value, producer.path, "activation", producer, producer.source, caused_by)
             )
     return tuple(out)
 
@@ -312,7 +312,7 @@ def _decision(
     value: int,
     path: str,
     kind: str,
-    maker: Node | None,
+    producer: Node | None,
     source: str,
     caused_by: dict[int, tuple[int, ...]],
 ) -> Decision:
@@ -325,8 +325,8 @@ def _decision(
     return Decision(
         path=path,
         kind=kind,  # type: ignore[arg-type]
-        primitive=maker.primitive if maker else "",
-        phase=maker.phase if maker else f.decisions[node].phase,
+        primitive=producer.primitive if producer else "",
+        phase=producer.phase if producer else f.decisions[node].phase,
         source=source,
         shape=info.shape,
         dtype=info.dtype,

@@ -1,16 +1,16 @@
-"""The straight line from a function to a plan.
+"""Plan a program: run the planner's passes in order.
 
     Program (Trace, Graph) -> groups -> Formulation (Problem) -> Solution -> Plan
 
-In: a traced program, a `PlanRequest`. Out: `Plan`. Each pass is a module beside this one, in this order:
+In: a traced program, a `PlanRequest`. Out: `Plan`. Each pass is a module of this package, in this order:
 
-1. `layout_hints`: layouts of inputs, of their metadata and of another plan
+1. `layout_hints`: shardings of inputs, from their metadata and from another plan
 2. `cache.plans`: the plan of an earlier start
-3. `microbatch_count`: which numbers of microbatches to plan for
-4. `mesh_search`: which meshes; on each of them `one_mesh`:
-   a. `program_groups`: rules, and the nodes that are split alike
-   b. `mesh_task`: the problem, and its solution
-   c. `plan_assembly`: the explicit program, the program of one device, the timeline
+3. `microbatch_count`: the numbers of microbatches to plan for
+4. `mesh_search`: the meshes; on each of them `one_mesh`:
+   a. `program_groups`: sharding rules, and groups of nodes with one strategy
+   b. `mesh_task`: the ILP and its solution
+   c. `plan_assembly`: the explicit program, the device program, the timeline
    d. `overlap_search`, `memory_search`, `simplest_plan`: other candidates
    e. `plan_record`: the plan
 
@@ -30,7 +30,7 @@ from autopar.planner.ways_out import NothingFitsError
 from autopar.plans.plan import Plan
 from autopar.transforms.program import Program
 
-#: How much slower a plan may be predicted for holding to metadata that are a hint.
+#: A plan that follows metadata given as a hint may be slower by this part.
 _HINT_TOLERANCE = 0.05
 
 
@@ -56,31 +56,31 @@ def plan_program(program: Program, request: PlanRequest) -> Plan:
 
 
 def _plan_with(program: Program, request: PlanRequest, hints: LayoutHints) -> Found:
-    """The fastest plan with these layouts, over all numbers of microbatches that the request allows."""
+    """The fastest plan with these shardings, over all numbers of microbatches that the request allows."""
     counts = MicrobatchSearch(program, request.num_microbatches)
     for count in counts:
         try:
             split = program.as_traced.in_microbatches(count, own_statistics=request.per_microbatch_statistics)
-            counts.note(count, search_meshes(split, request, hints.pins, may_copy=request.dump is None))
+            counts.note(count, search_meshes(split, request, hints.pins, may_fork=request.dump is None))
         except (NothingFitsError, MicrobatchError, TimeLimitError) as error:
             counts.fail(count, error)
         except PinError as error:
             if hints.is_hint or not any(repr(path) in str(error) for path in hints.metadata.pins):
                 raise
-            way_out = 'It stands on the argument as metadata: `metadata="ignore"` plans without'
+            way_out = 'It is metadata of the argument: `metadata="ignore"` plans without it'
             raise PinError(f"{error}. {way_out}") from None
     return counts.fastest().with_notes(*hints.notes)
 
 
 def _plan_if_no_slower(program: Program, request: PlanRequest, hints: LayoutHints) -> Found:
-    """The plan that holds to the metadata, unless that cannot be or one without is faster by more than a little."""
+    """The plan that follows the metadata, unless that is impossible or too slow."""
     other = _plan_with(program, request, hints.without_metadata)
     try:
         found = _plan_with(program, request, hints)
     except (PinError, BudgetError) as error:
-        return other.with_notes(f"metadata of the arguments were not held to: {error}")
+        return other.with_notes(f"the metadata of the arguments were not followed: {error}")
     fastest_s = other.plan.prediction.step_time_s  # 0 of a step that computes nothing
     slower = found.plan.prediction.step_time_s / fastest_s - 1 if fastest_s else 0.0
     if slower <= _HINT_TOLERANCE:
-        return found.with_notes(f"held to the metadata of the arguments, at {slower:+.1%} step time")
-    return other.with_notes(f"holding to the metadata of the arguments would cost {slower:+.1%}")
+        return found.with_notes(f"follows the metadata of the arguments, at {slower:+.1%} step time")
+    return other.with_notes(f"following the metadata of the arguments would cost {slower:+.1%} step time")

@@ -1,7 +1,7 @@
-"""Candidates that compute forward values again, up a ladder of prices of memory.
+"""Search the fastest plan that fits by rematerialization, over rising prices of memory.
 
-In: a candidate that does not keep to a memory budget, and the ladder from it (`remat.candidates`): each rung computes more
-again, at a price of memory at which the solver splits, too. Out: the fastest candidate found that fits.
+In: a candidate over the memory budget, and its levels (`remat.candidates`), each of which rematerializes more at a price of
+memory by which the solver also shards further. Out: the fastest candidate found that fits.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from dataclasses import replace
 from autopar.errors import TimeLimitError
 from autopar.planner.candidate import Candidate, Planning
 from autopar.planner.fork_pool import Least
-from autopar.planner.remat.candidates import Rung, ladder
+from autopar.planner.remat.candidates import RematLevel, remat_levels
 from autopar.planner.reshard_to_fit import TooLargeError, resharded_to_fit
 from autopar.plans.records import Prediction
 from autopar.transforms.program import recomputing
 
-#: How much faster a plan has to be to be looked for on the rungs between two.
+#: A plan must be faster by this part to be worth searching the levels between two others.
 _WORTH_LOOKING = 0.01
-#: What of a plan's time is hidden at the most by how its collectives are merged and awaited, which comes after.
+#: At most this part of a plan's time is hidden later, by combining collectives and starting reductions early.
 _MOST_HIDDEN = 0.03
-#: How often the next rung to look at is guessed by memory, before those left are halved.
+#: How often the next level is guessed from its memory before the search bisects.
 _MOST_GUESSES = 3
-#: Of a collective that is run again, the part that nothing hides is so much at the least.
+#: At least this part of a repeated collective is exposed.
 _LEAST_EXPOSED = 0.1
 
 
-def ladder_of(free: Candidate) -> list[Rung]:
-    """The ladder from a plan; empty where the program has no backward pass."""
+def levels_of(free: Candidate) -> list[RematLevel]:
+    """The rematerialization levels of a plan; empty where the program has no backward pass."""
     exposed = _exposed(free.parts.prediction)
-    return ladder(free.program.trace, free.formulation, free.solution.choices, free.parts.device, exposed)
+    return remat_levels(free.program.trace, free.formulation, free.solution.choices, free.parts.device, exposed)
 
 
-def _exposed(told: Prediction) -> dict[str, float]:
-    """By kind of collective, the part that nothing will hide of what is sent again: as much as in this plan, but not
-    less than a tenth, for it has but a part of the backward pass to run beside."""
+def _exposed(prediction: Prediction) -> dict[str, float]:
+    """Expected exposed share of repeated collectives by kind: that of this plan, but at least a tenth, because only a part
+    of the backward pass can hide them."""
     return {
-        kind: min(1.0, max(_LEAST_EXPOSED, told.exposed_s.get(kind, 0.0) / seconds))
-        for kind, seconds in told.collective_s.items()
+        kind: min(1.0, max(_LEAST_EXPOSED, prediction.exposed_s.get(kind, 0.0) / seconds))
+        for kind, seconds in prediction.collective_s.items()
         if seconds > 0
     }
 
 
 class RematSearch:
-    """The plans on the rungs of one ladder, made when they are asked for.
+    """The plans of the rematerialization levels, each made when it is needed.
 
     Attributes:
-        least: of all plans made, the one that needs least.
-        outdone: where other plans ended the search, one that is slower than they are.
-        late: of a plan for which the solver had too little time.
+        least: the plan with the lowest peak memory so far.
+        outdone: a plan that is slower than plans elsewhere, where those ended the search.
+        late: the error of a plan for which the solver ran out of time.
     """
 
     def __init__(
@@ -59,100 +59,101 @@ class RematSearch:
         budget: float,
         free: Candidate,
         planning: Planning,
-        rungs: Sequence[Rung],
+        levels: Sequence[RematLevel],
         least: Candidate,
         own_s: float = math.inf,
         fastest: Least | None = None,
         deadline: float = math.inf,
     ) -> None:
-        self.budget, self.free, self.planning, self.rungs, self.least = budget, free, planning, rungs, least
+        self.budget, self.free, self.planning, self.levels, self.least = budget, free, planning, levels, least
         self.outdone: Candidate | None = None
         self._own_s, self._fastest, self._deadline = own_s, fastest, deadline
         self.late: TimeLimitError | None = None
-        self._needed = free.peak_bytes - budget  # by the ladder's figures
+        self._needed = free.peak_bytes - budget  # bytes to save, by the levels' own figures
         self._without_limit: dict[tuple[int, bool], Candidate | None] = {}
 
     @property
     def to_beat(self) -> float:
-        """Seconds of the fastest plan so far; of those on other meshes, before what is hidden later."""
+        """Seconds of the fastest plan so far; for plans on other meshes, what it was before overlap was searched."""
         others = math.inf if self._fastest is None else self._fastest.value / (1 - _MOST_HIDDEN)
         return min(self._own_s, others)
 
     def fastest(self) -> Candidate | None:
-        """The fastest plan found that fits; None where none does, or none is faster than another.
+        """The fastest plan found that fits; None where none does, or where a plan elsewhere is faster.
 
-        Up the ladder a plan needs less and takes longer, whether arguments are split further or values computed again: the
-        two have one price. So the fastest that fits is on the lowest rung where one does.
+        From level to level a plan needs less memory and takes longer, because sharding arguments further and rematerializing
+        have one price. So the fastest plan that fits is on the lowest level where one fits.
 
         Raises:
-            TimeLimitError: none was found, and for one that might fit the solver had too little time.
+            TimeLimitError: none was found, and the solver ran out of time for one that might fit.
         """
-        rung, best = self._lowest(len(self.rungs), prompt=False)
-        if best is None:  # it is sums that wait that take memory, of which those plans say nothing
+        n, best = self._lowest(len(self.levels), prompt=False)
+        if best is None:  # pending gradient reductions take memory that those plans do not show
             self._needed = self.free.peak_bytes - self.budget
-        _, prompt = self._lowest(rung, prompt=True)
+        _, prompt = self._lowest(n, prompt=True)
         best = prompt or best
-        if best is None and self.outdone is None:  # that or nothing
-            best = self._by_splitting(len(self.rungs) - 1)
+        if best is None and self.outdone is None:  # the last way that is left
+            best = self._by_splitting(len(self.levels) - 1)
             if best is None and self.late is not None:
                 raise self.late
         return best
 
     def _lowest(self, end: int, *, prompt: bool) -> tuple[int, Candidate | None]:
-        """The lowest rung before `end` where a plan fits and is faster than another, and the plan; where none is, the rung
-        from which on they are slower, or `end`.
+        """The lowest level before `end` where a plan fits and is faster than those elsewhere, and the plan; where there is
+        none, the level from which on plans are slower, or `end`.
 
-        Where to look follows from what the ladder has each rung save, and from how far that was out for the last plan.
+        The next level to try follows from the bytes that each level saves, corrected by the error of the last plan.
         """
-        saved = [rung.saved_bytes for rung in self.rungs]
+        saved = [level.saved_bytes for level in self.levels]
         low, high, best, tries = 0, end, None, 0
-        while low < high:  # those below `low` do not fit; from `high` on they take longer, or there are none
+        while low < high:  # levels below `low` do not fit; from `high` on they are slower
             if self.to_beat < math.inf and time.monotonic() > self._deadline:
                 self.outdone = self.outdone or self.free
                 break
-            rung = next((i for i in range(low, high) if saved[i] >= self._needed), high - 1)
-            rung, tries = (rung if tries < _MOST_GUESSES else (low + high) // 2), tries + 1
-            made = self._on(rung, prompt=prompt)
+            n = next((i for i in range(low, high) if saved[i] >= self._needed), high - 1)
+            n, tries = (n if tries < _MOST_GUESSES else (low + high) // 2), tries + 1
+            made = self._on(n, prompt=prompt)
             if made is None:
-                low = rung + 1
+                low = n + 1
                 continue
-            self._needed = made.peak_bytes + saved[rung] - self.budget
+            self._needed = made.peak_bytes + saved[n] - self.budget
             if made.peak_bytes <= self.budget:
-                high = rung
+                high = n
                 if made.compared_s < self.to_beat:
                     best, self._own_s = made, made.compared_s
                 else:
                     self.outdone = made
-            elif made.compared_s > (1 - _WORTH_LOOKING) * self.to_beat:  # those above that fit are hardly faster
+            elif made.compared_s > (1 - _WORTH_LOOKING) * self.to_beat:  # higher levels that fit are hardly faster
                 self.outdone = made
-                return rung, best
+                return n, best
             else:
-                low = rung + 1
+                low = n + 1
         return high, best
 
-    def _on(self, rung: int, *, prompt: bool = False) -> Candidate | None:
-        """The plan that a rung's price of memory leads to; None where the solver had too little time.
+    def _on(self, n: int, *, prompt: bool = False) -> Candidate | None:
+        """The plan of a level; None where the solver ran out of time.
 
         Args:
-            prompt: gradients are summed at once: that holds less, but nothing hides the sums.
+            prompt: reduce gradients at once: that needs less memory, but exposes the reductions.
         """
-        key = rung, prompt
+        key = n, prompt
         if key not in self._without_limit:
-            again = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in self.rungs[rung].again)
-            program = recomputing(self.free.program, [one.again for one in again])
+            level = self.levels[n]
+            recomputed = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in level.recomputed)
+            program = recomputing(self.free.program, [one.again for one in recomputed])
             self._without_limit[key] = None
             try:
-                made = self.planning.free(program, self.free.formulation, again, self.rungs[rung].price)
+                made = self.planning.free(program, self.free.formulation, recomputed, level.price)
                 self._without_limit[key] = made
                 self.least = min(self.least, made, key=lambda one: one.peak_bytes)
             except TimeLimitError as error:
                 self.late = error
         return self._without_limit[key]
 
-    def _by_splitting(self, rung: int) -> Candidate | None:
-        """A plan that fits by splitting otherwise, if one is found; or else the one that needs least."""
+    def _by_splitting(self, n: int) -> Candidate | None:
+        """A plan of a level that fits after resharding; None where none is found."""
         for prompt in (False, True):
-            made = self._on(rung, prompt=prompt)
+            made = self._on(n, prompt=prompt)
             if made is None:
                 continue
             try:

@@ -1,6 +1,6 @@
-"""A program split otherwise, so that its predicted peak keeps to a memory budget.
+"""Reshard a program so that its predicted peak memory is within a budget.
 
-In: a candidate that does not. Out: one of the same program that does; or what is known of the least there can be.
+In: a candidate over the budget. Out: one of the same program within it; or a bound of the lowest peak.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.planner.candidate import Candidate, Planning
 from autopar.solve.ilp import minimum_memory
 from autopar.solve.problem import Solution, Status
 
-#: How often the solver's measure of memory is set right by a whole plan's.
+#: How often the problem's memory limit is tightened by the peak of a whole plan.
 _MOST_TIGHTENINGS = 4
 
 
@@ -24,7 +24,7 @@ class TooLargeError(Exception):
     """No plan of a program fits.
 
     Args:
-        least: the plan that needs least of those made. estimate: about what another mesh needs at the least.
+        least: the plan with the lowest peak. estimate: returns about the lowest peak on another mesh.
     """
 
     def __init__(self, least: Candidate, estimate: Callable[[MeshShape], float]) -> None:
@@ -33,13 +33,13 @@ class TooLargeError(Exception):
 
 
 def resharded_to_fit(budget: float, free: Candidate, planning: Planning, *, at_least: bool = True) -> Candidate:
-    """A plan of the same program whose predicted peak keeps to a budget.
+    """A plan of the same program whose predicted peak is within a budget.
 
-    The problem counts the values that the free plan has in memory; what XLA would really keep is known only of a
-    whole plan. So the problem's limit is the budget by the ratio of the two, set again where a plan is still over.
+    The problem counts the values that the free plan stores. What XLA would really keep is known only for a whole plan. So
+    the problem's memory limit is the budget scaled by the ratio of the two, and is tightened while a plan is still over.
 
     Args:
-        at_least: where nothing is found, look for what needs least.
+        at_least: where nothing is found, search the plan with the lowest peak.
 
     Raises:
         TooLargeError: there is none.
@@ -93,8 +93,10 @@ def resharded_to_fit(budget: float, free: Candidate, planning: Planning, *, at_l
 
 
 def _with_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
-    """Choices of the problem without a budget as those of the one with. That has copies of more values, and its copies
-    say too whether they are their maker's own buffer; those come first."""
+    """Translate choices of the problem without a budget to the problem with one.
+
+    The latter has copies of more values, and each copy also says whether it is its producer's own buffer; those come first.
+    """
     copies = {d.value: choice for d, choice in zip(free.decisions, choices, strict=True) if d.kind == "copy"}
     others = iter(choice for d, choice in zip(free.decisions, choices, strict=True) if d.kind != "copy")
     mapped = [-1 if decision.kind == "copy" else next(others) for decision in limited.decisions]

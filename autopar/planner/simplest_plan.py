@@ -1,6 +1,6 @@
-"""Of plans that are as good as the fastest, the simplest: who runs it has fewer collectives to understand.
+"""Choose the simplest of the plans tied with the fastest: the one with the fewest sharded arguments.
 
-In: candidates on one mesh. Out: the one that splits the fewest arguments.
+In: candidates on one mesh. Out: one of them.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from autopar.planner.strategy_names import strategy_words
 from autopar.plans.records import num_split
 from autopar.solve.problem import Problem
 
-#: Plans whose times differ by no more are as good as one another. It is less than a prediction is off by.
+#: Plans whose times differ by no more are tied: predictions are less accurate than that.
 TIE = 5e-3
-#: How close to its optimum a simpler plan is looked for, and in what part of the solver's time.
+#: The optimality gap for the simpler plan, and its share of the solver's time.
 _TIE_GAP, _TIE_SHARE = 5e-4, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Fastest:
-    """What a tie tells of the fastest plan: seconds by what plans are compared, and what it is."""
+    """The fastest plan of a tie: its seconds and its description."""
 
     compared_s: float
     step_time_s: float
     mesh: MeshShape
-    words: str
+    strategy: str
     num_split: int
 
     @classmethod
     def of(cls, made: Candidate) -> Fastest:
         inputs, f = made.parts.inputs, made.formulation
-        words = strategy_words(f, made.solution.choices, inputs)
-        return cls(made.compared_s, made.step_time_s, f.mesh, words, num_split(inputs))
+        strategy = strategy_words(f, made.solution.choices, inputs)
+        return cls(made.compared_s, made.step_time_s, f.mesh, strategy, num_split(inputs))
 
 
 def simplest(
@@ -48,8 +48,8 @@ def simplest(
     to_beat: float,
     task: MeshTask,
 ) -> Candidate:
-    """Of the candidates that fit and are as good as the fastest, the one that splits the fewest arguments; where that may
-    be, one that keeps all of the state whole.
+    """The candidate that shards the fewest arguments among those that fit and are tied with the fastest. A plan with fully
+    replicated state is searched too.
 
     Args:
         best: the fastest that fits. to_beat: seconds of the fastest on any mesh so far.
@@ -57,32 +57,34 @@ def simplest(
     limit_s = (1 + TIE) * min(best.compared_s, to_beat)
     if best.compared_s > limit_s or best.peak_bytes > task.budget_bytes:
         return best
-    most_s = (1 + TIE) * best.step_time_s  # the figure that users see differs by no more either
+    most_s = (1 + TIE) * best.step_time_s  # the step time that users see is tied, too
     able = (
-        one for one in (*candidates, *_with_whole_state(best, limit_s, task)) if one.peak_bytes <= task.budget_bytes
+        one
+        for one in (*candidates, *_with_replicated_state(best, limit_s, task))
+        if one.peak_bytes <= task.budget_bytes
     )
     near = [one for one in able if one.compared_s <= limit_s and one.step_time_s <= most_s]
     return min(near, key=lambda one: (num_split(one.parts.inputs), one.compared_s), default=best)
 
 
-def _with_whole_state(best: Candidate, limit_s: float, task: MeshTask) -> list[Candidate]:
-    """The fastest plan of the same program that splits no parameter and no optimizer state but those that are pinned, if it
-    fits and may take no longer than `limit_s`."""
+def _with_replicated_state(best: Candidate, limit_s: float, task: MeshTask) -> list[Candidate]:
+    """The fastest plan of the same program with replicated parameters and optimizer state, pinned ones aside, if it fits and
+    may take no longer than `limit_s`."""
     f = best.formulation
     state = [n for n, tensor in enumerate(best.parts.inputs) if tensor.role != "data" and n not in task.pins]
     if not any(any(best.parts.inputs[n].sharding.dims) for n in state):
         return []
     if sum(f.graph.values[f.graph.inputs[n]].num_bytes for n in state) > task.budget_bytes:
         return []
-    problem = _keeping_whole(best, state)
+    problem = _replicating(best, state)
     if problem is None:
         return []
     solution = task.request.solver_within(_TIE_SHARE, relative_gap=_TIE_GAP).solve(problem)
     if len(solution.choices) != len(f.decisions) or problem.evaluate(solution.choices) == math.inf:
         return []
     if solution.cost > (1 + TIE) * best.solution.cost:
-        return []  # the solver sees a difference that overlap or the launch of kernels may only hide
-    # What is known of the best there can be was found with nothing kept whole.
+        return []  # the solver's difference is real: overlap may only hide it
+    # The lower bound was proven without the replication.
     bound = min(best.solution.lower_bound, solution.cost)
     made = task.planning.made(
         best.program, f, replace(solution, lower_bound=bound, status=best.solution.status), best.recomputed
@@ -93,8 +95,8 @@ def _with_whole_state(best: Candidate, limit_s: float, task: MeshTask) -> list[C
     return [hidden] if hidden.peak_bytes <= task.budget_bytes else []
 
 
-def _keeping_whole(best: Candidate, state: Sequence[int]) -> Problem | None:
-    """The candidate's problem, where these inputs cannot be split; None where one has to be."""
+def _replicating(best: Candidate, state: Sequence[int]) -> Problem | None:
+    """The candidate's problem with these inputs replicated; None where one must be sharded."""
     f = best.formulation
     costs = [one.copy() for one in f.problem.node_costs]
     for value in (f.graph.inputs[n] for n in state if n in f.input_decision):

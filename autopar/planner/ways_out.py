@@ -1,6 +1,6 @@
-"""Where nothing fits: what is missing, what is in memory at the peak, and the ways out, priced.
+"""Explain that nothing fits: what is missing, what is live at the peak, and the ways out, priced.
 
-In: a memory budget, the candidate that needs least. Out: the user's error.
+In: a memory budget, the candidate with the lowest peak memory. Out: the user's error.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
 from autopar.planner.candidate import Candidate, Planning
 from autopar.planner.memory_budget import MARGIN, MemoryBudget
-from autopar.planner.remat_search import RematSearch, ladder_of
+from autopar.planner.remat_search import RematSearch, levels_of
 from autopar.planner.reshard_to_fit import TooLargeError, resharded_to_fit
 from autopar.system.units import human_bytes
 
-#: More microbatches are no way out once the last that were added saved less than this part of the peak.
+#: The search for enough microbatches ends where doubling them saves less than this part of the peak.
 _LEAST_SAVED = 0.02
-#: Tensors that an error names of those in memory at the peak.
+#: Tensors live at the peak that an error names.
 _MOST_NAMED = 3
 
 
 class NothingFitsError(Exception):
-    """No plan on a mesh fits. As text: what is missing, and what is in memory at the peak.
+    """No plan on a mesh fits. The text says how much memory is missing, and what is live at the peak.
 
-    Ways out take planning to price, so they are asked for only by who tells the user.
+    Pricing the ways out takes planning of its own, so it waits until the error is raised to the user.
 
     Args:
-        ways: given whether splitting the batch over time is one, the ways out in words.
-        least_bytes: what the plan needs that needs least of those tried, per device.
+        ways: returns the ways out as texts, given whether gradient accumulation may be one.
+        least_bytes: the lowest peak memory of the plans tried, per device.
     """
 
     def __init__(self, text: str, ways: Callable[[bool], list[str]], least_bytes: float) -> None:
         super().__init__(text)
         self.ways, self.least_bytes = ways, least_bytes
 
-    def told(self, *, split_over_time: bool) -> BudgetError:
-        """The user's error."""
+    def as_budget_error(self, *, split_over_time: bool) -> BudgetError:
+        """The error for the user, with the ways out."""
         ways = "; ".join([*self.ways(split_over_time), "a smaller batch or model"])
         return BudgetError(f"{self}. Ways out: {ways}.")
 
@@ -53,17 +53,18 @@ def ways_out(
     rematerialize: bool,
     split_over_time: bool,
 ) -> list[str]:
-    """What would fit, with what it costs where that is known; each a few words. Another kind of way out is another
-    line here."""
+    """What would fit, and at which price where that is known, as short texts."""
     mesh, ways = free.formulation.mesh, []
     if not rematerialize:
-        rungs = ladder_of(free)
-        made = RematSearch(budget, free, planning, rungs, least).fastest() if rungs else None
+        levels = levels_of(free)
+        made = RematSearch(budget, free, planning, levels, least).fastest() if levels else None
         if made is not None:
-            ways.append(f"let forward values be computed again (`rematerialize=True`; {_slower(made, free)})")
+            ways.append(f"allow rematerialization (`rematerialize=True`; {_slower(made, free)})")
     if split_over_time and (made := _split_over_time(budget, free, planning)) is not None:
         count = made.program.num_microbatches
-        ways.append(f'split the batch over time (`num_microbatches={count}`, or `"auto"`; {_slower(made, free)})')
+        ways.append(
+            f'accumulate gradients over microbatches (`num_microbatches={count}`, or `"auto"`; {_slower(made, free)})'
+        )
     ways.append(
         f"give `memory_budget_bytes={MemoryBudget.with_room_for(1.001 * least.peak_bytes).total_bytes:.4g}` or more"
     )
@@ -80,11 +81,11 @@ def _slower(made: Candidate, free: Candidate) -> str:
 
 
 def _split_over_time(budget: float, free: Candidate, planning: Planning) -> Candidate | None:
-    """The plan with the fewest microbatches, of 2, 4, 8, ..., that fits without computing anything again."""
+    """The plan with the fewest microbatches of 2, 4, 8, ... that fits without rematerialization."""
     count, before = 2, free.peak_bytes
     while True:
         try:
-            split = free.program.in_microbatches(count)  # ends where the batch has not so many parts
+            split = free.program.in_microbatches(count)  # raises where the batch has fewer examples
             made = planning.free(split.forms[-1], free.formulation, ())
         except (MicrobatchError, TimeLimitError):
             return None
@@ -101,27 +102,27 @@ def _split_over_time(budget: float, free: Candidate, planning: Planning) -> Cand
 def missing(budget: float, least: Candidate) -> str:
     needed = least.peak_bytes
     short = f"{human_bytes(needed - budget)} short" if needed > 1.001 * budget else "just short"
-    tried = "sharding tried" if not least.recomputed else "sharding tried reaches, computing forward values again,"
+    tried = "plan tried" if not least.recomputed else "plan tried, with rematerialization,"
     return (
         f"no plan on mesh {least.formulation.mesh} fits the memory budget of"
         f" {human_bytes(MemoryBudget.with_room_for(budget).total_bytes)} per device, of which {100 * MARGIN:g} % stay free: the"
-        f" least that any {tried}{'' if least.recomputed else ' reaches'} is {human_bytes(needed)},"
+        f" lowest peak of any {tried} is {human_bytes(needed)},"
         f" {_at_the_peak(least)}, {short}"
     )
 
 
 def _at_the_peak(made: Candidate) -> str:
-    """When a plan needs most, and what is in memory then."""
-    told, graph = made.parts.prediction, made.formulation.graph
+    """When a plan's memory peaks, and what is live then."""
+    prediction, graph = made.parts.prediction, made.formulation.graph
     instant, buffers = buffers_at_peak(made.parts.device)
-    held = [
-        ("parameters", told.parameter_bytes),
-        ("optimizer state", told.optimizer_bytes),
-        ("data", told.data_bytes + told.output_bytes),
-        *_by_maker(buffers, graph),
+    live = [
+        ("parameters", prediction.parameter_bytes),
+        ("optimizer state", prediction.optimizer_bytes),
+        ("data", prediction.data_bytes + prediction.output_bytes),
+        *_by_producer(buffers, graph),
     ]
-    named = sorted(held, key=lambda one: -one[1])[: _MOST_NAMED + 1]
-    parts = ", ".join(f"{human_bytes(size)} of {name}" for name, size in named if size > 0.01 * told.peak_bytes)
+    named = sorted(live, key=lambda one: -one[1])[: _MOST_NAMED + 1]
+    parts = ", ".join(f"{human_bytes(size)} of {name}" for name, size in named if size > 0.01 * prediction.peak_bytes)
     if not made.parts.device.ops:
         return f"with {parts}"
     node = graph.nodes[made.parts.device.ops[instant].node]
@@ -130,7 +131,7 @@ def _at_the_peak(made: Candidate) -> str:
     return f"in the {node.phase} pass at {where}{source}, with {parts}"
 
 
-def _by_maker(buffers: Sequence[Buffer], graph: Graph) -> list[tuple[str, float]]:
+def _by_producer(buffers: Sequence[Buffer], graph: Graph) -> list[tuple[str, float]]:
     sizes: dict[str, float] = {}
     for buffer in buffers:
         node = graph.producer(buffer.value)

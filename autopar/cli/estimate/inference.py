@@ -11,7 +11,7 @@ from typing import Any
 from autopar.cli import options as shared
 from autopar.cli.files import check_output
 from autopar.cli.planning import planning
-from autopar.cli.terminal import progress, output
+from autopar.cli.terminal import output, progress
 from autopar.errors import TargetError
 
 #: By option: the field of `PaperInference`.

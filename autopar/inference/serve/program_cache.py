@@ -23,7 +23,7 @@ from autopar.errors import PlanFileError
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.serve.layout import Key, Layout, Served
 from autopar.jax_interop.serialized_executable import deserialized, place_key, serialized
-from autopar.planner.cache.key import UnkeyedError, digest_of, maker
+from autopar.planner.cache.key import UnkeyedError, digest_of, planner_digest
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.system.checksummed_file import read_kept, write_kept
@@ -96,7 +96,7 @@ class KeptPrograms:
             "place": place_key(devices),
         }
         try:
-            return cls(folder / "served" / f"{digest_of(what)}-{maker(('flax', 'ml_dtypes'))[0]}.programs", given)
+            return cls(folder / "served" / f"{digest_of(what)}-{planner_digest(('flax', 'ml_dtypes'))[0]}.programs", given)
         except UnkeyedError:
             return cls(None, given)
 

@@ -1,8 +1,8 @@
-"""What a plan depends on, as digests: the program, what is asked for, and what makes the plan.
+"""Compute the key of a plan in the cache: digests of the program, the request and the planner.
 
-In: a traced program and the options of planning. Out: `PlanKey`, the same in every process and on every day: no source
-line, no memory address and no order of a set enters it. What planning reads enters whole, also the contents of a
-hardware profile, the rules and collectives that users have registered, and autopar's own code.
+In: a traced program and planning options. Out: `PlanKey`, the same in every process and on every day: no source line, memory
+address or set order enters it. All that planning reads enters, also the contents of a hardware profile, registered rules and
+collectives, and autopar's own code.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from autopar.system.source_paths import PACKAGE
 from autopar.transforms.program import Program
 from autopar.version import versions_of
 
-#: Packages whose versions a plan depends on, beside autopar's own code.
+#: Packages whose versions a plan depends on, in addition to autopar's own code.
 _PACKAGES = ("jax", "jaxlib", "ortools", "numba", "numpy")
 
 
 class UnkeyedError(Exception):
-    """An option that has no lasting description, such as a solver of the user's own."""
+    """An option without a description that lasts, such as a user's own solver."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
-    """Digests of the program, of what is asked for, and of what makes the plan; and the last in words."""
+    """Digests of the program, of the request, and of the planner; and the versions behind the last."""
 
     program: str
-    asked: str
-    made_by: str
+    request: str
+    planner: str
     versions: Mapping[str, str]
 
     @property
     def name(self) -> str:
         """One text of all three."""
-        return f"{self.program}-{self.asked}-{self.made_by}"
+        return f"{self.program}-{self.request}-{self.planner}"
 
     @property
-    def whatever_made_it(self) -> str:
-        """The name's beginning, which plans made by other versions share."""
-        return f"{self.program}-{self.asked}-"
+    def of_any_planner(self) -> str:
+        """The beginning of the name, which plans by other planner versions share."""
+        return f"{self.program}-{self.request}-"
 
 
-def key_of(program: Program, asked: Mapping[str, Any]) -> PlanKey:
+def key_of(program: Program, options: Mapping[str, Any]) -> PlanKey:
     """The key of a program's plan.
 
     Args:
-        asked: all options of planning, as they were understood: meshes, the hardware profile, pins, budget ...
+        options: all planning options, resolved: meshes, the hardware profile, pins, budget, ...
 
     Raises:
         UnkeyedError: naming an option that cannot be described.
     """
     traced = program.as_traced
     parts = [_digest("\n".join(_lines(form.graph))) for form in traced.forms]
-    told = (traced.signature.name, traced.carried_arguments, traced.donated, *parts)
-    made_by, versions = maker()
+    described = (traced.signature.name, traced.carried_arguments, traced.donated, *parts)
+    planner, versions = planner_digest()
     return PlanKey(
-        program=_digest(repr(told)),
-        asked=digest_of(asked),
-        made_by=made_by,
+        program=_digest(repr(described)),
+        request=digest_of(options),
+        planner=planner,
         versions=versions,
     )
 
 
-def maker(packages: Sequence[str] = ()) -> tuple[str, Mapping[str, str]]:
-    """A digest of what makes a plan, and it in words.
+def planner_digest(packages: Sequence[str] = ()) -> tuple[str, Mapping[str, str]]:
+    """A digest of what determines a plan besides program and request; and the package versions in it.
 
     Args:
-        packages: on whose versions it depends besides.
+        packages: further packages whose versions count.
     """
     versions = versions_of((*_PACKAGES, *packages))
     collectives = [(name, like, *map(function_text, of)) for name, like, *of in registered_functions()]
@@ -85,17 +85,17 @@ def maker(packages: Sequence[str] = ()) -> tuple[str, Mapping[str, str]]:
     return _digest(repr(what)), versions
 
 
-def digest_of(asked: Mapping[str, Any]) -> str:
+def digest_of(options: Mapping[str, Any]) -> str:
     """A digest of options.
 
     Raises:
         UnkeyedError: naming one that cannot be described.
     """
-    return _digest(repr(sorted((name, _described(name, value)) for name, value in asked.items())))
+    return _digest(repr(sorted((name, _described(name, value)) for name, value in options.items())))
 
 
 def _lines(graph: Graph) -> Iterator[str]:
-    """A graph as text, all but the places in the user's files."""
+    """A graph as text, without source lines."""
     for value in graph.values:
         yield repr((value.shape, value.dtype, value.itemsize, value.repeat))
     for node in graph.nodes:

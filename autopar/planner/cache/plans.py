@@ -164,7 +164,7 @@ def _say_damaged(path: Path, program: Program, error: Exception) -> None:
 
 def _say_if_stale(path: Path, key: PlanKey, name: str) -> None:
     """Say which version has moved on where plans of the same were made by others."""
-    others = sorted({*path.parent.glob(f"{key.whatever_made_it}*.plan")} - {path}, key=last_used)
+    others = sorted({*path.parent.glob(f"{key.of_any_planner}*.plan")} - {path}, key=last_used)
     if not others:
         return
     try:

@@ -1,9 +1,9 @@
-"""Ways to compute more and more again, from nothing to all that saves memory.
+"""Search rematerialization levels: activation checkpointing from nothing to all that saves memory.
 
-In: a program's trace and graph, a plan's assignment and its device's program. Out: rungs, each of which holds less from
-the forward to the backward pass than the one before, and takes longer. They follow from a price of memory that rises:
-at each price, every segment of every site keeps what is worth its bytes. From one price to the next the segments go
-over one after the other, the first of the forward pass first: what they hold is held longest.
+In: a program's trace and graph, a plan's assignment, its device program. Out: `RematLevel`s. Each stores fewer bytes from the
+forward to the backward pass than the level before, and takes longer. They follow from a rising price of memory: at each
+price, a minimum cut keeps in every segment what is worth its bytes. Between two prices the segments switch one after the
+other, the first of the forward pass first, because its activations are live longest.
 """
 
 from __future__ import annotations
@@ -22,99 +22,100 @@ from autopar.plans.records import Again, Recomputation
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.transforms.remat.sites import Site, sites_of
 
-#: Prices of memory, in seconds a byte: from a tenth of the time it takes to write a byte and to read it again, by factors
-#: of two, to a thousand times that.
+#: Prices of memory per byte, in units of the time to write a byte to device memory and read it back: from a tenth, by
+#: factors of two, to 819.
 _PRICES = tuple(0.1 * 2**n for n in range(14))
-#: Rungs from one price to the next.
+#: Levels from one price to the next.
 _PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """What is computed again where memory has a price.
+class RematLevel:
+    """What is rematerialized at one price of memory.
 
     Args:
         price: seconds per byte.
     """
 
-    again: tuple[Recomputation, ...]
+    recomputed: tuple[Recomputation, ...]
     price: float
 
     @property
     def saved_bytes(self) -> float:
-        return sum(one.saved_bytes for one in self.again)
+        return sum(one.saved_bytes for one in self.recomputed)
 
     @property
     def time_s(self) -> float:
-        return sum(one.time_s for one in self.again)
+        return sum(one.time_s for one in self.recomputed)
 
 
-def ladder(
+def remat_levels(
     trace: Trace,
     f: Formulation,
     choices: Sequence[int],
     device: DeviceProgram,
     exposed: Mapping[str, float] | None = None,
-) -> list[Rung]:
-    """The rungs, by the memory they save, from the first that computes anything again; empty where there is no backward
-    pass. How much of what is sent again is hidden shows only when the step is scheduled: so they are those that follow
-    if as much of it is as told, and those if nothing is.
+) -> list[RematLevel]:
+    """The levels in order of the memory they save; empty where there is no backward pass.
+
+    How much of the repeated communication is hidden shows only when the step is scheduled. So levels are searched twice:
+    with the expected exposed share of it, and with all of it exposed.
 
     Args:
-        exposed: by kind of collective, the part of what is sent again that nothing will hide; by default all of it.
+        exposed: by kind of collective, the expected exposed share of what is sent again; by default all of it.
     """
     sites = sites_of(trace)
     if not sites:
         return []
-    told, full = (numbers_of(f, choices, device, sites[0].start, part) for part in (exposed or {}, {}))
-    found = {rung.again: rung for weighed in (full, told) for rung in _climbed(f, sites, weighed, told)}
-    return sorted(found.values(), key=lambda rung: (rung.saved_bytes, rung.time_s))
+    expected, full = (numbers_of(f, choices, device, sites[0].start, part) for part in (exposed or {}, {}))
+    found = {level.recomputed: level for weighed in (full, expected) for level in _levels(f, sites, weighed, expected)}
+    return sorted(found.values(), key=lambda level: (level.saved_bytes, level.time_s))
 
 
-def _climbed(f: Formulation, sites: Sequence[Site], weighed: Numbers, told: Numbers) -> list[Rung]:
-    """The rungs that follow from one price of what is sent again.
+def _levels(f: Formulation, sites: Sequence[Site], weighed: Numbers, expected: Numbers) -> list[RematLevel]:
+    """The levels that follow from one assumption about exposed communication.
 
     Args:
-        weighed: with what is weighed of its seconds. told: with those that are told.
+        weighed: costs by which the cut is chosen. expected: costs that the levels report.
     """
     bodies: list[list[Recomputation | None]] = []
     for site in sites:
         for segment in segments_of(f.graph, site, weighed):
-            levels = _levels(f, site, segment, weighed, told)
-            if any(levels):
-                bodies.append(levels)
-    rungs = [Rung((), 0.0)]
-    for level, price in enumerate(_prices(f)):
-        changing = [i for i, levels in enumerate(bodies) if levels[level] != (levels[level - 1] if level else None)]
+            by_price = _at_each_price(f, site, segment, weighed, expected)
+            if any(by_price):
+                bodies.append(by_price)
+    levels = [RematLevel((), 0.0)]
+    for n, price in enumerate(_prices(f)):
+        changing = [i for i, by_price in enumerate(bodies) if by_price[n] != (by_price[n - 1] if n else None)]
         for part in range(1, _PARTS + 1):
             over = set(changing[: -(-len(changing) * part // _PARTS)])
             at = [
-                levels[level] if i in over or i not in changing else (levels[level - 1] if level else None)
-                for i, levels in enumerate(bodies)
+                by_price[n] if i in over or i not in changing else (by_price[n - 1] if n else None)
+                for i, by_price in enumerate(bodies)
             ]
-            again = tuple(one for one in at if one is not None)
-            if again != rungs[-1].again:
-                rungs.append(Rung(again, price))
-    return rungs[1:]
+            recomputed = tuple(one for one in at if one is not None)
+            if recomputed != levels[-1].recomputed:
+                levels.append(RematLevel(recomputed, price))
+    return levels[1:]
 
 
-def _levels(
-    f: Formulation, site: Site, segment: Segment, numbers: Numbers, told: Numbers
+def _at_each_price(
+    f: Formulation, site: Site, segment: Segment, numbers: Numbers, expected: Numbers
 ) -> list[Recomputation | None]:
-    """What a segment computes again at each price.
+    """What a segment rematerializes at each price.
 
     Args:
-        numbers: what is weighed. told: the same with the seconds that are told.
+        numbers: costs by which the cut is chosen. expected: costs that the result reports.
     """
     graph = f.graph
     steps, needed = _steps(graph, site, segment, numbers)
-    as_told, _ = _steps(graph, site, segment, told)
+    reported, _ = _steps(graph, site, segment, expected)
     if not needed:
         return [None] * len(_PRICES)
     found: list[Recomputation | None] = []
     for price in _prices(f):
         states = cheapest(steps, needed, price)
-        found.append(_recomputation(graph, site, as_told, states, numbers))
+        found.append(_recomputation(graph, site, reported, states, numbers))
     return found
 
 
@@ -124,30 +125,30 @@ def _prices(f: Formulation) -> list[float]:
 
 
 def _steps(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> tuple[dict[int, Step], list[int]]:
-    """Equations of a segment, and what it is given and could keep; by position, and by -1 - value."""
-    makers = {v: n for n in segment.nodes for v in graph.nodes[n].results}
+    """The cut's nodes: the segment's equations by position, and the inputs that it could keep by -1 - value."""
+    producers = {v: n for n in segment.nodes for v in graph.nodes[n].results}
     steps: dict[int, Step] = {}
     for value in site.fixed if site.is_loop else ():
-        makers[value] = -1 - value
+        producers[value] = -1 - value
         steps[-1 - value] = Step(site.trips * numbers.num_bytes[value], float("inf"), ())
     for value in () if site.is_loop else _gathered(graph, site, segment, numbers):
-        makers[value] = -1 - value
+        producers[value] = -1 - value
         steps[-1 - value] = Step(numbers.held[value], site.repeat * numbers.seconds[value], ())
     for n in segment.nodes:
         node = graph.nodes[n]
         seconds = sum(numbers.seconds.get(v, 0.0) for v in node.results)
-        reads = {makers[v] for v in node.operands if v is not None and v in makers}
+        reads = {producers[v] for v in node.operands if v is not None and v in producers}
         steps[n] = Step(
             _kept_bytes(graph, site, node.results, numbers),
             float("inf") if n in segment.fixed else site.repeat * site.trips * seconds,
             tuple(sorted(reads)),
         )
-    needed = dict.fromkeys(makers[v] for v in site.read if v in makers)
+    needed = dict.fromkeys(producers[v] for v in site.read if v in producers)
     return steps, list(needed)
 
 
 def _gathered(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> list[int]:
-    """Inputs that this segment alone reads otherwise split than they are stored, and the backward pass after it."""
+    """Inputs that only this segment and the backward pass after it read, resharded from how they are stored."""
     inputs, own = set(graph.inputs), set(segment.nodes)
     read = {v for n in segment.nodes for v in graph.nodes[n].operands if v in inputs and numbers.held.get(v)}
     elsewhere = {
@@ -157,8 +158,8 @@ def _gathered(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> l
 
 
 def _kept_bytes(graph: Graph, site: Site, results: Sequence[int], numbers: Numbers) -> float:
-    """What it takes to keep an equation's results. Those that stay inside kernels are computed again by kernels of the
-    backward pass as it is, and nothing makes XLA keep them."""
+    """Bytes to keep an equation's results. Results that stay inside kernels cannot be kept: kernels of the backward pass
+    compute them again in any case."""
     if site.is_loop:
         return site.trips * sum(numbers.num_bytes[v] for v in results)
     large = [v for v in results if graph.values[v].size > SMALL_SIZE]
@@ -169,8 +170,11 @@ def _kept_bytes(graph: Graph, site: Site, results: Sequence[int], numbers: Numbe
 def _recomputation(
     graph: Graph, site: Site, steps: dict[int, Step], states: States, numbers: Numbers
 ) -> Recomputation | None:
-    """What is run again: where a kernel of the backward pass computes a value from others that are kept, it does so
-    anyway; but what is run again must be given what is kept, and nothing that is inside a kernel alone."""
+    """The equations to run again for one cut.
+
+    A kernel of the backward pass computes fused values from kept ones in any case: those need no equation. What runs again
+    must read values in memory, never one that exists only inside a kernel.
+    """
     again: set[int] = set()
     for n in sorted(states.again):
         stored = site.is_loop or n < 0 or any(v in numbers.stored for v in graph.nodes[n].results)
@@ -209,8 +213,8 @@ def _recomputation(
 def _kept_of(
     graph: Graph, site: Site, steps: dict[int, Step], states: States, again: set[int], numbers: Numbers
 ) -> tuple[int, ...]:
-    """What is kept that is made of what is computed again, as a softmax's sums are of its scores. XLA may put it off to
-    where it is read, in the backward pass, and hold the first scores till then."""
+    """Kept values that are computed from rematerialized ones, as the sums of a softmax from its scores. XLA may postpone
+    them to the backward pass, which would keep the first scores alive until then."""
     if site.is_loop:
         return ()
     of_those = {v for n in again if n >= 0 for v in graph.nodes[n].results}
@@ -227,10 +231,10 @@ def _kept_of(
 
 
 def _onward(following: Sequence[Node], made: set[int], kept: int, numbers: Numbers) -> int | None:
-    """The first value in memory that is made, like one that is kept, of what is computed again.
+    """The first value in memory that, like a kept one, is computed from rematerialized values.
 
     Args:
-        following: the forward pass from the segment on; none before it reads what is made in it.
+        following: the forward pass from the segment on.
     """
     of_those, is_later = set(made), False
     for node in following:
@@ -255,7 +259,7 @@ def _is_held(site: Site, values: set[int], numbers: Numbers) -> bool:
 
 
 def common_path(paths: Sequence[str]) -> str:
-    """The module that all are in."""
+    """The innermost module that contains all paths."""
     parts = [path.split("/") for path in paths if path]
     common = []
     for names in zip(*parts, strict=False):

@@ -1,6 +1,6 @@
-"""What each equation's values hold and take on one device: what it costs to keep them, and to compute them again.
+"""Price keeping and recomputing each value: bytes live into the backward pass, seconds to compute it again.
 
-In: the formulation, an assignment, its device's program. Out: `Numbers`.
+In: the formulation, an assignment, its device program. Out: `Numbers`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from autopar.ir.device_program import DeviceProgram
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """By value of the graph, on one device.
+    """Costs on one device, by value of the graph.
 
     Args:
-        num_bytes: its size, as it is made.
-        held: of that, and of what it is resharded to, the bytes that the backward pass reads.
-        stored: values that are in memory at all, as they are made or resharded; others stay inside kernels.
-        seconds: of the kernels that make it, and of the collectives what nothing hides; a value inside a kernel takes
-            none of its own.
+        num_bytes: size as it is produced.
+        held: bytes that the backward pass reads of it, or of what it is resharded to.
+        stored: values that are in memory, as produced or resharded; all others stay inside kernels.
+        seconds: of the kernels that produce it, and the exposed seconds of its collectives; a value inside a kernel has
+            none.
     """
 
     num_bytes: dict[int, float]
@@ -35,11 +35,11 @@ class Numbers:
 def numbers_of(
     f: Formulation, choices: Sequence[int], device: DeviceProgram, start: int, exposed: Mapping[str, float]
 ) -> Numbers:
-    """Read the numbers off the program of a plan.
+    """Read the costs from the device program of a plan.
 
     Args:
         start: the node at which the backward pass starts.
-        exposed: by kind of collective, the part that nothing hides; all of it where a kind is not there.
+        exposed: exposed share by kind of collective; all of it for a kind that is missing.
     """
     profile = replace(f.profile, xla_estimator=None)
     held: dict[int, float] = defaultdict(float)

@@ -1,12 +1,12 @@
-"""What to keep from the forward to the backward pass, and what to compute again: a minimum cut.
+"""Choose which activations to keep and which to recompute, by a minimum cut.
 
-    minimise    sum_v price * bytes_v * keep_v + seconds_v * again_v
+    minimize    sum_v price * bytes_v * keep_v + seconds_v * again_v
     subject to  keep_v or again_v       for every v that the backward pass reads
                 keep_u or again_u       for every u that some v with again_v = 1 reads
 
-In: numbers of one segment, and what a byte is worth. Out: what is computed again, at the least sum. `again` and
-`there = keep or again` are the sides of a cut: an arc is cut from `there` to `again` where a value is kept, and from
-`again` to the sink where it is computed again.
+In: costs of one segment, and a price per byte. Out: what is recomputed, at the least cost. Each value has two nodes in the
+flow network, `there = keep or again` and `again`: the arc between them is cut where the value is kept, the arc from `again`
+to the sink where it is recomputed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: A cut's arcs have whole capacities.
+#: Arcs of the flow network have integer capacities: costs are scaled to this sum.
 _RESOLUTION = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one equation makes: what it takes to keep it, and to make it again; `inf` where that cannot be.
+    """One equation: the bytes to keep its results and the seconds to compute them again; `inf` where that is impossible.
 
     Args:
-        reads: other steps, by key.
+        reads: keys of the steps that it reads.
     """
 
     num_bytes: float
@@ -35,17 +35,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """A choice: the steps that run again, and those whose results are kept."""
+    """A cut: the steps that run again, and those whose results are kept."""
 
     again: frozenset[int]
     kept: frozenset[int]
 
 
 def cheapest(steps: Mapping[int, Step], needed: Collection[int], seconds_per_byte: float) -> States:
-    """The least sum of seconds and of bytes at a price.
+    """The cut of the least cost: seconds to recompute, and bytes kept at a price.
 
     Args:
-        steps: by key. needed: those that the backward pass reads.
+        steps: by key. needed: keys of those that the backward pass reads.
     """
     from ortools.graph.python import max_flow  # noqa: PLC0415 - OR-Tools, which running a saved plan must not need
 
@@ -60,7 +60,7 @@ def cheapest(steps: Mapping[int, Step], needed: Collection[int], seconds_per_byt
         there, again = keys[key], keys[key] + 1
         arcs.append((there, again, _whole(keeping[key] / unit, endless)))
         arcs.append((again, there, endless))
-        # A tie is kept: what costs nothing to hold is not computed again.
+        # On a tie the value is kept: a value that costs nothing to keep is not recomputed.
         arcs.append((again, sink, _whole(step.seconds / unit, endless)))
         arcs += [(again, keys[read], endless) for read in step.reads]
     arcs += [(source, keys[key], endless) for key in needed]
@@ -78,6 +78,6 @@ def _whole(amount: float, endless: int) -> int:
 
 
 def check(states: States, steps: Mapping[int, Step], needed: Sequence[int]) -> bool:
-    """Whether nothing reads what is neither kept nor computed again."""
+    """Whether everything that is read is kept or recomputed."""
     there = states.again | states.kept
     return set(needed) <= there and all(set(steps[key].reads) <= there for key in states.again)

@@ -1,8 +1,7 @@
-"""A forward pass in segments: what is computed again is computed a segment at a time.
+"""Cut the forward pass into segments that are rematerialized one at a time.
 
-In: the graph, a site, numbers. Out: `Segment`s. All that a segment computes again is in memory together, and what it
-reads of other segments has been kept. So they are cut where little passes from one to the next: the sum of what
-passes, and the most that any segment holds by itself, is as small as it can be.
+In: the graph, a site, costs. Out: `Segment`s. All values that a segment recomputes are live together, and what it reads of
+other segments is kept. So the cuts minimize the bytes that pass between segments plus the most that one segment holds.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ _MOST_PLACES = 400
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Equations that are computed again together.
+    """Equations that are rematerialized together.
 
     Args:
-        nodes: in order; what passes to it only inside kernels is among them, and may be among another's too.
-        fixed: those of them whose values others read: they are kept, or never read again.
+        nodes: in order. Producers of values that reach the segment only inside kernels are among them, and may be in
+            another segment too.
+        fixed: those whose values other segments read: they are kept.
     """
 
     nodes: tuple[int, ...]
@@ -32,12 +32,12 @@ class Segment:
 
 
 def segments_of(graph: Graph, site: Site, numbers: Numbers) -> tuple[Segment, ...]:
-    """The segments of a site in order; a loop's body is one."""
+    """The segments of a site in order; the body of a loop is one segment."""
     if not site.forward:
         return ()
     if site.is_loop:
         return (Segment(site.forward, frozenset()),)
-    makers = {v: n for n in site.forward for v in graph.nodes[n].results}
+    producers = {v: n for n in site.forward for v in graph.nodes[n].results}
     last = _last_reads(graph, site, numbers)
     ends = _ends(site, graph, numbers, last)
     segments, start = [], 0
@@ -48,12 +48,12 @@ def segments_of(graph: Graph, site: Site, numbers: Numbers) -> tuple[Segment, ..
         fixed = frozenset(
             n for n in span if any(v in numbers.stored and last.get(v, -1) > stop for v in graph.nodes[n].results)
         )
-        segments.append(Segment(_with_what_passes_unseen(graph, span, makers, numbers), fixed))
+        segments.append(Segment(_with_fused_producers(graph, span, producers, numbers), fixed))
     return tuple(segments)
 
 
 def _last_reads(graph: Graph, site: Site, numbers: Numbers) -> dict[int, int]:
-    """By value, the last equation of the forward pass that reads it, perhaps inside a kernel of a later one."""
+    """The last equation of the forward pass that reads each value, perhaps inside a kernel of a later equation."""
     last: dict[int, int] = {}
     own = set(site.forward)
     for n in range(site.start - 1, -1, -1):
@@ -67,21 +67,21 @@ def _last_reads(graph: Graph, site: Site, numbers: Numbers) -> dict[int, int]:
     return last
 
 
-def _with_what_passes_unseen(
-    graph: Graph, span: Sequence[int], makers: dict[int, int], numbers: Numbers
+def _with_fused_producers(
+    graph: Graph, span: Sequence[int], producers: dict[int, int], numbers: Numbers
 ) -> tuple[int, ...]:
     found, waiting = set(span), list(span)
     while waiting:
         for value in graph.nodes[waiting.pop()].operands:
-            maker = makers.get(value) if value is not None else None
-            if maker is not None and maker not in found and value not in numbers.stored:
-                found.add(maker)
-                waiting.append(maker)
+            producer = producers.get(value) if value is not None else None
+            if producer is not None and producer not in found and value not in numbers.stored:
+                found.add(producer)
+                waiting.append(producer)
     return tuple(sorted(found))
 
 
 def _ends(site: Site, graph: Graph, numbers: Numbers, last: dict[int, int]) -> list[int]:
-    """How many of the site's equations come before each cut; the last is all."""
+    """The number of equations before each cut; the last one is all of them."""
     count = len(site.forward)
     passing, own = [0.0] * count, [0.0] * (count + 1)
     leaving: dict[int, float] = {}
@@ -121,7 +121,8 @@ def _ends(site: Site, graph: Graph, numbers: Numbers, last: dict[int, int]) -> l
 def _cheapest_cuts(
     places: Sequence[int], passing: Sequence[float], own: Sequence[float], most: float
 ) -> list[int] | None:
-    """The places to cut at, so that no part holds more than `most` and as little as can be passes."""
+    """The cuts at which least passes from segment to segment, while no segment holds more than `most`; None where there are
+    none."""
     cost: list[float] = [0.0] + [float("inf")] * (len(places) - 1)
     before = [0] * len(places)
     for j in range(1, len(places)):
