@@ -97,7 +97,7 @@ def test_a_plan_and_itself_differ_in_nothing(eight: autopar.Plan) -> None:
     told = autopar.diff(eight, eight)
     assert told.same_state and not told.state and not told.data and not told.activations and not told.unlike
     assert not any(told.fetched_bytes)
-    assert "stay where they are" in str(told)
+    assert "keep their sharding" in str(told)
 
 
 @pytest.mark.contract

@@ -32,7 +32,7 @@ Plan of `train_step` for 8 h100-sxm devices, mesh 2x4 (data=2, model=4)
 Predicted step time: 2.60 ms
   compute              1.97 ms   76 %  ##############################
   all-reduce            630 us   24 %  ##########
-XLA's estimate, simulated: 2.50 ms (what XLA's latency estimator should say; `verify` compares it)
+XLA's estimate, simulated: 2.50 ms (expected of XLA's latency estimator; `verify` compares it)
 
 Predicted peak memory per device: 12.0 GB of 40.0 GB (30 %)
   parameters           1.50 GB   12 %  #####
@@ -43,8 +43,8 @@ Predicted peak memory per device: 12.0 GB of 40.0 GB (30 %)
 How to read it: P('data', None) splits dim 0 of a tensor over the mesh axis `data` and leaves dim 1
 whole; P() keeps a copy on every device. `cost` is what the choice takes of a step, for one tensor:
 its own time and the collectives next to it. `runner-up` is the next best sharding of this tensor,
-all others kept, and what it would add to the step. A `-` stands where a tensor is too small to be
-worth a decision. Layers alike share a row: `h_{0..11}/kernel` x12.
+all others kept, and what it would add to the step. A `-` marks a tensor too small for a decision.
+Identical layers share a row: `h_{0..11}/kernel` x12.
 
 Parameters: 7 tensors, 25.2 MB, 6.29 MB on each device; paths under state/params/
 
@@ -66,15 +66,15 @@ Data and other arguments: 1 tensor, 32.8 KB, 16.4 KB on each device
 
 Optimizer state, by sharding; paths under state/opt_state/0/mu/
 
-  sharding          tensors    whole  on each device  the largest
-  ---------------------------------------------------------------------
-  P(None, 'model')        3  12.6 MB         3.15 MB  h_0/fc_in/kernel
-  P('model')              3  12.6 MB         3.15 MB  h_0/fc_out/kernel
-  P()                     1  2.05 KB         2.05 KB  norm/bias
+  sharding          tensors   global  per device  the largest
+  -----------------------------------------------------------------
+  P(None, 'model')        3  12.6 MB     3.15 MB  h_0/fc_in/kernel
+  P('model')              3  12.6 MB     3.15 MB  h_0/fc_out/kernel
+  P()                     1  2.05 KB     2.05 KB  norm/bias
 
 Large activations, the largest first
 
-  made by                  sharding                    cost  runner-up, collectives caused
+  produced by              sharding                    cost  runner-up, collectives caused
   ----------------------------------------------------------------------------------------
   GPT/h_{0..2}/fc_in       P('data', None, 'model')  300 us  P('data'): +220 us
     bf16[16,256,2048]  x3
@@ -83,7 +83,7 @@ Large activations, the largest first
 
 Collectives: 3 in a step, 630 us; data per device
 
-  collective    count  total time  total data  what for
+  collective    count  total time  total data  cause
   --------------------------------------------------------------------------------------------------
   all-reduce        3      630 us     25.2 MB  sum the result of `GPT/h_{0..2}/fc_out` over its
     over model                                 split inner dim
@@ -196,7 +196,7 @@ def test_collapse(texts: list[str], patterns: list[str]) -> None:
 def test_gap_is_stated() -> None:
     plan = make_plan()
     stopped = replace(plan, outcome=replace(plan.outcome, gap=0.034, status="feasible, stopped by the time limit"))
-    assert "within 3.4 % of the best there can be; feasible, stopped by the time limit" in str(explain(stopped))
+    assert "within 3.4 % of the optimum; feasible, stopped by the time limit" in str(explain(stopped))
     unbounded = replace(plan, outcome=replace(plan.outcome, gap=math.inf, status="feasible"))
     assert "not bounded; feasible" in str(explain(unbounded))
 
@@ -211,8 +211,8 @@ def test_what_runs_replicated_is_told_beside_the_strategy() -> None:
     text = " ".join(str(explain(replace(plan, replicated=replicated))).split())
     assert (
         "Replicated 3 operations have no sharding rule and run replicated on all 8 devices: `mha_forward` x2, `fft`; 31 % of"
-        " the step Certainty proven optimal among the strategies that the rules know, with the above replicated: in the"
-        " solver's model none is faster" in text
+        " the step Certainty proven optimal among the strategies of the known sharding rules: in the solver's model"
+        " none is faster" in text
     )
     one = replace(plan, replicated=(replace(replicated[1], time_s=1e-6),))
     told = "1 operation has no sharding rule and runs replicated on all 8 devices: `fft`; under 1 % of the step"
@@ -231,10 +231,10 @@ def test_a_tie_is_told() -> None:
     tie = Tie(mesh=MeshShape(("data",), (8,)), words="data parallel, parameters sharded", num_split=19, faster=0.0012)
     tied = replace(plan, tie=tie, outcome=replace(plan.outcome, gap=0.0015))
     text = " ".join(str(explain(tied)).split())
-    assert "Certainty within 0.15 % of the best there can be, by the solver's model" in text
+    assert "Certainty within 0.15 % of the optimum, in the solver's model" in text
     assert (
-        "Tie of the plans within 0.5 % of the fastest this is the simplest, with 13 arguments split. 0.12 % faster, with 19"
-        " split: data parallel, parameters sharded, on mesh 8" in text
+        "Tie the simplest plan within 0.5 % of the fastest, with 13 sharded arguments. 0.12 % faster, with 19 sharded:"
+        " data parallel, parameters sharded, on mesh 8" in text
     )
     assert explain_json(tied)["tie"]["faster"] == 0.0012
     assert Plan.from_json(tied.to_json()) == tied
@@ -252,7 +252,7 @@ def test_a_bare_plan_is_explained() -> None:
     plan = make_plan(0)
     bare = replace(plan, decisions=(), collectives=(), rejected=(), notes=(), pins={}, memory_budget_bytes=None)
     text = str(explain(bare))
-    assert "12.0 GB (no budget given: what the device has)" in text
+    assert "12.0 GB (no budget given: the device's memory)" in text
     assert "Collectives: none" in text
     for absent in ("Large activations", "Other meshes", "Notes", "Pinned"):
         assert absent not in text
@@ -280,9 +280,9 @@ def long_plan() -> Plan:
 
 def test_long_tables_say_what_they_leave_out() -> None:
     text = str(explain(long_plan()))
-    assert f"and {30 - MAX_ROWS} rows of smaller ones; --json has all" in text
+    assert f"and {30 - MAX_ROWS} rows of smaller activations; --json has all" in text
     assert f"and {30 - MAX_ROWS} more rows, 2.94 ms; --json has all" in text
-    assert "* XLA may merge these into fewer" in text
+    assert "* XLA may combine these into fewer" in text
     assert len(explain_json(long_plan())["activations"]) == 30
 
 

@@ -27,7 +27,7 @@ from autopar.pipeline.schedule.table import build
 from autopar.plans.records import Replicated, Tie
 from autopar.report.html.document import page
 from autopar.report.html.markup import written
-from autopar.report.html.timeline import MAX_TASKS, pipeline_lanes
+from autopar.report.html.timeline import MAX_TASKS, pipeline_tracks
 from autopar.report.predicted_vs_compiled import compiled_of
 
 _VOID = {"meta", "input", "br"}
@@ -81,12 +81,14 @@ def test_the_head_says_what_runs_replicated_and_names_both_step_times() -> None:
         "2 operations have no sharding rule and run replicated on all 8 devices: <code>&lt;b&gt;fft</code> x2; 31 %"
         in head
     )
-    assert "among the strategies that the rules know" in head
+    assert "among the strategies of the known sharding rules" in head
     assert (
-        "A tie: of the plans within 0.5 % of the fastest this is the simplest, with 13 arguments split. 0.12 % faster, with 9 split"
+        "A tie: the simplest plan within 0.5 % of the fastest, with 13 sharded arguments. 0.12 % faster, with 9 sharded"
         in head
     )
-    assert "predicted; XLA's estimate, simulated: 2.50 ms" in head.replace("&#x27;", "'").replace("&apos;", "'")
+    assert "predicted, not measured on a GPU; XLA's estimate, simulated: 2.50 ms" in head.replace(
+        "&#x27;", "'"
+    ).replace("&apos;", "'")
     plain = page(autopar.explain(make_plan())).split("<nav")[0]
     assert "replicated on all" not in plain and "A tie" not in plain and "rules know" not in plain
     staged = staged_plan()
@@ -162,12 +164,12 @@ def test_users_names_are_text_wherever_they_stand() -> None:
     hostile = replace(traced, trace=replace(traced.trace, places=places))
     told = parsed(hostile)
     known = json.loads(re.findall(r"\{.*\}", told.text["script"].splitlines()[0])[0].split('"use strict"')[0])
-    assert any(NASTY in text for lane in known.values() for text in lane.get("texts", ()))
+    assert any(NASTY in text for track in known.values() for text in track.get("texts", ()))
 
 
 def test_rows_of_very_many_tasks_stay_small() -> None:
     timeline = simulate(build("1f1b", 2, 200), lambda task: 2.0 if task.phase == "backward" else 1.0, lambda a, b: 0.0)
-    figure, known = pipeline_lanes(timeline, "it")
+    figure, known = pipeline_tracks(timeline, "it")
     assert all(len(told["at"]) <= 480 for told in known.values())
     assert len(written(figure)) < 60_000 and MAX_TASKS < 4 * 2000
     whole = known["it-0"]["whole"]
@@ -199,7 +201,7 @@ def verification_of(plan: AnyPlan) -> dict[str, Any]:
 def test_what_was_compiled_stands_beside() -> None:
     plan = make_plan()
     text = page(autopar.explain(plan), compiled_of(verification_of(plan), plan.program.name, plan.words))
-    assert "Predicted beside compiled" in text and "Off: peak" in text
+    assert "Predicted against compiled" in text and "Off: peak" in text
     assert ">-23.1 %<" in text and ">OFF<" in text and "all-reduce over data" in text
     stages = {
         "format": "autopar-stages-verification",
@@ -219,7 +221,7 @@ def test_what_was_compiled_stands_beside() -> None:
             "it is of another plan: its program is 'other_step', that of this plan 'train_step'",
         ),
         ({"strategy": "none"}, "it is of another plan: its strategy is 'none'"),
-        ({"format": "autopar-plan"}, 'it is no verification, whose "format" is'),
+        ({"format": "autopar-plan"}, 'it is not a verification, whose "format" is'),
         ({"memory": [{"name": "peak"}]}, "is missing"),
         ({"off": 3}, "must be a list"),
     ],
@@ -257,7 +259,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*asked, "--verification", str(tmp_path / "v.json")]) == 0
     out, err = capsys.readouterr()
     assert out == "" and "The page is written to" in err
-    assert "Predicted beside compiled" in file.read_text(encoding="utf-8")
+    assert "Predicted against compiled" in file.read_text(encoding="utf-8")
     assert main([*asked, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["memory"]["peak_bytes"] == plan.prediction.peak_bytes and "split" not in document["parameters"][0]
@@ -304,6 +306,6 @@ def test_one_program_is_written_for_perfetto(tmp_path: Path) -> None:
     exposed = sum(event["args"]["exposed_us"] for event in sent)
     whole = sum(event["dur"] for event in kernels) + exposed
     assert whole == pytest.approx(1e6 * plan.prediction.step_time_s, rel=1e-4)
-    assert {event["args"]["trips"] for event in kernels} == {1, 4}
+    assert {event["args"]["iterations"] for event in kernels} == {1, 4}
     held = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
     assert max(held) == plan.prediction.peak_bytes

@@ -99,7 +99,7 @@ def test_shards_are_shown_by_pointer_and_by_keyboard(tab: Tab, pages: dict[str, 
 
 def test_rows_over_time_are_gone_through_with_arrows(tab: Tab, pages: dict[str, Path]) -> None:
     tab.open(pages["stages"])
-    tab.value("document.querySelector('[data-lane=pipeline-0]').focus()")
+    tab.value("document.querySelector('[data-track=pipeline-0]').focus()")
     assert "F0: forward of microbatch 0 on stage 0" in tab.value("shown.textContent")
     tab.press("ArrowRight")
     assert "microbatch 1" in tab.value("shown.textContent")
@@ -107,7 +107,7 @@ def test_rows_over_time_are_gone_through_with_arrows(tab: Tab, pages: dict[str, 
     tab.press("ArrowLeft")
     assert "microbatch 0" in tab.value("shown.textContent")
     tab.open(pages["program"])
-    tab.point_at("[data-lane=lanes-kernels]")
+    tab.point_at("[data-track=tracks-kernels]")
     assert any(phase in tab.value("shown.textContent") for phase in ("forward", "backward"))
 
 

@@ -129,7 +129,7 @@ def test_a_step_that_fits_no_more_fails(folder: Path) -> None:
         (["step.plan.json", "step.plan.json", "--check"], "is a plan: give a TARGET, or drop --check"),
         (
             ["step.plan.json", "step.plan.json", "--memory", "5%"],
-            "--memory: for new code held against a plan: add --check",
+            "--memory: these belong to --check: add it",
         ),
         (["step.plan.json", "train.py:none", "--check"], "has no function 'none'"),
     ],
@@ -142,7 +142,12 @@ def test_mistakes_are_no_failed_check(
 
 
 def use(path: str, num_bytes: float = 8e6, **more: Any) -> CollectiveUse:
-    about: dict[str, Any] = {"kind": "all-reduce", "axes": ("data",), "cause": "reduce the gradient", "phase": "backward"}
+    about: dict[str, Any] = {
+        "kind": "all-reduce",
+        "axes": ("data",),
+        "cause": "reduce the gradient",
+        "phase": "backward",
+    }
     return CollectiveUse(path=path, num_bytes=num_bytes, time_s=1e-3, source="a.py:1", **(about | more))
 
 

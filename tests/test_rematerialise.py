@@ -372,15 +372,13 @@ def test_the_program_of_a_plan_is_the_one_it_was_made_of() -> None:
 def test_it_is_told() -> None:
     plan = planned_within(False, 0.6)
     text = str(autopar.explain(plan))
-    assert "run again in the backward pass" in " ".join(text.split())
-    assert len(explain_json(plan)["recomputed"]) == len(plan.recomputed)
+    assert "are recomputed in the backward pass" in " ".join(text.split())
+    assert len(explain_json(plan)["rematerialized"]) == len(plan.recomputed)
 
 
 def test_forbidden_it_is_a_way_out_with_its_price() -> None:
     budget = 0.6 * free_plan(False).prediction.peak_bytes / 0.95
-    with pytest.raises(
-        errors.BudgetError, match=r"Ways out: allow rematerialization .*; \+\d+ %"
-    ) as error:
+    with pytest.raises(errors.BudgetError, match=r"Ways out: allow rematerialization .*; \+\d+ %") as error:
         plan_program(traced(False)[0], mesh=MESH, hardware=HARDWARE, memory_budget_bytes=budget, rematerialize=False)
     assert "in the " in str(error.value) and "results" in str(error.value)
 

@@ -276,7 +276,9 @@ def _decisions(
             value, n = shown
             producer = f.graph.nodes[n]
             out.append(
-                _decision(f, choices, prices, node, value, producer.path, "activation", producer, producer.source, caused_by)
+                _decision(
+                    f, choices, prices, node, value, producer.path, "activation", producer, producer.source, caused_by
+                )
             )
     return tuple(out)
 

@@ -1,6 +1,6 @@
-"""Where the time of a step and the memory of a device go: parts that sum up to what a plan predicts.
+"""Break a plan's step time and memory down into parts that sum up to the prediction.
 
-In: a plan. Out: `StepTime` and `MemoryUse`, and in words what a headline must not leave out; every report of a plan reads them.
+In: a plan. Out: `StepTime` and `MemoryUse`, and the sentences of a summary; every report of a plan reads them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from autopar.system.units import human_flops, human_number, human_seconds
 
 #: Operations named of those that run replicated; the notes name all.
 MAX_NAMED = 4
-#: What the two step times of a plan are called, wherever one is told, and what each is.
+#: The names of the two step times of a plan in every report, and what each is.
 PREDICTED, SIMULATED = "predicted step time", "XLA's estimate, simulated"
-PREDICTED_IS = "by the planner's own model of the device: what a clock is expected to show"
-SIMULATED_IS = "what XLA's latency estimator should say; `verify` compares it"
+PREDICTED_IS = "by the planner's own model of the device: the expected wall-clock time"
+SIMULATED_IS = "expected of XLA's latency estimator; `verify` compares it"
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """Seconds of a step that collectives of one kind take: exposed ones make it longer, hidden ones run beside kernels."""
+    """Seconds of the collectives of one kind: exposed ones lengthen the step, hidden ones overlap with kernels."""
 
     kind: str
     exposed_s: float
@@ -34,7 +34,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The step time is `compute_s` and what of all collectives is exposed; the most exposed are first."""
+    """The step time is `compute_s` plus all exposed communication; the most exposed kind is first."""
 
     step_time_s: float
     compute_s: float
@@ -52,13 +52,13 @@ class MemoryUse:
     """Bytes on one device.
 
     Args:
-        parts: names and bytes that sum up to the peak; the temporaries are those of the peak.
-        steady_bytes: of these, what is held throughout: all but the temporaries.
-        over_step: all that is held, the most in each of equal parts of the step time; its largest is the peak. Empty
-            where the plan does not say.
-        phases: what runs in how many of these parts, one after the other.
-        loops: the first part, the one after the last, and the number of trips; all trips are drawn as one.
-        at_peak: the most of the temporaries at the peak, the largest first. peak: what runs then.
+        parts: names and bytes that sum up to the peak; the temporaries are those live at the peak.
+        steady_bytes: of these, what is live throughout: all but the temporaries.
+        over_step: live bytes, the most in each of equal parts of the step time; the largest is the peak. Empty where the
+            plan does not have them.
+        phases: each phase in order, and the number of these parts that it takes.
+        loops: the first part, the one after the last, and the trip count; all iterations are drawn as one.
+        at_peak: the largest temporaries live at the peak. peak: the operation that runs then.
     """
 
     peak_bytes: float
@@ -73,46 +73,51 @@ class MemoryUse:
 
 
 def step_time(plan: Plan) -> StepTime:
-    """Where the time of a step goes.
+    """Break a step's time down.
 
-    What is hidden is that of the plan's schedule, in which XLA's merging has been done; of a plan that has none, what its
-    collectives take one by one beyond what is exposed.
+    Hidden communication is that of the plan's timeline, after XLA's combining; of a plan without one, the time of its
+    collectives one by one minus what is exposed.
     """
-    told, trace = plan.prediction, plan.trace
+    prediction, trace = plan.prediction, plan.trace
     hidden: dict[str, float] = defaultdict(float)
     if trace is None:
-        hidden |= {kind: max(0.0, all_s - told.exposed_s.get(kind, 0.0)) for kind, all_s in told.collective_s.items()}
+        hidden |= {
+            kind: max(0.0, all_s - prediction.exposed_s.get(kind, 0.0))
+            for kind, all_s in prediction.collective_s.items()
+        }
     else:
         sent = trace.collectives
         for kind, ns, exposed_ns in zip(sent.kind, sent.ns, sent.exposed_ns, strict=True):
             hidden[trace.kinds[kind][0]] += 1e-9 * max(0, ns - exposed_ns)
-    kinds = sorted({*told.exposed_s, *hidden}, key=lambda kind: (-told.exposed_s.get(kind, 0.0), kind))
-    each = (CollectiveTime(kind, told.exposed_s.get(kind, 0.0), hidden.get(kind, 0.0)) for kind in kinds)
+    kinds = sorted({*prediction.exposed_s, *hidden}, key=lambda kind: (-prediction.exposed_s.get(kind, 0.0), kind))
+    each = (CollectiveTime(kind, prediction.exposed_s.get(kind, 0.0), hidden.get(kind, 0.0)) for kind in kinds)
     return StepTime(
-        told.step_time_s, told.compute_s, tuple(one for one in each if one.exposed_s > 0 or one.hidden_s > 0)
+        prediction.step_time_s,
+        prediction.compute_s,
+        tuple(one for one in each if one.exposed_s > 0 or one.hidden_s > 0),
     )
 
 
 def memory_use(plan: Plan) -> MemoryUse:
-    """What a device holds, and when."""
-    told, kept = plan.prediction, plan.memory
+    """Break a device's memory down, over the step."""
+    prediction, kept = plan.prediction, plan.memory
     parts = [
-        ("parameters", told.parameter_bytes),
-        ("optimizer state", told.optimizer_bytes),
-        ("data", told.data_bytes),
-        ("temporaries", told.temporary_bytes),
-        ("outputs", told.output_bytes),
+        ("parameters", prediction.parameter_bytes),
+        ("optimizer state", prediction.optimizer_bytes),
+        ("data", prediction.data_bytes),
+        ("temporaries", prediction.temporary_bytes),
+        ("outputs", prediction.output_bytes),
     ]
     use = MemoryUse(
-        peak_bytes=told.peak_bytes,
+        peak_bytes=prediction.peak_bytes,
         budget_bytes=plan.memory_budget_bytes,
         parts=tuple(parts),
-        steady_bytes=told.peak_bytes - told.temporary_bytes,
+        steady_bytes=prediction.peak_bytes - prediction.temporary_bytes,
     )
     if kept is None:
         return use
     # Temporaries are less at all times but the peak: counted down from it, the curve's largest is the peak to the byte.
-    least = (told.peak_bytes - (told.temporary_bytes - live) for live in kept.live_bytes)
+    least = (prediction.peak_bytes - (prediction.temporary_bytes - live) for live in kept.live_bytes)
     return MemoryUse(
         use.peak_bytes,
         use.budget_bytes,
@@ -164,19 +169,19 @@ def replicated_words(plan: Plan) -> str:
 
 
 def tie_words(plan: Plan) -> str:
-    """By how much the fastest plan found is faster than this simpler one; "" where none is."""
+    """How much faster the fastest plan is than this simpler one; "" where none is."""
     tie = plan.tie
     if tie is None:
         return ""
     where = "" if tie.mesh == plan.mesh else f", on mesh {tie.mesh}"
     faster = f"{100 * tie.faster:.2f} %" if tie.faster >= 5e-5 else "under 0.01 %"
     return (
-        f"of the plans within 0.5 % of the fastest this is the simplest, with {num_split(plan.inputs)} arguments split."
-        f" {faster} faster, with {tie.num_split} split: {tie.words}{where}"
+        f"the simplest plan within 0.5 % of the fastest, with {num_split(plan.inputs)} sharded arguments. {faster} faster,"
+        f" with {tie.num_split} sharded: {tie.words}{where}"
     )
 
 
 def simulated_words(plan: Plan) -> str:
-    """What XLA's latency estimator is expected to say, where the plan has that: the other of two step times."""
-    told = plan.prediction
-    return "" if told.xla_step_time_s is None else f"{SIMULATED}: {human_seconds(told.xla_step_time_s)}"
+    """The expected output of XLA's latency estimator, where the plan has it."""
+    prediction = plan.prediction
+    return "" if prediction.xla_step_time_s is None else f"{SIMULATED}: {human_seconds(prediction.xla_step_time_s)}"

@@ -1,7 +1,7 @@
-"""Two plans beside each other: what is split otherwise, and what each device must fetch to go from one to the other.
+"""Compare two plans: which shardings differ, and what each device must fetch to go from one to the other.
 
-In: two plans, fresh or from files. Out: `diff(before, after)`, a `PlanDiff` that prints as plain text, renders on a
-console and is told as JSON types. It reads the plans and nothing else: no device is looked at, and nothing is moved.
+In: two plans, fresh or from files. Out: `diff(before, after)`, a `PlanDiff` that prints as plain text, renders on a console
+and converts to JSON types. It reads the plans and nothing else: it uses no device and moves no data.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autopar.system.units import human_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChange:
-    """An input of both plans that some device holds otherwise. Bytes are of one tensor.
+    """An input of both plans whose sharding differs on some device. Bytes are of one tensor.
 
     Args:
-        num_bytes: of all of it.
-        local_bytes_before, local_bytes: what one device holds of it, where it holds most.
-        fetched_bytes: what the device that fetches most must fetch.
-        total_fetched_bytes: what all devices fetch together.
+        num_bytes: of the whole tensor.
+        local_bytes_before, local_bytes: of the largest shard.
+        fetched_bytes: of the device that must fetch most.
+        total_fetched_bytes: of all devices.
     """
 
     path: str
@@ -48,8 +48,8 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationChange:
-    """A value within the step that is made split otherwise; on another mesh, along other dims. `path` is its module's,
-    `source` the line that made it."""
+    """An activation whose sharding differs; on another mesh, one sharded along other dims. `path` is that of its module, `source`
+    the line that produced it."""
 
     path: str
     primitive: str
@@ -63,19 +63,19 @@ class ActivationChange:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanDiff:
-    """The map from one plan to another. Printed, it is plain text.
+    """The differences between two plans. Printed, it is plain text.
 
     Args:
         before, after: the plans.
-        state: carried inputs of both that some device holds otherwise, the most fetched first.
-        data: other inputs of both that are split otherwise; they are fed anew, so nothing is fetched.
-        activations: values within the step that are split otherwise.
-        num_state, num_activations: how many there are of both plans, the same included.
-        num_state_unlike: carried tensors that one of the plans has not, or has in another shape or dtype.
-        unlike: all inputs of that kind, each in words.
-        held_bytes: by device of the later plan, the state that it holds then. A restore from a checkpoint reads it.
-        fetched_bytes: of that, what the device of the same number did not hold before. Where the state stays in
-            memory, this is what must be sent to it.
+        state: carried inputs of both whose sharding differs, the most fetched first.
+        data: other inputs of both whose sharding differs; every step feeds them, so nothing is fetched.
+        activations: activations whose sharding differs.
+        num_state, num_activations: how many both plans have, the unchanged included.
+        num_state_unlike: carried tensors that one plan lacks, or has in another shape or dtype.
+        unlike: all such inputs, each as a sentence.
+        held_bytes: bytes of state by device of the later plan. A restore from a checkpoint reads them.
+        fetched_bytes: of these, what the device of the same number did not hold before: what must be sent to it where the
+            state stays in memory.
     """
 
     before: AnyPlan
@@ -92,20 +92,20 @@ class PlanDiff:
 
     @property
     def same_state(self) -> bool:
-        """Whether every device holds the state just as before: a state of one plan is one of the other."""
+        """Whether every device holds the same shards of the state: a state of one plan is one of the other."""
         return not self.state and not self.num_state_unlike
 
     @property
     def words(self) -> str:
-        """The map of the state in one line."""
+        """The difference of the state in one line."""
         before, after = (_layout(plan) for plan in (self.before, self.after))
         meshes = after if before == after else f"{before} -> {after.removeprefix('mesh ')}"
         if self.same_state:
-            return f"{meshes}: all {self.num_state} tensors of the state stay where they are"
+            return f"{meshes}: all {self.num_state} tensors of the state keep their sharding"
         most, total = max(self.fetched_bytes, default=0.0), sum(self.fetched_bytes)
         return (
-            f"{meshes}: {len(self.state)} of {self.num_state} tensors of the state lie otherwise; a device holds"
-            f" {human_bytes(max(self.held_bytes, default=0.0))} of it and lacks at most {human_bytes(most)},"
+            f"{meshes}: {len(self.state)} of {self.num_state} tensors of the state change sharding; a device holds"
+            f" {human_bytes(max(self.held_bytes, default=0.0))} of it and must fetch at most {human_bytes(most)},"
             f" {human_bytes(total)} on all devices"
         )
 
@@ -118,8 +118,8 @@ class PlanDiff:
         """All rows as JSON types: plain seconds and bytes, null for what is infinite."""
         document = {
             "format": "autopar-diff",
-            "version": 1,
-            "words": self.words,
+            "version": 2,
+            "summary": self.words,
             "same_state": self.same_state,
             "before": _side_json(self.before),
             "after": _side_json(self.after),
@@ -136,15 +136,15 @@ class PlanDiff:
 
 
 def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
-    """The map from one plan to another: `print(autopar.diff(plan_a, plan_b))`.
+    """The differences between two plans: `print(autopar.diff(plan_a, plan_b))`.
 
     Args:
-        before, after: plans of one program, for whatever meshes; of two programs, what both have is compared.
+        before, after: plans of one program on any meshes; for two programs, the inputs that both have are compared.
     """
     earlier = {tensor.path: tensor for tensor in before.inputs}
     later = {tensor.path: tensor for tensor in after.inputs}
-    lay = {tensor.path: before.lies(position) for position, tensor in enumerate(before.inputs)}
-    lies = {tensor.path: after.lies(position) for position, tensor in enumerate(after.inputs)}
+    earlier_parts = {tensor.path: before.lies(position) for position, tensor in enumerate(before.inputs)}
+    later_parts = {tensor.path: after.lies(position) for position, tensor in enumerate(after.inputs)}
     unlike = [f"`{path}` is in the first plan alone" for path in earlier if path not in later]
     unlike += [f"`{path}` is in the second plan alone" for path in later if path not in earlier]
     state_unlike = sum(earlier[path].role != "data" for path in earlier if path not in later)
@@ -164,7 +164,7 @@ def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
             )
             state_unlike += new.role != "data"
             continue
-        moved, itemsize = move(new.shape, lay[path], lies[path]), _itemsize(new, lies[path])
+        moved, itemsize = move(new.shape, earlier_parts[path], later_parts[path]), _itemsize(new, later_parts[path])
         if new.role != "data":
             num_state += 1
             for device in range(len(moved.held)):
@@ -205,21 +205,21 @@ def _change(old: TensorPlan, new: TensorPlan, moved: Move, itemsize: float) -> T
 
 
 def _layout(plan: AnyPlan) -> str:
-    """What it runs on, in words."""
+    """The mesh or the stages that it runs on."""
     if isinstance(plan, PipelinePlan):
         return f"{len(plan.stages)} stages on {plan.cluster}"
     return f"mesh {plan.mesh}"
 
 
-def _itemsize(tensor: TensorPlan, lies: Lies) -> float:
-    """Bytes of one element; a plan keeps those of one device's part, where it is largest."""
+def _itemsize(tensor: TensorPlan, parts: Lies) -> float:
+    """Bytes of one element: a plan records the bytes of the largest shard."""
     return tensor.num_bytes / max(
-        1, *(part.sharding.local_size(part.shape_of(tensor.shape), part.mesh) for part in lies)
+        1, *(part.sharding.local_size(part.shape_of(tensor.shape), part.mesh) for part in parts)
     )
 
 
 def _activations(before: AnyPlan, after: AnyPlan) -> tuple[tuple[ActivationChange, ...], int]:
-    """Decisions on values of one place and type, in order: the first with the first. Stages are not compared."""
+    """Compare the decisions on values of one module, primitive and type, in order. Stages are not compared."""
     if isinstance(before, PipelinePlan) or isinstance(after, PipelinePlan):
         return (), 0
     earlier: dict[tuple[Any, ...], list[Decision]] = defaultdict(list)
@@ -235,14 +235,14 @@ def _activations(before: AnyPlan, after: AnyPlan) -> tuple[tuple[ActivationChang
         old = earlier[place][taken[place]]
         taken[place] += 1
         num_both += 1
-        if not _split_alike(old.sharding, new.sharding, same_mesh=before.mesh == after.mesh):
+        if not _is_same_sharding(old.sharding, new.sharding, same_mesh=before.mesh == after.mesh):
             about = {name: getattr(new, name) for name in ("path", "primitive", "phase", "source", "shape", "dtype")}
             changes.append(ActivationChange(**about, before=old.sharding, after=new.sharding))
     return tuple(sorted(changes, key=lambda change: -math.prod(change.shape))), num_both
 
 
-def _split_alike(before: TensorSharding, after: TensorSharding, *, same_mesh: bool) -> bool:
-    """On one mesh, along the same axes; else along the same dims: in how many parts, the meshes say."""
+def _is_same_sharding(before: TensorSharding, after: TensorSharding, *, same_mesh: bool) -> bool:
+    """On one mesh, over the same axes; on two meshes, along the same dims."""
     if same_mesh:
         return before == after
     dims = [tuple(map(bool, sharding.dims)) for sharding in (before, after)]
@@ -275,7 +275,7 @@ def _side_json(plan: AnyPlan) -> dict[str, Any]:
     return about | {
         "mesh": plan.mesh.size_of,
         "num_microbatches": plan.num_microbatches,
-        "recomputed": len(plan.recomputed),
+        "rematerialized": len(plan.recomputed),
         "collectives": len(plan.collectives),
     }
 

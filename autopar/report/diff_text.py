@@ -1,7 +1,7 @@
-"""The map from one plan to another, for people.
+"""Print the differences between two plans.
 
-In: a `PlanDiff`. Out: tables on a console: figures of both plans beside each other, then what lies otherwise. Tensors
-that differ only in a layer number are one row.
+In: a `PlanDiff`. Out: tables on a console: the figures of both plans, then the tensors whose sharding differs. Tensors that
+differ only in a layer number are one row.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ PATH_WIDTH = 30
 # Every text is a `Text`: a user's paths are never read as markup.
 
 
-def render_diff(told: PlanDiff, console: Console) -> None:
-    """Print the map to a console, with styles where it has them."""
-    name, other = told.before.program.name, told.after.program.name
+def render_diff(found: PlanDiff, console: Console) -> None:
+    """Print the differences to a console, with styles where it has them."""
+    name, other = found.before.program.name, found.after.program.name
     of = f"`{name}`" if name == other else f"`{name}` and `{other}`"
-    console.print(Text(f"Two plans of {of}", "bold"), Text(), inset(_sides(told.before, told.after)), Text())
-    console.print(Text("State: " + told.words.removeprefix("mesh "), "bold"), Text())
-    console.print(Group(*_state_section(told), *_data_section(told), *_activation_section(told), *_unlike(told)))
+    console.print(Text(f"Two plans of {of}", "bold"), Text(), inset(_sides(found.before, found.after)), Text())
+    console.print(Text("State: " + found.words.removeprefix("mesh "), "bold"), Text())
+    console.print(Group(*_state_section(found), *_data_section(found), *_activation_section(found), *_unlike(found)))
 
 
 def _sides(before: AnyPlan, after: AnyPlan) -> Table:
-    """Figures of both, beside each other."""
+    """Figures of both plans, in two columns."""
     table = _table("", "first", "second", "", right=[])
     plans = (before, after)
     table.add_row("devices", *(Text(f"{plan.num_devices} {plan.hardware}") for plan in plans), "")
@@ -54,9 +54,9 @@ def _sides(before: AnyPlan, after: AnyPlan) -> Table:
     counts = [plan.num_microbatches for plan in plans]
     if set(counts) != {1}:
         table.add_row("microbatches", *map(str, counts), "")
-    again = [sum(one.time_s for own in _programs(plan) for one in own.recomputed) for plan in plans]
-    if any(again):
-        table.add_row("computed again", *map(human_seconds, again), "")
+    remat = [sum(one.time_s for program in _programs(plan) for one in program.recomputed) for plan in plans]
+    if any(remat):
+        table.add_row("rematerialization", *map(human_seconds, remat), "")
     for name, values in _seconds(before, after):
         table.add_row(Text(name), *map(human_seconds, values), _percent(*values))
     for name, sizes in _bytes(before, after):
@@ -101,63 +101,63 @@ def _percent(before: float, after: float) -> str:
     return f"{100 * (after / before - 1):+.0f} %" if round(100 * (after / before - 1)) else "same"
 
 
-def _state_section(told: PlanDiff) -> list[RenderableType]:
-    if not told.state:
+def _state_section(found: PlanDiff) -> list[RenderableType]:
+    if not found.state:
         return []
-    numbers = ["held", "lacking", "lacking in all"]
-    rows = _merged(told.state)
+    numbers = ["held", "to fetch", "to fetch, total"]
+    rows = _merged(found.state)
     root = _common_root([path for path, _ in rows])
     table = _table(f"tensor, under {root}" if root else "tensor", "first -> second", *numbers, right=numbers)
-    for path, alike in rows[:MAX_ROWS]:
-        first = alike[0]
+    for path, group in rows[:MAX_ROWS]:
+        first = group[0]
         table.add_row(
-            _name(path[len(root) :], len(alike)),
+            _name(path[len(root) :], len(group)),
             Text(_from_to(first.before, first.after), "cyan"),
-            human_bytes(sum(one.local_bytes for one in alike)),
-            human_bytes(sum(one.fetched_bytes for one in alike)),
-            human_bytes(sum(one.total_fetched_bytes for one in alike)),
+            human_bytes(sum(one.local_bytes for one in group)),
+            human_bytes(sum(one.fetched_bytes for one in group)),
+            human_bytes(sum(one.total_fetched_bytes for one in group)),
         )
-    kept = told.num_state - len(told.state)
+    kept = found.num_state - len(found.state)
     lines = [_rest(len(rows))] if len(rows) > MAX_ROWS else []
-    lines += [f"{kept} more tensors lie as before"] if kept else []
+    lines += [f"{kept} more tensors keep their sharding"] if kept else []
     legend = (
-        "`held`: what a device holds of these tensors by the second plan, and reads of a checkpoint. `lacking`: what it"
-        " does not hold by the first, on the device that lacks most; device n of one mesh is device n of the other."
+        "`held`: bytes of these tensors on a device by the second plan, which a restore reads. `to fetch`: of these, the bytes"
+        " that it does not hold by the first plan, on the device with most; device n of one mesh is device n of the other."
     )
     under = [inset(Text("\n".join(lines), "dim"))] if lines else []
     return [inset(table), *under, Text(), Text(legend, "dim"), Text()]
 
 
-def _data_section(told: PlanDiff) -> list[RenderableType]:
-    if not told.data:
+def _data_section(found: PlanDiff) -> list[RenderableType]:
+    if not found.data:
         return []
     table = _table("argument", "first -> second", right=[])
-    for path, alike in _merged(told.data):
-        table.add_row(_name(path, len(alike)), Text(_from_to(alike[0].before, alike[0].after), "cyan"))
-    return [Text("Data and other arguments, fed anew at each step", "bold"), Text(), inset(table), Text()]
+    for path, group in _merged(found.data):
+        table.add_row(_name(path, len(group)), Text(_from_to(group[0].before, group[0].after), "cyan"))
+    return [Text("Data and other arguments, fed at each step", "bold"), Text(), inset(table), Text()]
 
 
-def _activation_section(told: PlanDiff) -> list[RenderableType]:
-    if not told.activations:
+def _activation_section(found: PlanDiff) -> list[RenderableType]:
+    if not found.activations:
         return []
-    title = f"{len(told.activations)} of {told.num_activations} values within the step are split otherwise"
-    table = _table("made by", "first -> second", "where", right=[])
-    rows = _merged(told.activations)
-    for path, alike in rows[:MAX_ROWS]:
-        first = alike[0]
+    title = f"{len(found.activations)} of {found.num_activations} activations change sharding"
+    table = _table("produced by", "first -> second", "where", right=[])
+    rows = _merged(found.activations)
+    for path, group in rows[:MAX_ROWS]:
+        first = group[0]
         where = f"{first.phase} {first.primitive}\n{short_source(first.source)}".strip()
         table.add_row(
-            _name(path or "the step", len(alike)), Text(_from_to(first.before, first.after), "cyan"), Text(where, "dim")
+            _name(path or "the step", len(group)), Text(_from_to(first.before, first.after), "cyan"), Text(where, "dim")
         )
     rest = [inset(Text(_rest(len(rows)), "dim"))] if len(rows) > MAX_ROWS else []
     return [Text(title, "bold"), Text(), inset(table), *rest, Text()]
 
 
-def _unlike(told: PlanDiff) -> list[RenderableType]:
-    if not told.unlike:
+def _unlike(found: PlanDiff) -> list[RenderableType]:
+    if not found.unlike:
         return []
-    lines = list(told.unlike[:MAX_ROWS])
-    lines += [_rest(len(told.unlike))] if len(told.unlike) > MAX_ROWS else []
+    lines = list(found.unlike[:MAX_ROWS])
+    lines += [_rest(len(found.unlike))] if len(found.unlike) > MAX_ROWS else []
     return [Text("Not in both plans", "bold"), inset(Text("\n".join(lines)))]
 
 

@@ -1,8 +1,8 @@
-"""Why a plan is as it is, in words and tables: reads a `Plan` and nothing else.
+"""Explain a plan of one program in text and tables; reads a `Plan` and nothing else.
 
 In: a plan, fresh or from a file. Out: `explain_program(plan)`, an `Explanation` that prints as plain text;
-`render_program(plan, console)` for a terminal; `program_json(plan)` for programs. Rows that differ only in
-a layer number are one row: `h_{0..11}/attn/kernel`, x12.
+`render_program(plan, console)` for a terminal; `program_json(plan)` for programs. Rows that differ only in a layer number
+are one row: `h_{0..11}/attn/kernel`, x12.
 """
 
 from __future__ import annotations
@@ -71,15 +71,14 @@ _LEGEND = (
     "How to read it: P('data', None) splits dim 0 of a tensor over the mesh axis `data` and leaves dim 1 whole;"
     " P() keeps a copy on every device. `cost` is what the choice takes of a step, for one tensor: its own time and"
     " the collectives next to it. `runner-up` is the next best sharding of this tensor, all others kept, and what it"
-    " would add to the step. A `-` stands where a tensor is too small to be worth a decision. Layers alike share a"
-    " row: `h_{0..11}/kernel` x12."
+    " would add to the step. A `-` marks a tensor too small for a decision. Identical layers share a row:"
+    " `h_{0..11}/kernel` x12."
 )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """All that there is to say of a plan, as values that every report of it reads. Printed, it is plain text of
-    `TEXT_WIDTH` columns."""
+    """An explanation of a plan as values, which every report reads. Printed, it is plain text of `TEXT_WIDTH` columns."""
 
     plan: Plan
     parameters: tuple[TensorRow, ...]
@@ -92,7 +91,7 @@ class Explanation:
     modules: ModuleTree
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write what a device runs when as a trace for Perfetto; the path ends in `.json`.
+        """Write the timeline of a device as a trace for Perfetto; the path ends in `.json`.
 
         Raises:
             PlotError: where it cannot be written, or the plan's file is too old to know.
@@ -106,7 +105,7 @@ class Explanation:
 
 
 def explain_program(plan: Plan) -> Explanation:
-    """Say what a plan does and why: `print(autopar.explain(plan))`."""
+    """Explain what a plan does and why: `print(autopar.explain(plan))`."""
     decisions = {decision.path: decision for decision in plan.decisions if decision.kind != "activation"}
     inputs = [(tensor, of_input(plan, tensor, decisions.get(tensor.path))) for tensor in plan.inputs]
     activations = [of_activation(plan, decision) for decision in plan.decisions if decision.kind == "activation"]
@@ -129,37 +128,37 @@ def render_program(plan: Plan, console: Console) -> None:
 
 
 def render_program_summary(plan: Plan, console: Console) -> None:
-    """Print the head alone: what, how good, how long, how much memory."""
+    """Print the summary: strategy, certainty, step time, memory."""
     console.print(Group(*_head(plan), *_totals(plan), *_closing(plan)))
 
 
 def program_json(plan: Plan) -> dict[str, Any]:
     """The explanation as JSON types: every row, raw seconds and bytes, null for what is infinite."""
-    told = explain_program(plan)
-    rows = {name: getattr(told, name) for name in ("parameters", "optimizer", "data", "activations", "collectives")}
+    found = explain_program(plan)
+    rows = {name: getattr(found, name) for name in ("parameters", "optimizer", "data", "activations", "collectives")}
     document = {
         "format": "autopar-explanation",
-        "version": 1,
+        "version": 2,
         "program": plan.program.name,
         "mesh": plan.mesh.size_of,
         "hardware": plan.hardware,
         "strategy": plan.words,
         "memory_budget_bytes": plan.memory_budget_bytes,
         "prediction": {**asdict(plan.prediction), "peak_bytes": plan.prediction.peak_bytes},
-        "step_time": asdict(told.time),
-        "memory": asdict(told.memory),
+        "step_time": asdict(found.time),
+        "memory": asdict(found.memory),
         "efficiency": asdict(plan.efficiency) if plan.efficiency else None,
         "outcome": asdict(plan.outcome),
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
-        "merge_bytes": plan.merge_bytes,
-        "awaited": sum(len(one.values) for one in plan.awaited),
-        "separate": len(plan.separate),
+        "combine_threshold_bytes": plan.merge_bytes,
+        "early_reductions": sum(len(one.values) for one in plan.awaited),
+        "unfused_reductions": len(plan.separate),
         "replicated": [asdict(one) for one in plan.replicated],
         "tie": {**asdict(plan.tie), "mesh": plan.tie.mesh.describe()} if plan.tie else None,
         **{name: [_row_json(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
-        "recomputed": [
+        "rematerialized": [
             {"path": one.path, "num_nodes": len(one.again.nodes), "saved_bytes": one.saved_bytes, "time_s": one.time_s}
             for one in plan.recomputed
         ],
@@ -177,26 +176,26 @@ def _row_json(row: TensorRow | StateRow | CollectiveRow) -> dict[str, Any]:
 # From rows to text. Every text is a `Text`: a user's paths and types are never read as markup.
 
 
-def _print(told: Explanation, console: Console) -> None:
-    plan = told.plan
+def _print(found: Explanation, console: Console) -> None:
+    plan = found.plan
     console.print(Group(*_head(plan), *_totals(plan), Text(_LEGEND, "dim"), Text()))
-    for title, rows in (("Parameters", told.parameters), ("Data and other arguments", told.data)):
+    for title, rows in (("Parameters", found.parameters), ("Data and other arguments", found.data)):
         console.print(Group(*_tensor_section(title, rows)))
-    console.print(Group(*_state_section(told.optimizer), *_activation_section(told.activations)))
-    console.print(Group(*_collective_section(told.collectives), *_rejected_section(plan), *_closing(plan)))
+    console.print(Group(*_state_section(found.optimizer), *_activation_section(found.activations)))
+    console.print(Group(*_collective_section(found.collectives), *_rejected_section(plan), *_closing(plan)))
 
 
 def _head(plan: Plan) -> list[RenderableType]:
     outcome = plan.outcome
     replicated, tie = replicated_words(plan), tie_words(plan)
     if outcome.gap <= 1e-6:
-        alike = " that computes the same again" if plan.recomputed else ""
-        among = " among the strategies that the rules know, with the above replicated" if replicated else ""
-        sure = f"proven optimal{among}: in the solver's model none{alike} is faster by more than one part in a million"
+        same = " with the same rematerialization" if plan.recomputed else ""
+        among = " among the strategies of the known sharding rules" if replicated else ""
+        sure = f"proven optimal{among}: in the solver's model none{same} is faster by more than one part in a million"
     elif plan.tie is not None:
-        sure = f"within {100 * outcome.gap:.2g} % of the best there can be, by the solver's model"
+        sure = f"within {100 * outcome.gap:.2g} % of the optimum, in the solver's model"
     elif math.isfinite(outcome.gap):
-        sure = f"within {100 * outcome.gap:.2g} % of the best there can be; {outcome.status}"
+        sure = f"within {100 * outcome.gap:.2g} % of the optimum; {outcome.status}"
     else:
         sure = f"not bounded; {outcome.status}"
     size = f"{outcome.num_nodes:,} decisions, {outcome.num_strategies:,} strategies"
@@ -207,10 +206,10 @@ def _head(plan: Plan) -> list[RenderableType]:
         ("Certainty", f"{sure} ({size}{took})"),
         *([("Tie", tie)] if tie else []),
         *_microbatches(plan),
-        *(("Recomputed", text) for text in _recomputed(plan)),
-        *(("Merged", text) for text in _merged(plan)),
-        *(("Awaited", text) for text in _awaited(plan)),
-        *(("Separate", text) for text in _separate(plan)),
+        *(("Remat", text) for text in _recomputed(plan)),
+        *(("Combined", text) for text in _combined(plan)),
+        *(("Overlap", text) for text in _early_reductions(plan)),
+        *(("Fusion", text) for text in _unfused(plan)),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
     ]
     devices = "device" if plan.mesh.num_devices == 1 else "devices"
@@ -219,31 +218,31 @@ def _head(plan: Plan) -> list[RenderableType]:
 
 
 def _microbatches(plan: Plan) -> list[tuple[str, str]]:
-    """What is split over time, what that takes, and what it saves."""
-    told = plan.microbatches
-    if told is None:
+    """Gradient accumulation: its cost, and the memory it saves."""
+    split = plan.microbatches
+    if split is None:
         return []
-    each = told.num_examples // told.count
+    each = split.num_examples // split.count
     text = (
-        f"{told.count} of {each} examples, one after another; {told.num_accumulated} sums, gradients above all,"
-        f" accumulated from one to the next in {human_bytes(told.accumulated_bytes)} on each device"
+        f"gradient accumulation over {split.count} microbatches of {each} examples;"
+        f" {split.num_accumulated} accumulators in {human_bytes(split.accumulated_bytes)} per device"
     )
-    if told.own_statistics:
-        text += "; each has its own batch statistics, so this is not quite the step as written"
-    for other in told.tried:
+    if split.own_statistics:
+        text += "; each microbatch has its own batch statistics, which changes the step slightly"
+    for other in split.tried:
         if not math.isfinite(other.step_time_s):
-            text += f". With {other.count}, nothing fits"
+            text += f". With {other.count} nothing fits"
             continue
         saved = other.peak_bytes - plan.prediction.peak_bytes
         slower = plan.prediction.step_time_s / other.step_time_s - 1 if other.step_time_s else 0.0
-        again = ", which computes values again" if other.recomputes else ""
-        text += f". Beside {other.count}{again}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
-        text += f" at the peak, {100 * slower:+.1f} % step time"
+        remat = " (with rematerialization)" if other.recomputes else ""
+        text += f". Against {other.count}{remat}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} peak"
+        text += f" memory, {100 * slower:+.1f} % step time"
     return [("Microbatches", text)]
 
 
 def _recomputed(plan: Plan) -> list[str]:
-    """What is computed again in the backward pass, what that saves and what it takes."""
+    """Rematerialized activations: the memory they save, and the time they take."""
     if not plan.recomputed:
         return []
     saved, seconds = (sum(getattr(one, name) for one in plan.recomputed) for name in ("saved_bytes", "time_s"))
@@ -252,41 +251,41 @@ def _recomputed(plan: Plan) -> list[str]:
     more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     share = share_text(seconds, plan.prediction.step_time_s)
     price = f"saves {human_bytes(saved)} per device for {human_seconds(seconds)} ({share} of the step)"
-    return [f"{price}: parts of {where}{more} run again in the backward pass"]
+    return [f"{price}: activations of {where}{more} are recomputed in the backward pass"]
 
 
-def _merged(plan: Plan) -> list[str]:
-    """How far collectives are merged, where that is not XLA's own choice."""
+def _combined(plan: Plan) -> list[str]:
+    """The combine threshold, where it is not XLA's own."""
     if plan.merge_bytes is None:
         return []
-    return [f"XLA is told to merge collectives of a kind up to {human_bytes(plan.merge_bytes)}, so that more is hidden"]
+    return [f"XLA combines collectives of a kind up to {human_bytes(plan.merge_bytes)}, for better overlap"]
 
 
-def _awaited(plan: Plan) -> list[str]:
-    """What waits for reductions."""
+def _early_reductions(plan: Plan) -> list[str]:
+    """Reductions that barriers start early."""
     if not plan.awaited:
         return []
     of = sum(len(one.values) for one in plan.awaited)
     return [
-        f"{of} gradients are summed early: {len({one.node for one in plan.awaited})} later operations wait for them, so that"
-        " more is hidden"
+        f"{of} gradient reductions start during the backward pass, by"
+        f" {len({one.node for one in plan.awaited})} barriers"
     ]
 
 
-def _separate(plan: Plan) -> list[str]:
-    """What XLA is kept from joining."""
+def _unfused(plan: Plan) -> list[str]:
+    """Reductions kept out of multi-output fusion."""
     if not plan.separate:
         return []
-    return [f"{len(plan.separate)} sums get kernels of their own: XLA would join them with others and slow those down"]
+    return [f"{len(plan.separate)} reductions are kept out of multi-output fusion, which would slow the fused kernels"]
 
 
 def _totals(plan: Plan) -> list[RenderableType]:
     time, memory = step_time(plan), memory_use(plan)
     peak, budget = memory.peak_bytes, memory.budget_bytes
     of = (
-        f"of {human_bytes(budget)} ({share_text(peak, budget)})" if budget else "(no budget given: what the device has)"
+        f"of {human_bytes(budget)} ({share_text(peak, budget)})" if budget else "(no budget given: the device's memory)"
     )
-    # A loss and a few metrics are no matter.
+    # A loss and a few metrics are not worth a bar.
     parts = [(name, size) for name, size in memory.parts if name != "outputs" or size > 0.005 * peak]
     simulated, efficiency = simulated_words(plan), efficiency_words(plan)
     return [
@@ -338,7 +337,7 @@ def _under(root: str) -> str:
 
 
 def _stacked(first: str, *rest: str) -> Text:
-    """A line, broken after slashes if long; and, indented and dimmed, what belongs to it."""
+    """A line, broken after slashes if long; and further lines, indented and dimmed."""
     if len(first) > PATH_WIDTH and " " not in first:
         spaced = textwrap.wrap(first.replace("/", "/ "), PATH_WIDTH + 4, subsequent_indent="  ")
         first = "\n".join(line.replace("/ ", "/") for line in spaced)
@@ -378,7 +377,7 @@ def _state_section(rows: Sequence[StateRow]) -> list[RenderableType]:
     if not rows:
         return []
     root = _common_root([row.example for row in rows])
-    numbers = ["tensors", "whole", "on each device"]
+    numbers = ["tensors", "global", "per device"]
     table = new_table("sharding", *numbers, "the largest", right=numbers)
     for row in rows:
         sizes = human_bytes(row.num_bytes), human_bytes(row.local_bytes)
@@ -390,15 +389,17 @@ def _activation_section(rows: Sequence[TensorRow]) -> list[RenderableType]:
     if not rows:
         return []
     shown = rows[:MAX_ROWS]
-    left_out = f"and {len(rows) - len(shown)} rows of smaller ones; --json has all" if len(rows) > len(shown) else ""
-    return _tensor_table("Large activations, the largest first", "made by", shown, left_out)
+    left_out = (
+        f"and {len(rows) - len(shown)} rows of smaller activations; --json has all" if len(rows) > len(shown) else ""
+    )
+    return _tensor_table("Large activations, the largest first", "produced by", shown, left_out)
 
 
 def _collective_section(rows: Sequence[CollectiveRow]) -> list[RenderableType]:
     if not rows:
         return [Text("Collectives: none", "bold"), Text()]
     numbers = ["count", "total time", "total data"]
-    table = new_table("collective", *numbers, "what for", right=numbers)
+    table = new_table("collective", *numbers, "cause", right=numbers)
     for row in rows[:MAX_ROWS]:
         where = (row.phase, short_source(row.source))
         path = row.path if row.path and row.path not in row.cause else ""
@@ -412,7 +413,7 @@ def _collective_section(rows: Sequence[CollectiveRow]) -> list[RenderableType]:
     rest = rows[MAX_ROWS:]
     rest_s = human_seconds(sum(row.time_s for row in rest))
     more = f"and {len(rest)} more rows, {rest_s}; --json has all" if rest else ""
-    star = "* XLA may merge these into fewer" if any(row.combinable for row in rows) else ""
+    star = "* XLA may combine these into fewer" if any(row.combinable for row in rows) else ""
     total = f"{sum(row.count for row in rows)} in a step, {human_seconds(sum(row.time_s for row in rows))}"
     left_out = "\n".join(filter(None, (more, star)))
     return section(f"Collectives: {total}; data per device", table, left_out)
@@ -436,12 +437,12 @@ def _closing(plan: Plan) -> list[RenderableType]:
 
 
 def _regions_note(plan: Plan) -> list[str]:
-    """One line of all nodes that are run as manual regions."""
+    """One line for all nodes that run as manual regions."""
     if not plan.regions:
         return []
     counts = Counter(region.primitive for region in plan.regions)
     named = ", ".join(f"`{name}`" + (f" x{count}" if count > 1 else "") for name, count in sorted(counts.items()))
-    return [f"{named}: each device runs its own part, under `jax.shard_map`; left to XLA they would not be split so."]
+    return [f"{named}: run under `jax.shard_map`, because XLA's partitioner would not shard them this way."]
 
 
 def _type_text(dtype: str, shape: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What a plan of stages does, in words, tables and a picture: reads a `PipelinePlan` and nothing else.
+"""Explain a pipeline plan in text, tables and a timeline; reads a `PipelinePlan` and nothing else.
 
 In: a plan, fresh or from a file. Out: `explain_stages(plan)`, a `StagesExplanation` that prints as plain text and holds the
 timeline; `render_stages(plan, console)` for a terminal; `stages_json(plan)` for programs. Each stage has a plan of its own,
@@ -46,11 +46,11 @@ MAX_TRIED = 8
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StagesExplanation:
-    """All that there is to say of a plan of stages, as values that every report of it reads. Printed, it is plain text.
+    """An explanation of a pipeline plan as values, which every report reads. Printed, it is plain text.
 
     Args:
-        timeline: of one step, simulated. submeshes: what each does in it.
-        stages: what there is to say of the plan of each.
+        timeline: of one step, simulated. submeshes: the use of each in it.
+        stages: the explanation of each stage's plan.
     """
 
     plan: PipelinePlan
@@ -73,7 +73,7 @@ class StagesExplanation:
 
 
 def explain_stages(plan: PipelinePlan) -> StagesExplanation:
-    """Say what a plan of stages does: `print(explain_stages(plan))`."""
+    """Explain a pipeline plan: `print(explain_stages(plan))`."""
     timeline = plan.timeline()
     stages = tuple(explain_program(stage.plan) for stage in plan.stages)
     return StagesExplanation(plan, timeline, submesh_uses(plan, timeline), stages)
@@ -85,7 +85,7 @@ def render_stages(plan: PipelinePlan, console: Console) -> None:
 
 
 def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
-    """Print it without the timeline and what else was tried."""
+    """Print it without the timeline and the other plans that were tried."""
     console.print(Group(*_head(plan), *_totals(plan), *_stages(plan), *notes_section(plan.notes)))
 
 
@@ -94,7 +94,7 @@ def stages_json(plan: PipelinePlan) -> dict[str, Any]:
     timeline = plan.timeline()
     document = {
         "format": "autopar-stages-explanation",
-        "version": 1,
+        "version": 2,
         "program": plan.program.name,
         "cluster": [asdict(group) for group in plan.cluster.groups],
         "strategy": plan.words,
@@ -126,11 +126,11 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _print(told: StagesExplanation, console: Console) -> None:
-    plan = told.plan
+def _print(found: StagesExplanation, console: Console) -> None:
+    plan = found.plan
     console.print(Group(*_head(plan), *_totals(plan), *_stages(plan)))
     console.print(Text("Timeline of a step, simulated", "bold"), Text())
-    console.print(inset(timeline_text(told.timeline, width=min(console.width, TEXT_WIDTH) - 4)), Text())
+    console.print(inset(timeline_text(found.timeline, width=min(console.width, TEXT_WIDTH) - 4)), Text())
     console.print(Group(*_tried(plan.tried, plan), *notes_section(plan.notes)))
 
 
@@ -139,21 +139,21 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     sure = f"stages {outcome.status}" if outcome.gap <= 1e-6 else f"stages within {100 * outcome.gap:.2g} %"
     if not math.isfinite(outcome.gap):
         sure = f"not bounded; {outcome.status}"
-    order = " among stages that follow one another in the order of the devices" if len(plan.stages) > 1 else ""
-    looked = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
-    words = {**any_edges.WORDS, **{name: kind.words for name, kind in SCHEDULES.items()}}
-    what = words.get(plan.schedule, "")
+    order = " among stages in the order of the devices" if len(plan.stages) > 1 else ""
+    searched = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
+    descriptions = {**any_edges.WORDS, **{name: kind.words for name, kind in SCHEDULES.items()}}
+    what = descriptions.get(plan.schedule, "")
     took = "" if outcome.search_time_s is None else f", {human_seconds(outcome.search_time_s)}"
     facts = [
         ("Strategy", plan.words),
         *(("Replicated", text) for text in stages_replicated(plan)),
-        ("Certainty", f"{sure}{order}, by the prices of planned layers ({looked}{took})"),
+        ("Certainty", f"{sure}{order}, by the prices of planned layers ({searched}{took})"),
         ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
     ]
     if branches := plan.side_by_side():
-        facts.append(("Side by side", "; ".join(f"stages {_beside(fork)}" for fork in branches)))
+        facts.append(("In parallel", "; ".join(f"stages {_branches(fork)}" for fork in branches)))
     if plan.own_statistics:
-        text = "each microbatch has its own batch statistics, so this is not quite the step as written"
+        text = "each microbatch has its own batch statistics, which changes the step slightly"
         facts.append(("Statistics", text))
     count = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "one stage"
     where = f"{plan.cluster.num_devices} devices ({plan.cluster})"
@@ -161,26 +161,28 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
 
 
 def stages_replicated(plan: PipelinePlan) -> list[str]:
-    """What runs replicated within stages for lack of a sharding rule; alike stages are told together."""
-    told: dict[str, list[int]] = {}
+    """What runs replicated within stages for lack of a sharding rule; stages with the same text share a line."""
+    found: dict[str, list[int]] = {}
     for number, stage in enumerate(plan.stages):
-        if words := replicated_words(stage.plan):
-            told.setdefault(words.replace("of the step", "of its program"), []).append(number)
-    return [f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}: {words}" for words, own in told.items()]
+        if text := replicated_words(stage.plan):
+            found.setdefault(text.replace("of the step", "of its program"), []).append(number)
+    return [
+        f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {text}" for text, numbers in found.items()
+    ]
 
 
 def _totals(plan: PipelinePlan) -> list[RenderableType]:
-    told, budget = plan.prediction, plan.memory_budget_bytes
-    of = f"of {human_bytes(budget)} ({share_text(told.peak_bytes, budget)})" if budget else ""
-    waiting = told.bubble_fraction * told.step_time_s
-    parts = [("busy", told.step_time_s - waiting), ("bubble", waiting)]
-    memory = [(f"submesh {i}", size) for i, size in enumerate(told.stage_bytes)]
+    prediction, budget = plan.prediction, plan.memory_budget_bytes
+    of = f"of {human_bytes(budget)} ({share_text(prediction.peak_bytes, budget)})" if budget else ""
+    waiting = prediction.bubble_fraction * prediction.step_time_s
+    parts = [("busy", prediction.step_time_s - waiting), ("bubble", waiting)]
+    memory = [(f"submesh {i}", size) for i, size in enumerate(prediction.stage_bytes)]
     return [
-        Text(f"Predicted step time: {human_seconds(told.step_time_s)}", "bold"),
-        inset(bars(parts, told.step_time_s, human_seconds)),
+        Text(f"Predicted step time: {human_seconds(prediction.step_time_s)}", "bold"),
+        inset(bars(parts, prediction.step_time_s, human_seconds)),
         Text(),
-        Text(f"Predicted peak memory per device: {human_bytes(told.peak_bytes)} {of}".rstrip(), "bold"),
-        inset(bars(memory, told.peak_bytes, human_bytes)),
+        Text(f"Predicted peak memory per device: {human_bytes(prediction.peak_bytes)} {of}".rstrip(), "bold"),
+        inset(bars(memory, prediction.peak_bytes, human_bytes)),
         Text(),
     ]
 
@@ -193,7 +195,7 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
         cost = stage.cost
         seconds = [cost.forward_s, cost.backward_s, *([cost.weight_s] if split else []), cost.update_s]
         sends = "\n".join(
-            _sent(one, told=not plan.is_chain) for one in plan.sends if one.source == number and one.num_bytes
+            _sent(one, with_target=not plan.is_chain) for one in plan.sends if one.source == number and one.num_bytes
         )
         table.add_row(
             str(number),
@@ -201,25 +203,25 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
             f"{range_text(stage.devices.start, stage.devices.stop - 1)}\n{stage.submesh.shape.kind}",
             *map(human_seconds, seconds),
             sends or "-",
-            Text(f"{stage.plan.mesh.describe()}\n{stage.plan.words}" + _again(stage)),
+            Text(f"{stage.plan.mesh.describe()}\n{stage.plan.words}" + _remat(stage)),
         )
-    under = "seconds of one microbatch, `update` of a step; `sends`: what one microbatch sends on, one way"
+    under = "seconds of one microbatch, `update` of a step; `sends`: the transfer of one microbatch, one way"
     return section("Stages", table, under)
 
 
-def _again(stage: StagePlan) -> str:
-    """What it computes again, where that takes time: what is cheaper made anew than kept always is."""
+def _remat(stage: StagePlan) -> str:
+    """The time of its rematerialization; values that are cheaper to recompute than to keep always are."""
     seconds = sum(one.time_s for one in stage.plan.recomputed)
-    return f"\ncomputes again what takes {human_seconds(seconds)} a microbatch" if seconds else ""
+    return f"\nrematerializes {human_seconds(seconds)} a microbatch" if seconds else ""
 
 
-def _sent(send: Send, *, told: bool) -> str:
-    """What a stage sends another, which is told where it is not the next."""
-    to = f"to {send.target}: " if told else ""
+def _sent(send: Send, *, with_target: bool) -> str:
+    """The transfer to another stage, with its number where that is not the next."""
+    to = f"to {send.target}: " if with_target else ""
     return f"{to}{human_bytes(send.num_bytes)}\n{human_seconds(send.seconds)}"
 
 
-def _beside(fork: Sequence[Sequence[int]]) -> str:
+def _branches(fork: Sequence[Sequence[int]]) -> str:
     """The stages of each branch: `1 | 2, 3 | 4`."""
     return " | ".join(", ".join(map(str, own)) for own in fork)
 
@@ -229,7 +231,7 @@ def range_text(first: int, last: int) -> str:
 
 
 def _tried(tried: Sequence[Any], plan: PipelinePlan) -> list[RenderableType]:
-    """The best of what else was found."""
+    """The fastest of the other plans."""
     if len(tried) < 2:
         return []
     numbers = ["microbatches", "predicted step", "peak memory"]

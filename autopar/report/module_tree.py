@@ -1,8 +1,8 @@
-"""The module tree of a model, with what a plan says of the tensors in it; layers that are split alike are one.
+"""Build the module tree of a model with the plan's tensors in it; layers with the same shardings are folded into one.
 
-In: a plan. Out: `Module`. Parameters have their path in the arguments, activations that of the module that made them; which
-parts of the two belong together is read off the names they share. A module of the tree has parameters in it; activations made
-elsewhere are in the one around, those of code outside any module in the tree's root.
+In: a plan. Out: `Module`. A parameter is placed by its path in the arguments, an activation by the module that produced it; the
+names that the two kinds of path share align them. Activations from modules without parameters are placed in the module around
+them, those from code outside any module in the root.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Place: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensor:
-    """A tensor of a module, or those of modules alike.
+    """A tensor of a module, or of identical modules.
 
     Args:
         place: its path below the model's root, which for an input ends in its own name; with patterns as the row's.
@@ -36,7 +36,7 @@ class ModuleTensor:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module, or several alike.
+    """A module, or several identical ones.
 
     Args:
         name: its own, a pattern where it stands for several; "" for the root.
@@ -87,7 +87,7 @@ def module_tree(plan: Plan) -> ModuleTree:
     inputs = [of_input(plan, tensor, decisions.get(tensor.path)) for tensor in plan.inputs]
     activations = [of_activation(plan, one) for one in plan.decisions if one.kind == "activation"]
     paths = [_parts(row.path) for row in inputs if row.kind == "parameter"]
-    above, beside = _aligned(paths, [_parts(row.path) for row in activations])
+    above, skip_activation = _aligned(paths, [_parts(row.path) for row in activations])
     known = {path[len(above) :] for path in paths if path[: len(above)] == above}
     entries: list[_Entry] = []
     arguments: list[TensorRow] = []
@@ -102,13 +102,13 @@ def module_tree(plan: Plan) -> ModuleTree:
             entries.append(_Entry(whole[skipped:-1], whole[skipped:], row))
     modules = {place[:n] for place in known for n in range(len(place))}
     for row in activations:
-        place = _parts(row.path)[beside:]
+        place = _parts(row.path)[skip_activation:]
         entries.append(
             _Entry(next(place[:n] for n in range(len(place), -1, -1) if place[:n] in modules or not n), place, row)
         )
-    fronts = {_parts(row.path)[:beside] for row in activations if row.path}
+    fronts = {_parts(row.path)[:skip_activation] for row in activations if row.path}
     return ModuleTree(
-        root=_module("", ("",), entries, 0, _forward_order(plan, beside)),
+        root=_module("", ("",), entries, 0, _forward_order(plan, skip_activation)),
         parameters_under="/".join(above),
         activations_under="/".join(fronts.pop()) if len(fronts) == 1 else "",
         arguments=merge_tensors(arguments),
@@ -131,12 +131,14 @@ def _aligned(parameters: Sequence[Place], activations: Sequence[Place]) -> tuple
     best, found = 0, (shared, 0)
     for skip in range(len(shared) + 1):
         inside = {module[skip:n] for module in modules for n in range(skip + 1, len(module) + 1)}
-        for beside in range(4):
+        for skip_activation in range(4):
             met = sum(
-                count for path, count in named.items() if any(path[beside:n] in inside for n in range(len(path) + 1))
+                count
+                for path, count in named.items()
+                if any(path[skip_activation:n] in inside for n in range(len(path) + 1))
             )
             if met > best:
-                best, found = met, (shared[:skip], beside)
+                best, found = met, (shared[:skip], skip_activation)
     return found
 
 
@@ -180,15 +182,15 @@ def _module(
         depth=depth,
         tensors=tuple(_tensors(own)),
         modules=tuple(
-            _module(pattern, alike, [entry for child in alike for entry in below[child]], depth + 1, order)
-            for pattern, alike in _folded(names, below, depth)
+            _module(pattern, same, [entry for child in same for entry in below[child]], depth + 1, order)
+            for pattern, same in _folded(names, below, depth)
         ),
         local_bytes=sum(entry.row.local_bytes for entry in inputs),
     )
 
 
 def _tensors(entries: Sequence[_Entry]) -> Iterable[ModuleTensor]:
-    """Those alike as one: of modules that stand together, one row."""
+    """One entry for identical tensors: those of modules that are folded share a row."""
     by_skipped: dict[tuple[str, int], list[TensorRow]] = defaultdict(list)
     for entry in entries:
         by_skipped[entry.row.kind, len(_parts(entry.row.path)) - len(entry.place)].append(entry.row)
@@ -202,11 +204,11 @@ def _folded(
     names: Sequence[str], below: Mapping[str, Sequence[_Entry]], depth: int
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
     """Patterns and the modules that they stand for: those whose names differ in numbers alone, and that hold the same
-    inputs, split alike."""
-    alike: dict[tuple[str, object], list[str]] = defaultdict(list)
+    inputs, with the same sharding."""
+    same: dict[tuple[str, object], list[str]] = defaultdict(list)
     for name in names:
-        alike[re.sub(r"\d+", "\0", name), _signature(below[name], depth)].append(name)
-    for group in alike.values():
+        same[re.sub(r"\d+", "\0", name), _signature(below[name], depth)].append(name)
+    for group in same.values():
         for pattern, positions in collapse(group):
             yield pattern, tuple(group[position] for position in positions)
 

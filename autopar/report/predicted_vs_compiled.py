@@ -1,6 +1,6 @@
-"""Predicted beside compiled, as `autopar verify --json` wrote it.
+"""Read the predicted and compiled figures that `autopar verify --json` wrote.
 
-In: the JSON of a verification; what a plan says it is. Out: `Compiled`, which a report of the plan shows.
+In: the JSON of a verification; the plan's program and strategy. Out: `Compiled`, which a report of the plan shows.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def compiled_of(document: Any, program: str, strategy: str) -> tuple[Compiled, .
         VerifyError: where it is no verification, or one of another plan.
     """
     if not isinstance(document, dict) or document.get("format") not in (_PROGRAM, _STAGES):
-        raise VerifyError(f'it is no verification, whose "format" is "{_PROGRAM}" or "{_STAGES}"')
-    for what, asked in (("program", program), ("strategy", strategy)):
-        if document.get(what) != asked:
+        raise VerifyError(f'it is not a verification, whose "format" is "{_PROGRAM}" or "{_STAGES}"')
+    for what, expected in (("program", program), ("strategy", strategy)):
+        if document.get(what) != expected:
             raise VerifyError(
-                f"it is of another plan: its {what} is {document.get(what)!r}, that of this plan {asked!r}"
+                f"it is of another plan: its {what} is {document.get(what)!r}, that of this plan {expected!r}"
             )
     try:
         if document["format"] == _PROGRAM:

@@ -1,4 +1,4 @@
-"""The rows of an explanation: a plan's records, priced, and those that are alike merged into one.
+"""Turn the records of a plan into the rows of a report, and merge rows that differ only in a layer number.
 
 In: a plan. Out: `TensorRow`s, `StateRow`s and `CollectiveRow`s, which `explain` prints.
 """
@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors that differ only in the numbers of their path. Bytes are of all of them together; `sharding` is `split` in
-    words; `collectives` holds (kind, axes, seconds for one tensor)."""
+    """Tensors that differ only in the numbers of their path. Bytes are of all of them together; `sharding` is the text of
+    `split`; `collectives` holds (kind, axes, seconds for one tensor)."""
 
     path: str
     kind: Literal["parameter", "optimizer", "data", "activation"]
@@ -63,7 +63,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """Optimizer state of one sharding; bytes are of all of it, whole and on one device."""
+    """Optimizer state of one sharding; bytes are of all of it, global and on one device."""
 
     sharding: str
     num_tensors: int
@@ -74,12 +74,12 @@ class StateRow:
 
 def _merge(rows: Iterable[_T], key: Callable[[_T], Hashable], text: Callable[[_T], str]) -> list[tuple[str, list[_T]]]:
     """(pattern, rows it stands for) of rows with equal keys, in the order of the first of each."""
-    alike: dict[Hashable, list[tuple[int, _T]]] = defaultdict(list)
+    same: dict[Hashable, list[tuple[int, _T]]] = defaultdict(list)
     for order, row in enumerate(rows):
-        alike[key(row)].append((order, row))
+        same[key(row)].append((order, row))
     merged = [
         (members[positions[0]][0], pattern, [members[p][1] for p in positions])
-        for members in alike.values()
+        for members in same.values()
         for pattern, positions in collapse([text(row) for _, row in members])
     ]
     return [(pattern, members) for _, pattern, members in sorted(merged, key=lambda block: block[0])]
@@ -89,7 +89,7 @@ def _merge(rows: Iterable[_T], key: Callable[[_T], Hashable], text: Callable[[_T
 
 
 def _whole_bytes(plan: Plan, tensor: TensorPlan) -> float:
-    """Bytes of all of a tensor; a plan keeps those of one device's part."""
+    """Global bytes of a tensor; a plan records those of the largest shard."""
     return tensor.num_bytes * math.prod(tensor.shape) / max(1, tensor.sharding.local_size(tensor.shape, plan.mesh))
 
 
@@ -124,7 +124,7 @@ def of_activation(plan: Plan, decision: Decision) -> TensorRow:
 
 
 def _why(plan: Plan, decision: Decision) -> dict[str, Any]:
-    """The fields of a row that a decision fills; a tensor too small to be one keeps the defaults."""
+    """The fields of a row that come from a decision; a tensor too small for one keeps the defaults."""
     times: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for use in (plan.collectives[position] for position in decision.collectives):
         times[use.kind, use.axes] += use.time_s
@@ -174,11 +174,11 @@ def _span(spans: Iterable[Span | None]) -> Span | None:
 
 def merge_state(plan: Plan, tensors: Sequence[TensorPlan]) -> tuple[StateRow, ...]:
     rows = []
-    for _, alike in _merge(tensors, lambda tensor: str(tensor.sharding), lambda _: ""):
-        whole = [_whole_bytes(plan, tensor) for tensor in alike]
-        largest = alike[whole.index(max(whole))]
-        local = sum(tensor.num_bytes for tensor in alike)
-        rows.append(StateRow(str(largest.sharding), len(alike), sum(whole), local, largest.path))
+    for _, same in _merge(tensors, lambda tensor: str(tensor.sharding), lambda _: ""):
+        whole = [_whole_bytes(plan, tensor) for tensor in same]
+        largest = same[whole.index(max(whole))]
+        local = sum(tensor.num_bytes for tensor in same)
+        rows.append(StateRow(str(largest.sharding), len(same), sum(whole), local, largest.path))
     return tuple(sorted(rows, key=lambda row: -row.num_bytes))
 
 

@@ -59,7 +59,7 @@ def _kernels(trace: StepTrace) -> Iterator[dict[str, Any]]:
     kernels = trace.kernels
     for place, start, ns in zip(kernels.place, kernels.start_ns, kernels.ns, strict=True):
         phase, path = trace.places[place]
-        about = {"phase": phase, "trips": _trips(trace, start)}
+        about = {"phase": phase, "iterations": _iterations(trace, start)}
         yield slice_of(path or phase, phase, (0, _KERNELS), (start / 1e3, ns / 1e3), about)
 
 
@@ -73,12 +73,12 @@ def _collectives(trace: StepTrace) -> Iterator[dict[str, Any]]:
         yield slice_of(f"{name} over {', '.join(axes)}", name, (0, _COLLECTIVES), (start / 1e3, ns / 1e3), about)
 
 
-def _trips(trace: StepTrace, start_ns: int) -> int:
-    """How often a step runs what begins there: all trips are drawn as one."""
+def _iterations(trace: StepTrace, start_ns: int) -> int:
+    """How often a step runs what begins there: all count are drawn as one."""
     times = 1
-    for start, end, trips in trace.loops:
+    for start, end, count in trace.loops:
         if start <= start_ns < end:
-            times *= trips
+            times *= count
     return times
 
 

@@ -96,7 +96,9 @@ class KeptPrograms:
             "place": place_key(devices),
         }
         try:
-            return cls(folder / "served" / f"{digest_of(what)}-{planner_digest(('flax', 'ml_dtypes'))[0]}.programs", given)
+            return cls(
+                folder / "served" / f"{digest_of(what)}-{planner_digest(('flax', 'ml_dtypes'))[0]}.programs", given
+            )
         except UnkeyedError:
             return cls(None, given)
 

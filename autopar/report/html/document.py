@@ -1,6 +1,6 @@
-"""A plan's explanation as one HTML page, which needs neither a network nor a server.
+"""Write a plan's explanation as one HTML page, which needs neither a network nor a server.
 
-In: an explanation; what was compiled, if anything was. Out: `page`, the text; `write_report`, the file.
+In: an explanation; the compiled figures, if there are any. Out: `page`, the text; `write_report`, the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import PlotError
 from autopar.pipeline.plan import AnyPlan
-from autopar.report.breakdown import replicated_words, simulated_words, tie_words
+from autopar.report.breakdown import efficiency_words, replicated_words, simulated_words, tie_words
 from autopar.report.explain import explain
 from autopar.report.explain_program import Explanation
 from autopar.report.explain_stages import StagesExplanation, stages_replicated
@@ -24,7 +24,7 @@ from autopar.report.html.markup import Child, Element, data, el, in_code, writte
 from autopar.report.html.module_tree import module_view
 from autopar.report.html.stages import same_stages, stages_table, submesh_memory, submesh_times, tried_table
 from autopar.report.html.tables import collectives_table, compiled_view, decisions_table, meshes_table
-from autopar.report.html.timeline import HATCH, pipeline_lanes, step_lanes
+from autopar.report.html.timeline import HATCH, pipeline_tracks, step_tracks
 from autopar.report.predicted_vs_compiled import Compiled, compiled_of, read_compiled
 from autopar.system.atomic_file import write_whole
 from autopar.system.text_tables import share_text
@@ -33,13 +33,13 @@ from autopar.version import __version__
 
 
 def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: Any = None) -> None:
-    """Write what there is to say of a plan as an HTML page, which a browser opens without a network.
+    """Write the report of a plan as an HTML page, which a browser opens without a network.
 
     Args:
         plan: of one program, or of stages.
         path: where the page goes. It appears whole or not at all; an older one stays until then.
-        verification: what `verify` found of this plan; or the file that `autopar verify --json` wrote. It is shown
-            beside the predictions.
+        verification: the result of `verify` for this plan, or the file that `autopar verify --json` wrote. It is shown next to
+            the predictions.
 
     Raises:
         PlotError: where it cannot be written.
@@ -81,14 +81,16 @@ def _cannot(path: str | os.PathLike[str], why: str) -> PlotError:
     )
 
 
-def page(told: Explanation | StagesExplanation, compiled: Sequence[Compiled] = ()) -> str:
+def page(explained: Explanation | StagesExplanation, compiled: Sequence[Compiled] = ()) -> str:
     """The page's text."""
     known: dict[str, Any] = {}
-    body = _stages_body(told, known) if isinstance(told, StagesExplanation) else _program_body(told, known)
+    body = (
+        _stages_body(explained, known) if isinstance(explained, StagesExplanation) else _program_body(explained, known)
+    )
     if compiled:
-        body.append(_section("compiled", "Predicted beside compiled", compiled_view(compiled)))
-    body += _closing(told)
-    name = told.plan.program.name
+        body.append(_section("compiled", "Predicted against compiled", compiled_view(compiled)))
+    body += _closing(explained)
+    name = explained.plan.program.name
     style, script = (
         (files("autopar.report.html") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
     )
@@ -97,14 +99,14 @@ def page(told: Explanation | StagesExplanation, compiled: Sequence[Compiled] = (
         el("meta", charset="utf-8"),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
-        el("title", f"Plan of {name} for {told.plan.num_devices} {told.plan.hardware}"),
+        el("title", f"Plan of {name} for {explained.plan.num_devices} {explained.plan.hardware}"),
         el("style", style),
     )
     links = [el("a", title, href=f"#{key}") for key, title in _titles(body)]
     main = el("main", *body)
     parts = [
         HATCH,
-        _headline(told),
+        _headline(explained),
         el("nav", *links, aria_label="Sections"),
         main,
         el("div", id="shown", role="status", hidden=True),
@@ -133,23 +135,27 @@ def _titles(body: Sequence[Child]) -> list[tuple[str, str]]:
 # -- the head --------------------------------------------------------------------------------
 
 
-def _headline(told: Explanation | StagesExplanation) -> Element:
-    plan = told.plan
+def _headline(explained: Explanation | StagesExplanation) -> Element:
+    plan = explained.plan
     budget, peak = plan.memory_budget_bytes, plan.prediction.peak_bytes
     share = f"{share_text(peak, budget)} of {human_bytes(budget)}" if budget else "no budget given"
-    if isinstance(told, StagesExplanation):
-        shape = f"{len(told.plan.stages)} stages, {told.plan.num_microbatches} microbatches"
-        third = ("bubble", f"{100 * told.plan.prediction.bubble_fraction:.0f} %", "of all devices' time")
+    if isinstance(explained, StagesExplanation):
+        shape = f"{len(explained.plan.stages)} stages, {explained.plan.num_microbatches} microbatches"
+        third = ("bubble", f"{100 * explained.plan.prediction.bubble_fraction:.0f} %", "of all devices' time")
     else:
-        shape = f"mesh {told.plan.mesh.describe()}"
-        exposed = sum(one.exposed_s for one in told.time.collectives)
-        third = ("communication", share_text(exposed, told.time.step_time_s) or "0 %", "of the step is exposed")
-    simulated = "" if isinstance(told, StagesExplanation) else simulated_words(told.plan)
+        shape = f"mesh {explained.plan.mesh.describe()}"
+        exposed = sum(one.exposed_s for one in explained.time.collectives)
+        third = ("communication", share_text(exposed, explained.time.step_time_s) or "0 %", "of the step is exposed")
+    simulated = "" if isinstance(explained, StagesExplanation) else simulated_words(explained.plan)
     figures = (
-        ("step time", human_seconds(plan.prediction.step_time_s), "; ".join(filter(None, ("predicted", simulated)))),
+        (
+            "step time",
+            human_seconds(plan.prediction.step_time_s),
+            "; ".join(filter(None, ("predicted, not measured on a GPU", simulated))),
+        ),
         ("peak memory", human_bytes(peak), f"per device, {share}"),
         third,
-        ("certainty", *_certainty(told)),
+        ("certainty", *_certainty(explained)),
     )
     cards = [
         el("div", el("span", name), el("strong", value), el("small", about), class_="card")
@@ -159,33 +165,38 @@ def _headline(told: Explanation | StagesExplanation) -> Element:
         "header",
         el("h1", "Plan of ", el("code", plan.program.name), f" for {plan.num_devices} x {plan.hardware}"),
         el("p", *in_code(plan.words), class_="words"),
-        *(el("p", *in_code(text), class_="replicated") for text in _replicated(told)),
-        *(el("p", *in_code(f"A tie: {text}."), class_="about") for text in _tie(told)),
+        *(el("p", *in_code(text), class_="replicated") for text in _replicated(explained)),
+        *(el("p", *in_code(f"A tie: {text}."), class_="about") for text in _tie(explained)),
         el("p", shape, class_="about"),
+        *(el("p", text, class_="about") for text in _efficiency(explained)),
         el("div", *cards, class_="cards"),
     )
 
 
-def _replicated(told: Explanation | StagesExplanation) -> list[str]:
+def _replicated(explained: Explanation | StagesExplanation) -> list[str]:
     """What runs replicated for lack of a sharding rule."""
-    if isinstance(told, Explanation):
-        return list(filter(None, [replicated_words(told.plan)]))
-    return stages_replicated(told.plan)
+    if isinstance(explained, Explanation):
+        return list(filter(None, [replicated_words(explained.plan)]))
+    return stages_replicated(explained.plan)
 
 
-def _tie(told: Explanation | StagesExplanation) -> list[str]:
-    return list(filter(None, [tie_words(told.plan)])) if isinstance(told, Explanation) else []
+def _tie(explained: Explanation | StagesExplanation) -> list[str]:
+    return list(filter(None, [tie_words(explained.plan)])) if isinstance(explained, Explanation) else []
 
 
-def _certainty(told: Explanation | StagesExplanation) -> tuple[str, str]:
-    outcome = told.plan.outcome
+def _efficiency(explained: Explanation | StagesExplanation) -> list[str]:
+    return list(filter(None, [efficiency_words(explained.plan)])) if isinstance(explained, Explanation) else []
+
+
+def _certainty(explained: Explanation | StagesExplanation) -> tuple[str, str]:
+    outcome = explained.plan.outcome
     what = (
         "stages in the order of the devices, by the prices of layers"
-        if isinstance(told, StagesExplanation)
+        if isinstance(explained, StagesExplanation)
         else "in the solver's model"
     )
-    if _replicated(told):
-        what += ", among the strategies that the rules know"
+    if _replicated(explained):
+        what += ", among the strategies of the known sharding rules"
     if outcome.gap <= 1e-6:
         return "optimal", f"proven to one part in a million, {what}"
     if math.isfinite(outcome.gap):
@@ -196,85 +207,85 @@ def _certainty(told: Explanation | StagesExplanation) -> tuple[str, str]:
 # -- the sections ----------------------------------------------------------------------------
 
 
-def _program_body(told: Explanation, known: dict[str, Any]) -> list[Child]:
+def _program_body(explained: Explanation, known: dict[str, Any]) -> list[Child]:
     body: list[Child] = [
         el(
             "div",
-            _section("time", "Where the step time goes", time_bar(told.time)),
-            _section("memory", "Memory of one device over a step", _memory(told)),
+            _section("time", "Where the step time goes", time_bar(explained.time)),
+            _section("memory", "Memory of one device over a step", _memory(explained)),
             class_="pair",
         )
     ]
-    held = at_peak(told.memory, told.modules.activations_under)
-    if held is not None:
-        body.append(_section("peak", "What stands at the peak", held))
-    return [*body, *_program_details(told, known, "")]
+    live = at_peak(explained.memory, explained.modules.activations_under)
+    if live is not None:
+        body.append(_section("peak", "Live at the peak", live))
+    return [*body, *_program_details(explained, known, "")]
 
 
-def _memory(told: Explanation) -> Element:
-    if not told.memory.over_step:
-        return el("p", "This plan's file does not say: plan again to see memory over the step.", class_="under")
-    return memory_curve(told.memory, told.time)
+def _memory(explained: Explanation) -> Element:
+    if not explained.memory.over_step:
+        return el("p", "This plan's file is too old: plan again to see memory over the step.", class_="under")
+    return memory_curve(explained.memory, explained.time)
 
 
-def _program_details(told: Explanation, known: dict[str, Any], key: str, first_device: int = 0) -> list[Child]:
+def _program_details(explained: Explanation, known: dict[str, Any], key: str, first_device: int = 0) -> list[Child]:
     """The sections of one program.
 
     Args:
-        key: tells their names apart in a page of several. first_device: the number of its mesh's first.
+        key: a suffix of their names, in a page of several programs. first_device: the number of the mesh's first device.
     """
-    mesh, sections = told.plan.mesh, list[Child]()
+    mesh, sections = explained.plan.mesh, list[Child]()
     known[f"mesh{key}"] = {"axes": mesh.axis_names, "sizes": mesh.axis_sizes, "first": first_device}
-    if told.plan.trace is not None:
-        lanes, texts = step_lanes(told.plan.trace, told.time.step_time_s, f"lanes{key}")
+    if explained.plan.trace is not None:
+        tracks, texts = step_tracks(explained.plan.trace, explained.time.step_time_s, f"tracks{key}")
         known |= texts
-        sections.append(_section(f"trace{key}", "One device through the step", lanes))
-    model = el("div", module_view(told.modules, mesh), data_mesh=f"mesh{key}")
-    sections.append(_section(f"modules{key}", "The model, as it is split", model))
-    about = "The runner-up is the next best split of this tensor, all others kept; and what it would add to the step."
+        sections.append(_section(f"trace{key}", "Timeline of one device", tracks))
+    model = el("div", module_view(explained.modules, mesh), data_mesh=f"mesh{key}")
+    sections.append(_section(f"modules{key}", "The model, as it is sharded", model))
+    about = "The runner-up is the next best sharding of a tensor, with all others kept, and the time that it would add."
     sections.append(
         _section(
             f"decisions{key}",
-            "Decisions, and what was next",
-            el("div", decisions_table(told, mesh), data_mesh=f"mesh{key}"),
+            "Decisions and runners-up",
+            el("div", decisions_table(explained, mesh), data_mesh=f"mesh{key}"),
             about=about,
         )
     )
-    if told.collectives:
+    if explained.collectives:
         sections.append(
             _section(
                 f"collectives{key}",
-                "Collectives, and what for",
-                collectives_table(told.collectives, told.modules.activations_under),
+                "Collectives and their causes",
+                collectives_table(explained.collectives, explained.modules.activations_under),
             )
         )
-    others = meshes_table(told)
+    others = meshes_table(explained)
     if others is not None:
         sections.append(_section(f"meshes{key}", "Other meshes, planned and rejected", others))
     return sections
 
 
-def _stages_body(told: StagesExplanation, known: dict[str, Any]) -> list[Child]:
-    lanes, texts = pipeline_lanes(told.timeline, "pipeline")
+def _stages_body(explained: StagesExplanation, known: dict[str, Any]) -> list[Child]:
+    tracks, texts = pipeline_tracks(explained.timeline, "pipeline")
     known |= texts
-    schedule = f"One step by {told.plan.schedule}, simulated. A row is a submesh, a stretch one microbatch in a stage."
+    schedule = f"One step of the {explained.plan.schedule} schedule, simulated. A row is a submesh, a bar is one microbatch in a stage."
     body: list[Child] = [
-        _section("timeline", "The pipeline", lanes, about=schedule),
+        _section("timeline", "The pipeline", tracks, about=schedule),
         el(
             "div",
-            _section("time", "Where the step time goes", submesh_times(told)),
-            _section("memory", "Memory of one device of each submesh", submesh_memory(told)),
+            _section("time", "Where the step time goes", submesh_times(explained)),
+            _section("memory", "Memory of one device of each submesh", submesh_memory(explained)),
             class_="pair",
         ),
-        _section("stages", "Stages", stages_table(told)),
+        _section("stages", "Stages", stages_table(explained)),
     ]
-    tried = tried_table(told)
+    tried = tried_table(explained)
     if tried is not None:
         body.append(_section("tried", "What was tried", tried))
-    for group in same_stages(told):
-        first = told.stages[group[0]]
+    for group in same_stages(explained):
+        first = explained.stages[group[0]]
         names = ", ".join(map(str, group))
-        title = f"Stage {names}" if len(group) == 1 else f"Stages {names}, alike"
+        title = f"Stage {names}" if len(group) == 1 else f"Stages {names}, identical"
         inside = el(
             "details",
             el("summary", *in_code(first.plan.words), f"; mesh {first.plan.mesh.describe()}"),
@@ -284,20 +295,20 @@ def _stages_body(told: StagesExplanation, known: dict[str, Any]) -> list[Child]:
                 el("section", el("h3", "Memory of its program"), _memory(first)),
                 class_="pair",
             ),
-            el("h3", "What stands at its peak"),
+            el("h3", "Live at its peak"),
             at_peak(first.memory, first.modules.activations_under),
-            *_program_details(first, known, f"-{group[0]}", told.plan.stages[group[0]].devices.start),
+            *_program_details(first, known, f"-{group[0]}", explained.plan.stages[group[0]].devices.start),
             class_="stage",
             open=group[0] == 0,
         )
         anchors = [el("a", id=f"stage-{number}") for number in group]
-        about = "One microbatch after another in this stage's own program, as it was planned."
+        about = "The program that this stage runs for each microbatch."
         body.append(_section(f"part-{group[0]}", title, *anchors, inside, about=about))
     return body
 
 
-def _closing(told: Explanation | StagesExplanation) -> list[Child]:
-    plan = told.plan
+def _closing(explained: Explanation | StagesExplanation) -> list[Child]:
+    plan = explained.plan
     sections: list[Child] = []
     if plan.notes:
         sections.append(_section("notes", "Notes", el("ul", *(el("li", *in_code(note)) for note in plan.notes))))

@@ -1,6 +1,6 @@
-"""Where the time of a step and the memory of a device go, drawn. In: `StepTime`, `MemoryUse`. Out: elements.
+"""Draw where the time of a step and the memory of a device go. In: `StepTime`, `MemoryUse`. Out: elements.
 
-Drawings are stretched to the width there is; what is written stands beside or over them as text, and is not.
+Drawings stretch to the available width; labels are text over or next to them, and do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def kind_class(kind: str) -> str:
 
 
 def time_bar(time: StepTime) -> Element:
-    """The step time in its parts, and below it, hatched, what runs beside the kernels."""
+    """The step time in its parts, and below it, hatched, the communication hidden by kernels."""
     whole = time.step_time_s
     exposed = [
         _segment(percent(seconds, whole), "compute" if name == "compute" else kind_class(name), name, seconds)
@@ -81,31 +81,36 @@ def _spoken(time: StepTime) -> str:
 
 
 def memory_curve(use: MemoryUse, time: StepTime) -> Element:
-    """What a device holds over a step, below its budget."""
+    """The live bytes of a device over a step, below its budget."""
     budget = use.budget_bytes
     in_sight = budget is not None and budget <= _BUDGET_IN_SIGHT * use.peak_bytes
     top = 1.08 * max(use.peak_bytes, budget if budget is not None and in_sight else 0.0) or 1.0
     bands = list(_bands(use, top))
-    count = len(use.over_step)
+    num_parts = len(use.over_step)
     phases, start = [], 0
     for phase, parts in use.phases:
-        wide = parts >= 0.09 * count
-        style = f"left:{percent(start, count)};width:{percent(parts, count)}"
+        wide = parts >= 0.09 * num_parts
+        style = f"left:{percent(start, num_parts)};width:{percent(parts, num_parts)}"
         phases.append(el("span", phase if wide else "", class_=f"phase {phase}", style=style, title=phase))
         start += parts
     loops = [
-        el("span", f"x{trips} trips", class_="loop", style=f"left:{percent(a, count)};width:{percent(b - a, count)}")
-        for a, b, trips in use.loops
+        el(
+            "span",
+            f"x{count} iterations",
+            class_="loop",
+            style=f"left:{percent(a, num_parts)};width:{percent(b - a, num_parts)}",
+        )
+        for a, b, count in use.loops
     ]
     at = use.over_step.index(max(use.over_step)) + 0.5
-    where = percent(at, count)
+    where = percent(at, num_parts)
     marks: list[Child] = [
         *(_tick(value, top) for value in _round_values(top)),
         el("span", class_="peak-dot", style=f"left:{where};bottom:{percent(use.peak_bytes, top)}"),
         el(
             "span",
             f"peak {human_bytes(use.peak_bytes)}",
-            class_="peak-label" + (" left" if at > 0.6 * count else ""),
+            class_="peak-label" + (" left" if at > 0.6 * num_parts else ""),
             style=f"left:{where};bottom:{percent(use.peak_bytes, top)}",
         ),
     ]
@@ -114,13 +119,13 @@ def memory_curve(use: MemoryUse, time: StepTime) -> Element:
             el("span", f"budget {human_bytes(budget)}", class_="budget", style=f"bottom:{percent(budget, top)}")
         )
     about = f"Memory of one device over a step: at most {human_bytes(use.peak_bytes)}"
-    plot = el("div", svg(max(count, 1), _HEIGHT, *bands), *marks, class_="plot", role="img", aria_label=about)
+    plot = el("div", svg(max(num_parts, 1), _HEIGHT, *bands), *marks, class_="plot", role="img", aria_label=about)
     ends = el("div", el("span", "0"), el("span", human_seconds(time.step_time_s)), class_="ends")
     return el(
         "div",
         plot,
-        el("div", *phases, class_="strip"),
-        el("div", *loops, class_="strip loops") if loops else None,
+        el("div", *phases, class_="band"),
+        el("div", *loops, class_="band loops") if loops else None,
         ends,
         _memory_legend(use),
         el("p", _budget_words(use), class_="under"),
@@ -129,7 +134,7 @@ def memory_curve(use: MemoryUse, time: StepTime) -> Element:
 
 
 def _bands(use: MemoryUse, top: float) -> Iterable[Element]:
-    """What is held throughout, one over the other, and on it the temporaries."""
+    """What is live throughout, stacked, and on it the temporaries."""
     sizes, count = dict(use.parts), len(use.over_step)
     floor = 0.0
     for name in _STEADY:
@@ -138,7 +143,7 @@ def _bands(use: MemoryUse, top: float) -> Iterable[Element]:
             height = _HEIGHT * sizes[name] / top
             yield el("rect", x=0, y=round(y, 2), width=count, height=round(height, 2), class_=_memory_class(name))
             floor += sizes[name]
-    ys = [round(_HEIGHT * (1 - held / top), 2) for held in use.over_step]
+    ys = [round(_HEIGHT * (1 - live / top), 2) for live in use.over_step]
     steps = [f"V{y:g}H{n + 1}" for n, y in enumerate(ys) if n + 1 == count or ys[n + 1] != y]
     base = round(_HEIGHT * (1 - floor / top), 2)
     yield el("path", d=f"M0 {base:g}{''.join(steps)}V{base:g}Z", class_=_memory_class("temporaries"))
@@ -159,7 +164,7 @@ def _memory_legend(use: MemoryUse) -> Element:
 
 def _budget_words(use: MemoryUse) -> str:
     if use.budget_bytes is None:
-        return "No budget was given: the plan fits what the device has."
+        return "No budget was given: the plan fits the device's memory."
     share = share_text(use.peak_bytes, use.budget_bytes)
     return f"The peak is {share} of the budget of {human_bytes(use.budget_bytes)}."
 
@@ -178,16 +183,16 @@ def _round_values(top: float) -> list[float]:
 
 
 def at_peak(use: MemoryUse, under: str) -> Element | None:
-    """What stands at the peak, the largest first.
+    """The temporaries live at the peak, the largest first.
 
     Args:
-        under: what to leave out in front of paths.
+        under: the prefix to leave out of paths.
     """
     if use.peak is None:
         return None
     temporaries = dict(use.parts).get("temporaries", 0.0)
     known = sum(one.num_bytes for one in use.at_peak)
-    rows = [_held_row(one, temporaries, under) for one in use.at_peak[:10]]
+    rows = [_live_row(one, temporaries, under) for one in use.at_peak[:10]]
     rest = temporaries - sum(one.num_bytes for one in use.at_peak[:10])
     if rest > 0.001 * max(known, 1.0):
         cells = [
@@ -207,7 +212,7 @@ def at_peak(use: MemoryUse, under: str) -> Element | None:
     )
 
 
-def _held_row(one: Held, whole: float, under: str) -> Element:
+def _live_row(one: Held, whole: float, under: str) -> Element:
     times = f" x{one.count}" if one.count > 1 else ""
     return el(
         "tr",

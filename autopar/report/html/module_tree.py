@@ -1,7 +1,7 @@
-"""The model's modules, with the tensors in each as blocks; layers alike are one, and can be shown one by one.
+"""Draw the model's modules with the shards of their tensors; identical layers are folded into one.
 
-In: a `ModuleTree`. Out: elements. The page's script makes a layer of a folded one by putting its name in the place of the
-pattern, in whatever `data-place` says, and leaves out what that layer has not.
+In: a `ModuleTree`. Out: elements. The page's script unfolds a layer: it puts the layer's name in the place of the pattern in
+every `data-place`, and leaves out tensors that the layer does not have.
 """
 
 from __future__ import annotations
@@ -99,22 +99,24 @@ def _module(module: Module, mesh: MeshShape, depth: int) -> Element:
 
 
 def _parameter(one: ModuleTensor, state: Sequence[ModuleTensor], mesh: MeshShape) -> Element:
-    """With the optimizer state that is split like it."""
-    alike = sum(
+    """A parameter, with the number of optimizer-state tensors of the same sharding."""
+    same = sum(
         other.row.count
         for other in state
         if other.place[-1:] == one.place[-1:] and other.row.sharding == one.row.sharding
     )
-    remark = f"+ {alike // max(1, one.row.count)} of optimizer state alike" if alike >= one.row.count else ""
+    number = same // max(1, one.row.count)
+    plural = "s" * (number > 1)
+    remark = f"+ {number} optimizer-state tensor{plural}, same sharding" if same >= one.row.count else ""
     return _row(one.place[-1], one.row, mesh, "/".join(one.place), remark)
 
 
 def _other_state(inputs: Sequence[ModuleTensor], state: Sequence[ModuleTensor], mesh: MeshShape) -> list[Element]:
-    """Optimizer state that is split otherwise than its parameter, once for each sharding."""
-    alike = {(one.place[-1:], one.row.sharding) for one in inputs}
+    """Optimizer state whose sharding differs from its parameter's, once for each sharding."""
+    same = {(one.place[-1:], one.row.sharding) for one in inputs}
     others: dict[tuple[str, str], list[ModuleTensor]] = defaultdict(list)
     for one in state:
-        if (one.place[-1:], one.row.sharding) not in alike:
+        if (one.place[-1:], one.row.sharding) not in same:
             others[one.place[-1] if one.place else "", one.row.sharding].append(one)
     return [
         _row(
@@ -122,7 +124,7 @@ def _other_state(inputs: Sequence[ModuleTensor], state: Sequence[ModuleTensor], 
             rows[0].row,
             mesh,
             "/".join(rows[0].place),
-            f"{len(rows)} alike" * (len(rows) > 1),
+            f"{len(rows)} tensors" * (len(rows) > 1),
         )
         for (name, _), rows in others.items()
     ]

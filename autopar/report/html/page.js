@@ -86,8 +86,8 @@ function drawnDims({ shape, parts }) {
 const axisColour = (mesh, axis) => `var(--axis${mesh.axes.indexOf(axis) % 6})`;
 
 // One matrix: rows and columns in parts, in each the devices that have it; in front and above, the axes that cut it.
-function panel(told, dims, fixed, width, height) {
-  const { mesh, spec, parts, devices } = told;
+function panel(shards, dims, fixed, width, height) {
+  const { mesh, spec, parts, devices } = shards;
   const [r, c] = dims.length === 2 ? dims : [undefined, dims[0]];
   const rows = r === undefined ? 1 : parts[r], columns = c === undefined ? 1 : parts[c];
   const edge = 9, w = (width - edge) / columns, h = (height - edge) / rows;
@@ -122,9 +122,9 @@ function panel(told, dims, fixed, width, height) {
 }
 
 function showShards(element) {
-  const told = shardsOf(element);
-  const { mesh, shape, spec, parts } = told;
-  const dims = drawnDims(told);
+  const shards = shardsOf(element);
+  const { mesh, shape, spec, parts } = shards;
+  const dims = drawnDims(shards);
   const also = shape.map((_, dim) => dim).filter((dim) => parts[dim] > 1 && !dims.includes(dim));
   const local = shape.map((size, dim) => Math.ceil(size / parts[dim]));
   const cut = spec.map((axes, dim) => (axes.length ? `dim ${dim} over ${axes.join(", ")} into ${parts[dim]} parts` : "")).filter(Boolean);
@@ -137,7 +137,7 @@ function showShards(element) {
   for (let n = 0; n < panels; n++) {
     const fixed = Object.fromEntries(also.map((dim, k) => [dim, k ? 0 : n]));
     if (also.length) children.push(line(also.map((dim) => `part ${fixed[dim]} of dim ${dim}`).join(", ")));
-    children.push(panel(told, dims, fixed, wide, also.length ? Math.max(46, tall / 2) : tall));
+    children.push(panel(shards, dims, fixed, wide, also.length ? Math.max(46, tall / 2) : tall));
   }
   if (also.length && panels < parts[also[0]]) children.push(line(`and ${parts[also[0]] - panels} more parts of dim ${also[0]}`));
   if (dims.length) children.push(line(`drawn: ${dims.map((dim, n) => `dim ${dim} ${dims.length === 2 && !n ? "down" : "across"}`).join(", ")}; in each part its devices`));
@@ -151,48 +151,48 @@ function seconds(ns) {
   return `${ns} ns`;
 }
 
-function showStretch(lane, n) {
-  const told = known[lane.dataset.lane];
-  const [start, ns, text] = told.at[n];
-  let cursor = lane.querySelector(".lane-cursor");
-  if (!cursor) lane.append((cursor = line("", "lane-cursor")));
-  cursor.style.left = `${(100 * start) / told.whole}%`;
-  cursor.style.width = `${(100 * ns) / told.whole}%`;
-  lane.dataset.at = n;
-  show(cursor, line(told.texts[text], "panel-name"), line(`${seconds(start)} to ${seconds(start + ns)}: ${seconds(ns)}`));
+function showStretch(track, n) {
+  const row = known[track.dataset.track];
+  const [start, ns, text] = row.at[n];
+  let cursor = track.querySelector(".track-cursor");
+  if (!cursor) track.append((cursor = line("", "track-cursor")));
+  cursor.style.left = `${(100 * start) / row.whole}%`;
+  cursor.style.width = `${(100 * ns) / row.whole}%`;
+  track.dataset.at = n;
+  show(cursor, line(row.texts[text], "panel-name"), line(`${seconds(start)} to ${seconds(start + ns)}: ${seconds(ns)}`));
 }
 
-function leaveLane(lane) {
-  lane.querySelector(".lane-cursor")?.remove();
+function leaveTrack(track) {
+  track.querySelector(".track-cursor")?.remove();
   hide();
 }
 
-function stretchAt(lane, event) {
-  const told = known[lane.dataset.lane], box = lane.getBoundingClientRect();
-  const at = ((event.clientX - box.left) / box.width) * told.whole, near = (3 / box.width) * told.whole;
+function stretchAt(track, event) {
+  const row = known[track.dataset.track], box = track.getBoundingClientRect();
+  const at = ((event.clientX - box.left) / box.width) * row.whole, near = (3 / box.width) * row.whole;
   let best = -1, least = near;
-  told.at.forEach(([start, ns], n) => {
+  row.at.forEach(([start, ns], n) => {
     const off = Math.max(start - at, at - start - ns, 0);
     if (off < least || (off === 0 && best < 0)) [best, least] = [n, off];
   });
   return best;
 }
 
-for (const lane of document.querySelectorAll("[data-lane]")) {
-  lane.addEventListener("pointermove", (event) => {
-    const n = stretchAt(lane, event);
-    if (n < 0) leaveLane(lane);
-    else showStretch(lane, n);
+for (const track of document.querySelectorAll("[data-track]")) {
+  track.addEventListener("pointermove", (event) => {
+    const n = stretchAt(track, event);
+    if (n < 0) leaveTrack(track);
+    else showStretch(track, n);
   });
-  lane.addEventListener("pointerleave", () => leaveLane(lane));
-  lane.addEventListener("focus", () => showStretch(lane, Number(lane.dataset.at || 0)));
-  lane.addEventListener("blur", () => leaveLane(lane));
-  lane.addEventListener("keydown", (event) => {
+  track.addEventListener("pointerleave", () => leaveTrack(track));
+  track.addEventListener("focus", () => showStretch(track, Number(track.dataset.at || 0)));
+  track.addEventListener("blur", () => leaveTrack(track));
+  track.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
     event.preventDefault();
-    const last = known[lane.dataset.lane].at.length - 1;
-    showStretch(lane, Math.max(0, Math.min(last, Number(lane.dataset.at || 0) + step)));
+    const last = known[track.dataset.track].at.length - 1;
+    showStretch(track, Math.max(0, Math.min(last, Number(track.dataset.at || 0) + step)));
   });
 }
 

@@ -22,22 +22,22 @@ _MAX_TRIED = 20
 _HEIGHT = 100.0
 
 
-def submesh_times(told: StagesExplanation) -> Element:
+def submesh_times(explained: StagesExplanation) -> Element:
     """Of each submesh, its phases and its idle time, which sum up to the step time."""
-    whole = told.plan.prediction.step_time_s
+    whole = explained.plan.prediction.step_time_s
     rows = []
-    for number, use in enumerate(told.submeshes):
+    for number, use in enumerate(explained.submeshes):
         parts = [_part(LOOKS[phase].words, LOOKS[phase].colour, seconds, whole) for phase, seconds in use.phases]
         parts.append(_part("idle", "", use.idle_s, whole))
         rows.append(
             el(
                 "div",
-                el("span", f"submesh {number}", class_="lane-name"),
+                el("span", f"submesh {number}", class_="track-name"),
                 el("div", *parts, class_="bar"),
-                class_="lane-row",
+                class_="track-row",
             )
         )
-    looks = [LOOKS[phase] for phase in phases_of(told.timeline)]
+    looks = [LOOKS[phase] for phase in phases_of(explained.timeline)]
     legend = [el("li", el("span", class_="swatch", style=f"background:{look.colour}"), look.words) for look in looks]
     legend.append(el("li", el("span", class_="swatch idle"), "idle"))
     return el("div", *rows, el("ul", *legend, class_="legend"), class_="figure")
@@ -53,15 +53,15 @@ def _part(words: str, colour: str, seconds: float, whole: float) -> Element:
     )
 
 
-def submesh_memory(told: StagesExplanation) -> Element:
+def submesh_memory(explained: StagesExplanation) -> Element:
     """Of each submesh, what one of its devices holds over the step, all on one scale."""
-    whole = told.plan.prediction.step_time_s
-    peak, budget = told.plan.prediction.peak_bytes, told.plan.memory_budget_bytes
+    whole = explained.plan.prediction.step_time_s
+    peak, budget = explained.plan.prediction.peak_bytes, explained.plan.memory_budget_bytes
     in_sight = budget is not None and budget <= 3 * peak
     top = 1.05 * max(peak, budget if budget is not None and in_sight else 0.0) or 1.0
     rows = [
         _submesh_memory(number, use, whole, top, budget if in_sight else None)
-        for number, use in enumerate(told.submeshes)
+        for number, use in enumerate(explained.submeshes)
     ]
     legend = [
         el("li", el("span", class_=f"swatch memory-{name}"), words)
@@ -110,16 +110,16 @@ def _submesh_memory(number: int, use: SubmeshUse, whole: float, top: float, budg
     devices = f"{use.devices[0]}-{use.devices[1]}" if use.devices[0] != use.devices[1] else f"{use.devices[0]}"
     return el(
         "div",
-        el("span", f"submesh {number}", el("small", f"devices {devices}"), class_="lane-name"),
+        el("span", f"submesh {number}", el("small", f"devices {devices}"), class_="track-name"),
         el("div", svg(1000, _HEIGHT, *shapes), *marks, class_="plot small"),
-        el("span", f"peak {human_bytes(use.peak_bytes)}", class_="lane-remark"),
-        class_="lane-row",
+        el("span", f"peak {human_bytes(use.peak_bytes)}", class_="track-remark"),
+        class_="track-row",
     )
 
 
-def stages_table(told: StagesExplanation) -> Element:
+def stages_table(explained: StagesExplanation) -> Element:
     """A row for each stage."""
-    plan = told.plan
+    plan = explained.plan
     split = any(stage.cost.weight_s for stage in plan.stages)
     numbers = ("forward", "input" if split else "backward", *(("weight",) if split else ()), "update", "peak")
     rows = []
@@ -127,7 +127,7 @@ def stages_table(told: StagesExplanation) -> Element:
         cost = stage.cost
         seconds = (cost.forward_s, cost.backward_s, *((cost.weight_s,) if split else ()), cost.update_s)
         sends = [one for one in plan.sends if one.source == number and one.num_bytes]
-        peak = told.submeshes[plan.submesh_of[number]].peak_bytes
+        peak = explained.submeshes[plan.submesh_of[number]].peak_bytes
         rows.append(
             el(
                 "tr",
@@ -158,12 +158,12 @@ def _words(stage: StagePlan) -> str:
     return stage.plan.words + (f"; computes again what takes {human_seconds(again)} a microbatch" if again else "")
 
 
-def tried_table(told: StagesExplanation) -> Element | None:
+def tried_table(explained: StagesExplanation) -> Element | None:
     """Other ways to run the step, the fastest first."""
-    tried = sorted(told.plan.tried, key=lambda one: one.step_time_s)
+    tried = sorted(explained.plan.tried, key=lambda one: one.step_time_s)
     if len(tried) < 2:
         return None
-    own = told.plan.prediction.step_time_s
+    own = explained.plan.prediction.step_time_s
     rows = []
     for one in tried[:_MAX_TRIED]:
         fits = math.isfinite(one.step_time_s)
@@ -184,10 +184,10 @@ def tried_table(told: StagesExplanation) -> Element | None:
     return table(("schedule", *numbers), rows, numbers=numbers, name="What was tried")
 
 
-def same_stages(told: StagesExplanation) -> Sequence[tuple[int, ...]]:
+def same_stages(explained: StagesExplanation) -> Sequence[tuple[int, ...]]:
     """Stages whose plans say the same but for the names of their layers, in order."""
     groups: dict[object, list[int]] = {}
-    for number, one in enumerate(told.stages):
+    for number, one in enumerate(explained.stages):
         plan = one.plan
         inputs = tuple((tensor.shape, tensor.dtype, tensor.role, tensor.sharding) for tensor in plan.inputs)
         key = (plan.mesh, plan.hardware, plan.words, inputs, plan.prediction.step_time_s, plan.prediction.peak_bytes)

@@ -1,6 +1,6 @@
-"""Tables of a page: decisions with their runners-up, collectives, other meshes, predicted beside compiled.
+"""Tables of the page: decisions with their runners-up, collectives, other meshes, predicted against compiled figures.
 
-In: rows of an explanation. Out: elements. A cell's `data-value` is what its column is sorted by.
+In: rows of an explanation. Out: elements. A column is sorted by the `data-value` of its cells.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_DECISIONS, MAX_COLLECTIVES = 250, 60
 
 
 def table(heads: Sequence[str], rows: Sequence[Element], *, numbers: Sequence[str] = (), name: str = "") -> Element:
-    """A table that its heads sort."""
+    """A table that can be sorted by its headings."""
     cells = [
         el(
             "th",
@@ -35,6 +35,10 @@ def table(heads: Sequence[str], rows: Sequence[Element], *, numbers: Sequence[st
         )
         for head in heads
     ]
+    for row in rows:
+        for head, one in zip(heads, row, strict=True):
+            if head:
+                one.set("data-label", head)  # where the page is narrow, a row is a card and has no heads
     made = el("table", el("thead", el("tr", *cells)), el("tbody", *rows), class_="sortable", aria_label=name or None)
     return el("div", made, class_="scroll", tabindex="0")
 
@@ -49,12 +53,12 @@ def cell(*children: Child, value: float | None = None, look: str | None = None) 
 # -- decisions -------------------------------------------------------------------------------
 
 
-def decisions_table(told: Explanation, mesh: MeshShape) -> Element:
-    """Every decision, those first that matter most."""
-    rows = [row for row in (*told.parameters, *told.data, *told.activations) if row.cost_s is not None]
+def decisions_table(explained: Explanation, mesh: MeshShape) -> Element:
+    """Every decision, the most consequential first."""
+    rows = [row for row in (*explained.parameters, *explained.data, *explained.activations) if row.cost_s is not None]
     rows.sort(key=lambda row: -_matters(row))
-    shown = [_decision(row, told, mesh) for row in rows[:MAX_DECISIONS]]
-    heads = ("tensor", "of", "type", "split", "cost", "runner-up", "costs more", "collectives caused")
+    shown = [_decision(row, explained, mesh) for row in rows[:MAX_DECISIONS]]
+    heads = ("tensor", "kind", "type", "sharding", "cost", "runner-up", "adds", "collectives caused")
     left = len(rows) - len(shown)
     return el(
         "div",
@@ -65,8 +69,10 @@ def decisions_table(told: Explanation, mesh: MeshShape) -> Element:
             aria_label="filter",
             class_="filter",
         ),
-        table(heads, shown, numbers=("cost", "costs more"), name="Decisions"),
-        el("p", f"and {left} more that matter less; autopar explain --json has all", class_="under") if left else None,
+        table(heads, shown, numbers=("cost", "adds"), name="Decisions"),
+        el("p", f"and {left} more with a smaller difference; autopar explain --json has all", class_="under")
+        if left
+        else None,
     )
 
 
@@ -74,8 +80,8 @@ def _matters(row: TensorRow) -> float:
     return row.count * row.runner_up_extra_s[1] if row.runner_up_extra_s and not row.pinned else -1.0
 
 
-def _decision(row: TensorRow, told: Explanation, mesh: MeshShape) -> Element:
-    under = told.modules.activations_under if row.kind == "activation" else told.modules.parameters_under
+def _decision(row: TensorRow, explained: Explanation, mesh: MeshShape) -> Element:
+    under = explained.modules.activations_under if row.kind == "activation" else explained.modules.parameters_under
     made = [f"{row.phase} {row.primitive}", short_source(row.source)] if row.kind == "activation" else []
     times = f" x{row.count}" if row.count > 1 else ""
     caused = [
@@ -117,10 +123,10 @@ def _span(span: Span | None) -> str:
 
 
 def collectives_table(rows: Sequence[CollectiveRow], under: str) -> Element:
-    """What is sent, and what for; the longest first.
+    """Collectives and their causes, the longest first.
 
     Args:
-        under: what to leave out in front of paths.
+        under: the prefix to leave out of paths.
     """
     shown = [
         el(
@@ -142,26 +148,26 @@ def collectives_table(rows: Sequence[CollectiveRow], under: str) -> Element:
         for row in rows[:MAX_COLLECTIVES]
     ]
     left = f"and {len(rows) - len(shown)} more rows; autopar explain --json has all. " if len(rows) > len(shown) else ""
-    star = "* XLA may merge these into fewer. " if any(row.combinable for row in rows) else ""
-    heads = ("collective", "count", "time", "data", "what for", "when")
+    star = "* XLA may combine these into fewer. " if any(row.combinable for row in rows) else ""
+    heads = ("collective", "count", "time", "data", "cause", "phase")
     return el(
         "div",
         table(heads, shown, numbers=("count", "time", "data"), name="Collectives"),
-        el("p", f"{left}{star}Times are of each alone, hidden or not; data is per device.", class_="under"),
+        el("p", f"{left}{star}Times are of each alone, hidden or exposed; data is per device.", class_="under"),
     )
 
 
-def meshes_table(told: Explanation) -> Element | None:
-    """What else was planned."""
-    rejected: Sequence[RejectedMesh] = told.plan.rejected
+def meshes_table(explained: Explanation) -> Element | None:
+    """The other meshes that were planned."""
+    rejected: Sequence[RejectedMesh] = explained.plan.rejected
     if not rejected:
         return None
-    own = told.plan.prediction.step_time_s
+    own = explained.plan.prediction.step_time_s
     rows = [
         el(
             "tr",
             cell(one.mesh.describe()),
-            cell(*_beside(one.step_time_s, own), value=one.step_time_s),
+            cell(*_compared_with(one.step_time_s, own), value=one.step_time_s),
             cell(human_bytes(one.peak_bytes), value=one.peak_bytes),
             cell(*in_code(one.words)),
         )
@@ -171,19 +177,19 @@ def meshes_table(told: Explanation) -> Element | None:
     return table(heads, rows, numbers=("step time", "peak memory"), name="Other meshes")
 
 
-def _beside(seconds: float, own: float) -> list[Child]:
+def _compared_with(seconds: float, own: float) -> list[Child]:
     if not math.isfinite(seconds):
         return ["does not fit"]
     return [f"{human_seconds(seconds)}, {100 * (seconds / own - 1):+.1f} %" if own else human_seconds(seconds)]
 
 
-# -- predicted beside compiled ---------------------------------------------------------------
+# -- predicted against compiled ---------------------------------------------------------------
 
 
-def compiled_view(told: Sequence[Compiled]) -> Element:
+def compiled_view(explained: Sequence[Compiled]) -> Element:
     """A table of figures for each program."""
     parts: list[Child] = []
-    for one in told:
+    for one in explained:
         verdict = "all figures hold" if not one.off else f"off: {', '.join(one.off)}"
         title = f"{one.name}: {verdict}" if one.name else verdict.capitalize()
         parts += [

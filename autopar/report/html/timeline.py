@@ -1,6 +1,6 @@
-"""What runs when, as rows over one axis of time: a device's kernels and collectives, or the tasks of submeshes.
+"""Draw what runs when, as rows over one axis of time: a device's kernels and collectives, or the tasks of submeshes.
 
-In: a `StepTrace`, or a `PipelineTimeline`. Out: elements, and for the page's script what to say of what is pointed at.
+In: a `StepTrace`, or a `PipelineTimeline`. Out: elements, and the texts that the page's script shows for each bar.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class Slice:
     """A stretch of a row: whole nanoseconds from the start of the step.
 
     Args:
-        look: class of its colour; or a colour. says: for whoever points at it.
+        look: class of its colour; or a colour. text: for whoever points at it.
     """
 
     start_ns: int
     ns: int
     look: str
-    says: str
+    text: str
 
 
 # -- one device ------------------------------------------------------------------------------
 
 
-def step_lanes(trace: StepTrace, step_time_s: float, name: str) -> tuple[Element, dict[str, Any]]:
-    """Kernels, and collectives beside them.
+def step_tracks(trace: StepTrace, step_time_s: float, name: str) -> tuple[Element, dict[str, Any]]:
+    """Kernels, and collectives in parallel with them.
 
     Args:
         name: that no other figure of the page has.
@@ -79,23 +79,23 @@ def step_lanes(trace: StepTrace, step_time_s: float, name: str) -> tuple[Element
     loops = [
         el(
             "span",
-            f"x{trips} trips, drawn as one",
+            f"x{count} iterations, drawn as one",
             class_="loop",
             style=f"left:{percent(a, whole)};width:{percent(b - a, whole)}",
         )
-        for a, b, trips in trace.loops
+        for a, b, count in trace.loops
     ]
     figure = el(
         "div",
-        *(_lane(row, "", slices, whole, f"{name}-{row}") for row, slices in rows.items() if slices),
-        el("div", el("span", class_="lane-name"), el("div", *loops, class_="strip loops"), class_="lane-row bare")
+        *(_track(row, "", slices, whole, f"{name}-{row}") for row, slices in rows.items() if slices),
+        el("div", el("span", class_="track-name"), el("div", *loops, class_="band loops"), class_="track-row bare")
         if loops
         else None,
         _axis(step_time_s),
         el("ul", *items, *kinds, hatched, class_="legend"),
-        class_="figure lanes",
+        class_="figure tracks",
     )
-    return figure, {f"{name}-{row}": _told(slices, whole) for row, slices in rows.items() if slices}
+    return figure, {f"{name}-{row}": _texts(slices, whole) for row, slices in rows.items() if slices}
 
 
 def _kernels(trace: StepTrace) -> Iterable[Slice]:
@@ -112,24 +112,24 @@ def _collectives(trace: StepTrace) -> Iterable[Slice]:
         name, axes = trace.kinds[kind]
         phase, path = trace.places[place]
         times = f"{count} x " if count > 1 else ""
-        says = f"{times}{name} over {', '.join(axes)}, {human_bytes(size)}, {human_seconds(1e-9 * exposed)} exposed; {phase} {path}"
+        text = f"{times}{name} over {', '.join(axes)}, {human_bytes(size)}, {human_seconds(1e-9 * exposed)} exposed; {phase} {path}"
         hidden = max(0, ns - exposed)
         if hidden:
-            yield Slice(start, hidden, f"hidden {kind_class(name)}", says)
+            yield Slice(start, hidden, f"hidden {kind_class(name)}", text)
         if exposed:
-            yield Slice(start + hidden, min(exposed, ns), kind_class(name), says)
+            yield Slice(start + hidden, min(exposed, ns), kind_class(name), text)
 
 
 # -- submeshes -------------------------------------------------------------------------------
 
 
-def pipeline_lanes(timeline: PipelineTimeline, name: str) -> tuple[Element, dict[str, Any]]:
-    """Submeshes as rows, tasks in the colours of their phases; arguments and results as of `step_lanes`."""
+def pipeline_tracks(timeline: PipelineTimeline, name: str) -> tuple[Element, dict[str, Any]]:
+    """Submeshes as rows, tasks in the colours of their phases; arguments and results as of `step_tracks`."""
     whole = max(1, round(1e9 * timeline.makespan_s))
     rows = [list(_tasks(timeline, submesh)) for submesh in range(timeline.num_submeshes)]
     idle = [f"{100 * share:.0f} % idle" for share in timeline.bubble_fractions]
-    lanes = [
-        _lane(f"submesh {submesh}", idle[submesh], slices, whole, f"{name}-{submesh}")
+    tracks = [
+        _track(f"submesh {submesh}", idle[submesh], slices, whole, f"{name}-{submesh}")
         for submesh, slices in enumerate(rows)
     ]
     legend = [
@@ -144,9 +144,9 @@ def pipeline_lanes(timeline: PipelineTimeline, name: str) -> tuple[Element, dict
     if any(len(timeline.stages_on(submesh)) > 1 for submesh in range(timeline.num_submeshes)):
         legend.append(el("li", "lighter: a submesh's later stages"))
     figure = el(
-        "div", *lanes, _axis(timeline.makespan_s), el("ul", *legend, class_="legend"), class_="figure lanes pipeline"
+        "div", *tracks, _axis(timeline.makespan_s), el("ul", *legend, class_="legend"), class_="figure tracks pipeline"
     )
-    return figure, {f"{name}-{submesh}": _told(slices, whole) for submesh, slices in enumerate(rows)}
+    return figure, {f"{name}-{submesh}": _texts(slices, whole) for submesh, slices in enumerate(rows)}
 
 
 def _tasks(timeline: PipelineTimeline, submesh: int) -> Iterable[Slice]:
@@ -171,7 +171,7 @@ def _tasks(timeline: PipelineTimeline, submesh: int) -> Iterable[Slice]:
 # -- any row ---------------------------------------------------------------------------------
 
 
-def _lane(name: str, remark: str, slices: Sequence[Slice], whole: int, key: str) -> Element:
+def _track(name: str, remark: str, slices: Sequence[Slice], whole: int, key: str) -> Element:
     by_look: dict[str, list[str]] = defaultdict(list)
     for one in slices:
         x, width = _WIDTH * one.start_ns / whole, max(_WIDTH * one.ns / whole, 4)
@@ -186,10 +186,10 @@ def _lane(name: str, remark: str, slices: Sequence[Slice], whole: int, key: str)
     about = f"{name}: {len(slices)} stretches; left and right go through them"
     return el(
         "div",
-        el("span", name, class_="lane-name"),
-        el("div", drawing, class_="lane", tabindex="0", role="group", aria_label=about, data_lane=key),
-        el("span", remark, class_="lane-remark") if remark else None,
-        class_="lane-row",
+        el("span", name, class_="track-name"),
+        el("div", drawing, class_="track", tabindex="0", role="group", aria_label=about, data_track=key),
+        el("span", remark, class_="track-remark") if remark else None,
+        class_="track-row",
     )
 
 
@@ -203,11 +203,11 @@ def _axis(whole_s: float) -> Element:
         )
         for at in ticks_of_time(whole_s)
     ]
-    return el("div", el("span", class_="lane-name"), el("div", *marks, class_="time-axis"), class_="lane-row bare")
+    return el("div", el("span", class_="track-name"), el("div", *marks, class_="time-axis"), class_="track-row bare")
 
 
-def _told(slices: Sequence[Slice], whole: int) -> Mapping[str, Any]:
+def _texts(slices: Sequence[Slice], whole: int) -> Mapping[str, Any]:
     """Texts once, and for each stretch its start, its length and the position of its text."""
-    texts = list(dict.fromkeys(one.says for one in slices))
+    texts = list(dict.fromkeys(one.text for one in slices))
     place = {text: n for n, text in enumerate(texts)}
-    return {"whole": whole, "texts": texts, "at": [[one.start_ns, one.ns, place[one.says]] for one in slices]}
+    return {"whole": whole, "texts": texts, "at": [[one.start_ns, one.ns, place[one.text]] for one in slices]}
