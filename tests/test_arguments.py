@@ -100,7 +100,7 @@ def test_a_text_that_is_another_one_each_time_is_told() -> None:
     x = np.ones((2, 2), np.float32)
     for n in range(4):
         step(x, {"text": "a" * n})
-    with pytest.warns(UserWarning, match=r"planned for the 5th time with the same shapes, because `batch` is not what"):
+    with pytest.warns(UserWarning, match=r"planned for the 5th time with the same shapes, because `batch` has changed"):
         step(x, {"text": "aaaa"})
     assert float(step(x, {"text": "aaaaa"})) == 24
 

@@ -61,7 +61,7 @@ def test_where_the_host_was_ahead_all_time_counts() -> None:
 
 def test_what_comes_after_a_new_start_alone_counts() -> None:
     calls = timed(0.0, 1.0, 2.0, 3.0, 3.0)
-    calls.start_anew()
+    calls.restart()
     assert calls.num_steps == 0
     calls.note()
     assert calls.num_steps == 0
@@ -80,7 +80,7 @@ def test_a_call_unlike_the_others_does_not_count() -> None:
     for _ in range(3):
         calls.note()
     assert calls.num_steps == 4 and calls.step_time_s(nothing) == (2.0, False)
-    calls.start_anew()
+    calls.restart()
     calls.interrupt(nothing)
     assert calls.num_steps == 0
 

@@ -1,7 +1,7 @@
-"""When a step was called: so that its time is known without waiting for any of its results.
+"""Measure the time of a step from the times of its calls, without waiting for results.
 
-In: a note at each call. Out: seconds from call to call. A call only hands the step to the devices and returns; but a
-host can be no more than some steps ahead, so in the long run calls follow one another as steps end.
+In: a note at each call. Out: seconds from call to call. A call only dispatches the step; but a host can be at most some steps
+ahead of the devices, so in the long run calls follow one another as steps end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
-#: Calls that are remembered: the last ones.
+#: The number of calls that are remembered.
 REMEMBERED = 256
 
 
@@ -26,19 +26,21 @@ class Calls:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._times: deque[float] = deque(maxlen=REMEMBERED)
-        self._settled: tuple[int, float, bool] | None = None  # steps timed before an interruption, and what they told
+        self._settled: tuple[int, float, bool] | None = (
+            None  # steps before an interruption, their time, whether the host was ahead
+        )
 
     def note(self) -> None:
         """A call begins."""
         self._times.append(self.clock())
 
-    def start_anew(self) -> None:
-        """Forget all: the next call is the first of another program, or the first after compiling."""
+    def restart(self) -> None:
+        """Forget all calls: the next one belongs to another program, or follows a compilation."""
         self._times.clear()
         self._settled = None
 
     def interrupt(self, wait: Callable[[], None]) -> None:
-        """A call comes that is unlike the others: what they have told is kept, and the next is the first of new ones.
+        """Keep what has been measured: the next call is unlike the others, and starts a new measurement.
 
         Args:
             wait: as for `step_time_s`.
@@ -61,20 +63,20 @@ class Calls:
     def step_time_s(self, wait: Callable[[], None]) -> tuple[float, bool]:
         """Seconds of a step, and whether the host was ahead of the devices.
 
-        The median from call to call. Where the devices still had much to do after the last call, the calls followed one
-        another faster than the steps: then all that time by the number of steps.
+        It is the median from call to call. Where the devices still have much to do after the last call, the calls were faster than the
+        steps: then it is the time until the devices are done, divided by the number of steps.
 
         Args:
-            wait: returns once the devices have done all that was asked of them.
+            wait: returns once the devices are idle.
         """
         if self._settled is not None and self._settled[0] >= self._num_timed:
             return self._settled[1:]
         times = list(self._times)
         assert len(times) > 1
         usual = median(after - before for before, after in pairwise(times))
-        asked = self.clock()
+        started = self.clock()
         wait()
         done = self.clock()
-        if done - asked <= 2 * usual:
+        if done - started <= 2 * usual:
             return usual, False
         return (done - times[0]) / len(times), True

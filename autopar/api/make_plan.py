@@ -1,6 +1,6 @@
-"""From a step to its plan: of one program on all devices, or of stages.
+"""Plan a step: as one program on all devices, or as pipeline stages.
 
-In: a step and its arguments, or its traced program; what is asked for. Out: `Plan` or `PipelinePlan`.
+In: a step and its arguments, or its traced program; planning options. Out: `Plan` or `PipelinePlan`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autopar.transforms.program import Program, program_of
 
 Hardware = str | HardwareProfile | Mapping[str, int]
 
-#: Options of one program that stages do not take, and what they are where they ask for nothing.
+#: Options of one program that pipelines do not take, with their neutral values.
 _OF_ONE_PROGRAM = {
     "mesh": None,
     "pin": None,
@@ -86,7 +86,7 @@ def plan(
     dump: str | os.PathLike[str] | None = None,
     **unknown: Any,
 ) -> Plan | PipelinePlan:
-    """Choose how to split every tensor of a step.
+    """Plan how to shard every tensor of a step.
 
     Args:
         step: a function of pytrees of arrays, e.g. `(state, batch) -> (state, loss)`, or of objects that it changes in
@@ -102,32 +102,31 @@ def plan(
         pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
         kwargs: the step's keyword arguments.
         static_argnames: names of arguments that are no arrays but part of what is traced, as of `jax.jit`.
-        carry: names of arguments that come back updated; by default found by structure.
+        carry: names of arguments that the step returns updated; by default found by structure.
         donate: names of arguments whose buffers the step may reuse; by default the carried ones.
-        metadata: what is done with metadata on the arguments that say how to split them (`nn.Partitioned`, logical axis
-            names, NNX `out_sharding`): `"pin"` holds to them; `"hint"` plans with and without, and holds to them unless
-            a plan without is predicted faster by more than 5 %; `"ignore"` does not read them.
-        logical_axis_rules: from logical names in them to mesh axes; by default the active `nn.logical_axis_rules`.
-        like: a plan of another step, on whose mesh this one is planned, and whose layout the state takes that both have.
-        stages: cut the step into so many stages, each a program of its own on its own devices; `"auto"`: as many as are
-            fastest, which may be one. Of stages the planner chooses layers, devices and meshes (`docs/pipelines.md`).
-        schedule: of stages, a name (`docs/schedules.md`); `"auto"`: the fastest that fits.
-        partitioner: what cuts layers into stages; by default the package's, which proves the optimum of its prices.
-        num_microbatches: split the batch over time into so many parts, whose gradients are summed: the same numbers
-            for less memory; by default 1, and of stages `"auto"`. `"auto"`: of the numbers that fit the budget the one whose step is fastest, with forward
-            values computed again where that is needed.
-        per_microbatch_statistics: allow that of a step whose batch feeds back, as batch normalisation does, in which
-            each microbatch then has its own statistics.
-        rematerialize: whether forward values may be computed again in the backward pass, where a step would not
-            fit otherwise.
-        dims_as_written: never see a dim that the step cuts into equal parts as two, each of which may be split: a plan of
-            which each sharding is a `PartitionSpec` of a value that the step has, as `export` needs it.
+        metadata: the use of sharding metadata on the arguments (`nn.Partitioned`, logical axis names, NNX
+            `out_sharding`): `"pin"` follows them; `"hint"` plans with and without, and follows them unless the plan
+            without is predicted faster by more than 5 %; `"ignore"` does not read them.
+        logical_axis_rules: map logical names in the metadata to mesh axes; by default the active `nn.logical_axis_rules`.
+        like: a plan of another step: this one is planned on its mesh, and state that both have keeps its sharding.
+        stages: the number of pipeline stages, each a program on its own devices; `"auto"`: the fastest number, which may
+            be one. The planner chooses the layers, devices and mesh of each stage (`docs/pipelines.md`).
+        schedule: the pipeline schedule (`docs/schedules.md`); `"auto"`: the fastest that fits.
+        partitioner: assigns layers to stages; by default the package's, which proves the optimum of its prices.
+        num_microbatches: gradient accumulation over so many microbatches: the same result in less memory; by default 1,
+            for pipelines `"auto"`. `"auto"`: the fastest number that fits the budget, with rematerialization where needed.
+        per_microbatch_statistics: allow microbatches where the batch feeds back, as in batch normalization; each then has
+            its own statistics.
+        rematerialize: whether activations may be rematerialized in the backward pass (activation checkpointing), where a
+            step would not fit otherwise.
+        dims_as_written: never split one dim into two, so that each sharding is a `PartitionSpec` of a value in the step, as
+            `export` needs it.
         solver: by default `Ilp(time_limit_s)`, which proves the optimum; where memory is short, within half a percent.
         time_limit_s: seconds for the solver, per problem: one for each mesh, and several where memory is short.
         progress: called with a stage's name and the fraction done.
-        cache: a folder in which plans are kept, so that the same step asked for in the same way is not planned twice;
-            True is the user's own cache folder. `parallelize` and the command line keep them there by default.
-        dump: a folder into which it is written what each pass of the planner made, as text; of one program.
+        cache: the folder of the plan cache, so that a step is not planned twice; True is the user's cache folder, which
+            `parallelize` and the command line use by default.
+        dump: a folder for the output of each planner pass, as text; for plans of one program.
 
     Raises:
         AutoparError: one of its subclasses, naming what to change.
@@ -169,7 +168,7 @@ def planning(
     hardware: Hardware | None = None,
     **options: Any,
 ) -> Callable[[Program], AnyPlan]:
-    """What plans a traced program by options of `plan`, which are checked now.
+    """A function that plans a traced program by options of `plan`, which are checked now.
 
     Raises:
         AutoparError: one of its subclasses, naming the option.
@@ -213,10 +212,10 @@ def plan_program(program: Program, **options: Any) -> AnyPlan:
 
 
 def _plan_in_stages(program: Program, staged: StagesAsked, one: PlanRequest) -> AnyPlan:
-    """The plan of a step in stages, or that of one program where the number of stages is to be found.
+    """The pipeline plan of a step, or the plan of one program where the number of stages is to be found.
 
     Args:
-        one: that of one program on all devices of the first kind.
+        one: the plan of one program on all devices of the first kind.
     """
     of_stages = ("stages", "schedule", "partitioner", "cluster", "profiles")
     key = one.key() | {name: getattr(staged, name) for name in of_stages}
@@ -240,11 +239,11 @@ def _plan_in_stages(program: Program, staged: StagesAsked, one: PlanRequest) -> 
 def cluster_of(
     hardware: Hardware | None, num_devices: int | None, mesh: Any = None
 ) -> tuple[Cluster, dict[str, HardwareProfile]]:
-    """The devices to cut stages for, and what each kind can do.
+    """The devices to cut stages for, and the profile of each kind.
 
     Args:
-        hardware: as of `plan`. num_devices: of them; by default the visible ones.
-        mesh: a `jax.sharding.Mesh` of devices that are to be used.
+        hardware: as of `plan`. num_devices: their number; by default the visible ones.
+        mesh: a `jax.sharding.Mesh` of the devices to use.
 
     Raises:
         ClusterError: hosts would not be whole, or the numbers disagree.
@@ -254,7 +253,7 @@ def cluster_of(
         total = sum(counts.values())
         if num_devices is not None and num_devices != total:
             raise ClusterError(
-                f"`hardware` names {total} devices, but {num_devices} were asked for: leave `num_devices` out"
+                f"`hardware` names {total} devices, but {num_devices} were requested: leave `num_devices` out"
             )
     else:
         given = mesh.size if isinstance(mesh, jax.sharding.Mesh) else num_devices
@@ -272,10 +271,10 @@ def cluster_of(
 
 
 def check_like(like: Any) -> None:
-    """Refuse to lay a step out like one in stages.
+    """Refuse `like` where it is a pipeline plan.
 
     Raises:
-        PlanMismatchError: `like` is a plan of stages.
+        PlanMismatchError: it is.
     """
     if isinstance(like, PipelinePlan):
         raise PlanMismatchError(
@@ -284,7 +283,7 @@ def check_like(like: Any) -> None:
         )
 
 
-#: Options of JAX's, and others that are not here, and what does the same.
+#: Options of other systems that autopar does not have, and what does the same.
 _INSTEAD = {
     "devices": "`num_devices=8`, or `mesh=`",
     "static_argnums": "`static_argnames`, the names of these arguments",
@@ -302,10 +301,10 @@ def option_names() -> list[str]:
 
 
 def check_options(unknown: Iterable[str], *first: str) -> None:
-    """Refuse options that there are not.
+    """Refuse unknown options.
 
     Args:
-        first: others that the caller takes.
+        first: further options that the caller takes.
 
     Raises:
         OptionError: naming one, and what does the same.
@@ -329,7 +328,7 @@ def _check_pin(pin: Any) -> None:
 
 
 def _budget(given: Any) -> float | None:
-    """Bytes of a number or of a text.
+    """Parse a memory budget: a number of bytes, or a text such as `40GB`.
 
     Raises:
         BudgetError: it is neither, or not above zero.
@@ -359,7 +358,7 @@ def _only_kind(hardware: Hardware | None) -> str | HardwareProfile | None:
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Options that say how one program is split, of which stages have several."""
+    """Refuse options that shard one program, where a pipeline has several."""
     for name, usual in _OF_ONE_PROGRAM.items():
         given = options.get(name)
         if given is None or given is usual or (name == "mesh" and isinstance(given, jax.sharding.Mesh)):
@@ -371,7 +370,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 def _faster(program: Program, staging: StagesAsked, request: PlanRequest) -> AnyPlan:
-    """The faster one of stages and one program, which may be the only one that fits."""
+    """The faster of the pipeline plan and the plan of one program, of which only one may fit."""
     failures: list[AutoparError] = []
     one, staged = None, None
     try:

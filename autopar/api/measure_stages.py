@@ -1,6 +1,6 @@
-"""A step in stages as it runs, held against what its plan said.
+"""Compare the measured time and memory of a pipelined step with its plan.
 
-In: a plan of stages, its program and hardware profiles, when the step was called. Out: `StepReport`.
+In: a pipeline plan, its program and hardware profiles, the times of calls. Out: `StepReport`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def measure_stages(
     """Report on steps that have run.
 
     Args:
-        devices: that it ran on. profiles: by kind of device. measured: when the tasks of a step ran, where that was seen.
+        devices: that it ran on. profiles: by kind of device. measured: the measured timeline of a step, if there is one.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(wait)

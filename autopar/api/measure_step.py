@@ -1,6 +1,6 @@
-"""A step as it runs, held against what its plan said: so that a wrong hardware profile is seen.
+"""Compare the measured time and memory of a step with its plan, so that a wrong hardware profile shows.
 
-In: a plan, its program and profile, when the step was called, the devices. Out: `StepReport`.
+In: a plan, its program and profile, the times of calls, the devices. Out: `StepReport`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autopar.plans.plan import Plan
 from autopar.runtime.jitted_step import JittedStep
 from autopar.transforms.program import Program
 
-#: A prediction that is off by more than this part of what is measured is worth a look at the profile.
+#: A prediction whose error exceeds this part of the measured value suggests a wrong profile.
 FAR_OFF = 0.30
-#: A median of fewer steps says little.
+#: The fewest steps for a median.
 FEWEST_STEPS = 3
-#: A part of the predicted step below this cannot be what is off: it would have to be so many times as long.
+#: A part of the step is no suspect where it would have to take more than so many times its prediction.
 _MOST_FACTOR = 100.0
 
 
@@ -41,8 +41,8 @@ def measure(
     """Report on steps that have run.
 
     Args:
-        run: what ran them, on the devices of a mesh. arguments: shapes of what it was given.
-        hardware: what the plan was made for, where it was not found by its name.
+        run: what ran them, on the devices of a mesh. arguments: shapes of its first arguments.
+        hardware: that the plan was made for, where it cannot be found by name.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(wait)
@@ -61,14 +61,14 @@ def measure(
 
 
 def wait() -> None:
-    """Until the devices have done all that was asked of them: no result of a step is kept here to wait for."""
+    """Wait until the devices are idle: no result of a step is kept to wait for."""
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
 
 
 def _peak_bytes(
     run: JittedStep, arguments: Sequence[Any], mesh: Mesh
 ) -> tuple[float | None, Literal["devices", "compiled"] | None]:
-    """The most that a device of this process held; or, where devices do not say, what XLA's program takes."""
+    """The peak memory of a device of this process; where devices do not report it, the memory of XLA's program."""
     peak = device_peak_bytes([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
     if peak is not None:
         return peak, "devices"
@@ -80,7 +80,7 @@ def _peak_bytes(
 
 
 def device_peak_bytes(devices: Sequence[Any]) -> float | None:
-    """The most that one of these devices of this process held; None where they do not say."""
+    """The peak memory of these devices; None where they do not report it."""
     stats = [device.memory_stats() for device in devices]
     peaks = [float(each["peak_bytes_in_use"]) for each in stats if each and "peak_bytes_in_use" in each]
     return max(peaks, default=None)
@@ -98,7 +98,7 @@ def report_on(
     peak_bytes: float | None,
     memory_from: Literal["devices", "compiled"] | None,
 ) -> StepReport:
-    """Hold what was measured against a plan.
+    """Compare what was measured with a plan.
 
     Args:
         graph: of the step as its user wrote it. profile: that the plan was made for.
@@ -193,9 +193,9 @@ def _advice(
             " another plan"
         )
     if memory_far:
-        held = "a device held" if memory_from == "devices" else "XLA's program takes"
+        subject = "a device held" if memory_from == "devices" else "XLA's program takes"
         advice.append(
-            f"{held} another amount of memory than predicted by more than {100 * FAR_OFF:.0f} %: what else lives on the"
+            f"{subject} another amount of memory than predicted by more than {100 * FAR_OFF:.0f} %: what else lives on the"
             " devices (a second state, an evaluation) counts too; `autopar verify` holds the step alone against XLA's"
             " program"
         )

@@ -1,6 +1,6 @@
-"""`parallelize`: one decorator over planner and execute.
+"""`parallelize`: a decorator that plans a step at its first call and dispatches like `jit` from then on.
 
-In: a user's step. Out: a callable that plans at its first call and from then on dispatches like `jit`.
+In: a user's step. Out: a callable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autopar.runtime.own_arrays import mark_returned
 from autopar.system.progress import announced
 from autopar.transforms.program import Program
 
-#: The plans of a step: of one program, or, where stages are asked for, of either kind.
+#: The plans of a step: of one program, or with `stages` of either kind.
 P = TypeVar("P", bound=AnyPlan)
 
 
@@ -73,8 +73,8 @@ def parallelize(
         plan: a saved plan (a path, a `Plan` or a `PipelinePlan`) to run instead of planning; refused for another program.
         options: those of `autopar.plan`: mesh, num_devices, hardware, memory_budget_bytes, stages, num_microbatches,
             schedule, pin, static_argnames, carry, donate, metadata, logical_axis_rules, solver, time_limit_s, progress,
-            cache; `like` may be another step made by `parallelize`, too. Here `cache` is on unless it is said otherwise: the plan and the compiled
-            program are kept on disk, and a second start finds both.
+            cache; `like` may also be another step made by `parallelize`. Here `cache` is on by default: the plan and the compiled
+            program are kept on disk for the next start.
 
     Raises:
         OptionError: an option that `autopar.plan` does not have.
@@ -100,21 +100,21 @@ class ParallelStep(Generic[P]):
         if options.get("stages", 1) != 1 or isinstance(given, PipelinePlan):
             let_arrays_pass()
         self._plans = StepPlans(self.called, given, own)
-        self._known: dict[Any, Prepared] = {}  # by what a plan is made for; the last one used comes last
-        self._fast: Prepared | None = None  # what ran the last call, where it takes the arguments as they are
+        self._known: dict[Any, Prepared] = {}  # by the key of a call; the last used one comes last
+        self._fast: Prepared | None = None  # ran the last call, if it takes the arguments unchanged
         self._fast_key: Any = None
-        self._last: Prepared | None = None  # what ran the last call
-        self._calls = Calls()  # of that
+        self._last: Prepared | None = None  # ran the last call
+        self._calls = Calls()  # of `_last`
         self.clock: StepClock | None = None  # set by `watch`
 
     @property
     def name(self) -> str:
-        """The step's own."""
+        """The name of the user's step."""
         return self.called.name
 
     @property
     def options(self) -> dict[str, Any]:
-        """What it was decorated with, the plan aside."""
+        """The options of the decorator, without `plan`."""
         return {**self._plans.options, **self._like}
 
     @property
@@ -129,26 +129,26 @@ class ParallelStep(Generic[P]):
 
     @property
     def plans(self) -> tuple[P, ...]:
-        """Those it has run by or laid a state out by, one for each shape of its arguments; the last one used comes last."""
+        """The plans that it has run by or laid a state out by, one for each shape of its arguments, the last used one last."""
         return tuple(cast("P", prepared.plan) for prepared in self._known.values())
 
     def planning_options(self) -> dict[str, Any]:
-        """Its options as `plan_program` takes them: without those that tracing has used, `like` as a plan.
+        """The options for `plan_program`: without those of tracing, and with `like` as a plan.
 
         Raises:
-            PlanMismatchError: `like` is a step that has no plan yet.
+            PlanMismatchError: `like` is a step without a plan.
         """
         return self._plans.planning_options()
 
     def profiles(self, plan: PipelinePlan) -> dict[str, HardwareProfile]:
-        """Of each kind of device that a plan of stages is for."""
+        """The profile of each kind of device of a pipeline plan."""
         return self._plans.profiles(plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. The first call with new shapes traces, plans and compiles.
 
-        Inside a transformation of JAX (`jit`, `grad`, `vmap`, `scan`, `eval_shape`, another planned step) it runs as it was
-        written, under `jax.jit` and without its plan: what is to be planned is the outermost function.
+        Inside a transformation of JAX (`jit`, `grad`, `vmap`, `scan`, `eval_shape`, another planned step) it runs as written, under
+        `jax.jit` and without its plan: only the outermost function is planned.
         """
         if is_traced():
             return self._as_written(args, kwargs)
@@ -157,11 +157,10 @@ class ParallelStep(Generic[P]):
         return self.clock.timed(lambda: self._dispatch(args, kwargs), self._probed)[0]
 
     def measured(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step in stages once as a call does, with the same results, and see when each of its tasks runs.
+        """Run a pipelined step once, with the same results as a call, and measure when each of its tasks runs.
 
-        `report()` then holds what was seen against the simulated timeline. Tasks wait for one another on the host, so it
-        takes longer than a call, and does not count among the steps that are timed. Of several processes every one
-        calls it.
+        `report()` then shows the measured timeline next to the simulated one. Tasks wait for one another on the host, so the step
+        takes longer than a call, and is not one of the timed steps. All processes call it together.
 
         Raises:
             StepSignatureError: it is one program, or has not run with arguments of these shapes yet.
@@ -175,26 +174,26 @@ class ParallelStep(Generic[P]):
         return self.planned(*args, **kwargs)[0]
 
     def planned(self, *args: Any, **kwargs: Any) -> tuple[P, Program]:
-        """The plan, and the traced program it was made for or has been compared with."""
+        """The plan, and the traced program that it was made for or compared with."""
         with opened(self.called, args, kwargs) as call:
             planned = self._plans.of(call)
             return cast("P", planned.plan), planned.program
 
     def init(self, create_state: Callable[..., Any], /, *create_args: Any, **step_args: Any) -> Any:
-        """Build the carried state already sharded: it never exists whole on one device, but on CPUs, which share one memory.
+        """Build the carried state already sharded: it never exists as a whole on one device, except on CPUs, which share one memory.
 
-        A step that is one program is compiled meanwhile, for arguments of these shapes; of several processes at its first
+        A step that is one program is compiled at the same time, for arguments of these shapes; with several processes, at its first
         call.
 
         Args:
-            create_state: returns the state; must run under `jax.jit`. Where several arguments of the step are state,
-                as a model and its optimizer, it returns them as a tuple in the step's order, or as a dict by name.
-            create_args: its arguments; of several processes, the same on each.
+            create_state: returns the state; must run under `jax.jit`. Where several arguments of the step are state, as a model
+                and its optimizer, it returns them as a tuple in the step's order, or as a dict by name.
+            create_args: its arguments; the same on every process.
             step_args: the step's other arguments by name (arrays or `jax.ShapeDtypeStruct`s).
 
         Raises:
-            StepSignatureError: where it is not clear which arguments of the step the state is.
-            BatchError: where `create_args` are not equal on every process.
+            StepSignatureError: it is ambiguous which arguments of the step the state is.
+            BatchError: `create_args` differ between processes.
         """
         with new_state(create_state, create_args) as new:
             with self._opened_for("init", new.value, step_args) as call:
@@ -215,16 +214,16 @@ class ParallelStep(Generic[P]):
             return new.finish(arrays)
 
     def abstract_state(self, create_state: Any, /, *create_args: Any, **step_args: Any) -> Any:
-        """The carried state as `jax.ShapeDtypeStruct`s with the shardings of the plan; nothing is run.
+        """The carried state as `jax.ShapeDtypeStruct`s with the plan's shardings; nothing runs.
 
-        That is what orbax restores into, as `ocp.args.StandardRestore(abstract_state)`.
+        Orbax restores into it, as `ocp.args.StandardRestore(abstract_state)`.
 
         Args:
             create_state: as for `init`, or the state itself, as arrays or `jax.ShapeDtypeStruct`s.
             create_args, step_args: as for `init`.
 
         Raises:
-            StepSignatureError: where it is not clear which arguments of the step the state is.
+            StepSignatureError: it is ambiguous which arguments of the step the state is.
         """
         state = abstract_of(create_state, create_args)
         with self._opened_for("abstract_state", state, step_args) as call:
@@ -236,22 +235,21 @@ class ParallelStep(Generic[P]):
             return state_like(state, step_args, call.arguments_anew(jax.tree.unflatten(structure, laid)))
 
     def shard_batch(self, batch: Any, *, argument: str | None = None) -> Any:
-        """A batch as global arrays, laid out by the plan: what the step takes.
+        """Make a batch into global arrays with the plan's shardings, for the step.
 
-        Each process gives its share of the examples: of each array's first dim one equal part for each process, in
-        the order of processes, whatever the plan. An array that is given whole must be equal on every process; the
-        first batch is checked for that. With one process, the batch is given whole. Of a step in stages, shares go to the
-        processes of the stage that reads the array: call it in the thread that calls the step, for transfers between
-        processes keep one order.
+        Each process gives its share of the examples: an equal part of the first dim of each array, in the order of processes, whatever
+        the plan. An array that is given whole must be equal on every process; the first batch is checked for that. A single process
+        gives the whole batch. In a pipeline, shares go to the processes of the stage that reads the array: call this in the thread that
+        calls the step, because transfers between processes keep one order.
 
         Args:
-            batch: an argument of the step, or this process's share of it: a pytree of whatever `numpy.asarray` takes.
-            argument: its name, where the pytree does not tell.
+            batch: an argument of the step, or this process's share of it: a pytree of anything that `numpy.asarray` takes.
+            argument: its name, where the pytree is ambiguous.
 
         Raises:
-            BatchError: where shapes or dtypes are not the plan's, or what must be equal is not; in the first batch on
-                every process, naming those that differ.
-            StepSignatureError: where there is no plan yet.
+            BatchError: shapes or dtypes are not the plan's, or what must be equal is not; for the first batch on every process,
+                naming those that differ.
+            StepSignatureError: there is no plan yet.
         """
         if not self._known:
             raise StepSignatureError(
@@ -264,8 +262,7 @@ class ParallelStep(Generic[P]):
         """The planned step as `jax.stages.Lowered`.
 
         Args:
-            mesh: devices to lower for, real or absent (`jax.experimental.topologies`); by default
-                the visible ones.
+            mesh: devices to lower for, real or absent (`jax.experimental.topologies`); by default the visible ones.
         """
         plan, program = self.planned(*args, **kwargs)
         if isinstance(plan, PipelinePlan):
@@ -277,11 +274,11 @@ class ParallelStep(Generic[P]):
         return execute.lower(execute.jit_plan(plan, program.trace, mesh), program.trace.arguments, mesh)
 
     def report(self) -> StepReport:
-        """The steps run last beside what the plan predicted: time, memory, utilisation, and which part may be off; of
-        stages the timeline too, beside its twin where a step was `measured`.
+        """Compare the last steps with the plan: time, memory, MFU, and which part of the prediction may be wrong. For a pipeline also
+        the timelines, simulated and, where a step was `measured`, measured.
 
-        Waits until the devices have done all that was asked of them. Steps are timed from call to call, from the second
-        call with the same shapes on; the first, which compiles, does not count.
+        It waits until the devices are idle. Steps are timed from call to call, from the second call with the same shapes on: the
+        first one compiles.
 
         Raises:
             StepSignatureError: too few steps have run.
@@ -301,13 +298,13 @@ class ParallelStep(Generic[P]):
         return measure(last.plan, last.program, last.run, last.compiled_for, self._calls, last.mesh, hardware)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As an attribute of a class it is a method: `self` is the step's first argument."""
+        """As an attribute of a class the step is a method: `self` is its first argument."""
         return self if instance is None else BoundStep(self, instance)
 
     # -- inside ------------------------------------------------------------------------------
 
     def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The step without its plan, for a transformation of JAX to go through. Nothing is donated."""
+        """Run the step without its plan, inside a transformation of JAX. Nothing is donated."""
         with opened(self.called, args, kwargs) as call:
             arrays = jax.jit(call.function)(*call.trees)
             assert call.results is not None, "it has been traced"
@@ -315,11 +312,11 @@ class ParallelStep(Generic[P]):
 
     @property
     def _may_take(self) -> bool:
-        """Whether the user has said what is donated: then arrays that the user made are, too."""
+        """Whether arrays that the user made may be donated: the user has given `donate`."""
         return self._plans.options.get("donate") is not None
 
     def _dispatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """What the step returns, and the arrays that the planned one returned."""
+        """Run the step: its result, and the arrays that the planned program returned."""
         failed: Exception | None = None
         fast = None if kwargs else self._fast
         leaves = None if fast is None else fast.run.own_arguments.flattened(args)
@@ -327,7 +324,7 @@ class ParallelStep(Generic[P]):
             self._calls.note()
             try:
                 result = fast.run.dispatch(leaves)
-            except Exception as error:  # other shapes; arrays that lie elsewhere; or the step's own
+            except Exception as error:  # other shapes or shardings; or the step's own error
                 failed = error
             else:
                 return result, result
@@ -342,8 +339,8 @@ class ParallelStep(Generic[P]):
             is_fast = call.is_plain and prepared.results.is_plain
             self._fast, self._fast_key = (prepared, call.key) if is_fast else (None, None)
             if prepared is not self._last or not prepared.is_compiled:
-                self._calls.start_anew()
-            elif failed is None:  # else it has been noted
+                self._calls.restart()
+            elif failed is None:  # otherwise it was noted above
                 self._calls.note()
             self._last = prepared
             arrays = self._run(prepared, trees)
@@ -379,7 +376,7 @@ class ParallelStep(Generic[P]):
         return announced(f"{doing} `{self.name}`", shown=self._plans.options.get("progress") is None)
 
     def _probed(self, dispatched: tuple[Any, Any]) -> Any:
-        """Of a call that was made, an array to wait for."""
+        """An array of a call's result to wait for."""
         position = None if self._last is None else self._last.probe
         return None if position is None else jax.tree.leaves(dispatched[1])[position]
 
@@ -402,8 +399,9 @@ class ParallelStep(Generic[P]):
 
 
 class BoundStep:
-    """A planned step as a method of an object: the object is the first argument of each call. What is no array of it is part
-    of what a plan is made for, as of any argument."""
+    """A planned step as a method of an object: the object is the first argument of each call. Its attributes that are no arrays are
+    part of the key of a plan, as for any argument.
+    """
 
     def __init__(self, step: ParallelStep[Any], instance: Any) -> None:
         self._step, self._instance = step, instance

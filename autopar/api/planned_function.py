@@ -1,7 +1,7 @@
-"""A function of arrays, planned for a mesh and ready to run there.
+"""Plan a function of arrays for a mesh, and compile it there.
 
-In: a function, the shapes of its arguments, and what is asked of the planner. Out: `Planned`: its plan, where each
-argument is to lie, and what runs it. `Compiled`, which is what is left of it once it is compiled.
+In: a function, the shapes of its arguments, planning options. Out: `Planned`: its plan, the sharding of each argument, and the
+jitted function; `Compiled`, once it is compiled.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopar.transforms.program import Program, program_of
 def plan_of(
     function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any], carry: Sequence[str] = ()
 ) -> Plan:
-    """The plan alone, for any devices, whether or not they are there.
+    """The plan alone, for devices that need not exist.
 
     Args:
-        arguments: shapes of arrays, or pytrees of these. options: of `autopar.plan`. carry: names of arguments that come
-            back updated, whose buffers are used again.
+        arguments: shapes of arrays, or pytrees of these. options: of `autopar.plan`. carry: names of arguments that come back
+            updated, whose buffers are reused.
 
     Raises:
         AutoparError: one of its subclasses, naming what to change.
@@ -53,7 +53,7 @@ class Planned:
     Args:
         function: as it was written. arguments: shapes of arrays, or pytrees of these.
         shardings: of each array, on `mesh`.
-        run: the planned function, jitted; its arguments lie as `shardings` say, or nowhere yet.
+        run: the planned function, jitted; its arguments have these shardings, or none yet.
     """
 
     function: Callable[..., Any]
@@ -75,8 +75,8 @@ class Planned:
         """Trace and plan; nothing is compiled.
 
         Args:
-            options: of `autopar.plan`; a `mesh` that is a `jax.sharding.Mesh` is run on, else the visible devices.
-            carry: names of arguments that come back updated, whose buffers are used again.
+            options: of `autopar.plan`; the function runs on a `mesh` that is a `jax.sharding.Mesh`, else on the visible devices.
+            carry: names of arguments that come back updated, whose buffers are reused.
 
         Raises:
             AutoparError: one of its subclasses, naming what to change.
@@ -88,16 +88,16 @@ class Planned:
         return cls(function, arguments, plan, program, mesh, shardings, execute.jit_plan(plan, program.trace, mesh))
 
     def compiled(self) -> Compiled:
-        """Compiled for the shapes of its arguments."""
+        """Compile it for the shapes of its arguments."""
         return Compiled(self.plan, self.mesh, self.run.lower(*self.arguments).compile())
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A planned function that JAX has compiled: no call compiles anything, and one of other shapes is refused.
+    """A compiled function: a call compiles nothing, and one with other shapes is refused.
 
     Args:
-        run: its arguments are arrays that lie as `shardings` say, or NumPy's.
+        run: its arguments are arrays with these `shardings`, or NumPy arrays.
     """
 
     plan: Plan
@@ -106,10 +106,10 @@ class Compiled:
 
     @property
     def shardings(self) -> tuple[NamedSharding, ...]:
-        """Of each array."""
+        """The sharding of each array."""
         return shardings_of(self.plan, self.mesh)
 
 
 def shardings_of(plan: Plan, mesh: Mesh) -> tuple[NamedSharding, ...]:
-    """Of each array that a planned function takes, on a mesh."""
+    """The sharding of each array that a planned function takes, on a mesh."""
     return tuple(named_shardings([tensor.sharding for tensor in plan.inputs], mesh))

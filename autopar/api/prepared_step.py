@@ -1,7 +1,6 @@
-"""What runs a plan: one jitted program on a mesh, or the stages of a step on theirs.
+"""Prepare a plan to run: one jitted program on a mesh, or the stages of a pipeline on theirs; and build its state sharded.
 
-In: a plan, the program it is of, devices. Out: `Prepared`: called with the step's arguments as pytrees of arrays, it returns
-its results; where each array of the arguments lies; and a new state built there.
+In: a plan, its program, devices. Out: `Prepared`: it runs the step, and knows the sharding of each argument.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from autopar.runtime.jitted_step import JittedStep
 from autopar.runtime.own_arrays import make_own
 from autopar.transforms.program import Program
 
-#: Where an array lies, or each part of it.
+#: The sharding of an array, or of each of its parts.
 Place = NamedSharding | dict[Rows, NamedSharding]
 
 
 @dataclass(slots=True)
 class Prepared:
-    """What runs a plan.
+    """A plan ready to run.
 
     Args:
-        results: what the step's result is beside its arrays.
-        run: from pytrees of arrays to those of the result, or, by `dispatch`, from the arrays of the arguments.
-        in_shardings: of each array of the arguments. uneven: of those, stacks of layers that lie in unequal parts on the
-            submeshes of several stages, which no sharding says: how each part does.
-        mesh: of all devices of one program; of stages, of the first.
-        probe: position of the smallest output that no later call takes over.
-        compiled_for: shapes and shardings of what it was given first.
-        measured: of stages, when the tasks of the step ran that was measured last.
+        results: the parts of the step's result that are no arrays.
+        run: from pytrees of arrays to those of the result, or, by `dispatch`, from the flattened arrays.
+        in_shardings: of each array of the arguments. uneven: for stacks of layers that have unequal parts on the submeshes of
+            several stages, which no sharding expresses: the sharding of each part.
+        mesh: of all devices of one program; of a pipeline, that of the first stage.
+        probe: position of the smallest output that no later call donates.
+        compiled_for: shapes and shardings of its first arguments.
+        measured: of a pipeline, the timeline of the step that was measured last.
     """
 
     plan: AnyPlan
@@ -66,21 +65,21 @@ class Prepared:
     measured: PipelineTimeline | None = None
 
     def placed(self, trees: Sequence[Any], *, may_take: bool = False) -> tuple[Any, ...]:
-        """Arguments as they must lie.
+        """The arguments with the plan's shardings.
 
         Args:
             may_take: whether arrays that the user made may be donated.
         """
-        if isinstance(self.plan, PipelinePlan):  # which takes each part from where it lies
+        if isinstance(self.plan, PipelinePlan):  # it takes each part as it is
             return tuple(trees)
         return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees), may_take=may_take)
 
     def compiling(self, trees: Sequence[Any]) -> Callable[[], None]:
-        """Starts to compile the program for arguments like these, beside what this thread goes on with.
+        """Start to compile the program for arguments of these shapes, in a thread.
 
         Returns:
-            What waits for it. Not of stages; nor of several processes, which compile one program after another, for XLA
-            lets them exchange what it measures; nor where JAX is to look for NaNs, which only what is jitted can name.
+            A function that waits for it. It compiles nothing for a pipeline; with several processes, which compile in one order
+            because XLA lets them exchange autotuning results; or where JAX looks for NaNs, which only a jitted function can name.
         """
         looks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
         run = self.run
@@ -89,7 +88,7 @@ class Prepared:
         wait = compiling(run.lower(jax.tree.map(shape_struct, tuple(trees))))
 
         def use() -> None:
-            with suppress(jax.errors.JaxRuntimeError):  # which the first call meets again
+            with suppress(jax.errors.JaxRuntimeError):  # the first call raises it again
                 run.use(wait())
                 self.is_compiled = True
 
@@ -97,12 +96,12 @@ class Prepared:
 
     @property
     def places(self) -> list[Place]:
-        """Where each array of the arguments lies."""
+        """The place of each array of the arguments."""
         return [self.uneven.get(position, sharding) for position, sharding in enumerate(self.in_shardings)]
 
     @property
     def whole(self) -> NamedSharding:
-        """Where an array goes that the plan does not know: to every device of the mesh."""
+        """The place of an array that the plan does not know: replicated on every device of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec())
 
 
@@ -115,11 +114,11 @@ def prepared_of(
     *,
     may_take: bool = False,
 ) -> Prepared:
-    """What runs a plan.
+    """Prepare a plan to run.
 
     Args:
         name: of the step.
-        devices: the mesh of one program; or of stages, all devices in their order.
+        devices: the mesh of one program; or all devices of a pipeline, in order.
         may_take: whether arrays that the user made may be donated.
     """
     if isinstance(plan, PipelinePlan):
@@ -150,11 +149,11 @@ def prepared_of(
 def built(
     create: Callable[..., list[Any]], trees: Sequence[Any], shapes: Sequence[Any], places: Sequence[Place]
 ) -> list[Any]:
-    """Arrays that a function makes, each made where it is to lie.
+    """Arrays that a function makes, each built at its place.
 
     Args:
-        create: from pytrees to as many arrays, of these shapes, as there are places. It is compiled once for each mesh
-            among these, to what lies there; of what lies in other processes alone there are arrays without shards.
+        create: from pytrees to as many arrays, of these shapes, as there are places. It is compiled once for each mesh among
+            them, for the arrays there; for arrays in other processes the result has no shards.
     """
     by_mesh: dict[Any, list[tuple[int, Rows | None, NamedSharding]]] = {}
     for position, place in enumerate(places):
@@ -197,8 +196,9 @@ def _are_own_cpus(sharding: NamedSharding) -> bool:
 def _made_on_cpus(
     create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]
 ) -> list[Any]:
-    """Compiled for one device, which takes half as long as for several that share its memory; then one array after another
-    is laid out, so that at no time more than one of them is there twice."""
+    """Compile for one device, which takes half as long as for several that share its memory; then lay the arrays out one after
+    another, so that at most one of them exists twice.
+    """
     one = min(shardings[0].device_set, key=lambda device: device.id)
     given = jax.device_put(tuple(trees), one)
     # With `out_shardings`, no result is an argument's own buffer.
@@ -209,7 +209,7 @@ def _made_on_cpus(
 
 
 def _laid_out(array: Any, sharding: NamedSharding) -> Any:
-    """By NumPy, where it takes parts of the array: JAX compiles a program for each shape that it cuts."""
+    """Shard an array through NumPy: JAX would compile a program for each shape of a slice."""
     if sharding.is_fully_replicated or jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         return jax.device_put(array, sharding)
     return jax.device_put(np.asarray(array), sharding, may_alias=False)

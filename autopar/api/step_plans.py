@@ -1,7 +1,7 @@
-"""The plans of one step: found again by what they were made for, given, or made, once for all processes.
+"""Find or make the plans of a step: given, known from an earlier call, or planned once for all processes.
 
-In: a step, its options or a given plan; a call of it. Out: `Planned`: the plan, the traced program that goes with it,
-and what the step's result is beside its arrays.
+In: a step, its options or a given plan; a call. Out: `Planned`: the plan, its traced program, and the parts of the step's result
+that are no arrays.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from autopar.runtime.distributed.plan_agreement import agreed_plan, with_hosts
 from autopar.system.progress import announced_by_progress
 from autopar.transforms.program import Program, program_of_call
 
-#: After how many plans for the same shapes a user is told of it.
+#: The number of plans for the same shapes that draws a warning.
 _MANY = 4
 
 
 def _of(program: Program, plan: AnyPlan) -> Program:
-    """The step in the form that a plan is of; of stages, as it was written."""
+    """The step in the form of a plan; for a pipeline plan, as written."""
     if isinstance(plan, PipelinePlan):
         return program.as_traced.forms[-1]
     return program.of(plan)
@@ -47,7 +47,7 @@ def _of(program: Program, plan: AnyPlan) -> Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, what it was made for, and what the step's result is beside its arrays."""
+    """A plan, its program, and the parts of the step's result that are no arrays."""
 
     plan: AnyPlan
     program: Program
@@ -58,7 +58,7 @@ class StepPlans:
     """The plans of one step.
 
     Args:
-        called: the step. fixed: a plan to run by instead of making one.
+        called: the step. fixed: a plan to run by instead of planning.
         options: of `autopar.plan`; `like` may be another step's plans.
     """
 
@@ -68,15 +68,15 @@ class StepPlans:
         shared = (
             {k: v for k, v in like.options.items() if k in ("mesh", "hardware")} if isinstance(like, StepPlans) else {}
         )
-        self.options: dict[str, Any] = shared | dict(options)  # on its devices, unless others are given
-        self.latest: AnyPlan | None = None  # made or used last
-        self._known: dict[Any, Planned] = {}  # by what a plan is made for
+        self.options: dict[str, Any] = shared | dict(options)  # on the devices of `like`, unless others are given
+        self.latest: AnyPlan | None = None  # the last one made or used
+        self._known: dict[Any, Planned] = {}  # by the key of a call
 
     def of(self, call: Call, *, to_run: bool = False) -> Planned:
         """The plan of a call.
 
         Args:
-            to_run: whether the devices it is for must be here.
+            to_run: whether its devices must be visible.
 
         Raises:
             AutoparError: one of its subclasses, naming what to change.
@@ -101,12 +101,12 @@ class StepPlans:
         return execute.auto_mesh(given) if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
 
     def devices(self) -> list[Any]:
-        """Those that stages stand on, in their order."""
+        """The devices of a pipeline, in order."""
         given = self.options.get("mesh")
         return list(given.devices.flat) if isinstance(given, Mesh) else in_host_order(jax.devices())
 
     def profiles(self, plan: PipelinePlan) -> dict[str, HardwareProfile]:
-        """Of each kind of device of a plan's cluster; those that it was planned for, where they were given."""
+        """The profile of each kind of device of a plan's cluster; the given ones, where there are any."""
         given = self.options.get("hardware")
         if isinstance(given, HardwareProfile):
             return {given.name: given}
@@ -114,10 +114,10 @@ class StepPlans:
         return {profile.name: profile for profile in map(requested_profile, names)}
 
     def planning_options(self) -> dict[str, Any]:
-        """The options as `plan_program` takes them: without those that tracing has used, `like` as a plan.
+        """The options for `plan_program`: without those of tracing, and with `like` as a plan.
 
         Raises:
-            PlanMismatchError: `like` is a step that has no plan yet.
+            PlanMismatchError: `like` is a step without a plan.
         """
         used = ("carry", "donate", "static_argnames")
         options: dict[str, Any] = {"cache": True} | {n: v for n, v in self.options.items() if n not in used}
@@ -133,7 +133,7 @@ class StepPlans:
         return options
 
     def compiled_kept(self, plan: AnyPlan) -> AbstractContextManager[None]:
-        """While entered, what is compiled for a plan is kept on disk, and looked for there."""
+        """While entered, programs compiled for a plan are read from and written to its cache folder."""
         folder = plan_cache.folder_of(self.options.get("cache", True))
         return compiled_kept_in(folder and folder / "compiled" / plan.program.fingerprint)
 
@@ -141,11 +141,11 @@ class StepPlans:
 
     def _traced(self, call: Call, to_run: bool) -> Program:
         if to_run and not isinstance(self.options.get("mesh"), Mesh):
-            self._check_devices()  # before the time it takes to plan
+            self._check_devices()  # before planning, which takes long
         return program_of_call(call, carry=self.options.get("carry"), donate=self.options.get("donate"))
 
     def _shown_options(self) -> dict[str, Any]:
-        """The options of planning, with progress on the terminal where the user shows none."""
+        """The planning options, with progress on the terminal unless the user shows it."""
         options = self.planning_options()
         if options.get("progress") is None:
             options["progress"] = announced_by_progress(f"planning `{self.called.name}`")
@@ -166,7 +166,7 @@ class StepPlans:
         return agreed_plan(exchange, name, traced, planned, plan_from_json, options, self.fixed)
 
     def _as_given(self, plan: AnyPlan, program: Program) -> tuple[AnyPlan, Program]:
-        """A plan and the program in the form that it is of; a given plan is compared with the program.
+        """A plan and the program in its form; a given plan is compared with the program.
 
         Raises:
             PlanMismatchError: it was made for another program.
@@ -180,11 +180,11 @@ class StepPlans:
                 f"the given plan was made for another program than `{self.called.name}` with these arguments:"
                 f" {difference}. Plan again, or call with what it was made for."
             )
-        trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # not in the file
+        trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # a file does not have them
         return dataclasses.replace(plan, **trees), program
 
     def _check_devices(self) -> None:
-        """Refuse to plan for devices that are not here."""
+        """Refuse to plan for devices that are not visible."""
         if self._is_staged():
             num_devices = self._num_devices()
             if len(jax.devices()) != num_devices:
@@ -198,7 +198,7 @@ class StepPlans:
         return self.options.get("stages", 1) != 1
 
     def _num_devices(self) -> int:
-        """That it runs on."""
+        """The number of devices that it runs on."""
         if isinstance(self.fixed, PipelinePlan):
             return self.fixed.cluster.num_devices
         if not self._is_staged():
@@ -207,7 +207,7 @@ class StepPlans:
         return plan_step.cluster_of(*given)[0].num_devices
 
     def _mesh_shape(self) -> MeshShape:
-        """Of the mesh that one program runs on; or one of as many devices, where the planner chooses."""
+        """The mesh of one program; or one with as many devices, where the planner chooses it."""
         if isinstance(self.fixed, Plan):
             return self.fixed.mesh
         options = self.planning_options()
@@ -215,12 +215,12 @@ class StepPlans:
         return request.as_of(options.get("like")).meshes[0]
 
     def _warn_of_many(self, call: Call) -> None:
-        """Say it once, where plan after plan is made for other values of what is no array."""
-        alike = [key for key in self._known if call.differs_in(key) is not None]
-        if len(alike) == _MANY:
+        """Warn once, where many plans are made for different values of arguments that are no arrays."""
+        same_shapes = [key for key in self._known if call.differs_in(key) is not None]
+        if len(same_shapes) == _MANY:
             warnings.warn(
                 f"`{self.called.name}` is planned for the {_MANY + 1}th time with the same shapes, because"
-                f" {call.differs_in(alike[-1])} is not what it was: what is no array is part of what a plan is made for."
+                f" {call.differs_in(same_shapes[-1])} has changed: a plan is made for the values of all arguments that are no arrays."
                 " Leave it out of the arguments if the step does not need it, or make it an array",
                 stacklevel=5,
             )

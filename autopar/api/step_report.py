@@ -1,7 +1,7 @@
-"""What `report` tells of steps that ran: measured beside predicted.
+"""The report of steps that ran: measured against predicted.
 
-In: figures. Out: `StepReport`, a value that prints as text and as JSON: the step's time and memory, the utilisation of the
-devices, and which of the profile's figures to look into where measured and predicted are far apart.
+In: figures. Out: `StepReport`, which prints as text and as JSON: the step's time and memory, MFU, and the figures of the profile
+to check where measured and predicted differ.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from autopar.system.units import human_bytes, human_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A part of the step that may be what is off.
+    """A part of the step whose prediction may be wrong.
 
     Args:
-        part: `kernels` or the collectives, by kind.
-        predicted_s: what the plan has for it.
-        factor: what it would take, as so many times that, for the step to take what was measured, all else as predicted.
-        check: the profile's figures it comes from.
+        part: `kernels`, or the collectives by kind.
+        predicted_s: its predicted seconds.
+        factor: by how much it would have to be longer to explain the measured step, all else as predicted.
+        check: the figures of the profile that it comes from.
     """
 
     part: str
@@ -43,19 +43,19 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepReport:
-    """Measured beside predicted. Printed, it is plain text. Bytes are per device.
+    """Measured against predicted. Printed, it is plain text. Bytes are per device.
 
     Args:
-        device_kind: of the devices it ran on, as JAX calls them.
-        num_steps: that were measured.
-        host_was_ahead: whether calls followed one another faster than steps, so that the mean is told and no median.
-        peak_bytes: the most that a device held since the process began; or what XLA's program of the step takes, where
-            devices do not say. memory_from: which of the two; None where neither is known.
-        model_flops: of the matrix products and convolutions of the step as its user wrote it, on all devices together.
-        utilisation: the part of the devices' peak that these are, in the time measured ("MFU").
-        suspects: what may be off, the likeliest first; empty where nothing is far off.
-        advice: what to do, in words.
-        simulated, measured: of a step in stages, when its tasks run; the latter where a step was `measured`.
+        device_kind: of the devices it ran on, as JAX names them.
+        num_steps: measured steps.
+        host_was_ahead: whether calls were faster than steps, so that `step_time_s` is a mean instead of a median.
+        peak_bytes: peak memory of a device since the process began; or the memory of XLA's program, where devices do not
+            report it. memory_from: which of the two; None where neither is known.
+        model_flops: of the matmuls and convolutions of the step as its user wrote it, on all devices.
+        utilisation: MFU: these FLOPs in the measured time, as part of the devices' peak.
+        suspects: parts that may be wrong, the likeliest first; empty where nothing is.
+        advice: what to do, as sentences.
+        simulated, measured: timelines of a pipelined step; the latter where a step was `measured`.
     """
 
     program: str
@@ -83,25 +83,22 @@ class StepReport:
 
     @property
     def memory_off(self) -> float | None:
-        """The same of the peak memory."""
+        """(predicted - measured) / measured, of the peak memory."""
         return (self.predicted_peak_bytes - self.peak_bytes) / self.peak_bytes if self.peak_bytes else None
 
     @property
     def holds(self) -> bool:
-        """Whether neither is far off."""
+        """Whether both predictions are close."""
         return not self.advice
 
     @property
     def timelines(self) -> tuple[PipelineTimeline, ...]:
-        """Those there are."""
+        """The timelines that there are."""
         return tuple(one for one in (self.simulated, self.measured) if one is not None)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write the simulated timeline and below it the measured: as a picture, or where the path ends in `.json` as a trace
-        for Perfetto.
-
-        Raises:
-            PlotError: it cannot be written, or the step is one program, which has no timeline.
+        """Write the simulated timeline and below it the measured one: as a picture, or where the path ends in `.json` as a trace for
+        Perfetto.
         """
         if not self.timelines:
             raise PlotError(f"`{self.program}` is one program: there are timelines of steps in stages alone")
@@ -124,32 +121,36 @@ class StepReport:
 # -- as text ---------------------------------------------------------------------------------
 
 
-def render_report(told: StepReport, console: Console) -> None:
+def render_report(report: StepReport, console: Console) -> None:
     """Print a report to a console, with styles where it has them."""
-    verdict = "as predicted" if told.holds else "not as predicted"
-    console.print(Text.assemble(("Report on ", "bold"), (told.program, "bold"), f": {verdict}"))
-    how = "their mean, for the host was ahead of the devices" if told.host_was_ahead else "their median"
+    verdict = "as predicted" if report.holds else "not as predicted"
+    console.print(Text.assemble(("Report on ", "bold"), (report.program, "bold"), f": {verdict}"))
+    how = "their mean, for the host was ahead of the devices" if report.host_was_ahead else "their median"
     console.print(
-        Text(f"{told.num_steps} steps, {how}; mesh {told.mesh}, {told.device_kind}, planned for {told.hardware}\n")
+        Text(
+            f"{report.num_steps} steps, {how}; mesh {report.mesh}, {report.device_kind}, planned for {report.hardware}\n"
+        )
     )
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     for name in ("", "predicted", "measured", "off"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_row("step time", human_seconds(told.predicted_s), human_seconds(told.step_time_s), _percent(told.off))
-    peak = "-" if told.peak_bytes is None else human_bytes(told.peak_bytes)
-    memory = {"devices": "peak memory", "compiled": "peak memory, as compiled", None: "peak memory"}[told.memory_from]
-    table.add_row(memory, human_bytes(told.predicted_peak_bytes), peak, _percent(told.memory_off))
-    table.add_row("model FLOPs utilisation", "", f"{100 * told.utilisation:.1f} %", "")
+    table.add_row(
+        "step time", human_seconds(report.predicted_s), human_seconds(report.step_time_s), _percent(report.off)
+    )
+    peak = "-" if report.peak_bytes is None else human_bytes(report.peak_bytes)
+    memory = {"devices": "peak memory", "compiled": "peak memory, as compiled", None: "peak memory"}[report.memory_from]
+    table.add_row(memory, human_bytes(report.predicted_peak_bytes), peak, _percent(report.memory_off))
+    table.add_row("model FLOPs utilisation", "", f"{100 * report.utilisation:.1f} %", "")
     console.print(Padding(table, (0, 0, 1, 2)))
-    if told.suspects:
+    if report.suspects:
         console.print(Text("What may be off", "bold"))
-        for one in told.suspects:
+        for one in report.suspects:
             text = f"{one.part}: {human_seconds(one.predicted_s)} predicted; alone, x{one.factor:.2g} would explain it. Check {one.check}"
             console.print(Padding(Text(text), (0, 0, 0, 2)))
-    for line in told.advice:
+    for line in report.advice:
         console.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
-    if told.simulated is not None:
-        _print_timelines(told.simulated, told.measured, console)
+    if report.simulated is not None:
+        _print_timelines(report.simulated, report.measured, console)
 
 
 def _print_timelines(simulated: PipelineTimeline, measured: PipelineTimeline | None, console: Console) -> None:

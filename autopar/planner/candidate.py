@@ -44,10 +44,10 @@ class Candidate:
         knows something that the other does not of what hides what. XLA's estimator takes a loop for one short operation; and it
         has one price for a convolution and for attention in a library whatever their size, so what these take beyond that by
         the device's own rates is added."""
-        told = self.parts.prediction
-        if told.xla_step_time_s is None or self.program.graph.loops:
-            return told.step_time_s
-        return math.sqrt(told.step_time_s * (told.xla_step_time_s + self.parts.simulation.unestimated_s))
+        prediction = self.parts.prediction
+        if prediction.xla_step_time_s is None or self.program.graph.loops:
+            return prediction.step_time_s
+        return math.sqrt(prediction.step_time_s * (prediction.xla_step_time_s + self.parts.simulation.unestimated_s))
 
     @property
     def peak_bytes(self) -> float:

@@ -1,8 +1,8 @@
-"""What XLA's partitioner is told of a plan, so that it communicates as the explicit program does.
+"""Derive the sharding constraints that make XLA's SPMD partitioner communicate as the explicit program does.
 
-In: an `ExplicitProgram`, and pins. Out: `Constraint`s. The partitioner gets no room: a value that leaves its group is
-constrained at its definition, with any pending reduction taken (in one step with the move XLA would gather the operands
-instead); and each operand that its reader wants otherwise, one move at a time.
+In: an `ExplicitProgram`, and pins. Out: `Constraint`s. The partitioner is left no choice: a value that leaves its group is
+constrained at its definition, after any pending reduction (fused with a reshard, XLA would gather the operands instead); and each
+operand that its user reads in another sharding, one reshard at a time.
 """
 
 from __future__ import annotations

@@ -209,8 +209,8 @@ def _timeline(passes: _Passes) -> Iterator[str]:
 
 def _meshes(passes: _Passes) -> Iterator[str]:
     plan = passes.plan
-    told = plan.prediction
-    yield f"chosen    {plan.mesh}: {human_seconds(told.step_time_s)}, {human_bytes(told.peak_bytes)}: {plan.words}"
+    prediction = plan.prediction
+    yield f"chosen    {plan.mesh}: {human_seconds(prediction.step_time_s)}, {human_bytes(prediction.peak_bytes)}: {plan.words}"
     for one in plan.rejected:
         if one.step_time_s == float("inf"):
             yield f"rejected  {one.mesh}: {one.words}"

@@ -1,6 +1,6 @@
-"""Layouts of inputs beside the user's own pins: those of the arguments' metadata, and those of another plan.
+"""Collect shardings of inputs from the arguments' metadata and from another plan.
 
-In: a program, a `PlanRequest`. Out: `LayoutHints`: by path the layout of inputs, and notes for the user.
+In: a program, a `PlanRequest`. Out: `LayoutHints`: the sharding of inputs by path, and notes for the user.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ def _check_rules_lead_to_axes(
             wanted = (axes,) if isinstance(axes, str) else tuple(axes)
             if set(wanted) <= set(known):
                 continue
-            asked = dict.fromkeys(
+            from_rules = dict.fromkeys(
                 axis for _, entry in rules for axis in ((entry,) if isinstance(entry, str) else entry or ())
             )
-            first, *others = dict.fromkeys([*asked, *wanted])
+            first, *others = dict.fromkeys([*from_rules, *wanted])
             example = ",".join([f"{first}={meshes[0].num_devices}", *(f"{axis}=1" for axis in others)])
             raise PinError(
                 f"the logical axis rule ({name!r}, {axes!r}) applies to {_some(paths)}, but no mesh that autopar would choose"

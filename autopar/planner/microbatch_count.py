@@ -98,7 +98,10 @@ class MicrobatchSearch:
 
 
 def _tried(count: int, plan: Plan) -> Tried:
-    told = plan.prediction
+    prediction = plan.prediction
     return Tried(
-        count=count, step_time_s=told.step_time_s, peak_bytes=told.peak_bytes, recomputes=bool(plan.recomputed)
+        count=count,
+        step_time_s=prediction.step_time_s,
+        peak_bytes=prediction.peak_bytes,
+        recomputes=bool(plan.recomputed),
     )

@@ -39,16 +39,16 @@ def meshes_of_program(meshes: Sequence[MeshShape], graph: Graph) -> list[MeshSha
     """
     able = list(meshes)
     for node in graph.nodes:
-        told = dict(node.params.get("axis_sizes", ()))
+        sizes = dict(node.params.get("axis_sizes", ()))
         sized = node.primitive == "shard_map"
-        left = [m for m in able if all(a in m.axis_names and (not sized or m.size(a) == n) for a, n in told.items())]
-        if told and not left:
+        left = [m for m in able if all(a in m.axis_names and (not sized or m.size(a) == n) for a, n in sizes.items())]
+        if sizes and not left:
             known = "; ".join(mesh.describe() for mesh in able[:3])
-            named = ", ".join(f"{axis}={size}" if sized else f"`{axis}`" for axis, size in told.items())
+            named = ", ".join(f"{axis}={size}" if sized else f"`{axis}`" for axis, size in sizes.items())
             raise PinError(
                 f"the step itself splits a value over {named} (`{node.primitive}` at {node.source or 'an unknown line'}),"
                 f" which the mesh does not have ({known}). Plan for a mesh with these axes, e.g."
-                f' mesh="{",".join(f"{axis}={size}" for axis, size in told.items())}"'
+                f' mesh="{",".join(f"{axis}={size}" for axis, size in sizes.items())}"'
             )
         able = left
     return able

@@ -1,4 +1,4 @@
-"""From an assignment to a plan: what was chosen, what it costs, what XLA must be told.
+"""Assemble a plan from an assignment: decisions, collectives, constraints for XLA, and predictions.
 
 In: `Formulation` and the solver's choices. Out: the parts of a `Plan`.
 """
@@ -46,7 +46,7 @@ class Assembled:
         simulation: of the program of one device. timeline: of it, at the device's own rates. most_held: its operations in the
             order in which most is live.
         merge_bytes: the limit to which collectives are merged, where it is not the profile's.
-        awaited: what waits for reductions.
+        early_reductions: what waits for reductions.
     """
 
     explicit: ExplicitProgram
@@ -61,7 +61,7 @@ class Assembled:
     timeline: Timeline
     most_held: Sequence[Op]
     merge_bytes: int | None = None
-    awaited: tuple[Awaited, ...] = ()
+    early_reductions: tuple[Awaited, ...] = ()
 
     @property
     def device(self) -> DeviceProgram:
@@ -107,14 +107,14 @@ def hiding(
     parts: Assembled,
     merge_bytes: int | None,
     simulation: Simulation,
-    awaited: tuple[Awaited, ...],
+    early_reductions: tuple[Awaited, ...],
     to_beat: float,
 ) -> Assembled | None:
-    """The same with another limit to which XLA merges collectives, and with reductions awaited early: predicted anew.
+    """The same parts with another combine threshold and with early reductions, and a new prediction.
 
     Args:
-        merge_bytes: None for the profile's. simulation: of the program in which operations wait.
-        to_beat: None is returned where the geometric mean of both opinions cannot be less.
+        merge_bytes: None for the profile's threshold. simulation: of the program with barriers.
+        to_beat: seconds; None is returned where the plan cannot be faster.
     """
     opinions = simulation.opinions(merge_bytes, to_beat)
     if opinions is None:
@@ -127,7 +127,7 @@ def hiding(
         timeline=timeline,
         most_held=most_held,
         merge_bytes=merge_bytes,
-        awaited=awaited,
+        early_reductions=early_reductions,
     )
 
 
@@ -205,17 +205,17 @@ def _output_plans(
     return tuple(plans)
 
 
-# -- what XLA is told ------------------------------------------------------------------------
+# -- for XLA ------------------------------------------------------------------------
 
 
-def named(graph: Graph, awaited: Sequence[Awaited]) -> tuple[Awaited, ...]:
-    """With their places in words."""
-    names = NodeNames(graph) if awaited else None
-    return tuple(replace(one, at=names.reading(one.node, one.operand)) for one in awaited if names)
+def named(graph: Graph, early_reductions: Sequence[Awaited]) -> tuple[Awaited, ...]:
+    """Early reductions with their places as text."""
+    names = NodeNames(graph) if early_reductions else None
+    return tuple(replace(one, at=names.reading(one.node, one.operand)) for one in early_reductions if names)
 
 
-def separate_sums(graph: Graph, device: DeviceProgram) -> tuple[Separate, ...]:
-    """What a program gives kernels of their own."""
+def unfused_reductions_of(graph: Graph, device: DeviceProgram) -> tuple[Separate, ...]:
+    """Reductions that the program keeps out of multi-output fusion."""
     names = NodeNames(graph) if device.separate else None
     return tuple(
         Separate(at=names.value(graph.nodes[nodes[-1]].results[0]), nodes=nodes) for nodes in device.separate if names
@@ -223,7 +223,7 @@ def separate_sums(graph: Graph, device: DeviceProgram) -> tuple[Separate, ...]:
 
 
 def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
-    """The nodes of which each device runs its own part."""
+    """The nodes that run as manual regions."""
     for choice, chosen in zip(f.decisions, choices, strict=True):
         if choice.kind != "group":
             continue

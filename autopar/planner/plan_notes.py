@@ -1,6 +1,6 @@
-"""What a user should know of a plan beside its figures, in sentences.
+"""Write the notes of a plan: what a user should know besides its figures.
 
-In: a graph, the primitives that have no rule, the plan's inputs. Out: notes.
+In: a graph, the primitives without a rule, the plan's inputs. Out: notes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.verifier import check_explicit
 from autopar.planner.candidate import Candidate
 from autopar.planner.microbatch_record import microbatch_notes, microbatches_of
-from autopar.planner.plan_assembly import named, separate_sums
+from autopar.planner.plan_assembly import named, unfused_reductions_of
 from autopar.planner.plan_notes import plan_notes
 from autopar.planner.strategy_names import strategy_words
 from autopar.plans.plan import Plan
@@ -69,8 +69,8 @@ def plan_of(
         microbatches=microbatches_of(made.program, mesh, parts.constraints),
         recomputed=made.recomputed,
         merge_bytes=parts.merge_bytes,
-        awaited=named(graph, parts.awaited),
-        separate=separate_sums(graph, parts.device),
+        awaited=named(graph, parts.early_reductions),
+        separate=unfused_reductions_of(graph, parts.device),
         replicated=_replicated(graph, parts.device, unknown, mesh, own_rates),
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),

@@ -1,4 +1,4 @@
-"""The groups of a program: a sharding rule for each node, and the nodes that are split alike.
+"""Group the nodes of a program: a sharding rule for each node, and the nodes that share one strategy.
 
 In: a `Graph`, pinned inputs. Out: `ProgramGroups`, which is the same on every mesh.
 """

@@ -1,14 +1,14 @@
-"""Digests of arrays, the same however an array is split, over however many devices and processes.
+"""Digest arrays, with the same result however an array is sharded over devices and processes.
 
-In: an array. Out: of each part of it that lies in this process, a number; the numbers of all parts add up to the digest:
+In: an array. Out: a number for each of its parts in this process; the numbers of all parts add up to the digest:
 
     sum over 32-bit words of mix(word xor c * its position in the whole array)   modulo 2^32
 
-`mix` is the last step of MurmurHash3, a bijection, so a change of one word always changes the sum; any other change goes
-unseen with a chance of 2^-32. A digest of bytes in order (CRC-32, BLAKE2) would be one of each part as it was saved, and a
-restore under another plan reads other parts. Beside, it is fast: a host's core takes some 15 GB/s of it (CRC-32 of zlib 3.7,
-BLAKE2b 0.9), a GPU reads the array once. Parts on CPU devices are digested where they lie, by a compiled loop; XLA's CPU
-compiler would write the mixed words to memory first.
+`mix` is the last step of MurmurHash3, a bijection: a change of one word always changes the sum, and any other change is missed
+with a probability of 2^-32. A digest of the bytes in order (CRC-32, BLAKE2) would depend on the shards as they were saved, and a
+restore under another plan reads other shards. This one is also fast: a host's core digests some 15 GB/s (CRC-32 of zlib 3.7,
+BLAKE2b 0.9), a GPU reads the array once. Parts on CPU devices are digested in place, by a compiled loop; XLA's CPU compiler would
+write the mixed words to memory first.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _POSITION = 0x9E3779B1  # 2^32 over the golden ratio, odd
 
 
 def parts_of(array: Any, *, once: bool) -> Mapping[Box, Part]:
-    """Start to take the digest of an array's parts in this process. It may be donated meanwhile.
+    """Start to digest an array's parts in this process. The array may be donated meanwhile.
 
     Args:
-        once: leave out copies whose first stands on another device, in whatever process: so each part is taken once.
+        once: skip replicas whose first copy is on another device, in whatever process, so that each part is digested once.
     """
     if not isinstance(array, jax.Array):  # a number: the same in every process
         return {(): _of_host(np.asarray(array), (), ())} if jax.process_index() == 0 or not once else {}
@@ -59,7 +59,7 @@ def parts_of(array: Any, *, once: bool) -> Mapping[Box, Part]:
 
 
 def total(parts: Mapping[Box, Part]) -> int:
-    """Their sum, once the devices have computed them."""
+    """The sum of the parts, once the devices have computed them."""
     return sum(map(int, parts.values())) % 2**32
 
 
@@ -74,7 +74,7 @@ def _first(starts: Sequence[int], shape: Sequence[int], num_words: int) -> int:
 
 
 def _num_words(dtype: Any) -> int:
-    """Of an element."""
+    """The number of words of an element."""
     return max(1, np.dtype(dtype).itemsize // 4)
 
 
@@ -128,7 +128,7 @@ def _of_device(part: jax.Array, first: jax.Array, *, shape: tuple[int, ...]) -> 
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits of the elements, as words of 32; a wider element is several, in one more dim."""
+    """The bits of the elements as 32-bit words; a wider element has several, in one more dim."""
     cast = jax.lax.bitcast_convert_type
     if array.dtype.name in ("int2", "int4", "uint2", "uint4"):
         array = array.astype(jnp.int8)

@@ -1,8 +1,8 @@
-"""Checkpoints of a planned step's state: saved under one plan, restored under another.
+"""Save and restore a planned step's state: saved under one plan, restored under any other.
 
-In: a folder and a `ParallelStep`. Out: `Checkpoints`: numbered saves by orbax, written whole or not at all, with the
-plan beside the state; a restore reads each device's part straight into the shardings of the plan at hand, whatever
-its mesh, and says which map it did.
+In: a folder and a `ParallelStep`. Out: `Checkpoints`: numbered saves by orbax, written whole or not at all, each with its plan. A
+restore reads the shards of each device straight into the shardings of the current plan, whatever its mesh, and reports what
+changed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class _DamagedError(CheckpointError):
-    """A checkpoint that is not what was written. `why` says so without the way out."""
+    """A checkpoint that differs from what was written. `why` is the reason without the way out."""
 
     why = ""
 
@@ -89,22 +89,22 @@ class Checkpoints:
 
     @property
     def directory(self) -> str:
-        """Where they are."""
+        """The folder of the checkpoints."""
         return str(self._folder)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The numbers of those that are whole, in order; not yet one that is being written."""
+        """The numbers of the complete checkpoints, in order."""
         return tuple(_store().steps(self._folder))
 
     @property
     def latest(self) -> int | None:
-        """The newest of them, or None."""
+        """The newest complete checkpoint, or None."""
         return max(self.steps, default=None)
 
     @property
     def last_map(self) -> PlanDiff | None:
-        """From the plan of the checkpoint that was restored last to the plan that it was restored under."""
+        """The difference between the plan of the checkpoint restored last and the plan it was restored under."""
         return self._last_map
 
     def plan(self, at: int | None = None) -> AnyPlan:
@@ -116,7 +116,7 @@ class Checkpoints:
             raise self._damaged(number, f"its plan cannot be read: {error}") from error
 
     def extra(self, at: int | None = None) -> Any:
-        """What was given to `save` along with the state; None where nothing was."""
+        """The `extra` of a checkpoint; None where there is none."""
         number = self._existing(at)
         return self._part(number, _EXTRA) if _store().has_part(self._folder, number, _EXTRA) else None
 
@@ -125,18 +125,18 @@ class Checkpoints:
     def save(self, number: SupportsIndex, state: Any, *, extra: Any = None, wait: bool = False) -> None:
         """Save a state. It is copied off the devices, and then written in the background: the step may go on with it.
 
-        Until a checkpoint is whole its folder has another name, so a process that is killed leaves the one before.
+        Until a checkpoint is complete its folder has another name, so a killed process leaves the one before.
 
         Args:
-            number: how many steps were made; above those that are there.
-            state: the step's carried state, as `init`, `restore` or the step returned it; where the step carries
-                several arguments, a tuple of them.
-            extra: what JSON takes, e.g. where in the data the next batch starts.
-            wait: whether to return only when all is written.
+            number: of steps that were made; above those of all checkpoints.
+            state: the step's carried state, as `init`, `restore` or the step returned it; where the step carries several
+                arguments, a tuple of them.
+            extra: JSON types, e.g. where in the data the next batch starts.
+            wait: return only when everything is written.
 
         Raises:
-            CheckpointError: the state is none of this step's, the number is taken, `extra` is no JSON, or the folder
-                cannot be written to. Where writing failed in the background, the next call says so.
+            CheckpointError: the state is not of this step, the number is taken, `extra` is no JSON, or the folder cannot be
+                written to. A failure in the background is raised by the next call.
         """
         number = _whole_number(number)
         with state_apart(state) as (arrays, _):
@@ -173,10 +173,10 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until all that was saved is written.
+        """Wait until everything saved is written.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: it could not be written.
         """
         if self._writer is None:
             return
@@ -186,7 +186,7 @@ class Checkpoints:
             raise self._not_written(None, error) from error
 
     def close(self) -> None:
-        """Wait, and end what writes in the background. `with autopar.Checkpoints(...) as checkpoints:` does so."""
+        """Wait, and end the background threads. `with autopar.Checkpoints(...) as checkpoints:` does so."""
         self.wait()
         if self._writer is not None:
             self._writer.close()
@@ -203,21 +203,21 @@ class Checkpoints:
     def restore(self, create_state: Any, *create_args: Any, at: int | None = None, **step_args: Any) -> Any:
         """Restore a state under the plan of this step, whatever plan and mesh it was saved under.
 
-        Each device reads its own part: the state is never whole on one host, unless the plan keeps it so.
+        Each device reads its own shards: the state is never whole on one host, unless the plan replicates it.
 
         Args:
-            create_state: as for `step.init`; it is not run, only its shapes are taken. Or the state itself, as arrays
-                or `jax.ShapeDtypeStruct`s.
+            create_state: as for `step.init`; only its shapes are used. Or the state itself, as arrays or
+                `jax.ShapeDtypeStruct`s.
             create_args: its arguments.
-            at: which checkpoint; by default the latest.
+            at: the number of a checkpoint; by default the latest.
             step_args: the step's other arguments by name (arrays or `jax.ShapeDtypeStruct`s).
 
         Returns:
             The state, bit by bit as it was saved, in the pytree of `create_state`.
 
         Raises:
-            CheckpointError: there is no such checkpoint, it is damaged, or it holds another program's state: then the
-                message names what differs.
+            CheckpointError: there is no such checkpoint, it is damaged, or it holds another program's state: then the message
+                names what differs.
         """
         number = self._existing(at)
         target = self._step.abstract_state(create_state, *create_args, **step_args)
@@ -226,12 +226,12 @@ class Checkpoints:
                 values = self._restored(number, arrays)
             except _DamagedError as error:
                 raise self._damaged(number, error.why, last_good=self._last_good(number, arrays)) from error.__cause__
-        with state_apart(create_state if not makes_state(create_state) else target) as (arrays, anew):
+        with state_apart(create_state if not makes_state(create_state) else target) as (arrays, rebuild):
             template, structure = jax.tree.flatten(arrays)
-            return anew(jax.tree.unflatten(structure, map(_as_given, values, template)))
+            return rebuild(jax.tree.unflatten(structure, map(_as_given, values, template)))
 
     def restore_or_init(self, create_state: Any, *create_args: Any, **step_args: Any) -> Any:
-        """The latest checkpoint restored; or, where there is none, `step.init` with the same arguments."""
+        """Restore the latest checkpoint; where there is none, call `step.init` with the same arguments."""
         self.wait()
         if self.latest is None:
             return self._step.init(create_state, *create_args, **step_args)
@@ -240,7 +240,7 @@ class Checkpoints:
     # -- inside ------------------------------------------------------------------------------
 
     def _restored(self, number: int, target: Any) -> list[Any]:
-        """The arrays of a checkpoint, laid out as those of `target`, after they were held against their digests."""
+        """The arrays of a checkpoint with the shardings of `target`, after their digests were checked."""
         about = self._about(number)
         saved, names_before = about["leaves"], about["arguments"]
         plan, names = self._plan_of(target)
@@ -267,7 +267,7 @@ class Checkpoints:
         return values
 
     def _why_damaged(self, number: int, about: dict[str, Any], found: Any, cause: Exception | None) -> str | None:
-        """What is wrong with the arrays that were read, the same in all processes; None where nothing is.
+        """Why the arrays that were read are wrong, the same text in all processes; None where they are right.
 
         Args:
             found: the digests of this process's parts. cause: why it could not read them.
@@ -300,7 +300,7 @@ class Checkpoints:
         return f"{named} is not what was written (another digest), in {where or 'its part `state`'}"
 
     def _last_good(self, number: int, target: Any) -> int | None:
-        """The newest other checkpoint that can be restored; all processes look for it together."""
+        """The newest other checkpoint that can be restored; all processes search it together."""
         for other in sorted(set(self.steps) - {number}, reverse=True):
             try:
                 self._restored(other, target)
@@ -317,14 +317,14 @@ class Checkpoints:
         if at in steps and at is not None:
             return at
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-        asked = "no checkpoint" if at is None else f"no checkpoint {at!r}"
+        requested = "no checkpoint" if at is None else f"no checkpoint {at!r}"
         raise CheckpointError(
-            f"{asked} in {self.directory!r}: {there}. Give the folder that they were saved to"
+            f"{requested} in {self.directory!r}: {there}. Give the folder that they were saved to"
             + ("" if steps else ", or start afresh with `step.init` (`restore_or_init` does whichever it is)")
         )
 
     def _about(self, number: int) -> dict[str, Any]:
-        """What a checkpoint says of itself, checked."""
+        """The metadata of a checkpoint, checked."""
         if not _store().has_part(self._folder, number, _ABOUT):
             raise CheckpointError(
                 f"checkpoint {number} in {self.directory!r} was not saved by `autopar.Checkpoints`, or is damaged."
@@ -371,7 +371,7 @@ class Checkpoints:
         )
 
     def _plan_json(self, plan: AnyPlan) -> tuple[Any, str]:
-        """A plan as it is written, and its digest: the same at every save."""
+        """A plan as JSON, and its digest: the same at every save."""
         if self._encoded is None or self._encoded[0] is not plan:
             encoded = plan.to_json()
             self._encoded = plan, (encoded, _digest(encoded))
@@ -397,7 +397,7 @@ class Checkpoints:
 
 
 def _store() -> Any:
-    """Orbax takes a second to import, which only those wait for who save."""
+    """Import orbax, which takes a second, only where it is needed."""
     return import_module("autopar.api.checkpoint.orbax_store")
 
 
@@ -412,7 +412,7 @@ def _whole_number(number: Any) -> int:
 
 
 def _renamed(plan: AnyPlan, before: Sequence[str], after: Sequence[str]) -> AnyPlan:
-    """A plan with the arguments that are the state called as in another."""
+    """A plan whose state has the argument names of another."""
     names = dict(zip(before, after, strict=False))
 
     def renamed(path: str) -> str:
@@ -423,7 +423,7 @@ def _renamed(plan: AnyPlan, before: Sequence[str], after: Sequence[str]) -> AnyP
 
 
 def _digest(part: Any) -> str:
-    """Of JSON types, however they are spaced."""
+    """A digest of JSON types, however they are spaced."""
     return hashlib.sha256(json.dumps(part).encode()).hexdigest()
 
 
