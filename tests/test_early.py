@@ -177,7 +177,7 @@ def test_one_product_waits_for_all_that_it_is_told_to() -> None:
 def test_the_report_says_so() -> None:
     plan = replace(made("2x4")[1], awaited=(Awaited(node=9, operand=0, values=(3, 4)),))
     text = re.sub(r"\s+", " ", str(autopar.explain(plan)))
-    assert "2 gradient reductions start during the backward pass, by 1 barriers" in text
+    assert "2 gradient reductions start during the backward pass, by 1 barrier" in text
 
 
 @pytest.mark.slow

@@ -265,11 +265,8 @@ def _early_reductions(plan: Plan) -> list[str]:
     """Reductions that barriers start early."""
     if not plan.awaited:
         return []
-    of = sum(len(one.values) for one in plan.awaited)
-    return [
-        f"{of} gradient reductions start during the backward pass, by"
-        f" {len({one.node for one in plan.awaited})} barriers"
-    ]
+    count, barriers = sum(len(one.values) for one in plan.awaited), len({one.node for one in plan.awaited})
+    return [f"{count} gradient reductions start during the backward pass, by {barriers} barrier{'s' * (barriers > 1)}"]
 
 
 def _unfused(plan: Plan) -> list[str]:

@@ -1,6 +1,6 @@
-"""What a page shows of a plan of stages beside what it shows of each stage: timeline, submeshes, stages, what was tried.
+"""Draw the stages of a pipeline plan: the time and memory of each submesh, the table of stages, other plans.
 
-In: a `StagesExplanation`. Out: elements.
+In: a `StagesExplanation`. Out: elements. Each stage's own program is drawn like any other.
 """
 
 from __future__ import annotations
