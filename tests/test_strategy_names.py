@@ -109,3 +109,18 @@ def test_tokens_are_counted() -> None:
     tokens = next(t for t in plan.inputs if t.role == "data" and len(t.shape) == 2)
     assert found.num_tokens == tokens.shape[0] * tokens.shape[1]
     assert "tokens/s" in str(autopar.explain(plan))
+
+
+def test_a_pipeline_has_them_too() -> None:
+    program = programs.mlp(num_layers=4)
+    plan = autopar.plan(
+        program.step, *program.abstract_args(), num_devices=4, hardware="h100-sxm", stages=2, num_microbatches=4
+    )
+    found = plan.efficiency
+    assert found is not None
+    whole = planned(program, num_devices=4).efficiency
+    assert whole is not None
+    assert (found.model_flops, found.ideal_s) == (whole.model_flops, pytest.approx(whole.ideal_s))
+    assert sum(found.bound_s.values()) == pytest.approx(plan.prediction.step_time_s)
+    assert "pipeline bubbles" in found.bound_s
+    assert " examples/s" in str(autopar.explain(plan))

@@ -22,7 +22,7 @@ from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
 from autopar.plans.plan import Plan
-from autopar.plans.records import ProgramSignature, TensorPlan
+from autopar.plans.records import Efficiency, ProgramSignature, TensorPlan
 from autopar.plans.validate import check_plan, check_positions, check_sharding
 
 #: What the file of such a plan says it is; from each version of its fields to the next, as in `plan`.
@@ -150,6 +150,7 @@ class PipelinePlan:
         inputs, outputs: of the step. Their `sharding` is that of their first part.
         input_parts, output_parts: on which submeshes each lies: on that of one stage, or a stack of layers on several.
         carried: positions of inputs and outputs that hold the same state.
+        efficiency: what MFU and throughput are computed from; None in plans of older files.
     """
 
     program: ProgramSignature
@@ -169,6 +170,7 @@ class PipelinePlan:
     donated: tuple[int, ...]
     prediction: PipelinePrediction
     outcome: SearchOutcome
+    efficiency: Efficiency | None = None
     run_layers: tuple[int, ...] = ()
     virtual: int = 1
     own_statistics: bool = False

@@ -5,25 +5,23 @@ In: a `Candidate`, the program that was planned. Out: `Plan`.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.formulate.formulation import Formulation
-from autopar.formulate.model_flops import model_flops
 from autopar.ir.device_program import DeviceProgram
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
 from autopar.ir.verifier import check_explicit
 from autopar.planner.candidate import Candidate
+from autopar.planner.efficiency import efficiency_of
 from autopar.planner.microbatch_record import microbatch_notes, microbatches_of
 from autopar.planner.plan_assembly import named, unfused_reductions_of
 from autopar.planner.plan_notes import plan_notes
 from autopar.planner.strategy_names import strategy_words
 from autopar.plans.plan import Plan
-from autopar.plans.records import Efficiency, Outcome, Replicated, TensorPlan
+from autopar.plans.records import Outcome, Replicated
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import lacks_rule
 from autopar.rules.user_rules import called
@@ -75,41 +73,18 @@ def plan_of(
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),
         memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),
-        efficiency=_efficiency(made, program, own_rates),
+        efficiency=efficiency_of(
+            program.as_traced.graph,
+            parts.inputs,
+            [(mesh.num_devices, own_rates)],
+            seconds_by_bound(parts.device, parts.timeline, own_rates),
+        ),
         outcome=_outcome(solution, made.formulation, seconds, memory_bound),
         notes=(*plan_notes(graph, mesh, unknown, parts.inputs), *microbatch_notes(program, mesh)),
         versions=versions_of(),
         in_tree=program.trace.in_tree,
         out_tree=program.trace.out_tree,
     )
-
-
-def _efficiency(made: Candidate, program: Program, own_rates: HardwareProfile) -> Efficiency:
-    parts, devices = made.parts, made.formulation.mesh.num_devices
-    flops = model_flops(program.as_traced.graph)
-    examples, tokens = _batch_size(parts.inputs)
-    return Efficiency(
-        model_flops=sum(flops.values()),
-        ideal_s=sum(amount / own_rates.peak_rate(dtype) for dtype, amount in flops.items()) / devices,
-        num_examples=examples,
-        num_tokens=tokens,
-        bound_s=seconds_by_bound(parts.device, parts.timeline, own_rates),
-    )
-
-
-def _batch_size(inputs: Sequence[TensorPlan]) -> tuple[int, int]:
-    """Examples and tokens of the batch: dim 0 of its largest array, and the elements of its largest integer matrix
-    `(examples, positions)`; each 0 where there is none."""
-    batch = [tensor for tensor in inputs if tensor.role == "data" and tensor.shape]
-    if not batch:
-        return 0, 0
-    num_examples = max(batch, key=lambda tensor: math.prod(tensor.shape)).shape[0]
-    tokens = [
-        math.prod(tensor.shape)
-        for tensor in batch
-        if len(tensor.shape) == 2 and tensor.shape[0] == num_examples and tensor.dtype.startswith(("int", "uint"))
-    ]
-    return num_examples, max(tokens, default=0)
 
 
 def _replicated(

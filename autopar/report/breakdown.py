@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.ir.graph import Phase
+from autopar.pipeline.plan import AnyPlan
 from autopar.plans.plan import Plan
 from autopar.plans.records import num_split
 from autopar.plans.step_trace import Held, Instant
@@ -134,7 +135,7 @@ def memory_use(plan: Plan) -> MemoryUse:
 # -- in words --------------------------------------------------------------------------------
 
 
-def efficiency_words(plan: Plan) -> str:
+def efficiency_words(plan: AnyPlan) -> str:
     """MFU, model FLOPs, throughput and what bounds the step; "" where the plan's file is too old to know."""
     found, step_s = plan.efficiency, plan.prediction.step_time_s
     if found is None or step_s <= 0:

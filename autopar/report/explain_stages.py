@@ -23,7 +23,7 @@ from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.table import SCHEDULES
 from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.report.breakdown import replicated_words
+from autopar.report.breakdown import efficiency_words, replicated_words
 from autopar.report.explain_program import Explanation, explain_program
 from autopar.report.submeshes import SubmeshUse, submesh_uses
 from autopar.system.text_tables import (
@@ -100,6 +100,7 @@ def stages_json(plan: PipelinePlan) -> dict[str, Any]:
         "strategy": plan.words,
         "schedule": plan.schedule,
         "num_microbatches": plan.num_microbatches,
+        "efficiency": asdict(plan.efficiency) if plan.efficiency else None,
         "memory_budget_bytes": plan.memory_budget_bytes,
         "prediction": asdict(plan.prediction) | {"peak_bytes": plan.prediction.peak_bytes},
         "outcome": asdict(plan.outcome),
@@ -180,6 +181,7 @@ def _totals(plan: PipelinePlan) -> list[RenderableType]:
     return [
         Text(f"Predicted step time: {human_seconds(prediction.step_time_s)}", "bold"),
         inset(bars(parts, prediction.step_time_s, human_seconds)),
+        *([Text(efficiency)] if (efficiency := efficiency_words(plan)) else []),
         Text(),
         Text(f"Predicted peak memory per device: {human_bytes(prediction.peak_bytes)} {of}".rstrip(), "bold"),
         inset(bars(memory, prediction.peak_bytes, human_bytes)),

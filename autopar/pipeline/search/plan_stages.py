@@ -26,11 +26,13 @@ from autopar.pipeline.partition.cluster_layers import cluster_layers
 from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
 from autopar.pipeline.schedule.table import find
+from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.search.branch_search import BranchSearch
 from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.search.searches_by_microbatches import Searches
 from autopar.pipeline.search.stage_costs import PlannedRun
 from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
+from autopar.planner.efficiency import efficiency_of
 from autopar.planner.memory_budget import MARGIN, MemoryBudget
 from autopar.plans.records import TensorPlan
 from autopar.system.gc_pause import seldom_collect
@@ -108,6 +110,18 @@ def searches_of(cuttable: Cuttable, asked: StagesAsked) -> Searches:
         num_stages=None if asked.stages == "auto" else asked.stages,
         planning=asked.planning,
     )
+
+
+def _bounds(stages: Sequence[StagePlan], timeline: PipelineTimeline) -> dict[str, float]:
+    """Seconds of a step by what limits them: bubbles, and within the stages what limits their programs, by device time."""
+    waiting = timeline.bubble_fraction * timeline.makespan_s
+    seconds: dict[str, float] = defaultdict(float)
+    for stage in stages:
+        for bound, time_s in stage.plan.efficiency.bound_s.items() if stage.plan.efficiency else ():
+            seconds[bound] += time_s * stage.plan.num_devices
+    scale = (timeline.makespan_s - waiting) / (sum(seconds.values()) or 1.0)
+    found = {"pipeline bubbles": waiting, **{bound: scale * time_s for bound, time_s in seconds.items()}}
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
 def likely_numbers(cuttable: Cuttable, cluster: Cluster) -> tuple[tuple[int, ...], int]:
@@ -321,6 +335,12 @@ class _Planning:
                 step_time_s=timeline.makespan_s,
                 bubble_fraction=timeline.bubble_fraction,
                 stage_bytes=planned.peak_bytes,
+            ),
+            efficiency=efficiency_of(
+                self.program.as_traced.graph,
+                [tensor for tensor, _ in inputs],
+                [(group.num_devices, asked.profiles[group.kind]) for group in asked.cluster.groups],
+                _bounds(stages, timeline),
             ),
             outcome=SearchOutcome(
                 status=step.partition.status.value,

@@ -185,7 +185,7 @@ def _tie(explained: Explanation | StagesExplanation) -> list[str]:
 
 
 def _efficiency(explained: Explanation | StagesExplanation) -> list[str]:
-    return list(filter(None, [efficiency_words(explained.plan)])) if isinstance(explained, Explanation) else []
+    return list(filter(None, [efficiency_words(explained.plan)]))
 
 
 def _certainty(explained: Explanation | StagesExplanation) -> tuple[str, str]:
