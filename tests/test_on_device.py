@@ -29,7 +29,7 @@ from autopar.planner.program_groups import program_groups
 from autopar.solve.ilp import Ilp
 from autopar.transforms.program import program_of
 from autopar.xla_compiler.compiler import Compiler
-from autopar.xla_model.buffer_assignment import _together, device_program
+from autopar.xla_model.buffer_assignment import _with_whole_barriers, device_program
 from autopar.xla_model.fusion_pipeline import fuse
 from autopar.xla_model.kernels import Fused
 from autopar.xla_model.multi_output_fusion import MultiOutputFusion
@@ -188,7 +188,7 @@ def test_what_a_fusion_saves_is_known_as_if_it_were_priced_anew(seed: int, monke
 @pytest.mark.parametrize("seed", range(30))
 def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     local, _ = random_program(seed)
-    joined = MultiOutputFusion._join
+    joined = MultiOutputFusion._fuse
 
     def checked(siblings: MultiOutputFusion, a: int, b: int) -> None:
         joined(siblings, a, b)
@@ -202,7 +202,7 @@ def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pyte
             known = {home[j] for j in range(bits.bit_length()) if bits >> j & 1}
             assert known - {i} == waits_for  # of itself it may know what was joined to it
 
-    monkeypatch.setattr(MultiOutputFusion, "_join", checked)
+    monkeypatch.setattr(MultiOutputFusion, "_fuse", checked)
     fuse(local, H100)
 
 
@@ -486,7 +486,7 @@ def test_a_barrier_is_one_operation_whatever_is_run_of_it() -> None:
     graph = Graph((), (), (), (), (), (), barriers=((0, 3), (3, 4), (5, 6)))
     kinds: tuple[OpKind, ...] = ("border", "border", "border", "border", "fusion", "border")
     ops = [Op(kind, n, (n,), (n,), 0.0, 0.0) for n, kind in enumerate(kinds)]
-    together = _together([op for op in ops if op.node != 1], graph)
+    together = _with_whole_barriers([op for op in ops if op.node != 1], graph)
     assert [op.reads for op in together] == [(0, 2), (3,), (4,), (5,)]
 
 

@@ -108,7 +108,7 @@ def test_sums_that_xla_would_join_are_kept_apart_where_that_is_faster(absent_gpu
     traced = program_of(step, args, carry=None, donate=None)
     plan, made = plan_and_candidate(traced.as_traced.in_microbatches(1), mesh="16", hardware=H100, pin=pins)
     assert plan.awaited
-    assert not made.parts.device.joined
+    assert not made.parts.device.reassociated
     apart = compiled(absent_gpus, plan, traced, *args)
     together = compiled(absent_gpus, replace(plan, awaited=()), traced, *args)
     layers, table = NUM_LAYERS * width**2, vocab * width

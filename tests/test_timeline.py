@@ -9,7 +9,7 @@ import pytest
 from autopar.cost.hardware_profile import load
 from autopar.ir.device_program import Buffer, DeviceProgram, Op
 from autopar.ir.mesh import parse_mesh
-from autopar.xla_model.collective_combiner import Merging
+from autopar.xla_model.collective_combiner import CollectiveCombiner
 from autopar.xla_model.simulation import Simulation, simulate
 from autopar.xla_model.timeline import Timeline
 
@@ -145,7 +145,7 @@ def test_small_collectives_are_merged() -> None:
     assert program.timeline().num_collectives == {"reduce-scatter": 1}
     merged = [
         task.op
-        for task in Merging(program.program, MESH).tasks(H100.combine_threshold_bytes, packs=True)
+        for task in CollectiveCombiner(program.program, MESH).tasks(H100.combine_threshold_bytes, packs=True)
         if task.op.kind == "collective"
     ]
     assert len(merged[0].writes) == 6
@@ -229,7 +229,7 @@ def test_what_is_written_in_place_is_read_as_it_was() -> None:
     behind = program.ops[-1]
     second = program.collective("all-gather", program.kernel(start), MIB, combinable=True)
     program.output(before.writes[0], behind.writes[0], program.kernel(second))
-    tasks = Merging(program.program, MESH).tasks(H100.combine_threshold_bytes, packs=True)
+    tasks = CollectiveCombiner(program.program, MESH).tasks(H100.combine_threshold_bytes, packs=True)
     assert sum(task.op.kind == "collective" for task in tasks) == 1
 
     def comes_after(op: Op) -> list[Op]:
@@ -279,9 +279,9 @@ def test_no_limit_of_merging_takes_less_than_the_bound(num_bytes: float, by_rate
 
 def test_what_cannot_win_is_not_timed_twice() -> None:
     simulation = Simulation(_layers(12, 3e6), MESH, H100)
-    by_rates, estimated = simulation.opinions()
+    by_rates, estimated = simulation.timelines()
     assert estimated is not None
     compared = (by_rates.step_time_s * estimated.step_time_s) ** 0.5
-    assert simulation.opinions(None, 1.001 * compared) == (by_rates, estimated)
+    assert simulation.timelines(None, 1.001 * compared) == (by_rates, estimated)
     below = (simulation.least_s(by_rates=True) * estimated.step_time_s) ** 0.5
-    assert simulation.opinions(None, 0.999 * below) is None
+    assert simulation.timelines(None, 0.999 * below) is None

@@ -107,15 +107,19 @@ class Trips:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProgram:
-    """Operations in the order they run, and the buffers they read and write; of the loops, inner ones first. Of each
-    kernel that is kept from being joined with another, the nodes that are computed for it alone. Of sums over devices that
-    are taken as one, since they are added up, the values."""
+    """The operations of one device in execution order, and the buffers they read and write.
+
+    Attributes:
+        loops: inner loops first.
+        separate: per kernel to keep out of fusion with another, the nodes to compute for it alone.
+        reassociated: per all-reduce that XLA makes of several by reassociation, the values they reduce.
+    """
 
     ops: tuple[Op, ...]
     buffers: tuple[Buffer, ...]
     loops: tuple[Trips, ...] = ()
     separate: tuple[tuple[int, ...], ...] = ()
-    joined: tuple[tuple[int, ...], ...] = ()
+    reassociated: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

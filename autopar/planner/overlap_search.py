@@ -134,15 +134,15 @@ def _with_early_reductions(made: Candidate, budget: float, to_beat: float) -> Ca
         return made
     own = f.profile.combine_threshold_bytes
     programs = [made.parts.device]
-    if made.parts.device.joined:
-        programs.append(device_program(f, made.parts.explicit, joins=False))
+    if made.parts.device.reassociated:
+        programs.append(device_program(f, made.parts.explicit, reassociate=False))
     tried: list[_Tried] = []
     for one in programs:
         early = EarlyStart(one, f.graph, f.mesh, f.profile)
         for share in _EARLY:
             for slack in _SLACK:
                 program, reductions = early.with_barriers(share * own, slack)
-                if reductions and (one.joined or _stay_separate(made.parts.device.joined, reductions)):
+                if reductions and (one.reassociated or _stay_separate(made.parts.device.reassociated, reductions)):
                     limit = None if share == 1 else round(share * own)
                     tried.append((limit, Simulation(program, f.mesh, f.profile), reductions))
     return _best(made, budget, tried)

@@ -35,7 +35,7 @@ from autopar.plans.records import (
 from autopar.rules.manual_regions import is_manual
 from autopar.xla_model.buffer_assignment import device_program
 from autopar.xla_model.simulation import Simulation
-from autopar.xla_model.timeline import Opinions, Timeline
+from autopar.xla_model.timeline import Timeline, Timelines
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ def assemble(
     explicit = explicit_program(f, choices)
     simulation = Simulation(device_program(f, explicit), f.mesh, f.profile)
     if figures_only:
-        prediction, timeline, most_held = _predict(f, simulation, simulation.opinions(), (), inputs, outputs)
+        prediction, timeline, most_held = _predict(f, simulation, simulation.timelines(), (), inputs, outputs)
         return Assembled(explicit, inputs, outputs, (), (), (), (), prediction, simulation, timeline, most_held)
     collectives, caused_by = collective_uses(f, explicit)
-    prediction, timeline, most_held = _predict(f, simulation, simulation.opinions(), collectives, inputs, outputs)
+    prediction, timeline, most_held = _predict(f, simulation, simulation.timelines(), collectives, inputs, outputs)
     return Assembled(
         explicit=explicit,
         inputs=inputs,
@@ -116,7 +116,7 @@ def hiding(
         merge_bytes: None for the profile's threshold. simulation: of the program with barriers.
         to_beat: seconds; None is returned where the plan cannot be faster.
     """
-    opinions = simulation.opinions(merge_bytes, to_beat)
+    opinions = simulation.timelines(merge_bytes, to_beat)
     if opinions is None:
         return None
     prediction, timeline, most_held = _predict(f, simulation, opinions, parts.collectives, parts.inputs, parts.outputs)
@@ -347,7 +347,7 @@ def _decision(
 def _predict(
     f: Formulation,
     simulation: Simulation,
-    opinions: Opinions,
+    opinions: Timelines,
     collectives: Sequence[CollectiveUse],
     inputs: Sequence[TensorPlan],
     outputs: Sequence[TensorPlan],

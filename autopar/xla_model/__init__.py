@@ -1,4 +1,4 @@
-"""What XLA's GPU pipeline makes of a sharded step: SPMD partition, fusion, buffer assignment, combiner, latency hiding.
+"""Models of XLA's GPU passes: SPMD partitioner, fusion, buffer assignment, collective combiner, latency-hiding scheduler.
 
 In: a `Graph`, shardings, a hardware profile.
 Out: a `DeviceProgram`, its peak memory, its timeline.

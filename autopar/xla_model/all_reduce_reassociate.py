@@ -1,7 +1,7 @@
-"""Additions that XLA makes no operation of: of two sums over devices, and of zeros that are scattered into.
+"""Fold additions as XLA does: reassociate the sum of two all-reduces, and scatter into an addend.
 
-In: an addition. Out: the instruction that stands for it. Source: openxla/xla, xla/service/all_reduce_reassociate.cc and XLA's algebraic
-simplifier.
+In: an addition. Out: the instruction that replaces it. Source: openxla/xla, xla/service/all_reduce_reassociate.cc and XLA's
+algebraic simplifier.
 """
 
 from __future__ import annotations
@@ -19,36 +19,41 @@ from autopar.xla_model.partition_communication import Communications
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A sum over devices that one operation alone reads: its instruction, and how its dims are turned until there."""
+    """An all-reduce with a single user.
+
+    Args:
+        at: position of its instruction.
+        order: permutation of dims between the all-reduce and that user.
+    """
 
     at: int
     order: tuple[int, ...]
 
 
 class AllReduceReassociate:
-    """Sums over devices that are added up.
+    """Folds additions into all-reduces and scatters.
 
     Args:
-        joins: whether they are taken as one, as XLA does where nothing else reads them.
+        reassociate: whether `all_reduce(x) + all_reduce(y)` becomes `all_reduce(x + y)` where nothing else uses either.
 
     Attributes:
-        values_of: sum of sums -> the values that they are of.
+        values_of: position of a reassociated all-reduce -> the values that it reduces.
     """
 
-    def __init__(self, builder: PartitionBuilder, sent: Communications, *, joins: bool) -> None:
-        self.b, self.sent, self.joins = builder, sent, joins
+    def __init__(self, builder: PartitionBuilder, sent: Communications, *, reassociate: bool) -> None:
+        self.b, self.sent, self.reassociate = builder, sent, reassociate
         self.leaving = frozenset(builder.graph.outputs)
         self.values_of: dict[int, tuple[int, ...]] = {}
 
     def added_up(self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
-        """What XLA makes of an addition, where that is not an operation of its own."""
+        """The instruction that an addition is folded into; None where XLA keeps the addition."""
         if not traits_of(node.primitive).adds or len(operands) != 2:
             return None
         scattered = self._scattered_sum(node, operands)
-        return self._sum_of_sums(n, node) if scattered is None and self.joins else scattered
+        return self._sum_of_sums(n, node) if scattered is None and self.reassociate else scattered
 
     def _scattered_sum(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
-        """`x + scatter(zeros, …)` scatters into x: XLA's simplifier says so where nothing else reads the scatter."""
+        """Rewrite `x + scatter(zeros, …)` to `scatter(x, …)` where nothing else uses the scatter, as XLA's simplifier does."""
         for (at, _), (other, _), value in (
             (*operands, node.operands[0]),
             (*reversed(operands), node.operands[1]),
@@ -65,9 +70,11 @@ class AllReduceReassociate:
         return None
 
     def _sum_of_sums(self, n: int, node: Node) -> int | None:
-        """`sum(x) + sum(y)` over the same devices is `sum(x + y)`, in the dtype of the result: so XLA has it where nothing else
-        reads either of them (openxla/xla, all_reduce_reassociate.cc)."""
-        left, right = (self._sum_read_by(n, index, value) for index, value in enumerate(node.operands))
+        """Rewrite `all_reduce(x) + all_reduce(y)` over the same devices to `all_reduce(x + y)` in the result's dtype.
+
+        XLA does so where nothing else uses either all-reduce.
+        """
+        left, right = (self._single_use_sum(n, index, value) for index, value in enumerate(node.operands))
         if left is None or right is None or left.at == right.at or left.order != right.order:
             return None
         sums = [self.b.program.instructions[one.at] for one in (left, right)]
@@ -101,8 +108,8 @@ class AllReduceReassociate:
     def _summed(self, at: int) -> tuple[int, ...]:
         return self.values_of.get(at, (self.b.program.instructions[at].value,))
 
-    def _sum_read_by(self, n: int, index: int, value: int | None) -> _Sum | None:
-        """The sum over devices that a node reads, perhaps cast or turned in between, if nothing else reads it."""
+    def _single_use_sum(self, n: int, index: int, value: int | None) -> _Sum | None:
+        """The all-reduce that a node reads, possibly through casts and transposes, if nothing else uses it."""
         if value is None:
             return None
         order = tuple(range(len(self.b.graph.values[value].shape)))
@@ -110,7 +117,7 @@ class AllReduceReassociate:
             at, _ = self.sent.operand(n, index)
             sent, above = self.b.program.instructions[at].collective, self._unary(value)
             if sent:
-                return _Sum(at, self._turned(order, value)) if collective(sent).sums_whole else None
+                return _Sum(at, self._through_transposes(order, value)) if collective(sent).sums_whole else None
             if above is None or at != self.b.at[value]:
                 return None
             order = _composed(order, self.b.graph.nodes[self.b.producers[value]])
@@ -118,17 +125,17 @@ class AllReduceReassociate:
             value = above
         return None
 
-    def _turned(self, order: tuple[int, ...], value: int) -> tuple[int, ...]:
-        """An order of dims, in that of what a value is computed as."""
+    def _through_transposes(self, order: tuple[int, ...], value: int) -> tuple[int, ...]:
+        """A permutation of a value's dims as one of the dims before its casts and transposes."""
         above = self._unary(value)
         return (
             order
             if above is None
-            else self._turned(_composed(order, self.b.graph.nodes[self.b.producers[value]]), above)
+            else self._through_transposes(_composed(order, self.b.graph.nodes[self.b.producers[value]]), above)
         )
 
     def _unary(self, value: int) -> int | None:
-        """What a value is, cast or turned."""
+        """The operand of the cast or transpose that produces a value; None for other producers."""
         node = self.b.graph.producer(value)
         return (
             node.operands[0] if node is not None and node.primitive in ("convert_element_type", "transpose") else None
@@ -136,5 +143,5 @@ class AllReduceReassociate:
 
 
 def _composed(order: tuple[int, ...], node: Node) -> tuple[int, ...]:
-    """An order of a result's dims in that of the operand's."""
+    """A permutation of a node's result dims as one of its operand's dims."""
     return tuple(node.params["permutation"][d] for d in order) if node.primitive == "transpose" else order

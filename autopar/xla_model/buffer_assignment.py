@@ -1,7 +1,7 @@
-"""From a formulation and an assignment to the program of one device.
+"""Build the program of one device from a plan, and assign buffers as XLA's buffer assignment does.
 
-In: what the planner decided. Out: `DeviceProgram`: partitioned (`spmd_partition`), fused (`fusion_pipeline`), and with a
-buffer for every value that is in memory. Source: openxla/xla, xla/service/buffer_assignment.cc.
+In: a formulation, an explicit program. Out: `DeviceProgram`: partitioned (`spmd_partition`), fused (`fusion_pipeline`), with a buffer
+for every value in memory. Source: openxla/xla, xla/service/buffer_assignment.cc.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.xla_model.kernels import Fused, num_blocks
 from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
 
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
-#: Loops whose results' elements are not those of their operands at the same position.
+#: Loops that read their operands at other positions than those they write.
 _MOVES = frozenset(
     [
         "broadcast_in_dim",
@@ -40,26 +40,30 @@ _MOVES = frozenset(
 )
 
 
-def device_program(f: Formulation, explicit: ExplicitProgram, *, joins: bool = True) -> DeviceProgram:
-    """The program of one device under an assignment.
+def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bool = True) -> DeviceProgram:
+    """The program of one device.
 
     Args:
-        joins: whether sums over devices that are added up are taken as one.
+        reassociate: whether to apply XLA's all-reduce reassociation.
     """
-    local, profile = local_program(f, explicit, joins=joins), f.profile
+    local, profile = local_program(f, explicit, reassociate=reassociate), f.profile
     loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
     kernels = fuse(local, profile, f.graph)
     made = _Builder(local, kernels, profile, loops, f.graph.carried).build()
     separate = tuple(kernel.separate for kernel in kernels if kernel.separate)
-    return replace(made, ops=_together(made.ops, f.graph), separate=separate, joined=local.joined)
+    return replace(
+        made, ops=_with_whole_barriers(made.ops, f.graph), separate=separate, reassociated=local.reassociated
+    )
 
 
-def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
-    """The operations with the pieces of a barrier as one, wherever they stand: nothing behind it runs before all that is
-    in front."""
+def _with_whole_barriers(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
+    """The operations with the pieces of each optimization barrier as one operation.
+
+    No operation after a barrier runs before all operations that the barrier depends on.
+    """
     of_node = {node: n for n, (start, stop) in enumerate(graph.barriers) for node in range(start, stop)}
     first: dict[int, int] = {}
-    barrier: dict[int, int] = {}  # by piece, the first of its barrier
+    barrier: dict[int, int] = {}  # piece -> first piece of its barrier
     for n, op in enumerate(ops):
         if op.kind == "border" and op.node in of_node:
             barrier[n] = first.setdefault(of_node[op.node], n)
@@ -74,12 +78,12 @@ def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
         needs[barrier.get(n, n)] += [written[b] for b in (*op.reads, *op.writes) if b in written]
         written |= dict.fromkeys(op.writes, barrier.get(n, n))
     out: list[Op] = []
-    met: set[int] = set()
+    seen: set[int] = set()
 
     def add(unit: int) -> None:
-        if unit in met:
+        if unit in seen:
             return
-        met.add(unit)
+        seen.add(unit)
         for needed in needs[unit]:
             add(needed)
         parts = [ops[n] for n in pieces[unit]]
@@ -93,8 +97,11 @@ def _together(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
 
 
 class _Builder:
-    """Gives every value in memory a buffer. What writes in place shares its first operand's, if nothing may read
-    that later: a temporary's, or that of carried state which is renewed so."""
+    """Assigns a buffer to every value in memory.
+
+    An in-place operation shares the buffer of its first operand if nothing reads that later: a temporary, or carried state that
+    the operation updates.
+    """
 
     def __init__(
         self,
@@ -110,7 +117,7 @@ class _Builder:
         self.outputs = set(self.order_of_outputs)
         self.home = {root: n for n, kernel in enumerate(kernels) for root in kernel.roots}
         self.last_read = {operand: n for n, kernel in enumerate(kernels) for operand in kernel.operands}
-        self.renewing = self._renewing(local, carried)
+        self.in_place_roots = self._in_place_roots(local, carried)
         self.buffers: list[Buffer] = []
         self.buffer_of: dict[int, int] = {}
 
@@ -146,35 +153,37 @@ class _Builder:
         return next(iter(one.operands)) if root not in self.outputs and self._is_in_place(root, n) else None
 
     def _is_in_place(self, root: int, n: int) -> bool:
-        """Whether kernel n writes into its first operand's memory, and not into a copy."""
+        """Whether kernel n writes into its first operand's buffer instead of a copy."""
         one = self.instructions[root]
         if one.kind != "inplace":
             return False
-        if root in self.renewing:
+        if root in self.in_place_roots:
             return True
         first = next(iter(one.operands))
         is_free = first in self.home and first not in self.outputs
         return is_free and self.instructions[first].num_bytes == one.num_bytes and self.last_read[first] == n
 
-    def _renewing(self, local: LocalProgram, carried: Sequence[tuple[int, int]]) -> set[int]:
-        """What is written in place, one after the other, between carried state and the output that renews it; none of it
-        where one of these needs a copy, for the last is where the first was."""
+    def _in_place_roots(self, local: LocalProgram, carried: Sequence[tuple[int, int]]) -> set[int]:
+        """The chains of in-place writes that lead from carried state to its updated output.
+
+        A chain counts only if none of its writes needs a copy: its last result has to be in the buffer of the state.
+        """
         found: set[int] = set()
         for before, after in carried:
-            at, line, is_free = local.outputs[after], list[int](), True
+            at, chain, is_free = local.outputs[after], list[int](), True
             while at is not None and (one := self.instructions[at]).kind in ("inplace", "border") and one.operands:
                 first = next(iter(one.operands))
                 is_free &= one.kind == "border" or self.last_read[first] == self.home[at]
-                line += [at] if one.kind == "inplace" else []
+                chain += [at] if one.kind == "inplace" else []
                 at = first
             if is_free and at is not None and at == local.arguments.get(before):
-                found |= set(line)
+                found |= set(chain)
         return found
 
     def _op(self, kernel: Fused, n: int) -> Op:
         one = self.instructions[kernel.roots[0]]
         flops, reads = self._work(kernel)
-        first = again = small = 0.0
+        first = reread = small = 0.0
         for operand in kernel.operands:
             size, times = self.instructions[operand].num_bytes, reads.get(operand, 0.0)
             first += size * min(times, 1.0)
@@ -182,19 +191,19 @@ class _Builder:
             if size < self.profile.near_cache_bytes:
                 small += rest
             elif size < self.profile.cache_bytes:
-                again += rest
+                reread += rest
             else:
                 first += rest
         written = sum(self.instructions[root].num_bytes for root in kernel.roots)
         in_place = traits_of(one.primitive).in_place
-        if in_place == "slice":  # XLA's estimator knows that it reads and writes what it changes, not the whole
+        if in_place == "slice":  # XLA's estimator counts the updated slice only
             target = next(iter(one.operands))
             first -= min(self.instructions[target].num_bytes, first)
             written = min(written, 2 * first)
         spared = 0.0
         if in_place == "scatter" and self._is_in_place(kernel.roots[0], n):
             target, *others = (self.instructions[operand].num_bytes for operand in one.operands)
-            changed = min(target, others[1] if len(others) > 1 else 0.0)  # the second are the updates
+            changed = min(target, others[1] if len(others) > 1 else 0.0)  # operands: target, indices, updates
             first, written, spared = max(first - target, 0.0) + changed, changed, target - changed
         return Op(
             kind=_kind(one),
@@ -202,7 +211,7 @@ class _Builder:
             reads=tuple(self.buffer_of[o] for o in kernel.operands),
             writes=tuple(self.buffer_of[root] for root in kernel.roots),
             read_bytes=first,
-            reread_bytes=again,
+            reread_bytes=reread,
             broadcast_bytes=small,
             written_bytes=written,
             spared_bytes=spared,
@@ -220,12 +229,12 @@ class _Builder:
         )
 
     def _work(self, kernel: Fused) -> tuple[float, dict[int, float]]:
-        """Arithmetic, and how often the elements of each operand are read, as XLA's cost analysis counts both.
+        """FLOPs of a kernel and reads per element of each operand, as XLA's cost analysis counts them.
 
-        What is used at the same position by several is computed once; every use at another position, as a
-        reduction's or a broadcast's, computes it anew (openxla/xla, gpu_hlo_cost_analysis.cc).
+        Uses of an element at the same position compute it once. A use at another position, such as a reduction's or a
+        broadcast's, computes it again (openxla/xla, gpu_hlo_cost_analysis.cc).
         """
-        if kernel.tiled and self.estimator is not None:  # row by row: a row is read once, whatever is made of it
+        if kernel.tiled and self.estimator is not None:  # a tiled kernel reads each row once
             own = sum(self._flops(self.instructions[i]) for i in set(kernel.members))
             return own, {operand: min(read, 1.0) for operand, read in kernel.operands.items()}
         if self.estimator is None or (len(kernel.members) == 1 and len(kernel.roots) == 1):
@@ -259,7 +268,7 @@ class _Builder:
 
     def _flops(self, one: Instruction) -> float:
         assert self.estimator is not None
-        if not one.flops or one.kind == "hero":
+        if not one.flops or one.kind == "unfusible":
             return one.flops
         return one.elements * one.reduces * cycles(one.primitive, one.dtype, self.estimator)
 
@@ -271,4 +280,4 @@ def _kind(one: Instruction) -> OpKind:
         return "gemm"
     if one.primitive == "conv_general_dilated":
         return "convolution"
-    return "other" if one.kind == "hero" else "fusion"
+    return "other" if one.kind == "unfusible" else "fusion"

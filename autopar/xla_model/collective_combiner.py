@@ -1,8 +1,8 @@
-"""A device's program with its collectives merged, as XLA's combiners merge them.
+"""Combine small collectives into larger ones as XLA's collective combiners do.
 
-In: a `DeviceProgram`, the mesh, the bytes that are merged into one. Out: `Task`s, each after what it waits for. What no limit
-changes is worked out once: which operation waits for which, and the order in which XLA walks over them.
-Source: openxla/xla, xla/backends/gpu/transforms/collectives/all_reduce_combiner.cc and those of its like.
+In: a `DeviceProgram`, the mesh, a combine threshold in bytes. Out: `Task`s in topological order. The dependencies and XLA's
+traversal order do not depend on the threshold and are computed once. Source: openxla/xla,
+xla/backends/gpu/transforms/collectives/all_reduce_combiner.cc and the combiners of the other collectives.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from autopar.ir.mesh import MeshShape
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An operation, and the positions of the tasks that it comes after.
+    """An operation, and the positions of the tasks that it depends on.
 
-    They are kept apart from the buffers, for a buffer that is written in place has several writers: which of them is
-    read is known only in the program's own order.
+    The buffers do not give the dependencies: a buffer that is written in place has several writers, and only the program's
+    original order tells which of them an operation reads.
     """
 
     op: Op
     waits_for: tuple[int, ...]
 
 
-class Merging:
-    """A program whose collectives can be merged up to any limit.
+class CollectiveCombiner:
+    """Combines the collectives of one program, for any threshold.
 
     Attributes:
-        program, mesh: as given.
+        program, mesh: the program, and the mesh it runs on.
     """
 
     def __init__(self, program: DeviceProgram, mesh: MeshShape) -> None:
@@ -47,78 +47,79 @@ class Merging:
         self._result_bytes = {i: _result_bytes(program.ops[i], mesh) for i in self._mergeable}
 
     def tasks(self, merge_bytes: float, *, packs: bool) -> tuple[Task, ...]:
-        """The operations with combinable collectives of a kind merged, each after what it waits for, otherwise as they
-        stood.
+        """The operations after combining, in topological order that otherwise keeps the program's.
 
-        In the order in which a walk from the outputs meets them, collectives of one kind over the same axes
-        (and of one dtype, where they add) join until their results would exceed the limit, or one waits for another.
-        The merged one stands where its last member stood.
+        The combiner visits collectives in a post-order walk from the outputs. It combines those of one kind over the same axes
+        (and of one dtype, for reductions) until their results would exceed the threshold or one depends on another. The
+        combined collective takes the position of its last member.
 
         Args:
-            packs: whether merged all-reduces copy what they add to one buffer.
+            merge_bytes: combine threshold.
+            packs: whether a combined all-reduce copies its operands into one contiguous buffer.
         """
         keys, bit = self._keys, self._bit
-        together: dict[int, list[int]] = {}  # by its last member
+        combined_at: dict[int, list[int]] = {}  # last member -> members
         last_of: dict[int, int] = {}
         waiting_above = _CollectivesAbove(self._waits_for, bit)
         above, waiting = waiting_above.bits, self._mergeable
         while waiting:
-            lead, size, joined = waiting[0], 0.0, []
-            own = before = 0  # of those joined: their bits, and those of what they wait for
+            lead, size, combined = waiting[0], 0.0, []
+            own = before = 0  # bits of the members, and of the collectives they depend on
             for i in waiting:
                 if keys[i] != keys[lead]:
                     continue
                 result = self._result_bytes[i]
-                if size + result > merge_bytes and joined:
+                if size + result > merge_bytes and combined:
                     break
                 if above[i] & own or before & bit[i]:
                     break
-                joined.append(i)
+                combined.append(i)
                 own, before, size = own | bit[i], before | above[i], size + result
                 if size > merge_bytes:
                     break
-            taken = set(joined)
+            taken = set(combined)
             waiting = [i for i in waiting if i not in taken]
-            if len(joined) > 1:
-                last = max(joined)
-                together[last] = sorted(joined)
-                last_of |= dict.fromkeys(joined, last)
-                waiting_above.merge(joined)
-        return _in_order(self.program, self._waits_for, together, last_of, packs=packs)
+            if len(combined) > 1:
+                last = max(combined)
+                combined_at[last] = sorted(combined)
+                last_of |= dict.fromkeys(combined, last)
+                waiting_above.merge(combined)
+        return _in_order(self.program, self._waits_for, combined_at, last_of, packs=packs)
 
     def at_most_merged(self) -> list[Op]:
-        """The collectives in the fewest that any limit could make of them, whatever waits for what."""
-        alike: dict[tuple[str, tuple[str, ...], str], list[Op]] = {}
+        """The fewest collectives that any threshold could yield, dependencies aside."""
+        by_key: dict[tuple[str, tuple[str, ...], str], list[Op]] = {}
         for i in self._mergeable:
-            alike.setdefault(self._keys[i], []).append(self.program.ops[i])
+            by_key.setdefault(self._keys[i], []).append(self.program.ops[i])
         alone = [op for op in self.program.ops if op.kind == "collective" and not op.combinable]
-        return [*alone, *(_joined(ops) if len(ops) > 1 else ops[0] for ops in alike.values())]
+        return [*alone, *(_combined(ops) if len(ops) > 1 else ops[0] for ops in by_key.values())]
 
 
 def _in_order(
     program: DeviceProgram,
     waits_for: Sequence[Sequence[int]],
-    together: Mapping[int, list[int]],
+    combined_at: Mapping[int, list[int]],
     last_of: Mapping[int, int],
     *,
     packs: bool,
 ) -> tuple[Task, ...]:
-    """Tasks, each after those it waits for.
+    """The tasks in topological order.
 
     Args:
-        together: members of merged collectives, by the last. last_of: the reverse. packs: whether merged all-reduces
-            copy what they add to one buffer.
+        combined_at: last member of a combined collective -> all members.
+        last_of: member -> last member.
+        packs: whether a combined all-reduce copies its operands into one contiguous buffer.
     """
     units = [i for i in range(len(program.ops)) if last_of.get(i, i) == i]
     needs = {
-        unit: list(dict.fromkeys(last_of.get(j, j) for i in together.get(unit, (unit,)) for j in waits_for[i]))
+        unit: list(dict.fromkeys(last_of.get(j, j) for i in combined_at.get(unit, (unit,)) for j in waits_for[i]))
         for unit in units
     }
     tasks: list[Task] = []
-    made_by: dict[int, int] = {}  # by operation, the task that has its results
+    made_by: dict[int, int] = {}  # operation -> the task that produces its results
 
     def emit(unit: int) -> None:
-        members = together.get(unit, [unit])
+        members = combined_at.get(unit, [unit])
         after = tuple(dict.fromkeys(made_by[j] for i in members for j in waits_for[i] if j in made_by))
         ops = [program.ops[i] for i in members]
         if len(ops) > 1 and packs and collective(ops[0].collective).sums_whole:
@@ -131,7 +132,7 @@ def _in_order(
                 tasks.append(Task(op, (first + 1,)))
             return
         made_by.update(dict.fromkeys(members, len(tasks)))
-        tasks.append(Task(_joined(ops) if len(ops) > 1 else ops[0], after))
+        tasks.append(Task(_combined(ops) if len(ops) > 1 else ops[0], after))
 
     seen: set[int] = set()
     for root in units:
@@ -159,7 +160,7 @@ def _result_bytes(op: Op, mesh: MeshShape) -> float:
     return op.payload_bytes / mesh.sizes(op.axes) if collective(op.collective).gives_part else op.payload_bytes
 
 
-def _joined(ops: Sequence[Op]) -> Op:
+def _combined(ops: Sequence[Op]) -> Op:
     last = ops[-1]
     return Op(
         kind="collective",
@@ -177,12 +178,12 @@ def _joined(ops: Sequence[Op]) -> Op:
 
 
 def _packed(ops: Sequence[Op], buffer: int) -> list[Op]:
-    """Merged all-reduces: XLA copies what they add to one buffer, and from that to each one's own.
+    """A combined all-reduce with its copies: XLA packs the operands into one buffer, and unpacks the results from another.
 
     Args:
-        buffer: a free position, and the one after it.
+        buffer: the first of two unused buffer positions.
     """
-    whole = _joined(ops)
+    whole = _combined(ops)
     size = whole.payload_bytes
     itemsize = {"float64": 8, "bfloat16": 2, "float16": 2}.get(whole.dtype, 4)
     into = Op("fusion", whole.node, whole.reads, (buffer,), size, size, flops=6 * size / itemsize)
@@ -194,7 +195,7 @@ def _packed(ops: Sequence[Op], buffer: int) -> list[Op]:
 
 
 def _from_outputs(program: DeviceProgram, waits_for: Sequence[tuple[int, ...]]) -> list[int]:
-    """Operations in the order of a walk from the outputs, those that one waits for before it."""
+    """Operations in post-order of a walk from the outputs along dependencies."""
     writer = {buffer: i for i, op in enumerate(program.ops) for buffer in op.writes}
     roots = [writer[b] for b, buffer in enumerate(program.buffers) if buffer.output and b in writer]
     order, seen = [], set()
@@ -216,25 +217,26 @@ def _from_outputs(program: DeviceProgram, waits_for: Sequence[tuple[int, ...]]) 
 
 
 class _CollectivesAbove:
-    """Of each operation, the bits of the combinable collectives that it waits for, while they are merged: a merged
-    collective stands at several places, and waits at each for what it waits for at any.
+    """Tracks which combinable collectives each operation depends on while they are combined.
+
+    Each member of a combined collective depends on what any member depends on.
 
     Attributes:
-        bits: by operation.
+        bits: per operation, a bit set of collectives.
     """
 
     def __init__(self, waits_for: Sequence[tuple[int, ...]], bit: Mapping[int, int]) -> None:
-        self._bit, self._together = bit, dict[int, list[int]]()
-        self._readers: list[list[int]] = [[] for _ in waits_for]
+        self._bit, self._combined_at = bit, dict[int, list[int]]()
+        self._users: list[list[int]] = [[] for _ in waits_for]
         self.bits = [0] * len(waits_for)
         for i, before in enumerate(waits_for):
             for j in before:
                 self.bits[i] |= self.bits[j] | bit.get(j, 0)
-                self._readers[j].append(i)
+                self._users[j].append(i)
 
     def merge(self, members: list[int]) -> None:
-        """Have some collectives wait for what any of them waits for, and whatever waits for them too."""
-        self._together |= dict.fromkeys(members, members)
+        """Combine collectives: give all members the union of their dependencies, and propagate it to their users."""
+        self._combined_at |= dict.fromkeys(members, members)
         heap: list[int] = []
         queued: set[int] = set()
 
@@ -252,12 +254,12 @@ class _CollectivesAbove:
             i = heapq.heappop(heap)
             queued.discard(i)
             bits = self.bits[i] | self._bit.get(i, 0)
-            for reader in self._readers[i]:
-                add(self._together.get(reader, (reader,)), bits)
+            for user in self._users[i]:
+                add(self._combined_at.get(user, (user,)), bits)
 
 
 def predecessors(ops: Sequence[Op]) -> list[tuple[int, ...]]:
-    """Of each operation, those that write what it reads."""
+    """Per operation, the operations that write the buffers it reads."""
     writer: dict[int, int] = {}
     waits_for = []
     for i, op in enumerate(ops):

@@ -1,6 +1,6 @@
-"""Operands of a matrix product on one device, as its kernel takes them.
+"""Prepare the operands of a matmul on one device: batch dims outermost, padding masked, one copy per group of a ragged dot.
 
-In: a product and its operands. Out: the operands with batch dims outermost, padding masked, copies by group; `Gemm`.
+In: a `dot_general` or `ragged_dot_general` node and its operands. Out: the prepared operands; `Gemm`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from autopar.xla_model.ragged_dot import dense_product
 
 
 class DotOperands:
-    """Copies that products need; those that several need are made once."""
+    """Adds the copies that matmuls need; matmuls share equal copies."""
 
     def __init__(self, builder: PartitionBuilder) -> None:
         self.b = builder
         self.laid_out: dict[int, int] = {}
 
     def in_batch_order(self, n: int, node: Node, index: int, at: int) -> int:
-        """A product's operand whose batch dims are not outermost is copied so that they are, once for all its
-        readers; but the result of another product can be written in that order."""
+        """Transpose a matmul's operand so that its batch dims are outermost, once for all users."""
         _, batch = node.params["dimension_numbers"]
         dims = batch[index]
         if tuple(dims) == tuple(range(len(dims))):
             return at
         if at in self.laid_out:
             return self.laid_out[at]
-        # Layouts are settled for whole chains of elementwise operations, so the copy is made where it is smallest.
+        # XLA assigns one layout to a chain of elementwise operations, so the copy goes where the chain is narrowest.
         chain, narrowest = [at], 0
         while (above := self._only_operand(chain[-1])) is not None:
             chain.append(above)
@@ -53,7 +52,7 @@ class DotOperands:
         return self.laid_out[at]
 
     def _only_operand(self, at: int) -> int | None:
-        """What an elementwise operation without any other operand of its size reads."""
+        """The one full-size operand of an elementwise operation whose other operands are scalars."""
         one = self.b.program.instructions[at]
         if one.primitive not in ("convert_element_type", "mul", "div", "neg") or not one.operands:
             return None
@@ -62,7 +61,7 @@ class DotOperands:
         return full[0] if len(full) == 1 and small else None
 
     def masked(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
-        """A product's operand that is unevenly split along a summed dim is copied with its padding set to zero."""
+        """Add a copy of a matmul's operand with zeroed padding, where a contracting dim is sharded unevenly."""
         contracting, _ = node.params["dimension_numbers"]
         value = node.operands[index]
         assert value is not None
@@ -78,7 +77,7 @@ class DotOperands:
     def masked_rows(
         self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], result: tuple[int, ...]
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """Operands of a product in groups, copied for each group; all that read one so share the copies."""
+        """Add the masked copies of a ragged dot's operands, one per group; equal copies are shared."""
         dense = dense_product(node.params, operands[0][1], operands[1][1], result)
         found: list[tuple[int, tuple[int, ...]]] = []
         for (at, shape), copies in zip(operands, (*dense.copies, *[0] * len(operands)), strict=False):
@@ -90,7 +89,7 @@ class DotOperands:
                     one.flops, one.gemm, one.collective = one.elements * self.b.cheap_flops, None, ""
                     self.b.known[key] = self.b.add(one)
                 at = self.b.known[key]
-                if dense.beside:
+                if dense.concatenated:
                     at = self.b.add(replace(self.b.program.instructions[at], primitive="transpose", operands={at: 1.0}))
                     self.b.program.instructions[at].flops = 0.0
             found.append((at, shape))
@@ -99,10 +98,12 @@ class DotOperands:
     def gemm(
         self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> Gemm | None:
-        """The product that a node is; None of others.
+        """The matmul that a node computes; None for other nodes.
 
         Args:
-            operands: instructions and their local shapes. shapes: of the results.
+            node: the node.
+            operands: position of each operand's instruction, and its local shape.
+            shapes: local shapes of the results.
         """
         values: list[Value] = [self.b.graph.values[v] for v in node.operands if v is not None]
         if node.primitive == "ragged_dot_general":

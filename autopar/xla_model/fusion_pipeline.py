@@ -1,7 +1,7 @@
-"""Instructions to kernels, by XLA's fusion passes in their order.
+"""Fuse the instructions of one device into kernels, by XLA's fusion passes in XLA's order.
 
-In: a `LocalProgram`. Out: `Fused` kernels, each after those whose results it reads; arguments are not among them. Source:
-openxla/xla, xla/backends/gpu/transforms/priority_fusion.cc; xla/service/gpu/model/gpu_performance_model_base.cc prices it.
+In: a `LocalProgram`. Out: `Fused` kernels in topological order, without the arguments. Source: openxla/xla,
+xla/backends/gpu/transforms/priority_fusion.cc, with the cost model of xla/service/gpu/model/gpu_performance_model_base.cc.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from autopar.xla_model.softmax_rewriter import fuse_diamonds
 
 
 def fuse(program: LocalProgram, profile: HardwareProfile, graph: Graph | None = None) -> list[Fused]:
-    """Fuse a program.
+    """Fuse a program into kernels.
 
     Args:
-        graph: what the program is of; without it no sum is kept from the others.
+        program: the instructions of one device.
+        profile: the hardware profile that prices kernels.
+        graph: the program's graph; without it, no column reduction is kept out of multi-output fusion.
     """
     kernels = Kernels(program)
     fuse_into_gemms(kernels)

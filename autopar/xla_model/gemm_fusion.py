@@ -1,6 +1,6 @@
-"""What a matrix product computes as it reads its operands and writes its result: XLA's GEMM fusion, in outline.
+"""Fuse casts and scalings into the prologue and epilogue of matmuls: a model of XLA's GEMM fusion.
 
-In: `Kernels`. Out: the same, with casts and scalings inside products. Source: openxla/xla,
+In: `Kernels`. Out: the same object with casts and scalings inside matmuls. Source: openxla/xla,
 xla/backends/gpu/transforms/gemm_fusion.cc and xla/backends/gpu/transforms/gemm_rewriter.cc.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from autopar.xla_model.kernels import Kernels
 
-_TOLERATED_BYTES = 1024  # by which a product's operand may be larger before what it takes in than after
-#: What a product's kernel computes as it reads an operand.
+_TOLERATED_BYTES = 1024  # an operation may read this much more than it writes and still fuse into a matmul
+#: Primitives that a matmul's prologue computes.
 _READ_THROUGH = frozenset(
     [
         "convert_element_type",
@@ -33,8 +33,11 @@ _READ_THROUGH = frozenset(
 
 
 def fuse_into_gemms(kernels: Kernels) -> None:
-    """A product takes in what does not make its operands smaller to read (a cast to a wider dtype, a scaling), and writes its
-    result as its one reader wants it, where that is smaller (a cast to a narrower dtype)."""
+    """Fuse prologues and epilogues into matmuls.
+
+    A prologue (a cast to a wider dtype, a scaling) fuses unless it shrinks the operand. An epilogue fuses if it is the matmul's
+    only user and shrinks the result (a cast to a narrower dtype).
+    """
     _GemmFusion(kernels).run()
     kernels.drop_dead()
 
@@ -56,7 +59,7 @@ class _GemmFusion:
             self._write_smaller(i)
 
     def _read_through(self, at: int) -> int | None:
-        """The one large operand of an instruction that a product computes as it reads."""
+        """The largest operand of an instruction that fuses into a matmul's prologue; None for other instructions."""
         one = self.all.instructions[at]
         if one.kind != "loop" or one.primitive not in _READ_THROUGH:
             return None
@@ -73,13 +76,12 @@ class _GemmFusion:
         self.all.users[source].add(i)
 
     def _write_smaller(self, i: int) -> None:
-        """Give a product the size of its only reader's result, where that is a cast to fewer bytes, perhaps of the
-        product scaled."""
+        """Fuse the epilogue of a matmul: casts to fewer bytes, possibly of the scaled result."""
         self._cast_before_transpose(i)
-        while (reader := self.all.only_reader(i)) is not None:
-            one = self.all.instructions[reader]
+        while (epilogue := self.all.only_user(i)) is not None:
+            one = self.all.instructions[epilogue]
             narrower = one.primitive in ("convert_element_type", "slice") and len(one.operands) == 1
-            scaled = self._is_scaling(reader) and self._is_cast_at_once(reader)
+            scaled = self._is_scaling(epilogue) and self._is_cast_at_once(epilogue)
             if one.kind != "loop" or not (narrower or scaled) or one.num_bytes > self.all.instructions[i].num_bytes:
                 return
             product = self.all.instructions[i]
@@ -87,26 +89,25 @@ class _GemmFusion:
             self.all.instructions[i] = replace(
                 product, num_bytes=one.num_bytes, elements=one.elements, dtype=one.dtype, gemm=gemm
             )
-            for user in list(self.all.users[reader]):
+            for user in list(self.all.users[epilogue]):
                 for operands in (self.all.instructions[user].operands, self.all.kernels[user].operands):
-                    if reader in operands:
-                        operands[i] = operands.pop(reader)
+                    if epilogue in operands:
+                        operands[i] = operands.pop(epilogue)
                 self.all.users[i].add(user)
-            self.all.users[i].discard(reader)
+            self.all.users[i].discard(epilogue)
             for scalar in one.operands.keys() - {i}:
-                self.all.users[scalar].discard(reader)
-            self.all.users[reader] = set()
-            del self.all.kernels[reader]
-            if reader in self.all.outputs:
-                self.all.outputs.discard(reader)
+                self.all.users[scalar].discard(epilogue)
+            self.all.users[epilogue] = set()
+            del self.all.kernels[epilogue]
+            if epilogue in self.all.outputs:
+                self.all.outputs.discard(epilogue)
                 self.all.outputs.add(i)
-                self.all.renamed[reader] = i
+                self.all.renamed[epilogue] = i
 
     def _cast_before_transpose(self, i: int) -> None:
-        """A product's result that is transposed, perhaps scaled, and then narrowed is narrowed before it is transposed:
-        a transpose is a layout."""
+        """Move a narrowing cast of a matmul's result in front of transposes, which become layouts."""
         chain = [i]
-        while (after := self.all.only_reader(chain[-1])) is not None and (
+        while (after := self.all.only_user(chain[-1])) is not None and (
             self.all.instructions[after].primitive == "transpose" or self._is_scaling(after)
         ):
             chain.append(after)
@@ -129,14 +130,14 @@ class _GemmFusion:
             self.all.kernels[at].flops, self.all.kernels[at].operands = flops, dict(operands)
 
     def _is_scaling(self, i: int) -> bool:
-        """Whether an instruction scales its one large operand by a number, which may be computed."""
+        """Whether an instruction scales one large operand by a scalar."""
         one = self.all.instructions[i]
         large = [o for o in one.operands if self.all.instructions[o].elements > 1]
         return one.kind == "loop" and one.primitive in ("mul", "div", "neg") and len(large) == 1
 
     def _is_cast_at_once(self, i: int) -> bool:
-        """Whether nothing reads an instruction but a cast to fewer bytes, or a scaling that is cast so."""
-        after = self.all.only_reader(i)
+        """Whether the only user of an instruction is a cast to fewer bytes, or a scaling followed by one."""
+        after = self.all.only_user(i)
         return after is not None and (
             self._narrows(after) or (self._is_scaling(after) and self._is_cast_at_once(after))
         )

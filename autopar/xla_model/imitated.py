@@ -1,8 +1,8 @@
-"""Which XLA this package imitates: its passes by module, and the JAX releases whose XLA it was held against.
+"""List the XLA passes that this package models, by module, and the JAX releases against whose XLA it is tested.
 
-In: nothing. Out: `PASSES`, `CHECKED`. `tests/test_xla_conformance.py` holds each pass against XLA's own on each release, and
-fails on a release of which no patch is in `CHECKED`. What XLA charges for a kernel or a collective is no pass, and so is priced in
-`cost/kernel_time` and `cost/xla_latency_estimator`, below the solver, which needs it before there is a program.
+In: nothing. Out: `PASSES`, `CHECKED`. `tests/test_xla_conformance.py` compares each pass with XLA's own on each release, and
+fails on a release that has no patch in `CHECKED`. XLA's cost models of kernels and collectives are in `cost/kernel_time` and
+`cost/xla_latency_estimator`: the solver needs them before a program exists.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: JAX release, and the commit of jax-ml/jax that it is built from; the commit's third_party/xla pins its XLA.
+#: JAX release -> the commit of jax-ml/jax it is built from; third_party/xla of that commit pins its XLA.
 CHECKED: Mapping[str, str] = {
     "0.10.2": "990e6a0b84138346e6a38785412f36356e0e5dc3",
     "0.11.2": "32544801e26115ac1794926d027148abf3baf009",
@@ -20,12 +20,12 @@ CHECKED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass of XLA's.
+    """A pass of XLA.
 
     Args:
-        name: as XLA's users know it.
-        modules: of this package, that imitate it.
-        sources: files of openxla/xla, as JAX 0.12 has them.
+        name: the name XLA's users know.
+        modules: modules of this package that model it.
+        sources: files of openxla/xla that implement it, in the version of JAX 0.12.
     """
 
     name: str

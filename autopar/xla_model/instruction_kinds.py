@@ -1,4 +1,4 @@
-"""What an equation is to XLA on one device: a view, a loop over elements, a reduction, a library's kernel, ...
+"""Classify an equation as XLA emits it on one device: bitcast, loop, reduction, in-place update or library call.
 
 In: a node and its operands. Out: its `InstructionKind`.
 """
@@ -15,7 +15,7 @@ from autopar.xla_model.partition_builder import PartitionBuilder
 
 
 class InstructionKinds:
-    """Kinds of a graph's nodes, which depend on what is around them."""
+    """Classifies a graph's nodes; the kind of some depends on their producers and users."""
 
     def __init__(self, builder: PartitionBuilder) -> None:
         self.b = builder
@@ -24,13 +24,14 @@ class InstructionKinds:
         """The kind of a node.
 
         Args:
-            operands: instructions and their local shapes.
+            node: the node.
+            operands: position of each operand's instruction, and its local shape.
         """
         name, traits = node.primitive, traits_of(node.primitive)
         if sums_nothing(node):
             return "loop"
         if traits.library or node.effect or not node.results or self._is_opaque(node):
-            return "hero"
+            return "unfusible"
         if not operands:
             return "loop"
         if traits.view:
@@ -51,48 +52,47 @@ class InstructionKinds:
         return "loop"
 
     def _is_opaque(self, node: Node) -> bool:
-        """Whether nobody knows what a node is made of but what could be counted of it: it is taken for one kernel."""
+        """Whether a node is known by its counted work alone, or not at all: it is priced as one kernel."""
         if "work" in node.params:
             return True
         return node.primitive not in RULES and rule_for(NodeView.of(node, self.b.graph)) is None
 
     def _is_layout(self, node: Node) -> bool:
-        """Whether a transpose copies nothing: a matrix product takes an operand and gives its result in either
-        order of rows and columns."""
+        """Whether a transpose copies nothing: a matmul reads operands and writes results in either memory layout."""
         if self._of_outer_product(node.operands[0]):
             return True
-        beside = self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0])
-        return beside and _swaps_halves(node.params["permutation"])
+        next_to_dot = self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0])
+        return next_to_dot and _swaps_halves(node.params["permutation"])
 
     def _from_dot(self, value: int | None) -> bool:
         return value is not None and self.b.program.instructions[self.b.at[value]].gemm is not None
 
     def _of_outer_product(self, value: int | None) -> bool:
-        """Whether a value is made by a product that sums nothing, which may write its dims in any order."""
+        """Whether an outer product makes a value; it may write its dims in any order."""
         if value is None:
             return False
         one = self.b.program.instructions[self.b.at[value]]
         return one.node >= 0 and one.value == value and sums_nothing(self.b.graph.nodes[one.node])
 
     def _feeds_dots(self, value: int) -> bool:
-        """Whether all readers are matrix products, which take an operand in any order of its dims."""
+        """Whether all users of a value are matmuls, possibly through reshapes and transposes."""
         for n, _ in self.b.users.get(value, ()):
-            reader = self.b.graph.nodes[n]
-            if reader.primitive == "dot_general":
+            user = self.b.graph.nodes[n]
+            if user.primitive == "dot_general":
                 continue
-            if reader.primitive not in ("reshape", "transpose", "squeeze", "expand_dims"):
+            if user.primitive not in ("reshape", "transpose", "squeeze", "expand_dims"):
                 return False
-            if not self._feeds_dots(reader.results[0]):
+            if not self._feeds_dots(user.results[0]):
                 return False
         return value in self.b.users
 
 
 def sums_nothing(node: Node) -> bool:
-    """A product without contracted dims is a multiplication to XLA, of no kernel of its own (DotDecomposer)."""
+    """Whether a node is a `dot_general` without contracting dims: XLA rewrites it to a multiply (DotDecomposer)."""
     return node.primitive == "dot_general" and not node.params["dimension_numbers"][0][0]
 
 
 def _swaps_halves(permutation: Sequence[int]) -> bool:
-    """Whether a transpose turns [a, b] to [b, a], each perhaps of several dims."""
+    """Whether a permutation swaps two groups of adjacent dims: [a, b] to [b, a]."""
     first = permutation.index(0)
     return list(permutation) == [*range(len(permutation) - first, len(permutation)), *range(len(permutation) - first)]

@@ -1,6 +1,6 @@
-"""Kernels of one device's program: which instructions each computes, what it reads, and what it takes by XLA's roofline.
+"""Represent the kernels of one device's program, and price a kernel by XLA's roofline model.
 
-In: a `LocalProgram`. Out: `Kernels`, which the fusion passes change, and `KernelPrice`, by which they weigh. Source:
+In: a `LocalProgram`. Out: `Kernels`, which the fusion passes rewrite, and `KernelPrice`, their cost model. Source:
 openxla/xla, xla/service/gpu/model/gpu_performance_model_base.cc, read in November 2026.
 """
 
@@ -15,12 +15,12 @@ from autopar.cost.kernel_time import column_blocks
 from autopar.rules.table import traits_of
 from autopar.xla_model.local_program import Instruction, LocalProgram
 
-LAUNCH_S = 1e-6  # what XLA charges a kernel when it weighs a fusion
+LAUNCH_S = 1e-6  # launch overhead of a kernel in XLA's cost model of fusions
 MOST_OPERANDS = 96
-_PARALLEL = 0.95  # how much of the shorter of arithmetic and traffic the longer one hides
-_NEAR_CACHE_SPEEDUP, _CACHE_SPEEDUP = 20.0, 2.5  # what fits them is read again so much faster, as XLA takes it
-_LARGE_REDUCTION = 16  # elements to one; smaller ones are emitted like any loop
-#: What no kernel can do that works row by row.
+_PARALLEL = 0.95  # the fraction of the shorter of compute and memory time that overlaps with the longer
+_NEAR_CACHE_SPEEDUP, _CACHE_SPEEDUP = 20.0, 2.5  # XLA's speedup of repeated reads that hit the L1 and the L2 cache
+_LARGE_REDUCTION = 16  # elements reduced to one; XLA emits a smaller reduction like a loop
+#: Primitives that a tiled (Triton) kernel does not compute.
 NOT_TILED = frozenset(
     [
         "cut",
@@ -50,11 +50,12 @@ class Fused:
 
     Args:
         roots: positions of the instructions whose results it writes.
-        operands: positions of instructions in memory, with how often each of their elements is read.
-        members: all instructions it computes, some perhaps in other kernels too.
-        reduces: whether a large reduction is among them.
-        tiled: whether it works row by row, so that a reduction of a row and what uses it share a kernel.
-        separate: nodes that are computed for it alone, behind a barrier, lest XLA join it with another; mostly none.
+        operands: position of each instruction it reads from memory -> how often it reads each element.
+        members: positions of all instructions it computes; other kernels may compute them too.
+        reduces: whether it computes a large reduction.
+        tiled: whether it processes one row at a time, so that the reduction of a row and its users share the kernel.
+        separate: nodes to compute for this kernel alone, behind an optimization barrier, so that XLA does not fuse it with
+            another kernel; usually empty.
     """
 
     roots: list[int]
@@ -67,12 +68,13 @@ class Fused:
 
 
 class Kernels:
-    """The kernels of a program, at first one for each instruction.
+    """The kernels of a program: initially one per instruction.
 
     Attributes:
-        kernels: by the position of the instruction whose result a kernel writes.
-        users: of each instruction, the kernels that read it. outputs: positions that leave the step.
-        renamed: outputs that another instruction makes now.
+        kernels: position of the instruction whose result a kernel writes -> kernel.
+        users: per instruction, the kernels that read it.
+        outputs: positions of the step's outputs.
+        renamed: position of an output that was fused away -> position that produces it now.
     """
 
     def __init__(self, program: LocalProgram) -> None:
@@ -91,7 +93,7 @@ class Kernels:
         self.drop_dead()
 
     def drop_dead(self) -> None:
-        """Drop kernels whose results nobody reads."""
+        """Remove kernels whose results are unused."""
         for i in reversed(range(len(self.instructions))):
             effect = self.instructions[i].value < 0
             if i in self.kernels and not self.users[i] and i not in self.outputs and not effect:
@@ -99,13 +101,13 @@ class Kernels:
                     self.users[operand].discard(i)
                 del self.kernels[i]
 
-    def only_reader(self, i: int) -> int | None:
-        """What alone reads an instruction; None where several do, or the step returns it."""
+    def only_user(self, i: int) -> int | None:
+        """The single user of an instruction; None where it has several, or is an output of the step."""
         return next(iter(self.users[i])) if len(self.users[i]) == 1 and i not in self.outputs else None
 
 
 def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operands: Iterable[int]) -> float:
-    """Thread blocks that a kernel runs in, as XLA's emitters choose them; 0: as many as the device can use."""
+    """The number of thread blocks that XLA's emitters launch a kernel with; 0 where they occupy the whole device."""
     one = instructions[roots[0]]
     if traits_of(one.primitive).in_place == "scatter":
         return max(1.0, max((instructions[o].elements for o in list(one.operands)[1:]), default=1.0) // 128)
@@ -121,7 +123,7 @@ def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operan
 
 
 class KernelPrice:
-    """XLA's roofline of a kernel: few thread blocks reach neither the memory's rate nor the arithmetic's."""
+    """XLA's roofline model of a kernel: few thread blocks reach neither peak bandwidth nor peak FLOP/s."""
 
     def __init__(self, instructions: Sequence[Instruction], profile: HardwareProfile) -> None:
         self.instructions = instructions
@@ -130,27 +132,35 @@ class KernelPrice:
         self.block_bandwidth = estimator.block_bytes_per_s if estimator else math.inf
         self.num_cores = estimator.num_cores if estimator else 1
         self.sizes: list[float] = []
-        self.again: list[float] = []  # bytes per second at which a value is read again
+        self.reread_bytes_per_s: list[float] = []  # of each instruction's result, once it is in a cache
         caches = ((profile.near_cache_bytes, _NEAR_CACHE_SPEEDUP), (profile.cache_bytes, _CACHE_SPEEDUP))
         for one in instructions:
             speedup = next((faster for fits, faster in caches if one.num_bytes < fits), 1.0)
             self.sizes.append(one.num_bytes)
-            self.again.append(self.bandwidth * speedup)
+            self.reread_bytes_per_s.append(self.bandwidth * speedup)
 
     def seconds(self, blocks: float, flops: float, operands: Mapping[int, float], written: float) -> float:
+        """Seconds of a kernel.
+
+        Args:
+            blocks: number of thread blocks; 0 where they occupy the whole device.
+            flops: FLOPs outside matrix units.
+            operands: position of each operand -> how often the kernel reads each element.
+            written: bytes of the results.
+        """
         rate, most = self.rate, math.inf
         if blocks:
             rate *= min(1.0, blocks / self.num_cores)
             most = blocks * self.block_bandwidth
         arithmetic = flops / rate
         traffic = written / self.bandwidth
-        sizes, again = self.sizes, self.again
+        sizes, reread = self.sizes, self.reread_bytes_per_s
         memory = min(self.bandwidth, most)
         for operand, times in operands.items():
             size = sizes[operand]
             if times <= 1.0:
                 traffic += size * times / memory
             else:
-                cached = again[operand]
+                cached = reread[operand]
                 traffic += size / memory + size * (times - 1.0) / (cached if cached < most else most)
         return arithmetic + traffic - _PARALLEL * min(arithmetic, traffic)

@@ -1,8 +1,8 @@
-"""The order of operations that XLA's latency hiding scheduler would choose.
+"""Schedule a device's program as XLA's latency-hiding scheduler does.
 
-In: operations of a device's program, with collectives merged (`Task`), and their seconds. Out: their order, from the last
-operation to the first: always the one that is ready and least in the way of a collective that has to be hidden; and the
-`Timeline` of it. Source: openxla/xla, xla/service/latency_hiding_scheduler.cc and xla/service/gpu/gpu_latency_hiding_scheduler.cc.
+In: operations with combined collectives (`Task`), and their seconds. Out: the `Timeline` of the schedule. A list scheduler builds it
+backwards, from the last operation to the first: it picks the ready operation that leaves most time to hide collectives. Source:
+openxla/xla, xla/service/latency_hiding_scheduler.cc and xla/service/gpu/gpu_latency_hiding_scheduler.cc.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from autopar.ir.mesh import MeshShape
 from autopar.xla_model.collective_combiner import Task
 from autopar.xla_model.timeline import Ran, Timeline
 
-#: The scheduler takes this long to pass between two kernels at the least.
+#: The least latency that the scheduler assumes between two dependent kernels.
 _BETWEEN_S = 1e-6
-#: Collectives that may be in flight together: those of the library, and those XLA writes itself.
+#: Collectives that may be in flight together: NCCL's ("library"), and those for which XLA emits its own kernel.
 IN_FLIGHT = {"library": 1, "kernel": 2}
 
 
 @dataclass(slots=True)
 class ScheduleNodes:
-    """What is scheduled: kernels, and for each collective its start and, one after it, its end; the same for all opinions.
+    """The nodes to schedule: one per kernel, and two per collective, its start followed by its end.
 
     Args:
-        tasks: by node, the position of the task that it is of. kinds: of a collective, which; else empty.
-        waits_for: the nodes before each.
+        tasks: per node, the position of its task.
+        kinds: per node, the kind of collective; empty for others.
+        waits_for: per node, its predecessors.
+        users: per node, its successors.
+        unlocks: per node, how many predecessors have no other user.
+        ends_before: per node, whether a predecessor is the end of a collective.
+        direct: per node, whether it may follow its predecessors without the latency between two kernels.
     """
 
     tasks: list[int]
@@ -40,14 +45,19 @@ class ScheduleNodes:
     is_start: list[bool]
     is_end: list[bool]
     is_view: list[bool]
-    readers: list[list[int]] = field(default_factory=list)
+    users: list[list[int]] = field(default_factory=list)
     unlocks: list[int] = field(default_factory=list)
     ends_before: list[bool] = field(default_factory=list)
     direct: list[bool] = field(default_factory=list)
 
     @classmethod
     def of(cls, tasks: Sequence[Task], instant: frozenset[int]) -> ScheduleNodes:
-        """Args: instant: positions of collectives that take no time."""
+        """Create the nodes of some tasks.
+
+        Args:
+            tasks: operations in program order.
+            instant: positions of collectives that take no time.
+        """
         nodes = cls([], [], [], [], [], [])
         ends: list[int] = []  # by task, its last node
         for position, task in enumerate(tasks):
@@ -61,16 +71,16 @@ class ScheduleNodes:
                 nodes._add(position, op.collective, waits_for, start=True)
                 nodes._add(position, op.collective, [len(nodes.kinds) - 1], end=True)
             ends.append(len(nodes.kinds) - 1)
-        readers = nodes.readers = [[] for _ in nodes.kinds]
+        users = nodes.users = [[] for _ in nodes.kinds]
         for i, waits_for in enumerate(nodes.waits_for):
             for j in waits_for:
-                readers[j].append(i)
+                users[j].append(i)
         is_end, has_views = nodes.is_end, any(task.op.kind == "view" for task in tasks)
-        nodes.unlocks = [sum([len(readers[j]) == 1 for j in waits_for]) for waits_for in nodes.waits_for]
+        nodes.unlocks = [sum([len(users[j]) == 1 for j in waits_for]) for waits_for in nodes.waits_for]
         ended = [[is_end[j] for j in waits_for] for waits_for in nodes.waits_for]
         nodes.ends_before = [any(those) for those in ended]
-        # Views take a turn each. Where the program has none, one is taken to stand between any two kernels, but not after
-        # those that turn arguments into operands.
+        # XLA schedules bitcasts ("views") too. Where the program lists none, we assume one between any two kernels, except
+        # between the end of a collective and its user.
         nodes.direct = [has_views or (not kind and all(those)) for kind, those in zip(nodes.kinds, ended, strict=True)]
         return nodes
 
@@ -93,11 +103,12 @@ class ScheduleNodes:
 
 @dataclass(slots=True)
 class SchedulePrices:
-    """What nodes take in one opinion.
+    """Durations of the nodes by one estimate.
 
     Args:
-        costs: seconds of each on the stream. latency: the collective's own time where a node ends one, else 0.
-        resource: of a collective's nodes, what it takes one of those in flight of.
+        costs: per node, its seconds on the compute stream.
+        latency: per node, the seconds of the collective that it ends; 0 for others.
+        resource: per node of a collective, the key of `IN_FLIGHT` that limits it; empty for others.
     """
 
     costs: list[float]
@@ -123,35 +134,38 @@ class SchedulePrices:
 
 
 def resource_of(op: Op, mesh: MeshShape, profile: HardwareProfile) -> str:
-    """Of a collective, what it takes one of those in flight of."""
+    """The key of `IN_FLIGHT` that limits a collective."""
     small = profile.xla_estimator is not None and is_small(op, mesh, profile.xla_estimator)
     return "kernel" if small else "library"
 
 
 class _Scheduler:
-    """The order of the nodes. They are placed from the last to the first; `clock` runs backwards from the end of the step,
-    and a start may be placed without waiting once its collective's time has passed since its end."""
+    """Orders the nodes from the last to the first.
+
+    `clock` runs backwards from the end of the step. A start is ready, without stalling, once its collective's time has passed since
+    its end was placed.
+    """
 
     def __init__(self, nodes: ScheduleNodes, prices: SchedulePrices) -> None:
         self.nodes, self.prices, count = nodes, prices, len(nodes.kinds)
         self.depth = _async_depth(nodes, prices)
         self.ready_at, self.clock = [0.0] * count, 0.0
         self.free, self.queued = dict(IN_FLIGHT), dict.fromkeys(IN_FLIGHT, 0)
-        self.ends: list[int] = []  # what is ready
+        self.ends: list[int] = []  # ready nodes, by kind
         self.views: list[int] = []
         self.others: list[int] = []
 
     def run(self) -> list[int]:
-        """First to last."""
+        """The nodes in execution order."""
         nodes, prices, free, ready_at = self.nodes, self.prices, self.free, self.ready_at
-        readers, direct, costs, resource = nodes.readers, nodes.direct, prices.costs, prices.resource
+        users, direct, costs, resource = nodes.users, nodes.direct, prices.costs, prices.resource
         lag = [latency or _BETWEEN_S for latency in prices.latency]
-        left, placed_at, order = [len(r) for r in readers], [0.0] * len(readers), list[int]()
+        left, placed_at, order = [len(r) for r in users], [0.0] * len(users), list[int]()
         for i, later in enumerate(left):
             if not later:
                 self._add(i)
         while self.ends or self.views or self.others:
-            best = self._taken()
+            best = self._pop_best()
             order.append(best)
             placed_at[best] = max(self.clock, ready_at[best])
             clock = self.clock = placed_at[best] + costs[best]
@@ -164,7 +178,7 @@ class _Scheduler:
                 left[j] -= 1
                 if left[j]:
                     continue
-                lags = [placed_at[k] + lag[k] for k in readers[j]]
+                lags = [placed_at[k] + lag[k] for k in users[j]]
                 ready_at[j] = max(clock, *lags) + (0.0 if direct[j] else _BETWEEN_S)
                 self._add(j)
         return order[::-1]
@@ -175,9 +189,12 @@ class _Scheduler:
         if nodes.is_end[i]:
             self.queued[self.prices.resource[i]] += 1
 
-    def _taken(self) -> int:
-        """The next, which is ready no more: a view; else an end, where one may be in flight; of these, or of all else,
-        what is ready soonest, in its turn as a start, and has most collectives above it."""
+    def _pop_best(self) -> int:
+        """Remove and return the ready node to place next.
+
+        Views come first, then ends of collectives if another may be in flight, then all others. Ties go to the node that is ready
+        earliest, then to starts (`_starts_in_turn`), then to the greatest asynchronous depth.
+        """
         if self.views:
             return self.views.pop()
         free, resource, ready_at, depth, clock = self.free, self.prices.resource, self.ready_at, self.depth, self.clock
@@ -197,14 +214,14 @@ class _Scheduler:
         return best
 
     def _starts_in_turn(self, among: list[int], starts: list[int]) -> list[int]:
-        """Starts that others of their kind wait for; else what is no start or has collectives above it; else the rest."""
+        """Starts that block queued ends of their resource; else nodes that are no start or have collectives above them; else all."""
         resource = self.prices.resource
         backed_up = [i for i in starts if not self.free[resource[i]] and self.queued[resource[i]] > 0]
         is_start, depth = self.nodes.is_start, self.depth
         return backed_up or [i for i in among if not is_start[i] or depth[i] != 0] or among
 
     def _best(self, among: list[int]) -> int:
-        """What wastes least of the time until the next is ready, and lets most others run."""
+        """The node that leaves the least time idle until the next is ready, then the one that unlocks most others."""
         nodes, costs, ready_at, clock = self.nodes, self.prices.costs, self.ready_at, self.clock
         later = [at for ready in (self.ends, self.others) for i in ready if (at := ready_at[i]) > clock]
         if later:
@@ -216,7 +233,7 @@ class _Scheduler:
 
 
 def _async_depth(nodes: ScheduleNodes, prices: SchedulePrices) -> list[float]:
-    """Seconds of collectives that one has to wait for, at the most, before a node can run."""
+    """Per node, the total latency of collectives on its longest chain of predecessors, in seconds."""
     depth = list[float]()
     for waits_for, latency in zip(nodes.waits_for, prices.latency, strict=True):
         depth.append(max([depth[j] for j in waits_for]) + latency if waits_for else 0.0)
@@ -224,12 +241,12 @@ def _async_depth(nodes: ScheduleNodes, prices: SchedulePrices) -> list[float]:
 
 
 def scheduled(nodes: ScheduleNodes, prices: SchedulePrices, tasks: Sequence[Task]) -> Timeline:
-    """The timeline in the scheduler's order."""
+    """Schedule the nodes and return the timeline."""
     return _timed(nodes, prices, _Scheduler(nodes, prices).run(), tasks)
 
 
 def _timed(nodes: ScheduleNodes, prices: SchedulePrices, order: Sequence[int], tasks: Sequence[Task]) -> Timeline:
-    """Walk the order from first to last: an end waits until its collective's time has passed since its start."""
+    """Run the schedule forwards: an end stalls until its collective's time has passed since its start."""
     clock, compute, costs, latency = 0.0, 0.0, prices.costs, prices.latency
     started: dict[int, float] = {}
     exposed: dict[str, float] = defaultdict(float)

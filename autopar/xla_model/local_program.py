@@ -1,6 +1,6 @@
-"""The step as one device sees it: local shapes, and every collective an instruction of its own.
+"""Represent the partitioned step of one device: local shapes, with every collective as an instruction.
 
-In: made by `spmd_partition`. Out: `LocalProgram`, which the fusion passes read.
+In: built by `spmd_partition`. Out: `LocalProgram`, the input of the fusion passes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Literal
 
 from autopar.ir.device_program import Gemm
 
-#: `alias`: the same memory under another shape. `loop`: one output element at a time. `reduce`: many elements
-#: to one. `inplace`: writes into its first operand. `hero`: a kernel of its own that nothing is fused with. `border`: the
-#: same memory on the other side of a loop's or a branch's border; nothing is fused across it.
-InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "hero", "border", "collective"]
+#: `alias`: a bitcast, the same memory under another shape. `loop`: computes one output element at a time. `reduce`: reduces many
+#: elements to one. `inplace`: writes into its first operand. `unfusible`: a kernel that no elementwise operation is fused into.
+#: `border`: a value that enters or leaves a loop or a branch, in the same memory; nothing is fused across it.
+InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "unfusible", "border", "collective"]
 
 
 @dataclass(slots=True)
@@ -23,12 +23,14 @@ class Instruction:
 
     Args:
         node: the graph's node it comes from; -1 for an argument.
-        value: the graph's value it makes.
-        operands: positions of instructions, with how often each of their elements is read.
-        elements, num_bytes: of the result.
-        rows: for a reduction, whether it is along the innermost dims alone.
-        columns: for any other, how many elements it keeps innermost; 0 for none.
-        flops: of the whole result, outside matrix units. matrix_flops: inside, by dtype; not of a product (`gemm`).
+        value: the graph's value it produces.
+        operands: position of each operand's instruction -> how often each of its elements is read.
+        elements, num_bytes: size of the result.
+        flops: FLOPs of the whole result outside matrix units.
+        reduces: elements that a reduction combines to one.
+        rows: whether it is a row reduction: over the innermost dims only.
+        columns: for a column reduction, the number of elements it keeps minor to the reduced dims; else 0.
+        matrix_flops: FLOPs inside matrix units, by dtype; a matmul has `gemm` instead.
     """
 
     kind: InstructionKind
@@ -53,12 +55,19 @@ class Instruction:
 
 @dataclass(slots=True)
 class LocalProgram:
-    """Instructions in program order; `outputs` holds the position of each output's instruction (None: a literal). Of sums over
-    devices that XLA takes as one, since they are added up, `joined` holds the values."""
+    """Instructions in program order.
+
+    Attributes:
+        outputs: per output, the position of its instruction; None for a literal.
+        arguments: position of an input -> its instruction.
+        at: value -> the instruction that holds it.
+        nodes: instruction -> all nodes that compute it.
+        reassociated: per all-reduce that XLA makes of several by reassociation, the values they reduce.
+    """
 
     instructions: list[Instruction] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
-    arguments: dict[int, int] = field(default_factory=dict)  # input position -> instruction
-    at: dict[int, int] = field(default_factory=dict)  # value -> the instruction that it is read from
-    nodes: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # instruction -> all that compute it
-    joined: tuple[tuple[int, ...], ...] = ()
+    arguments: dict[int, int] = field(default_factory=dict)
+    at: dict[int, int] = field(default_factory=dict)
+    nodes: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    reassociated: tuple[tuple[int, ...], ...] = ()

@@ -1,6 +1,7 @@
-"""Values that enter and leave loops and branches, as instructions of one device.
+"""Create the instructions for values that enter and leave loops and branches on one device.
 
-In: the pieces of a loop in the graph. Out: borders, slices of stacks, and what is in memory while a loop runs.
+In: the border nodes of a loop in the graph. Out: `border` instructions, slices of stacked operands, and the live ranges of values
+that stay in memory while a loop runs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from autopar.xla_model.partition_communication import Communications
 
 
 class LoopBorders:
-    """Instructions at the borders of loops and branches.
+    """Creates instructions at the borders of loops and branches.
 
     Attributes:
-        kept: node of a loop's piece -> what is in memory as long as the loop runs.
+        kept: border node -> the instruction whose result stays in memory while the loop runs.
     """
 
     def __init__(self, builder: PartitionBuilder, sent: Communications) -> None:
@@ -31,7 +32,7 @@ class LoopBorders:
         return self.b.add(Instruction("border", n, value, "border", reads, elements, num_bytes, dtype=dtype))
 
     def piece(self, n: int, node: Node) -> None:
-        """One value at the border of a loop or a branch."""
+        """Add the instructions of one border node."""
         if not node.results:
             return
         value = node.results[0]
@@ -60,7 +61,7 @@ class LoopBorders:
                 self.kept[n] = self.b.at[value]
 
     def allocate_stacks(self, loop: Loop) -> None:
-        """What all trips make is in memory from the first trip on."""
+        """Allocate the stacked results of a loop: they are live from the first iteration on."""
         for n in loop.stacks:
             value = self.b.graph.nodes[n].results[0]
             elements = float(self.b.sharding(value).local_size(self.b.graph.values[value].shape, self.b.f.mesh))
@@ -68,7 +69,7 @@ class LoopBorders:
             self.kept[n] = self._border(loop.start, value, (), num_bytes, elements)
 
     def end(self, loop: Loop) -> None:
-        """What all trips make; and what every trip reads, which is in memory until the last one ends."""
+        """Add the stacked results of a loop, and keep what every iteration reads live until the last one ends."""
         for n in loop.stacks:
             self.piece(n, self.b.graph.nodes[n])
         kept = [at for n, at in self.kept.items() if loop.start <= n < loop.stop]

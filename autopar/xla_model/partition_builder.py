@@ -1,6 +1,6 @@
-"""The program of one device while it is made.
+"""Collect the instructions of one device's program as the SPMD partitioner creates them.
 
-In: a formulation, an explicit program. Out: `PartitionBuilder`, which the parts of the SPMD partitioner add instructions to.
+In: a formulation, an explicit program. Out: `PartitionBuilder`; every module of the partitioner adds instructions to it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from autopar.xla_model.local_program import Instruction, LocalProgram
 
 
 class PartitionBuilder:
-    """Instructions made so far, and where each value is read from.
+    """The instructions so far, and the instruction that holds each value.
 
     Attributes:
-        local: value -> how it is made. known: what was computed already, XLA computes once.
-        cheap_flops: operations of one element of what costs least.
+        local: value -> the sharding in which it is computed.
+        known: key of a computation -> its instruction; XLA computes a repeated one once (common-subexpression elimination).
+        cheap_flops: FLOPs per element of the cheapest elementwise operation.
     """
 
     def __init__(self, f: Formulation, explicit: ExplicitProgram) -> None:
@@ -31,30 +32,31 @@ class PartitionBuilder:
         self.local = {value: explicit.arrays[array].sharding for value, array in explicit.made.items()}
 
     def add(self, instruction: Instruction) -> int:
-        """Its position."""
+        """Append an instruction and return its position."""
         self.program.instructions.append(instruction)
         return len(self.program.instructions) - 1
 
     def sharding(self, value: int) -> TensorSharding:
-        """How a value is made."""
+        """The sharding in which a value is computed."""
         known = self.local.get(value)
         return replicated(len(self.graph.values[value].shape)) if known is None else known
 
     def local_shape(self, value: int, sharding: TensorSharding) -> tuple[int, ...]:
-        """The shape of a value on one device."""
+        """The shape of a value on one device under a sharding."""
         return sharding.local_shape(self.graph.values[value].shape, self.f.mesh)
 
     def copied(
         self, n: int, value: int, primitive: str, operands: dict[int, float], size: float, itemsize: float
     ) -> int:
-        """The position of a kernel that copies.
+        """Add an instruction that copies, and return its position.
 
         Args:
-            n: node. size: elements of the result.
+            n: the node it belongs to.
+            size: number of elements of the result.
         """
         dtype = self.graph.values[value].dtype
         return self.add(Instruction("loop", n, value, primitive, operands, size, size * itemsize, dtype=dtype))
 
     def share(self, size: float, at: int) -> float:
-        """The part of an instruction's elements that so many are."""
+        """`size` elements as a fraction of an instruction's elements."""
         return size / max(self.program.instructions[at].elements, 1.0)

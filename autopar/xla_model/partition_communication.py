@@ -1,6 +1,7 @@
-"""Collectives of the explicit program as instructions of one device, each made where it is first read.
+"""Turn the collectives of the explicit program into instructions of one device, each placed before its first user.
 
-In: a `PartitionBuilder`. Out: the instruction that an operand is read from, after resharding and halos; what a node sends itself.
+In: a `PartitionBuilder`. Out: the instruction of each operand after resharding and halo exchange, and the collectives that a node
+itself needs.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from autopar.xla_model.partition_builder import PartitionBuilder
 
 
 class Communications:
-    """Instructions of collectives, slices and halos."""
+    """Creates the instructions of collectives, slices and halo exchanges."""
 
     def __init__(self, builder: PartitionBuilder) -> None:
         self.b = builder
-        self.moved: dict[int, int] = {}  # array that is sent -> instruction
-        self.strips: dict[Strip, int] = {}
+        self.moved: dict[int, int] = {}  # resharded array -> instruction
+        self.halo_slices: dict[Strip, int] = {}
 
     def operand(self, n: int, index: int) -> tuple[int, TensorSharding]:
-        """The instruction that a node's operand is read from, after any resharding."""
+        """The instruction that holds a node's operand after resharding, and the operand's sharding."""
         array = self.b.explicit.reads[n, index]
         return self.array_at(array), self.b.explicit.arrays[array].sharding
 
     def array_at(self, array: int) -> int:
-        """The instruction that an array is read from."""
+        """The instruction that holds an array."""
         op = self.b.explicit.sent_as.get(array)
         if op is None or op.cause == "reduction":
             return self.b.at[self.b.explicit.arrays[array].value]
@@ -67,35 +68,38 @@ class Communications:
         return self._reordered(at, op) if op.is_inner and op.kind == "all-gather" else at
 
     def _node_of(self, at: int, value: int) -> int:
-        """The node that an instruction's result is sent at: a loop writes a stack inside, and the whole is sent behind it."""
+        """The node that a collective of an instruction's result belongs to.
+
+        A loop writes its stacked result inside; the collective of the whole stack runs after the loop.
+        """
         producer = self.b.producers.get(value, -1)
         is_stack = producer >= 0 and self.b.graph.nodes[producer].primitive == "exit_stack"
         return producer if is_stack else self.b.program.instructions[at].node
 
     def _reordered(self, at: int, op: Communicate) -> int:
-        """A copy in the order that devices' parts lie in, or from that."""
+        """Add a copy to or from the order in which a collective along an inner dim concatenates the devices' shards."""
         one = self.b.program.instructions[at]
         return self.b.copied(one.node, one.value, "transpose", {at: 1.0}, one.elements, op.num_bytes / one.elements)
 
     def extended(self, one: Extend, at: int) -> int:
-        """An operand with the strips that neighbours send, put together by a kernel; once for all who read the same."""
+        """Add the halo exchange of an operand and the kernel that concatenates its slices; users share both."""
         parts = {at: 1.0}
-        for strip in one.strips:
-            if strip not in self.strips:
-                size = float(math.prod(strip.shape))
-                cut = self.b.copied(one.node, strip.value, "slice", {at: self.b.share(size, at)}, size, strip.itemsize)
-                self.strips[strip] = self.b.add(
+        for halo in one.strips:
+            if halo not in self.halo_slices:
+                size = float(math.prod(halo.shape))
+                cut = self.b.copied(one.node, halo.value, "slice", {at: self.b.share(size, at)}, size, halo.itemsize)
+                self.halo_slices[halo] = self.b.add(
                     replace(
                         self.b.program.instructions[cut],
                         kind="collective",
-                        primitive=strip.kind,
+                        primitive=halo.kind,
                         operands={cut: 1.0},
-                        collective=strip.kind,
-                        axes=strip.axes,
-                        payload_bytes=strip.num_bytes,
+                        collective=halo.kind,
+                        axes=halo.axes,
+                        payload_bytes=halo.num_bytes,
                     )
                 )
-            parts[self.strips[strip]] = 1.0
+            parts[self.halo_slices[halo]] = 1.0
         key = ("extended", tuple(parts), one.window)
         if key not in self.b.known:
             size, value = float(math.prod(one.shape)), self.b.program.instructions[at].value
@@ -108,9 +112,9 @@ class Communications:
         return self.b.known[key]
 
     def sent_by_program(self, n: int, node: Node, operands: Sequence[int]) -> list[int]:
-        """What the program itself sends, inside a `shard_map`."""
+        """Add the collectives that the user's program runs inside a `shard_map`."""
         sent: list[int] = []
-        for op in self._beside(n, "program"):
+        for op in self._collectives_of(n, "program"):
             size = op.num_times / node.repeat * op.num_bytes
             reads = dict.fromkeys(operands, 1.0)
             one = Instruction("collective", n, -1, op.kind, reads, size / 4, size, collective=op.kind, axes=op.axes)
@@ -118,9 +122,9 @@ class Communications:
             sent.append(self.b.add(one))
         return sent
 
-    def joined_parts(self, n: int, at: int) -> int:
-        """What a node makes of its parts: it gathers what each has found, and finishes from that."""
-        sent = next(self._beside(n, "region"), None)
+    def combine_partial_results(self, n: int, at: int) -> int:
+        """Gather the devices' partial results of a node, and add the instruction that combines them."""
+        sent = next(self._collectives_of(n, "region"), None)
         if sent is None:
             return at
         own = self.b.program.instructions[at]
@@ -147,8 +151,8 @@ class Communications:
         return self.b.add(replace(own, operands={gathered: 1.0}, reduces=1.0, flops=own.elements * self.b.cheap_flops))
 
     def reduce(self, n: int) -> None:
-        """Sum the few elements that a node makes, where they are made."""
-        for op in self._beside(n, "reduction"):
+        """Add the all-reduce of a small result right after the node that produces it."""
+        for op in self._collectives_of(n, "reduction"):
             self._reduced(op)
 
     def _reduced(self, op: Communicate) -> None:
@@ -162,6 +166,6 @@ class Communications:
         one.collective, one.axes, one.combinable, one.dtype = op.kind, op.axes, True, info.dtype
         self.b.at[value], self.b.local[value] = self.b.add(one), self.b.explicit.arrays[op.result].sharding
 
-    def _beside(self, n: int, cause: Cause) -> Iterator[Communicate]:
-        """What a node sends itself."""
+    def _collectives_of(self, n: int, cause: Cause) -> Iterator[Communicate]:
+        """The collectives that belong to a node, of one cause."""
         return (op for op in self.b.explicit.beside.get(n, ()) if op.cause == cause)

@@ -1,11 +1,10 @@
-"""Which instructions become one kernel: XLA's priority fusion on GPUs, in outline.
+"""Fuse producers into their users, most profitable first: a model of XLA's priority fusion on GPUs.
 
-In: `Kernels`. Out: the same, fewer: of each, what is fused into it and what it reads.
+In: `Kernels`. Out: fewer kernels, each with the instructions fused into it and its operands.
 
-XLA fuses a producer into all its readers or into none, the most profitable first; a producer that is read by
-something that cannot be fused with (a matrix product, a collective, an output of the step) is written to memory.
-The profit is priced by a roofline with XLA's constants, so that an expensive function of a large value with
-several readers is computed once, and a cheap one in each reader. Source: openxla/xla,
+XLA fuses a producer into all its users or into none. It writes a producer to memory if a user cannot fuse with it (a matmul, a
+collective, an output of the step). A roofline model with XLA's constants gives the profit, so XLA computes an expensive function
+of a large value once, and a cheap one again in each user. Source: openxla/xla,
 xla/backends/gpu/transforms/priority_fusion.cc, read in November 2026.
 """
 
@@ -19,23 +18,23 @@ from autopar.xla_model.kernels import LAUNCH_S, MOST_OPERANDS, NOT_TILED, Fused,
 
 
 class PriorityFusion:
-    """Fuses producers into readers, the most profitable first."""
+    """Fuses producers into users, the most profitable first."""
 
     def __init__(self, kernels: Kernels, profile: HardwareProfile) -> None:
         self.instructions, self.kernels = kernels.instructions, kernels.kernels
         self.users, self.outputs = kernels.users, kernels.outputs
         self.price = KernelPrice(kernels.instructions, profile)
         self.times: dict[int, float] = {}
-        self.blocks: dict[int, float] = {}  # where they do not depend on what is read
-        #: Of each producer, what computing it inside a reader saves, and the readers that it may not be fused into; as
-        #: long as neither kernel changes. A value with many readers is priced anew with each of them.
+        self.blocks: dict[int, float] = {}  # thread blocks, where they do not depend on the operands
+        #: Per producer: the seconds that fusing it into each user saves, and the users it cannot fuse with. An entry is valid
+        #: until either kernel changes.
         self.savings: dict[int, dict[int, float]] = defaultdict(dict)
         self.barred: dict[int, set[int]] = defaultdict(set)
         self.version = [0] * len(kernels.instructions)
         self.heap: list[tuple[float, int, int]] = []
 
     def run(self) -> dict[int, Fused]:
-        """The kernels, by the instruction whose result each writes, in order."""
+        """Fuse, and return the kernels in program order, keyed by the instruction whose result each writes."""
         for i in self.kernels:
             self._push(i)
         while self.heap:
@@ -47,7 +46,7 @@ class PriorityFusion:
     # -- prices ------------------------------------------------------------------------------
 
     def _time(self, i: int, flops: float, operands: dict[int, float], written: float) -> float:
-        """Seconds of a kernel whose result is instruction i."""
+        """Seconds of a kernel that computes instruction i."""
         blocks = self.blocks.get(i)
         if blocks is None:
             blocks = num_blocks(self.instructions, (i,), operands)
@@ -62,23 +61,23 @@ class PriorityFusion:
         return self.times[i]
 
     def _merged(self, i: int, j: int) -> tuple[float, dict[int, float]]:
-        """Arithmetic and reads of kernel j with i computed inside it."""
+        """FLOPs and operand reads of kernel j with kernel i fused into it."""
         producer, consumer = self.kernels[i], self.kernels[j]
         times = consumer.operands[i]
         operands = {o: t for o, t in consumer.operands.items() if o != i}
         for operand, read in producer.operands.items():
             read *= times
-            # Read at the same place by both, it is read once.
+            # Both read the same elements, so the fused kernel reads them once.
             operands[operand] = max(operands.get(operand, 0.0), read)
         return consumer.flops + producer.flops * times, operands
 
     def _priority(self, i: int) -> float | None:
-        """Seconds saved by fusing a producer into all its readers; None where it may not be."""
-        readers = self.users[i]
-        if not readers or i in self.outputs or self.barred[i]:
+        """Seconds saved by fusing a producer into all its users; None where that is not allowed."""
+        users = self.users[i]
+        if not users or i in self.outputs or self.barred[i]:
             return None
         known = self.savings[i]
-        for j in readers.difference(known) if len(known) < len(readers) else ():
+        for j in users.difference(known) if len(known) < len(users) else ():
             saving = self._saving(i, j)
             if saving is None:
                 self.barred[i].add(j)
@@ -87,7 +86,7 @@ class PriorityFusion:
         return LAUNCH_S + self._own_time(i) + sum(known.values())
 
     def _saving(self, i: int, j: int) -> float | None:
-        """Seconds less that reader j takes with i computed inside it; None where it may not be."""
+        """Seconds that user j saves with kernel i fused into it; None where that is not allowed."""
         if not self._may_fuse(i, j):
             return None
         flops, operands = self._merged(i, j)
@@ -120,8 +119,8 @@ class PriorityFusion:
     def _fuse(self, i: int) -> None:
         producer = self.kernels[i]
         changed = set(producer.operands)
-        readers = list(self.users[i])
-        for j in readers:
+        users = list(self.users[i])
+        for j in users:
             consumer = self.kernels[j]
             consumer.flops, consumer.operands = self._merged(i, j)
             consumer.reduces |= producer.reduces
@@ -142,10 +141,10 @@ class PriorityFusion:
         del self.kernels[i]
         for operand in changed:
             self._push(operand)
-        for j in readers:
+        for j in users:
             self._push(j)
 
     def _forget(self, i: int, j: int) -> None:
-        """Reader j of i is no longer what it was."""
+        """Discard cached prices of fusing i into j, after j has changed."""
         self.savings[i].pop(j, None)
         self.barred[i].discard(j)

@@ -1,7 +1,8 @@
-"""A product in groups of unequal size as XLA runs it on GPUs: dense, with every row copied once for each group and
-masked but for its own.
+"""Lower a ragged dot to the dense matmul that XLA runs on GPUs.
 
-In: an equation's parameters and local shapes. Out: `DenseProduct`. Seen in compiled programs of JAX 0.12 (openxla/xla,
+XLA copies every row once per group and masks the copies of other groups.
+
+In: an equation's parameters and local shapes. Out: `DenseProduct`. Source: compiled programs of JAX 0.12 (openxla/xla,
 ragged_dot_rewriter.cc).
 """
 
@@ -15,21 +16,31 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DenseProduct:
-    """`batch` times [m, k] @ [k, n]; `copies` of each of the two operands are made first, none where it is read as
-    it is. Where groups are summed, their copies are put beside each other in each row (`beside`), another pass."""
+    """`batch` matmuls [m, k] @ [k, n].
+
+    Args:
+        copies: masked copies of each of the two operands; 0 where the matmul reads the operand itself.
+        concatenated: whether the copies are concatenated along each row, which takes another pass; so it is where the
+            matmul sums over the groups.
+    """
 
     batch: int
     m: int
     n: int
     k: int
     copies: tuple[int, int]
-    beside: bool = False
+    concatenated: bool = False
 
 
 def dense_product(
     params: Mapping[str, Any], left: Sequence[int], right: Sequence[int], result: Sequence[int]
 ) -> DenseProduct:
-    """What is multiplied, from the shapes of both operands and the result on one device."""
+    """The dense matmul of a ragged dot.
+
+    Args:
+        params: the equation's parameters.
+        left, right, result: local shapes.
+    """
     numbers = params["ragged_dot_dimension_numbers"]
     (left_contracting, right_contracting), (left_batch, right_batch) = numbers["dot_dimension_numbers"]
     ragged, group_dims = set(numbers["lhs_ragged_dimensions"]), numbers["rhs_group_dimensions"]
@@ -42,4 +53,4 @@ def dense_product(
     if ragged & set(left_batch):
         return DenseProduct(batch, m, n, k, (0, 0))
     groups = math.prod(right[d] for d in group_dims)
-    return DenseProduct(batch, m, n, k * groups, (groups, 0), beside=True)
+    return DenseProduct(batch, m, n, k * groups, (groups, 0), concatenated=True)

@@ -1,8 +1,8 @@
-"""Timelines of a device's program: by the device's own rates, and as XLA's estimator has it.
+"""Simulate one step of a device's program, by the profile's rates and by XLA's latency estimator.
 
-In: a `DeviceProgram`, the mesh, a hardware profile. Out: `Timeline`. On GPUs kernels run one after another on one stream, and
-collectives one after another beside them (`latency_hiding_scheduler`); a loop runs as its body was scheduled, and nothing
-beside it.
+In: a `DeviceProgram`, the mesh, a hardware profile. Out: `Timeline`. On GPUs kernels run in sequence on one stream, and
+collectives run in sequence on another, concurrently with the kernels (`latency_hiding_scheduler`). A loop's body is scheduled by
+itself; nothing overlaps with the loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import is_unestimated, op_seconds
 from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.ir.mesh import MeshShape
-from autopar.xla_model.collective_combiner import Merging, Task
+from autopar.xla_model.collective_combiner import CollectiveCombiner, Task
 from autopar.xla_model.latency_hiding_scheduler import (
     IN_FLIGHT,
     ScheduleNodes,
@@ -26,49 +26,48 @@ from autopar.xla_model.latency_hiding_scheduler import (
     resource_of,
     scheduled,
 )
-from autopar.xla_model.timeline import Opinions, Ran, Timeline
+from autopar.xla_model.timeline import Ran, Timeline, Timelines
 
 
 def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
-    """Schedule a program, and time it.
+    """Schedule a program and return its timeline.
 
-    Only GPUs hide collectives. A profile with `xla_estimator` gives XLA's own estimate of the step; any other, what the profile's
-    rates make of it.
+    Only GPUs hide collectives. A profile with `xla_estimator` yields XLA's own estimate of the step; any other profile yields an
+    estimate by its rates.
     """
     return Simulation(program, mesh, profile).timeline()
 
 
 class Simulation:
-    """A program that can be scheduled and timed with any limit of merging, in XLA's opinion and in that of the device's
-    own rates: what these share is worked out once.
+    """Timelines of one program for any combine threshold, by either estimate; work that timelines share is done once.
 
     Attributes:
-        program: as given.
+        program: the simulated program.
     """
 
     def __init__(self, program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> None:
         self.program, self._mesh = program, mesh
         self._by_rates, self._estimated = replace(profile, xla_estimator=None), profile
         self._seconds: dict[bool, dict[int, float]] = {False: {}, True: {}}
-        ops, self._bodies = list(program.ops), list[tuple[int, float, Merging]]()
+        ops, self._bodies = list(program.ops), list[tuple[int, float, CollectiveCombiner]]()
         for loop in program.loops:
             inside = [i for i, op in enumerate(ops) if loop.start <= op.node < loop.stop]
             if not inside:
                 continue
             body, skipped, last = [ops[i] for i in inside], set(inside), inside[-1]
-            self._bodies.append((loop.start, loop.count, Merging(replace(program, ops=tuple(body)), mesh)))
+            self._bodies.append((loop.start, loop.count, CollectiveCombiner(replace(program, ops=tuple(body)), mesh)))
             before = [op for i, op in enumerate(ops[:last]) if i not in skipped]
             ops = [*before, _as_one(body, loop.start), *ops[last + 1 :]]
-        self._whole = Merging(replace(program, ops=tuple(ops)) if self._bodies else program, mesh)
+        self._whole = CollectiveCombiner(replace(program, ops=tuple(ops)) if self._bodies else program, mesh)
         self._tasks: dict[tuple[int, float], tuple[Task, ...]] = {}
         self._nodes: dict[tuple[tuple[int, float], frozenset[int]], ScheduleNodes] = {}
 
     def timeline(self, *, by_rates: bool = False, merge_bytes: float | None = None) -> Timeline:
-        """When everything runs.
+        """Schedule the program and return its timeline.
 
         Args:
-            by_rates: by the device's own rates, even where the profile has an estimator.
-            merge_bytes: to which collectives are merged; None for the profile's limit.
+            by_rates: whether to use the profile's rates although it has an estimator.
+            merge_bytes: combine threshold of collectives; None for the profile's.
         """
         limit = self._estimated.combine_threshold_bytes if merge_bytes is None else merge_bytes
         done: dict[int, _Body] = {}
@@ -78,28 +77,30 @@ class Simulation:
         return replace(timeline, temporary_bytes=peak_of_temporaries(self.program, timeline.order))
 
     @overload
-    def opinions(self) -> Opinions: ...
+    def timelines(self) -> Timelines: ...
     @overload
-    def opinions(self, merge_bytes: float | None, to_beat: float) -> Opinions | None: ...
+    def timelines(self, merge_bytes: float | None, to_beat: float) -> Timelines | None: ...
 
-    def opinions(self, merge_bytes: float | None = None, to_beat: float = math.inf) -> Opinions | None:
-        """Both opinions of when everything runs; None where the geometric mean of their step times, if there are two,
-        cannot be below `to_beat`.
+    def timelines(self, merge_bytes: float | None = None, to_beat: float = math.inf) -> Timelines | None:
+        """The timelines by both estimates; None where the geometric mean of two step times cannot be below `to_beat`.
 
         Args:
-            merge_bytes: as `timeline` has it. to_beat: seconds.
+            merge_bytes: combine threshold, as in `timeline`.
+            to_beat: seconds of the best step so far.
         """
         if self._estimated.xla_estimator is None:
-            return Opinions(self.timeline(merge_bytes=merge_bytes), None)
+            return Timelines(self.timeline(merge_bytes=merge_bytes), None)
         estimated = self.timeline(merge_bytes=merge_bytes)
         estimated_s = estimated.step_time_s + self.unestimated_s
         if to_beat < math.inf and math.sqrt(self.least_s(by_rates=True) * estimated_s) >= to_beat:
             return None
-        return Opinions(self.timeline(by_rates=True, merge_bytes=merge_bytes), estimated)
+        return Timelines(self.timeline(by_rates=True, merge_bytes=merge_bytes), estimated)
 
     def least_s(self, *, by_rates: bool = False) -> float:
-        """No limit of merging makes the step shorter: kernels run one after another, and so do collectives, but for the
-        small ones that XLA writes itself. Of a program with loops, one trip of each counts."""
+        """A lower bound of the step time for every combine threshold: the busier of the two streams, kernels or collectives.
+
+        Small collectives, for which XLA emits its own kernels, may run two at a time. A loop counts one iteration.
+        """
         seconds, profile = self._seconds_of(by_rates)
         kernels = sum(seconds(op) for op in self.program.ops if op.kind != "collective")
         collectives = 0.0
@@ -110,18 +111,22 @@ class Simulation:
 
     @cached_property
     def unestimated_s(self) -> float:
-        """Seconds by the device's own rates of kernels that XLA's estimator has one price for whatever their size, beyond
-        that price: of convolutions, and of what runs inside a library or as a kernel of the user's. Of a program with loops,
-        one trip of each counts."""
+        """Seconds that XLA's estimator leaves out of kernels it prices alike at every size.
+
+        These are convolutions, library calls and the user's own kernels. The missing time is their time by the profile's rates
+        minus the estimator's price. A loop counts one iteration.
+        """
         (own, _), (estimated, _) = self._seconds_of(True), self._seconds_of(False)
         unknown = [op for op in self.program.ops if is_unestimated(op)]
         return sum(max(0.0, own(op) - estimated(op)) for op in unknown) if self._estimated.xla_estimator else 0.0
 
     def _scheduled(
-        self, merging: Merging, merge_bytes: float, done: Mapping[int, _Body], *, by_rates: bool
+        self, merging: CollectiveCombiner, merge_bytes: float, done: Mapping[int, _Body], *, by_rates: bool
     ) -> Timeline:
-        """Schedule operations; the loops among them run as they have been scheduled, all their trips, and nothing
-        beside them: XLA takes a loop for one short operation."""
+        """Schedule operations, and expand each loop to all iterations of its scheduled body.
+
+        Nothing overlaps with a loop: XLA's scheduler takes it for one short operation.
+        """
         seconds, profile = self._seconds_of(by_rates)
         is_gpu = profile.platform == "gpu"
         key = id(merging), merge_bytes
@@ -139,7 +144,10 @@ class Simulation:
         return _with_bodies(scheduled(nodes, prices, tasks), done)
 
     def _seconds_of(self, by_rates: bool) -> tuple[Callable[[Op], float], HardwareProfile]:
-        """What tells the seconds of the program's operations, and of those that merging made, all of which are kept."""
+        """A cached function from an operation to its seconds, and the profile it uses.
+
+        The cache is keyed by `id`: the program and its combiners keep every operation alive.
+        """
         known, profile = self._seconds[by_rates], self._by_rates if by_rates else self._estimated
 
         def seconds(op: Op) -> float:
@@ -152,7 +160,7 @@ class Simulation:
 
 
 def _one_after_another(ops: Sequence[Op], seconds_of: Callable[[Op], float]) -> Timeline:
-    """Elsewhere than on GPUs XLA waits for each collective where it starts."""
+    """The timeline on other platforms than GPUs: XLA runs each collective synchronously."""
     compute = clock = 0.0
     exposed: dict[str, float] = defaultdict(float)
     numbers: dict[str, int] = defaultdict(int)
@@ -179,14 +187,14 @@ def _one_after_another(ops: Sequence[Op], seconds_of: Callable[[Op], float]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """One trip of a loop, and the number of trips."""
+    """The timeline of one iteration of a loop, and the trip count."""
 
     timeline: Timeline
     count: float
 
 
 def _with_bodies(timeline: Timeline, done: Mapping[int, _Body]) -> Timeline:
-    """Loops laid open where each stands."""
+    """Replace each loop operation by all iterations of its body."""
     bodies = [done[op.node] for op in timeline.order if op.kind == "loop"]
     if not bodies:
         return timeline
@@ -219,7 +227,7 @@ def _with_bodies(timeline: Timeline, done: Mapping[int, _Body]) -> Timeline:
 
 
 def _as_one(body: Sequence[Op], node: int) -> Op:
-    """What stands for a loop among the operations around it."""
+    """One operation that represents a loop in the schedule around it."""
     written = tuple(dict.fromkeys(b for op in body for b in op.writes))
     read = tuple(dict.fromkeys(b for op in body for b in op.reads))
     return Op("loop", node, read, written, 0.0, 0.0)

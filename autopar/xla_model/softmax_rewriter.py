@@ -1,7 +1,10 @@
-"""Kernels that work row by row: a value, a reduction of its rows, and what reads both (XLA's softmax rewriter).
+"""Fuse softmax and normalization diamonds into tiled kernels, as XLA's softmax rewriter does.
 
-In: `Kernels`. Out: the same, where the subtracted maximum and the division by the sum of a softmax, or a normalization, are
-one kernel. Source: openxla/xla, xla/backends/gpu/transforms/softmax_rewriter_triton.cc.
+A diamond is a value, the reduction of its rows, and the operation that uses both: the subtraction of the maximum, or the division by
+the sum.
+
+In: `Kernels`. Out: the same object with each diamond fused. Source: openxla/xla,
+xla/backends/gpu/transforms/softmax_rewriter_triton.cc.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from autopar.xla_model.kernels import NOT_TILED, Kernels
 
 
 def fuse_diamonds(kernels: Kernels) -> None:
-    """Join each reduction of rows with what it reads and what reads both."""
+    """Fuse each row reduction with the operation that uses both its result and its operand."""
     _SoftmaxRewriter(kernels).run()
 
 
@@ -25,22 +28,22 @@ class _SoftmaxRewriter:
             (source,) = one.operands
             chain = [i]
             while len(self.all.users[chain[-1]]) == 1 and chain[-1] not in self.all.outputs:
-                (reader,) = self.all.users[chain[-1]]
-                if source in self.all.instructions[reader].operands:
-                    if self.all.users[source] == {i, reader} and self._closes(source, reader, chain):
-                        self._close(source, reader, chain)
+                (user,) = self.all.users[chain[-1]]
+                if source in self.all.instructions[user].operands:
+                    if self.all.users[source] == {i, user} and self._closes(source, user, chain):
+                        self._close(source, user, chain)
                     break
-                if self.all.instructions[reader].kind != "loop" or len(self.all.instructions[reader].operands) > 1:
+                if self.all.instructions[user].kind != "loop" or len(self.all.instructions[user].operands) > 1:
                     break
-                chain.append(reader)
+                chain.append(user)
 
-    def _closes(self, source: int, reader: int, chain: list[int]) -> bool:
-        one = self.all.instructions[reader]
+    def _closes(self, source: int, user: int, chain: list[int]) -> bool:
+        one = self.all.instructions[user]
         whole = one.kind == "loop" and one.elements == self.all.instructions[source].elements
-        return whole and all(self.all.instructions[i].primitive not in NOT_TILED for i in (*chain, reader))
+        return whole and all(self.all.instructions[i].primitive not in NOT_TILED for i in (*chain, user))
 
-    def _close(self, source: int, reader: int, chain: list[int]) -> None:
-        kernel = self.all.kernels[reader]
+    def _close(self, source: int, user: int, chain: list[int]) -> None:
+        kernel = self.all.kernels[user]
         for i in chain:
             inner = self.all.kernels.pop(i)
             kernel.flops += inner.flops
@@ -50,5 +53,5 @@ class _SoftmaxRewriter:
             self.all.users[i] = set()
             kernel.operands.pop(i, None)
         kernel.operands[source] = 1.0
-        self.all.users[source] = {reader}
+        self.all.users[source] = {user}
         kernel.tiled = True

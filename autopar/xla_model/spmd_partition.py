@@ -1,7 +1,7 @@
-"""The planned step as one device sees it, as XLA's SPMD partitioner hands it on to fusion.
+"""Partition the planned step into the program of one device, as XLA's SPMD partitioner does.
 
-In: a formulation, an explicit program. Out: `LocalProgram`: instructions in program order, about as many as equations of the step
-(`xla_model/fusion_pipeline.py` makes kernels of them). Source: openxla/xla, xla/service/spmd/spmd_partitioner.cc.
+In: a formulation, an explicit program. Out: `LocalProgram`: instructions in program order, about one per equation of the step
+(`xla_model/fusion_pipeline.py` fuses them into kernels). Source: openxla/xla, xla/service/spmd/spmd_partitioner.cc.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from autopar.xla_model.loop_borders import LoopBorders
 from autopar.xla_model.partition_builder import PartitionBuilder
 from autopar.xla_model.partition_communication import Communications
 
-#: How often XLA's cost analysis has an operand read for one element while kernels are formed, where it expands the
-#: operation to polynomials: whatever would be fused into that is counted as often, so the operand is stored if
-#: anything else reads it. In the kernel that comes out it is read once.
+#: Reads of the operand per element that XLA's cost analysis counts, during fusion, for operations that it expands to polynomials.
+#: A producer fused into one counts as often, so fusion stores the operand if anything else uses it. The final kernel reads the
+#: operand once.
 EXPANDED: Mapping[str, float] = {"erf": 25.0, "erfc": 25.0, "erf_inv": 25.0}
 
 
-def local_program(f: Formulation, explicit: ExplicitProgram, *, joins: bool = True) -> LocalProgram:
-    """Make instructions of a program's operations.
+def local_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bool = True) -> LocalProgram:
+    """Partition the operations of a program.
 
     Args:
-        joins: whether sums over devices that are added up are taken as one, as XLA does where nothing else reads them.
+        reassociate: whether to apply XLA's all-reduce reassociation.
     """
-    return _Partitioner(f, explicit, joins=joins).run()
+    return _Partitioner(f, explicit, reassociate=reassociate).run()
 
 
 class _Partitioner:
-    def __init__(self, f: Formulation, explicit: ExplicitProgram, *, joins: bool) -> None:
+    def __init__(self, f: Formulation, explicit: ExplicitProgram, *, reassociate: bool) -> None:
         self.b = PartitionBuilder(f, explicit)
         self.sent = Communications(self.b)
-        self.sums = AllReduceReassociate(self.b, self.sent, joins=joins)
+        self.sums = AllReduceReassociate(self.b, self.sent, reassociate=reassociate)
         self.kinds, self.gemms = InstructionKinds(self.b), DotOperands(self.b)
         self.borders = LoopBorders(self.b, self.sent)
-        self.works: dict[int, tuple[Work, float]] = {}  # node -> its work, and how many points of it a device has
+        self.works: dict[
+            int, tuple[Work, float]
+        ] = {}  # node -> its work, and the points of it that one device computes
         for decision, chosen in zip(f.decisions, explicit.choices, strict=True):
             if decision.kind != "group":
                 continue
@@ -74,7 +76,7 @@ class _Partitioner:
             else:
                 self._node(n, node)
         self._outputs()
-        self.b.program.joined = tuple(self.sums.values_of.values())
+        self.b.program.reassociated = tuple(self.sums.values_of.values())
         return self.b.program
 
     def _argument(self, value: int) -> int:
@@ -104,7 +106,7 @@ class _Partitioner:
             for value in node.results:
                 self.b.at[value] = operands[0][0]
             return
-        if node.primitive == "dot_general" and kind == "hero":
+        if node.primitive == "dot_general" and kind == "unfusible":
             operands = [(self.gemms.in_batch_order(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
             operands = [(self.gemms.masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         shapes = [self.b.local_shape(v, self.b.sharding(v)) for v in node.results]
@@ -120,7 +122,7 @@ class _Partitioner:
         used: dict[int, float] = {}
         for at, shape in operands:
             used[at] = max(used.get(at, 0.0), self._utilization(node, kind, elements, math.prod(shape)))
-        if node.primitive == "paged_attention":  # of a pool, at most what the tables hold
+        if node.primitive == "paged_attention":  # it reads at most the pages that the block tables list
             (_, (num_pages, *_)), (_, tables) = operands[1], operands[3]
             used |= dict.fromkeys((at for at, _ in operands[1:3]), min(1.0, math.prod(tables) / num_pages))
         added = self.sums.added_up(n, node, operands)
@@ -148,7 +150,7 @@ class _Partitioner:
         )
         at = self._once(node, tuple(at for at, _ in operands), instruction)
         self.b.program.nodes[at].append(n)
-        at = self.sent.joined_parts(n, at)
+        at = self.sent.combine_partial_results(n, at)
         for value in node.results:
             self.b.at[value] = at
         self.sent.reduce(n)
@@ -172,7 +174,7 @@ class _Partitioner:
             )
 
     def _utilization(self, node: Node, kind: InstructionKind, elements: float, operand: float) -> float:
-        if kind in ("reduce", "hero", "inplace") or operand == 0.0:
+        if kind in ("reduce", "unfusible", "inplace") or operand == 0.0:
             return 1.0
         if node.primitive in ("pad", "concatenate"):
             return 1.0
@@ -181,14 +183,16 @@ class _Partitioner:
     def _arithmetic(
         self, n: int, node: Node, kind: InstructionKind, gemm: Gemm | None, elements: float
     ) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """Operations outside matrix units, and inside by dtype. Those of a kernel that nothing is fused with are counted by its
-        rule, so that the solver and this program agree; a product's follow from its shape."""
-        if kind != "hero" or gemm is not None:
+        """FLOPs outside matrix units, and FLOPs inside by dtype.
+
+        An unfusible kernel counts by its sharding rule, so that the solver and this program agree. A matmul counts by its shape.
+        """
+        if kind != "unfusible" or gemm is not None:
             return elements * self._flops_per_element(node), ()
         if n in self.works:
             work, points = self.works[n]
             outside, inside = work.by_unit
-        else:  # it touches small values alone, so nothing is split
+        else:  # all its values are small, so it is replicated
             view = NodeView.of(node, self.b.graph)
             rule = rule_for(view) or unknown_rule(view)
             points = float(math.prod(factor.size for factor in rule.factors))
@@ -209,13 +213,13 @@ class _Partitioner:
             self.b.program.outputs.append(None if array is None else self._inside(self.sent.array_at(array)))
 
     def _inside(self, at: int) -> int:
-        """What a loop leaves as an output, it makes as one."""
+        """The instruction inside loops that produces an output: a loop writes its outputs directly."""
         while (one := self.b.program.instructions[at]).kind == "border" and one.operands:
             at = next(iter(one.operands))
         return at
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
-        """The instruction, or the same one made before; one that reads a literal is not compared."""
+        """Add an instruction unless an identical one exists, and return its position; one with a literal operand is always added."""
         literal = any(value is None for value in node.operands) and node.primitive != "convert_element_type"
         if literal or not operands or instruction.kind not in ("loop", "reduce") or node.effect:
             return self.b.add(instruction)
@@ -226,7 +230,7 @@ class _Partitioner:
 
 
 def _kept_columns(axes: object, operands: Sequence[tuple[int, tuple[int, ...]]]) -> float:
-    """How many elements a reduction keeps inside the innermost dim that it sums: 0 where that is the last."""
+    """The number of kept elements minor to the innermost reduced dim; 0 where a reduction includes the last dim."""
     if not isinstance(axes, tuple) or len(operands) != 1 or not axes:
         return 0.0
     shape = operands[0][1]

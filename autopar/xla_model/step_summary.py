@@ -1,7 +1,7 @@
-"""One device's schedule, as much of it as a plan keeps: what runs when, and what is in memory meanwhile.
+"""Summarize one device's schedule for the plan: a trace of the step, and memory use over time.
 
-In: a graph, its `DeviceProgram`, the `Timeline` of it. Out: `StepTrace` and `MemoryOverStep`. Kernels and collectives of one
-module that follow each other are one entry; where these are still too many, so are those of the module around it.
+In: a graph, its `DeviceProgram`, its `Timeline`. Out: `StepTrace` and `MemoryOverStep`. Consecutive kernels or collectives of one
+module form one entry. Where that leaves too many entries, they are grouped by the enclosing module.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from autopar.plans.step_trace import CollectiveRuns, Held, Instant, KernelRuns, 
 from autopar.system.name_patterns import collapse
 from autopar.xla_model.timeline import Ran, Timeline
 
-#: Parts of the step time for which a plan keeps how much is live.
+#: Number of equal intervals of the step for which a plan records live bytes.
 NUM_PARTS = 160
-#: Runs of kernels, and of collectives, that a plan keeps at most, where module paths can be cut short enough.
+#: The most runs of kernels, and of collectives, that a plan records; exceeded only if one run per phase is still too many.
 MAX_RUNS = 500
-#: A pause of kernels that ends a run, as a share of the step.
+#: The idle time that ends a run, as a fraction of the step.
 _PAUSE = 1 / 400
-#: Groups of buffers at the peak that a plan keeps.
+#: The number of buffer groups at the memory peak that a plan records.
 MAX_HELD = 24
 
 _Place = tuple[Phase, str]
 
 
-# -- what runs when --------------------------------------------------------------------------
+# -- trace of the step -----------------------------------------------------------------------
 
 
 def step_trace(graph: Graph, program: DeviceProgram, timeline: Timeline) -> StepTrace | None:
-    """When a device runs what.
+    """Summarize when a device runs each module's kernels and collectives.
 
     Returns:
-        None where nothing takes time.
+        The trace; None for a step that takes no time.
     """
     if not timeline.step_time_s:
         return None
@@ -71,7 +71,7 @@ def step_trace(graph: Graph, program: DeviceProgram, timeline: Timeline) -> Step
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Operations of one place that follow each other."""
+    """Consecutive operations of one phase and module."""
 
     place: _Place
     ran: tuple[Ran, ...]
@@ -88,10 +88,10 @@ class _Run:
 def _coarse_enough(
     ran: Sequence[Ran], graph: Graph, pause_s: float, sort_of: Callable[[Ran], tuple[object, ...]]
 ) -> list[_Run]:
-    """Runs of operations, by whole module paths, or by so much of them that there are few runs.
+    """Group operations into at most `MAX_RUNS` runs, by the longest prefix of module paths that allows it.
 
     Args:
-        sort_of: what else those of a run have in common.
+        sort_of: a further key that all operations of a run share.
     """
     deepest = max((graph.nodes[one.op.node].path.count("/") + 1 for one in ran), default=1)
     runs: list[_Run] = []
@@ -122,7 +122,7 @@ def _runs(
 
 
 def _loops_ran(loops: Sequence[Trips], ran: Sequence[Ran]) -> tuple[tuple[int, int, int], ...]:
-    """Start, end and trips of each loop that ran, outer ones first."""
+    """Start, end (ns) and trip count of each loop, outer loops first."""
     found = []
     for loop in reversed(loops):
         own = [one for one in ran if loop.start <= one.op.node < loop.stop]
@@ -136,7 +136,7 @@ def _ns(seconds: float) -> int:
     return round(1e9 * seconds)
 
 
-# -- what is in memory -----------------------------------------------------------------------
+# -- memory over the step --------------------------------------------------------------------
 
 
 def memory_over_step(
@@ -147,15 +147,15 @@ def memory_over_step(
     mesh: MeshShape,
     profile: HardwareProfile,
 ) -> MemoryOverStep | None:
-    """What is live over a step, besides arguments and outputs.
+    """Summarize live temporaries (neither arguments nor outputs) over a step.
 
     Args:
-        order: the operations in the order in which most is live.
-        timeline: of the step, which says how long kernels and collectives of each kind take of it. profile: that it
-            was made by.
+        order: operations in the order with the highest peak.
+        timeline: timeline of the step, which gives the total time of kernels and of each kind of collective.
+        profile: the hardware profile behind the timeline.
 
     Returns:
-        None where nothing takes time.
+        The summary; None for a step that takes no time.
     """
     if not timeline.step_time_s:
         return None
@@ -164,9 +164,9 @@ def memory_over_step(
     most = [0.0] * NUM_PARTS
     time_of: list[dict[Phase, float]] = [defaultdict(float) for _ in range(NUM_PARTS)]
     start = 0.0
-    for held, end, phase in zip(live, ends, _phases(order, graph), strict=True):
+    for live_bytes, end, phase in zip(live, ends, _phases(order, graph), strict=True):
         for part in range(_part(start), _part(end) + 1):
-            most[part] = max(most[part], held)
+            most[part] = max(most[part], live_bytes)
             time_of[part][phase] += max(0.0, min(end, (part + 1) / NUM_PARTS) - max(start, part / NUM_PARTS))
         start = end
     instant, buffers = buffers_at_peak(program, order)
@@ -175,14 +175,13 @@ def memory_over_step(
         live_bytes=tuple(most),
         phases=_runs_of([_longest(times) for times in time_of]),
         peak=Instant(path=node.path, primitive=node.primitive, phase=node.phase, source=node.source),
-        at_peak=_held(buffers, graph)[:MAX_HELD],
+        at_peak=_buffer_groups(buffers, graph)[:MAX_HELD],
         loops=_loop_parts(program.loops, order, ends),
     )
 
 
 def _phases(order: Sequence[Op], graph: Graph) -> list[Phase]:
-    """The phase that each operation runs in. A collective is sent for what follows: it is in the phase of the next
-    kernel, whichever made it needed."""
+    """The phase of each operation. A collective belongs to the phase of the next kernel, which consumes its result."""
     found: list[Phase] = []
     phase: Phase = "update"
     for op in reversed(order):
@@ -206,10 +205,12 @@ def _longest(times: Mapping[Phase, float]) -> Phase:
 def _ends(
     loops: Sequence[Trips], order: Sequence[Op], timeline: Timeline, mesh: MeshShape, profile: HardwareProfile
 ) -> list[float]:
-    """By which share of the step each operation has run. Kernels take, all together, what they take of the step, and
-    collectives of each kind what of them is exposed: where that is hidden differs from order to order, the sums do not.
+    """The end of each operation as a fraction of the step.
+
+    The kernels together take the compute time, and each kind of collective takes its exposed time. The order decides where a
+    collective is hidden, but it does not change these totals.
     """
-    seconds = [op_seconds(op, mesh, profile) * _trips(op.node, loops) for op in order]
+    seconds = [op_seconds(op, mesh, profile) * _trip_count(op.node, loops) for op in order]
     whole: dict[str, float] = defaultdict(float)
     for op, own in zip(order, seconds, strict=True):
         whole[op.collective] += own
@@ -223,11 +224,11 @@ def _ends(
 
 
 def seconds_by_node(device: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> dict[int, float]:
-    """Seconds in a step of the kernels that are named by each node, in all trips of its loops."""
+    """Kernel seconds per step by the node that names the kernel, over all iterations of its loops."""
     seconds: dict[int, float] = defaultdict(float)
     for op in device.ops:
         if op.kind != "collective":
-            seconds[op.node] += op_seconds(op, mesh, profile) * _trips(op.node, device.loops)
+            seconds[op.node] += op_seconds(op, mesh, profile) * _trip_count(op.node, device.loops)
     return dict(seconds)
 
 
@@ -237,12 +238,12 @@ def seconds_by_bound(device: DeviceProgram, timeline: Timeline, profile: Hardwar
     for op in device.ops:
         if op.kind != "collective":
             for bound, time_s in bounds(op, profile):
-                seconds[bound] += time_s * _trips(op.node, device.loops)
+                seconds[bound] += time_s * _trip_count(op.node, device.loops)
     seconds["exposed communication"] = sum(timeline.exposed_s.values())
     return {bound: time_s for bound, time_s in sorted(seconds.items(), key=lambda one: -one[1]) if time_s > 0}
 
 
-def _trips(node: int, loops: Sequence[Trips]) -> float:
+def _trip_count(node: int, loops: Sequence[Trips]) -> float:
     times = 1.0
     for loop in loops:
         if loop.start <= node < loop.stop:
@@ -264,18 +265,18 @@ def _loop_parts(loops: Sequence[Trips], order: Sequence[Op], ends: Sequence[floa
     return tuple(found)
 
 
-def _held(buffers: Sequence[Buffer], graph: Graph) -> tuple[Held, ...]:
-    """Buffers, those alike together, the largest first."""
+def _buffer_groups(buffers: Sequence[Buffer], graph: Graph) -> tuple[Held, ...]:
+    """Group buffers by producer, shape and dtype; the largest group first."""
     inputs = dict(zip(graph.inputs, graph.input_paths, strict=True))
-    alike: dict[tuple[str, Phase, str, tuple[int, ...], str], list[tuple[str, Buffer]]] = defaultdict(list)
+    by_key: dict[tuple[str, Phase, str, tuple[int, ...], str], list[tuple[str, Buffer]]] = defaultdict(list)
     for buffer in buffers:
         node, value = graph.producer(buffer.value), graph.values[buffer.value] if buffer.value >= 0 else None
         shape, dtype = (value.shape, value.dtype) if value else ((), "")
         if node:
-            alike[node.primitive, node.phase, node.source, shape, dtype].append((node.path, buffer))
+            by_key[node.primitive, node.phase, node.source, shape, dtype].append((node.path, buffer))
         else:
-            alike["", "forward", "", shape, dtype].append((inputs.get(buffer.value, ""), buffer))
-    held = [
+            by_key["", "forward", "", shape, dtype].append((inputs.get(buffer.value, ""), buffer))
+    groups = [
         Held(
             path=path,
             primitive=primitive,
@@ -286,7 +287,7 @@ def _held(buffers: Sequence[Buffer], graph: Graph) -> tuple[Held, ...]:
             count=len(positions),
             num_bytes=sum(own[position][1].num_bytes for position in positions),
         )
-        for (primitive, phase, source, shape, dtype), own in alike.items()
+        for (primitive, phase, source, shape, dtype), own in by_key.items()
         for path, positions in collapse([path for path, _ in own])
     ]
-    return tuple(sorted(held, key=lambda one: (-one.num_bytes, one.path, one.primitive)))
+    return tuple(sorted(groups, key=lambda one: (-one.num_bytes, one.path, one.primitive)))

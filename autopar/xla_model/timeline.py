@@ -1,6 +1,6 @@
-"""When the operations of a device's program run, and what of its collectives nothing hides.
+"""Represent a simulated step: start and end of each operation, and the exposed communication.
 
-In: made by `simulation`. Out: `Timeline`; `Opinions`, two of one program.
+In: built by `simulation`. Out: `Timeline`; `Timelines`, two of one program.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from autopar.ir.device_program import Op
 
 
 class Ran(NamedTuple):
-    """An operation and when it runs.
+    """An operation with its start and end times.
 
     Args:
-        exposed_s: of a collective, what no kernel hides.
-        trips: how often a step runs it; from `start_s` to `end_s` are all its trips together, as if they were one.
+        exposed_s: exposed time of a collective.
+        trips: executions per step; `start_s` to `end_s` spans all of them.
     """
 
     op: Op
@@ -27,7 +27,7 @@ class Ran(NamedTuple):
     trips: float = 1.0
 
     def within(self, at_s: float, count: float) -> Ran:
-        """The same in a loop of so many trips that begins at `at_s`."""
+        """The operation inside a loop of `count` iterations that starts at `at_s`."""
         return Ran(
             self.op,
             at_s + count * self.start_s,
@@ -43,12 +43,12 @@ class Timeline:
 
     Args:
         step_time_s: from the first operation to the last.
-        compute_s: kernels alone, with what it takes to start and end collectives.
-        exposed_s: by kind of collective, what no kernel hides; above zero only.
-        num_collectives: by kind, after merging.
-        temporary_bytes: what is live in this order besides arguments and outputs, at most.
-        ran: the operations as they start; a collective that runs in no time is left out.
-        order: the operations in this order, loops laid open; of a collective its start and its end.
+        compute_s: time of kernels, including the overhead of starting and finishing collectives.
+        exposed_s: kind of collective -> exposed time; positive entries only.
+        num_collectives: kind of collective -> count after combining.
+        temporary_bytes: peak of live temporaries (neither arguments nor outputs) in this order.
+        ran: operations by start time, without collectives that take no time.
+        order: operations in scheduled order, with loop bodies expanded; a collective occurs twice, as its start and its end.
     """
 
     step_time_s: float
@@ -60,8 +60,8 @@ class Timeline:
     order: tuple[Op, ...] = field(default=(), repr=False)
 
 
-class Opinions(NamedTuple):
-    """Two timelines of one program: by the device's own rates, and as XLA's estimator has it, where there is one."""
+class Timelines(NamedTuple):
+    """Two timelines of one program: by the profile's rates, and by XLA's estimator if the profile has one."""
 
     by_rates: Timeline
     estimated: Timeline | None
