@@ -136,8 +136,8 @@ def test_an_axis_of_one_device_sends_nothing() -> None:
 # -- pairing ----------------------------------------------------------------------------------
 
 
-def reduced(name: str, *sizes: float, op_name: str = "", joined: tuple[float, ...] = ()) -> Collective:
-    return Collective("all-reduce", name, op_name, "", "", ((0, 1),), ("f32",), 1, sizes, 1, joined)
+def reduced(name: str, *sizes: float, op_name: str = "", concatenated: tuple[float, ...] = ()) -> Collective:
+    return Collective("all-reduce", name, op_name, "", "", ((0, 1),), ("f32",), 1, sizes, 1, concatenated)
 
 
 def paired(found: list[Collective], uses: list[CollectiveUse]) -> Pairing:
@@ -170,7 +170,7 @@ def test_an_input_that_xla_names_is_found_in_the_cause() -> None:
 def test_one_that_xla_concatenated_answers_all_that_are_in_it() -> None:
     """The parts are known for one, and not for the other, whose total is a little padded."""
     merged = "jit(run)/transpose(jvp(M))/(a/dot_general:b/dot_general)"
-    found = [reduced("joined", 6e6, op_name=merged, joined=(2e6, 4e6)), reduced("opaque", 10.05e6)]
+    found = [reduced("concatenated", 6e6, op_name=merged, concatenated=(2e6, 4e6)), reduced("opaque", 10.05e6)]
     told = paired(found, [at("M/a", 2e6), at("M/c", 3e6), at("M/b", 4e6), at("M/d", 7e6), at("M/none", 5e6)])
     assert told.predicted == {0: (0, 2), 1: (1, 3)}
     assert not told.compiled_left
@@ -200,7 +200,7 @@ ENTRY %main (a: f32[8], b: f32[24]) -> f32[32] {
 }
 """
     (one,) = collectives(text, ignore_up_to=0)
-    assert one.joined_bytes == one.parts(2) == (32.0, 96.0)
+    assert one.concatenated_bytes == one.parts(2) == (32.0, 96.0)
     assert one.payloads(2) == (128.0,)
     text = text.replace(
         "ENTRY",
@@ -212,7 +212,7 @@ ENTRY %main (a: f32[8], b: f32[24]) -> f32[32] {
         "  ROOT %d = f32[32]{0} async-done(%s)\n}\n",
     )
     (one,) = collectives(text, ignore_up_to=0)
-    assert one.joined_bytes == (32.0, 96.0)
+    assert one.concatenated_bytes == (32.0, 96.0)
 
 
 def test_origins_are_named_as_a_plan_names_modules() -> None:
@@ -339,7 +339,7 @@ def test_wheels_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_cpu_profile_and_uneven_hosts_are_refused() -> None:
     with pytest.raises(HardwareError, match="no \\[xla_target\\]"):
         target_text(load("cpu-host"))
-    with pytest.raises(MeshError, match="8 devices cannot be spread evenly over 3 hosts"):
+    with pytest.raises(MeshError, match="8 devices do not divide evenly among 3 hosts"):
         topology_text(8, 3)
 
 
@@ -488,7 +488,7 @@ def test_hosts_decide_what_the_plan_takes_for_one_host() -> None:
     decorated = autopar.parallelize(mesh="8", hardware="h100-sxm")(program.step)
     same = autopar.verify(decorated, *program.abstract_args(), hosts=2, compiler=standin)
     assert same.plan.prediction == two.plan.prediction
-    with pytest.raises(MeshError, match="over 3 hosts"):
+    with pytest.raises(MeshError, match="among 3 hosts"):
         autopar.verify(program.step, *program.abstract_args(), hosts=3, **options)
 
 
@@ -599,7 +599,7 @@ def test_other_devices_than_the_profiles_are_passed_over() -> None:
         assert not process.is_present(load("h100-sxm"), 8, 1)
         assert process.flags[-5:-1] == compiler.FLAGS
         nothing: Any = object()
-        with pytest.raises(VerifyError, match=r"takes 8 'NVIDIA H100 80GB HBM3' on this machine.*of kind 'cpu'"):
+        with pytest.raises(VerifyError, match=r"needs 8 'NVIDIA H100 80GB HBM3' on this machine.*of kind 'cpu'"):
             process.compile(b"", load("h100-sxm"), 8, 1, nothing)
 
 
@@ -611,7 +611,7 @@ def test_to_run_without_gpus_is_refused_before_planning(
     target.write_text(TARGET)
     monkeypatch.setattr(compiler, "_platform_here", lambda: None)
     assert main(["verify", f"{target}:make", "--mesh", "2", "--hardware", "h100-sxm", "--run"]) == 2
-    assert "to run the step takes GPUs on this machine" in capsys.readouterr().err
+    assert "running the step needs GPUs on this machine" in capsys.readouterr().err
 
 
 def test_gpus_are_looked_for_where_nothing_forbids_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""Predicted figures beside those of the compiled program.
+"""Compare a plan's predictions with the program that XLA compiles.
 
 In: a `Plan`, a compiler.
-Out: a `Verification`, with tolerances.
+Out: a `Verification`: predicted and compiled figures with tolerances.
 Imported by: diagnosis, vector_search, cli.
 """

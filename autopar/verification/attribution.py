@@ -1,9 +1,8 @@
-"""Which decisions predicted which compiled collectives.
+"""Match compiled collectives with the decisions that predicted them.
 
-In: a plan's collectives and XLA's, of one kind over the same mesh axes. Out: for each compiled one the
-predicted ones that are in it, and what remains on both sides. XLA merges collectives and seldom splits
-them, so one compiled collective answers many decisions. Bytes decide; where several predictions have
-the bytes, the module path does.
+In: predicted and compiled collectives of one kind over the same mesh axes. Out: for each compiled collective, the predicted ones that
+it contains; the unmatched bytes on both sides. XLA combines collectives and rarely splits them, so one compiled collective matches
+many decisions. The match goes by bytes, and by module path where several predictions have the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from itertools import pairwise, takewhile
 from autopar.plans.records import CollectiveUse
 from autopar.xla_compiler.hlo_collectives import Collective
 
-#: Relative difference of bytes that is none: XLA pads a little when it combines.
+#: Relative difference of bytes that counts as equal: XLA adds padding when it combines.
 TOLERANCE = 0.02
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)$")
 _ARGUMENT = re.compile(r"^\w+\[\d+\](.*)$")
@@ -26,11 +25,14 @@ _NAME = re.compile(r"[\w\-]+")
 
 @dataclass(slots=True)
 class Share:
-    """Bytes of one buffer of a compiled collective, or of a predicted one, and how many found no counterpart.
+    """One buffer of a compiled or a predicted collective.
 
     Args:
-        owner: position of the compiled collective, or of the predicted one.
-        paths: of modules; what XLA merged has several.
+        owner: position of the collective.
+        paths: module paths; a combined collective has several.
+
+    Attributes:
+        left: bytes without a counterpart so far.
     """
 
     owner: int
@@ -42,14 +44,19 @@ class Share:
         self.left = self.num_bytes
 
     @property
-    def lacks(self) -> bool:
-        """Whether more is left than padding."""
+    def is_unmatched(self) -> bool:
+        """Whether more bytes are unmatched than padding explains."""
         return self.left > TOLERANCE * self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Compiled collective -> positions of the predicted ones in it; and bytes without a counterpart."""
+    """The match of compiled and predicted collectives, all by position.
+
+    Args:
+        predicted: compiled collective -> the predicted ones that it contains.
+        compiled_left, predicted_left: unmatched bytes.
+    """
 
     predicted: dict[int, tuple[int, ...]]
     compiled_left: dict[int, float]
@@ -57,10 +64,11 @@ class Pairing:
 
 
 def pair(found: Sequence[Collective], uses: Sequence[tuple[int, CollectiveUse]], num_devices: int) -> Pairing:
-    """Pair collectives of one kind over the same axes.
+    """Match collectives of one kind over the same axes.
 
     Args:
-        uses: with their positions in the plan.
+        found: compiled collectives.
+        uses: predicted collectives with their positions in the plan.
     """
     parts = [
         Share(position, one.num_times * size, module_paths(one.op_name))
@@ -74,33 +82,33 @@ def pair(found: Sequence[Collective], uses: Sequence[tuple[int, CollectiveUse]],
         if use.owner not in members[part.owner]:
             members[part.owner].append(use.owner)
 
-    for alike in (_same_path, _related, _anything):
-        _join_equal(parts, wanted, alike, note)
-    for alike in (_related, _anything):
-        _fill(parts, wanted, alike, note)  # several predictions in one compiled buffer
-    for alike in (_related, _anything):
-        _fill(wanted, parts, alike, lambda use, part: note(part, use))  # one prediction in several
+    for keys_of in (_same_path, _related, _anything):
+        _match_equal(parts, wanted, keys_of, note)
+    for keys_of in (_related, _anything):
+        _fill(parts, wanted, keys_of, note)  # several predictions in one compiled buffer
+    for keys_of in (_related, _anything):
+        _fill(wanted, parts, keys_of, lambda use, part: note(part, use))  # one prediction in several
     return Pairing(
         {owner: tuple(sorted(positions)) for owner, positions in members.items()}, _left(parts), _left(wanted)
     )
 
 
-def _join_equal(
+def _match_equal(
     parts: Sequence[Share],
     wanted: Sequence[Share],
-    alike: Callable[[Share], Iterable[str]],
+    keys_of: Callable[[Share], Iterable[str]],
     note: Callable[[Share, Share], None],
 ) -> None:
-    """Buffers of the same bytes that share a key."""
+    """Match buffers of equal bytes that share a key."""
     waiting: dict[tuple[int, str], list[Share]] = defaultdict(list)
     for use in wanted:
         if use.left > 0:
-            for key in alike(use):
+            for key in keys_of(use):
                 waiting[round(use.num_bytes), key].append(use)
     for part in parts:
         if part.left <= 0:
             continue
-        rows = (waiting[round(part.num_bytes), key] for key in alike(part))
+        rows = (waiting[round(part.num_bytes), key] for key in keys_of(part))
         use = next((use for row in rows for use in row if use.left == use.num_bytes), None)
         if use is not None:
             part.left = use.left = 0.0
@@ -110,17 +118,17 @@ def _join_equal(
 def _fill(
     holders: Sequence[Share],
     items: Sequence[Share],
-    alike: Callable[[Share], Iterable[str]],
+    keys_of: Callable[[Share], Iterable[str]],
     note: Callable[[Share, Share], None],
 ) -> None:
-    """The largest items first, into whatever has room for them."""
-    waiting = sorted((item for item in items if item.lacks), key=lambda item: -item.left)
+    """Assign items to holders with enough unmatched bytes and a shared key, the largest items first."""
+    waiting = sorted((item for item in items if item.is_unmatched), key=lambda item: -item.left)
     for holder in sorted(holders, key=lambda holder: -holder.left):
-        if not holder.lacks:
+        if not holder.is_unmatched:
             continue
-        keys = set(alike(holder))
+        keys = set(keys_of(holder))
         for item in waiting:
-            if item.lacks and item.left <= holder.left * (1 + TOLERANCE) and not keys.isdisjoint(alike(item)):
+            if item.is_unmatched and item.left <= holder.left * (1 + TOLERANCE) and not keys.isdisjoint(keys_of(item)):
                 holder.left, item.left = max(0.0, holder.left - item.left), 0.0
                 note(holder, item)
 
@@ -130,7 +138,7 @@ def _same_path(share: Share) -> Iterable[str]:
 
 
 def _related(share: Share) -> Iterable[str]:
-    """Every module that it lies in: `a/b/c`, `a/b`; never the outermost, which all share."""
+    """The enclosing modules: `a/b/c`, `a/b`; without the outermost, which all share."""
     for path in share.paths:
         names = path.split("/")
         yield from ("/".join(names[:end]) for end in range(len(names), min(1, len(names) - 1), -1))
@@ -143,7 +151,7 @@ def _anything(share: Share) -> Iterable[str]:
 def _left(shares: Sequence[Share]) -> dict[int, float]:
     left: dict[int, float] = defaultdict(float)
     for share in shares:
-        left[share.owner] += share.left if share.lacks else 0.0
+        left[share.owner] += share.left if share.is_unmatched else 0.0
     return {owner: num_bytes for owner, num_bytes in left.items() if num_bytes > 0}
 
 
@@ -151,7 +159,7 @@ def _left(shares: Sequence[Share]) -> dict[int, float]:
 
 
 def module_paths(op_name: str) -> tuple[str, ...]:
-    """The modules that XLA names as the origin, as a plan names them: without transformations and the primitive.
+    """The module paths in XLA's `op_name`, in a plan's form: without transformations and the primitive.
 
     >>> module_paths("jit(run)/transpose(jvp(MLP))/(a/dot_general:b/(c/add:d/add))")
     ('MLP/a', 'MLP/b/c', 'MLP/b/d')
@@ -170,7 +178,7 @@ def module_paths(op_name: str) -> tuple[str, ...]:
 
 
 def describe_origin(op_name: str) -> str:
-    """One line of an origin: `transpose(jvp(MLP))/Dense_0/dot_general`, or what several have in common.
+    """Describe an `op_name` in one line: `transpose(jvp(MLP))/Dense_0/dot_general`, or the common prefix of several paths.
 
     >>> describe_origin("jit(run)/transpose(jvp(MLP))/(a/dot_general:b/add)")
     'MLP/*'
@@ -184,12 +192,12 @@ def describe_origin(op_name: str) -> str:
 
 
 def _inputs_named(cause: str) -> list[str]:
-    """Paths in a decision's words, without the argument, whose name XLA does not know."""
+    """Input paths in a decision's cause, without the argument's name, which XLA does not know."""
     return [path.split("/", 1)[1] for path in re.findall(r"`([^`]+)`", cause) if "/" in path]
 
 
 def _expand(name: str) -> list[str]:
-    """XLA writes `a/(b/x:c/x)/y` for what it merged from `a/b/x/y` and `a/c/x/y`."""
+    """Expand the `op_name` of a merged operation: XLA writes `a/(b/x:c/x)/y` for `a/b/x/y` and `a/c/x/y`."""
     start = 0 if name.startswith("(") else name.find("/(") + 1
     if start == 0 and not name.startswith("("):
         return [name]
@@ -201,7 +209,7 @@ def _expand(name: str) -> list[str]:
         if depth == 0:
             cuts.append(place)
             break
-    else:  # cut off: XLA limits the length of names
+    else:  # XLA truncates long names
         cuts.append(len(name))
     before, after = name[:start], name[cuts[-1] + 1 :]
     pieces = [name[a + 1 : b] for a, b in pairwise(cuts)]

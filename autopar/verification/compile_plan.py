@@ -1,7 +1,6 @@
-"""A plan's program, compiled for GPUs that need not exist, and held against the plan.
+"""Compile a planned program for present or absent GPUs, and compare the result with the plan.
 
-In: a plan, the program it is of, a hardware profile. Out: `CompiledStep`, what XLA makes of it; `Verification`, the two
-beside each other.
+In: a plan, its program, a hardware profile. Out: `CompiledStep`; `Verification`, the comparison.
 """
 
 from __future__ import annotations
@@ -31,17 +30,20 @@ def compile_plan(
     *,
     run: bool = False,
 ) -> CompiledStep:
-    """What XLA makes of a planned program.
+    """Compile a planned program by XLA.
 
     Args:
-        program: in the form that the plan is of.
-        run: run it too, on GPUs that are here.
+        program: the program in the form that was planned.
+        report: progress callback: stage, and its completed fraction.
+        run: whether to run the program on local GPUs too.
 
     Raises:
-        VerifyError: XLA refuses the program, or the hosts cannot be.
+        VerifyError: XLA fails to compile the program.
+        MeshError: the devices do not divide evenly among the hosts.
+        HardwareError: the profile has no description of the GPU for XLA.
     """
-    topology_text(plan.mesh.num_devices, num_hosts)  # refused before lowering, as is
-    target_text(profile)  # a profile without a GPU
+    topology_text(plan.mesh.num_devices, num_hosts)  # raise errors of the topology and the profile before lowering
+    target_text(profile)
     report("lower", 1.0)
     jitted = execute.jit_plan(plan, program.trace, execute.abstract_mesh(plan.mesh))
     lowered = execute.lower_for("cuda", jitted, program.trace.arguments)
@@ -52,7 +54,7 @@ def compile_plan(
     )
 
 
-def held_against(
+def compare_with_compiled(
     plan: Plan,
     program: Program,
     compiled: CompiledStep,
@@ -63,8 +65,8 @@ def held_against(
     attempts: Sequence[Attempt],
     overhead_s: float,
 ) -> Verification:
-    """A plan beside what XLA made of it; see `Verification`."""
-    # V100 and A100 have no such figures, and XLA's estimate is not to be believed there.
+    """Compare a plan with the compiled step; see `Verification`."""
+    # XLA's description of V100 and A100 has no matrix units, so its time estimates for them are unreliable.
     believable = "matrix_unit_description" in (profile.xla_target or {})
     return Verification(
         plan=plan,
@@ -80,12 +82,12 @@ def held_against(
 
 
 def hosts_needed(plan: Plan, profile: HardwareProfile) -> int:
-    """As few as hold the plan's devices."""
+    """The fewest hosts that hold the plan's devices."""
     return -(-plan.mesh.num_devices // profile.devices_per_host)
 
 
 def _arguments(plan: Plan, program: Program, kept: Sequence[int]) -> Arguments:
-    """What to run the step on: the inputs that the lowered program takes."""
+    """The inputs of the lowered program, with `kept` positions in the traced program."""
     trace, place = program.trace, {position: n for n, position in enumerate(kept)}
     inputs = []
     for position in kept:

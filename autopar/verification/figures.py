@@ -1,7 +1,7 @@
-"""A plan's promises beside what XLA compiled: memory, collectives, step time.
+"""Compare predicted with compiled memory, collectives and step time.
 
-In: a plan, and XLA's program with its figures. Out: rows of figures, each with its tolerance. The
-predictions are the plan's alone: nothing here that predicts reads the compiled program.
+In: a plan, its compiled step. Out: figures with tolerances. The predictions come from the plan alone and never from the compiled
+program.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from autopar.xla_compiler.compiler import CompiledStep
 from autopar.xla_compiler.hlo_collectives import Collective, collectives, has_loops
 from autopar.xla_compiler.hlo_metadata import mesh_axes
 
-#: Arguments, outputs and what they share follow from shapes and shardings alone.
+#: Shapes and shardings alone determine arguments, outputs and donated outputs.
 EXACT_TOLERANCE = 0.005
-#: The peak holds what XLA fuses, reuses and keeps for itself, which a plan can only estimate; a
-#: budget leaves more room than this. Temporaries are no figure of their own: the peak contains them.
+#: The peak depends on XLA's fusion, buffer reuse and scratch memory, which a plan only estimates; a memory budget keeps a larger
+#: margin. Temporaries have no tolerance of their own: the peak contains them.
 PEAK_TOLERANCE = 0.12
-#: Shapes say what is sent; XLA pads a little when it combines.
+#: Shapes determine the bytes sent; XLA adds padding when it combines.
 WIRE_TOLERANCE = 0.02
-#: Two models of one machine: closer than this they rank plans alike.
+#: Two cost models of one machine that agree to this degree rank plans in the same order.
 STEP_TIME_TOLERANCE = 0.20
-#: No difference of memory below this counts: XLA aligns each buffer and keeps small constants.
+#: Smaller differences of memory do not count: XLA aligns each buffer and keeps small constants.
 MEMORY_SLACK_BYTES = 64 * 1024
-#: Collectives of fewer bytes on the wire are no matter: losses, norms, counters.
+#: Collectives that send fewer bytes do not count: losses, norms, counters.
 WIRE_SLACK_BYTES = 1024
-#: The number of a layer in a path: causes that differ in it alone are one.
+#: The layer number in a path; causes that differ only in it are merged.
 _LAYER = re.compile(r"_\d+(?=/)")
 #: XLA returns several outputs as a tuple, with a pointer to each.
 _POINTER_BYTES = 8
@@ -47,10 +47,10 @@ class Figure:
     Args:
         name: e.g. `peak`.
         unit: `bytes` (on one device) or `s`.
-        compiled: None where XLA says nothing.
-        tolerance: relative to the compiled number; None where the figure is told and not held.
-        slack: a difference that never counts, in the unit.
-        measured: where the step was run; told and not held.
+        compiled: None where XLA reports none.
+        tolerance: relative to the compiled number; None for a figure that is reported but not checked.
+        slack: absolute difference, in the unit, up to which the figure holds.
+        measured: the measured number where the step was run; reported but not checked.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Figure:
 
     @property
     def off(self) -> float | None:
-        """(predicted - compiled) / compiled; None where there is nothing to divide by."""
+        """(predicted - compiled) / compiled; None where the compiled number is missing or zero."""
         return (self.predicted - self.compiled) / self.compiled if self.compiled else None
 
     @property
@@ -75,13 +75,13 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveMatch:
-    """All collectives of one kind over the same mesh axes. Bytes are those one device sends per step.
+    """All collectives of one kind over the same mesh axes. Bytes are those that one device sends per step.
 
     Args:
-        axes: None for compiled groups of devices that follow no mesh axes.
-        combinable: of the predicted ones, how many XLA may merge: only bytes are held, not counts.
-        causes: what the largest were predicted for; layers alike are one.
-        crosses_hosts: whether a compiled one has devices of several hosts in one group.
+        axes: mesh axes; None for compiled groups that span no set of mesh axes.
+        combinable: number of predicted collectives that XLA may combine, for which only bytes are checked, not counts.
+        causes: causes of the largest predicted collectives, with layers merged.
+        crosses_hosts: whether a compiled collective has devices of several hosts in one group.
     """
 
     kind: str
@@ -108,12 +108,13 @@ class CompiledCollective:
     """One collective of XLA's program, with the decisions that predicted it.
 
     Args:
-        axes: None for groups of devices that follow no mesh axes.
-        instruction: its name in XLA's program.
-        num_times: how often a step runs it.
-        num_bytes: what one device sends in a step. unpredicted_bytes: of it, what no decision accounts for.
-        path, source: the module path and the source line that XLA has kept. library_source: the innermost line outside
-            JAX, Flax and Optax.
+        axes: mesh axes; None for groups that span no set of mesh axes.
+        instruction: name in the HLO.
+        num_times: executions per step.
+        num_bytes: bytes that one device sends per step.
+        unpredicted_bytes: the part of `num_bytes` that no decision predicted.
+        path, source: module path and source line in XLA's metadata.
+        library_source: innermost source line outside JAX, Flax and Optax.
         predicted: positions in `Plan.collectives`.
     """
 
@@ -134,10 +135,9 @@ class Collectives:
     """All collectives, predicted and compiled, the largest first.
 
     Args:
-        matches: by kind and mesh axes.
-        compiled: one by one.
-        missing: positions in `Plan.collectives` of those that XLA's program does not have, and what
-            one device was to send.
+        matches: collectives by kind and mesh axes.
+        compiled: compiled collectives one by one.
+        missing: position in `Plan.collectives` of each predicted collective that XLA's program lacks, and its bytes sent per device.
     """
 
     matches: tuple[CollectiveMatch, ...]
@@ -146,16 +146,16 @@ class Collectives:
 
     @property
     def unpredicted(self) -> tuple[CompiledCollective, ...]:
-        """The compiled ones that no decision accounts for, or not for all bytes of."""
+        """Compiled collectives with bytes that no decision predicted, the largest first."""
         found = (one for one in self.compiled if one.unpredicted_bytes > WIRE_SLACK_BYTES)
         return tuple(sorted(found, key=lambda one: -one.unpredicted_bytes))
 
 
 def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) -> tuple[Figure, ...]:
-    """Bytes per device.
+    """Compare memory, in bytes per device.
 
     Args:
-        argument_bytes: predicted, of the inputs that the step reads: `jit` drops the others.
+        argument_bytes: predicted bytes of the inputs that the step reads; `jit` drops the others.
     """
     donated = set(plan.donated)
     pointers = _POINTER_BYTES * len(plan.outputs) if len(plan.outputs) > 1 else 0
@@ -176,23 +176,26 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
 
 
 def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Figure:
-    """What the plan expects XLA's estimator to say, or where it does not know, its own step time; beside what it says. Held
-    only where XLA's estimator knows the device's matrix units. A loop it takes for one short operation, so of a program
-    with loops it says nothing."""
+    """Compare the step time with XLA's estimate.
+
+    The prediction is the plan's model of XLA's estimate, or without one, its own step time. The figure is checked only where XLA's
+    description of the device has matrix units (`believable`). A program with loops has no estimate: XLA takes a loop for one
+    short operation.
+    """
     estimate = None if has_loops(compiled.hlo_text) else compiled.step_time_s
     tolerance = STEP_TIME_TOLERANCE if believable else None
     ran = compiled.measured.step_time_s if compiled.measured else None
-    told = plan.prediction
-    if told.xla_step_time_s is None:
-        return Figure(PREDICTED, "s", told.step_time_s, estimate, tolerance, measured=ran)
-    return Figure(SIMULATED, "s", told.xla_step_time_s, estimate, tolerance, measured=ran)
+    prediction = plan.prediction
+    if prediction.xla_step_time_s is None:
+        return Figure(PREDICTED, "s", prediction.step_time_s, estimate, tolerance, measured=ran)
+    return Figure(SIMULATED, "s", prediction.xla_step_time_s, estimate, tolerance, measured=ran)
 
 
 def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> Collectives:
-    """Hold a plan's collectives against those of XLA's program.
+    """Compare a plan's collectives with those of XLA's program.
 
     Args:
-        hosts: the host of each device.
+        hosts: host of each device.
     """
     mesh = plan.mesh
     predicted: dict[tuple[str, tuple[str, ...] | None], list[tuple[int, CollectiveUse]]] = defaultdict(list)
@@ -229,7 +232,7 @@ def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> C
 
 
 def sent_bytes(kind: str, payload: float, num_devices: int) -> float:
-    """What one device sends in a ring, for a payload by the convention of `cost.collectives`.
+    """Bytes that one device sends in a ring, for a payload by the convention of `cost.collectives`.
 
     >>> sent_bytes("all-reduce", 800.0, 8), sent_bytes("all-gather", 800.0, 8), sent_bytes("collective-permute", 8.0, 8)
     (1400.0, 700.0, 8.0)
@@ -276,17 +279,17 @@ def sent_by(one: Collective, mesh: MeshShape) -> float:
 
 
 def _real_axes(axes: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:
-    """In the mesh's order, without axes of one device: nothing is sent along these."""
+    """The axes in the mesh's order, without those of size one."""
     return tuple(axis for axis in mesh.axis_names if axis in axes and mesh.size(axis) > 1)
 
 
 def collective_name(kind: str, axes: tuple[str, ...] | None) -> str:
-    """A kind of collective, and what it runs over, in words."""
+    """The name of a kind of collective with its mesh axes."""
     return f"{kind} over {'no mesh axes' if axes is None else ', '.join(axes)}"
 
 
 def names_off(figures: Sequence[Figure]) -> tuple[str, ...]:
-    """The names of the figures that do not hold."""
+    """Names of the figures out of tolerance."""
     return tuple(figure.name for figure in figures if not figure.holds)
 
 

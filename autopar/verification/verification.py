@@ -1,6 +1,6 @@
-"""What `verify` found: predicted beside compiled.
+"""Represent and print the result of `verify`: predicted and compiled figures side by side.
 
-In: figures and collectives that were compared. Out: `Verification`, a value that prints as text and as JSON.
+In: compared figures and collectives. Out: `Verification`, which prints as text and as JSON.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from autopar.verification.figures import (
 )
 from autopar.xla_compiler.compiler import CompiledStep
 
-#: Rows shown of collectives that nobody predicted; the JSON has all.
+#: Most rows of the table of unpredicted collectives; the JSON has all.
 MAX_ROWS = 16
-#: Rows shown of compiled collectives one by one.
+#: Most rows of the table of compiled collectives.
 FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One plan that was compiled, or could not be made. Bytes are per device.
+    """One planning attempt of `verify`. Bytes are per device.
 
     Args:
-        planned_for_bytes: what the plan was to keep to: the budget less the margin, or less after a
-            plan that took more than the budget.
-        predicted_bytes, compiled_bytes: the peak; None where no plan fits.
-        step_time_s: predicted.
-        words: the plan's, or why there is none.
+        planned_for_bytes: memory limit of the attempt: the budget minus the margin, or less after an attempt whose compiled
+            program exceeded the budget.
+        predicted_bytes, compiled_bytes: peak memory; None where no plan fits.
+        step_time_s: predicted step time.
+        words: description of the plan, or the reason why there is none.
     """
 
     planned_for_bytes: float
@@ -57,23 +57,20 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verification:
-    """Predicted beside compiled. Printed, it is plain text.
+    """Predicted and compiled figures of a plan. It prints as plain text.
 
     Args:
-        plan: what was held against XLA's program.
-        topology: `slices x hosts x GPUs` that it was compiled for.
-        memory: arguments, temporaries, outputs, what these share, and the peak; bytes per device.
-        matched: all collectives: by kind and mesh axes, and one by one with the decisions that
-            predicted them.
-        step_time: what the plan expects of the estimate of XLA's scheduler, beside that estimate; where the profile has no
-            figures of the estimator, the plan's own predicted step time.
-        compiled: what XLA made, its text included.
-        budget_bytes: the memory budget that the compiled peak must keep to.
-        attempts: the plans that were made and compiled to keep to it, the verified one among them.
-        overhead_s: what verifying took beyond planning (tracing included) and beyond XLA's compile:
-            lowering the planned step, starting the compiler's process as far as planning did not
-            hide it, handing over the module, reading XLA's program, comparing. Not in it: printing,
-            and the text of the program, which XLA writes while it compiles.
+        plan: the verified plan.
+        topology: XLA's `slices x hosts x GPUs per host` of the target.
+        memory: bytes per device of arguments, temporaries, outputs, donated outputs, and the peak.
+        matched: all collectives: by kind and mesh axes, and one by one with the decisions that predicted them.
+        step_time: the plan's prediction of the estimate by XLA's scheduler, and that estimate. Without estimator figures in the
+            profile, the prediction is the plan's own step time.
+        compiled: the compiled step with its HLO text.
+        budget_bytes: the memory budget that the compiled peak must meet.
+        attempts: all planning attempts, the verified plan among them.
+        overhead_s: seconds beyond tracing, planning and XLA's compile: lowering, the worker's startup where planning did not hide
+            it, transfer of the module, parsing the HLO, comparison. Printing is not included.
     """
 
     plan: Plan
@@ -88,7 +85,7 @@ class Verification:
 
     @property
     def collectives(self) -> tuple[CollectiveMatch, ...]:
-        """By kind and mesh axes, the largest first."""
+        """Collectives by kind and mesh axes, the largest first."""
         return self.matched.matches
 
     @property
@@ -98,14 +95,13 @@ class Verification:
 
     @property
     def off(self) -> tuple[str, ...]:
-        """The names of the figures that are off by more than their tolerance, and `memory budget` where
-        XLA's program takes more; empty where all hold."""
+        """Names of the figures out of tolerance, and `memory budget` where XLA's program exceeds it; empty where all hold."""
         names = names_off([*self.memory, *(match.figure for match in self.collectives), self.step_time])
         return names if self.fits else (*names, "memory budget")
 
     @property
     def fits(self) -> bool:
-        """Whether XLA's program keeps to the memory budget."""
+        """Whether XLA's program fits the memory budget."""
         return self.compiled.peak_bytes <= self.budget_bytes
 
     @property
@@ -119,7 +115,7 @@ class Verification:
     __repr__ = __str__
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the program's text, as JSON types: plain seconds and bytes."""
+        """Everything but the HLO text, as JSON types, in seconds and bytes."""
         compiled = self.compiled
         return {
             "format": "autopar-verification",
@@ -164,31 +160,33 @@ class Verification:
 # -- as text ---------------------------------------------------------------------------------
 
 
-def render_verification(told: Verification, console: Console) -> None:
+def render_verification(verification: Verification, console: Console) -> None:
     """Print a verification to a console, with styles where it has them."""
-    plan, compiled = told.plan, told.compiled
-    verdict = "holds" if told.holds else f"off: {', '.join(told.off)}"
+    plan, compiled = verification.plan, verification.compiled
+    verdict = "holds" if verification.holds else f"off: {', '.join(verification.off)}"
     console.print(Text.assemble(("Verification of ", "bold"), (plan.program.name, "bold"), f": {verdict}"))
     console.print(Text(f"{plan.words}; mesh {plan.mesh.describe()}"))
     console.print(
         Text(
-            f"compiled for {plan.hardware}, topology {told.topology}, in {human_seconds(compiled.compile_s)}, and"
-            f" {human_seconds(told.overhead_s)} around it\n"
+            f"compiled for {plan.hardware}, topology {verification.topology}, in {human_seconds(compiled.compile_s)}, and"
+            f" {human_seconds(verification.overhead_s)} around it\n"
         )
     )
-    console.print(Text("Memory, per device", "bold"), _figures(told.memory))
-    console.print(_budget(told))
+    console.print(Text("Memory, per device", "bold"), _figures(verification.memory))
+    console.print(_budget(verification))
     console.print(Text("Collectives: what one device sends in a step", "bold"))
-    console.print(_collectives(told.collectives) if told.collectives else Padding(Text("none\n"), (0, 0, 0, 2)))
-    if told.matched.compiled:
-        console.print(Text("Compiled collectives, and what predicted them", "bold"), _one_by_one(told))
-    if told.unpredicted:
-        console.print(Text("Compiled, and predicted by no decision", "bold"), _strangers(told.unpredicted))
-    if told.matched.missing:
-        console.print(Text("Predicted, and not compiled", "bold"), _missing(told))
-    console.print(Text("Step time, and XLA's estimate of it", "bold"), _figures(_step_times(told)))
+    console.print(
+        _collectives(verification.collectives) if verification.collectives else Padding(Text("none\n"), (0, 0, 0, 2))
+    )
+    if verification.matched.compiled:
+        console.print(Text("Compiled collectives, and what predicted them", "bold"), _one_by_one(verification))
+    if verification.unpredicted:
+        console.print(Text("Compiled, and predicted by no decision", "bold"), _unpredicted(verification.unpredicted))
+    if verification.matched.missing:
+        console.print(Text("Predicted, and not compiled", "bold"), _missing(verification))
+    console.print(Text("Step time, and XLA's estimate of it", "bold"), _figures(_step_times(verification)))
     what = [f"{PREDICTED}: {PREDICTED_IS}"]
-    if told.step_time.name == SIMULATED:
+    if verification.step_time.name == SIMULATED:
         what.append(f"{SIMULATED}: {SIMULATED_IS}")
     foreseen = plan.prediction.xla_exposed_s
     for whose, times in (("simulated", foreseen), ("says XLA", compiled.exposed_s)):
@@ -200,12 +198,12 @@ def render_verification(told: Verification, console: Console) -> None:
     console.print(Text("XLA_FLAGS", "bold"), *(Padding(Text(flag), (0, 0, 0, 2)) for flag in compiled.flags))
 
 
-def _step_times(told: Verification) -> list[Figure]:
-    """Both step times of the plan: its own, of which XLA says nothing, and what it expects of XLA's estimator."""
-    if told.step_time.name != SIMULATED:
-        return [told.step_time]
-    own = told.plan.prediction.step_time_s
-    return [Figure(PREDICTED, "s", own, None, None, measured=told.step_time.measured), told.step_time]
+def _step_times(verification: Verification) -> list[Figure]:
+    """The plan's own step time, which XLA has no counterpart of, and its prediction of XLA's estimate."""
+    if verification.step_time.name != SIMULATED:
+        return [verification.step_time]
+    own = verification.plan.prediction.step_time_s
+    return [Figure(PREDICTED, "s", own, None, None, measured=verification.step_time.measured), verification.step_time]
 
 
 def _figures(figures: Sequence[Figure]) -> RenderableType:
@@ -213,11 +211,11 @@ def _figures(figures: Sequence[Figure]) -> RenderableType:
     table = _table("", "predicted", "compiled", *ran, "off", "tolerance", "")
     for one in figures:
         show = human_bytes if one.unit == "bytes" else human_seconds
-        told = [one.compiled, *([one.measured] if ran else [])]
+        numbers = [one.compiled, *([one.measured] if ran else [])]
         table.add_row(
             Text(one.name),
             show(one.predicted),
-            *("-" if number is None else show(number) for number in told),
+            *("-" if number is None else show(number) for number in numbers),
             _off(one),
             "-" if one.tolerance is None else f"{100 * one.tolerance:g} %",
             Text("" if one.holds else "OFF", "red"),
@@ -225,24 +223,24 @@ def _figures(figures: Sequence[Figure]) -> RenderableType:
     return Padding(table, (0, 0, 1, 2))
 
 
-def _budget(told: Verification) -> RenderableType:
-    kept = f"the compiled peak keeps to the memory budget of {human_bytes(told.budget_bytes)}"
-    if told.fits and len(told.attempts) == 1:
+def _budget(verification: Verification) -> RenderableType:
+    kept = f"the compiled peak keeps to the memory budget of {human_bytes(verification.budget_bytes)}"
+    if verification.fits and len(verification.attempts) == 1:
         return Padding(Text(kept), (0, 0, 1, 2))
     table = _table("attempt", "planned for", "predicted", "compiled", "predicted step", "plan")
-    for number, one in enumerate(told.attempts, 1):
+    for number, one in enumerate(verification.attempts, 1):
         sizes = [one.planned_for_bytes, one.predicted_bytes, one.compiled_bytes]
         shown = ["-" if size is None else human_bytes(size) for size in sizes]
         step_time = "-" if one.step_time_s is None else human_seconds(one.step_time_s)
         table.add_row(str(number), *shown, step_time, Text(one.words))
-    over = f"the compiled peak is over the memory budget of {human_bytes(told.budget_bytes)}"
+    over = f"the compiled peak is over the memory budget of {human_bytes(verification.budget_bytes)}"
     ways = "give a larger budget or more devices, a smaller batch or model"
-    if not told.fits and len(told.attempts) == 1:  # a given plan
-        ratio = told.budget_bytes / told.compiled.peak_bytes
-        tighter = told.plan.prediction.peak_bytes * ratio
+    if not verification.fits and len(verification.attempts) == 1:  # a given plan
+        ratio = verification.budget_bytes / verification.compiled.peak_bytes
+        tighter = verification.plan.prediction.peak_bytes * ratio
         ways = f"plan anew with a budget of {human_bytes(tighter)}, or verify without a given plan, which does so"
     grid = Table.grid()
-    grid.add_row(Text(kept if told.fits else f"{over}: {ways}", "" if told.fits else "red"))
+    grid.add_row(Text(kept if verification.fits else f"{over}: {ways}", "" if verification.fits else "red"))
     grid.add_row(table)
     return Padding(grid, (0, 0, 1, 2))
 
@@ -269,10 +267,10 @@ def _collectives(matches: Sequence[CollectiveMatch]) -> RenderableType:
     return Padding(grid, (0, 0, 1, 2))
 
 
-def _one_by_one(told: Verification) -> RenderableType:
+def _one_by_one(verification: Verification) -> RenderableType:
     table = _table("collective", "sends", "decisions", "what for, and where")
-    for one in told.matched.compiled[:FEW_ROWS]:
-        uses = [told.plan.collectives[position] for position in one.predicted]
+    for one in verification.matched.compiled[:FEW_ROWS]:
+        uses = [verification.plan.collectives[position] for position in one.predicted]
         causes = list(dict.fromkeys(use.cause for use in sorted(uses, key=lambda use: -use.num_bytes)))
         cause = f"{causes[0]}{', …' if len(causes) > 1 else ''}" if causes else "predicted by no decision"
         times = f" x{one.num_times}" if one.num_times > 1 else ""
@@ -282,11 +280,11 @@ def _one_by_one(told: Verification) -> RenderableType:
             str(len(uses)),
             Text(f"{cause}\n{one.path}"),
         )
-    _add_rest(table, len(told.matched.compiled) - FEW_ROWS)
+    _add_rest(table, len(verification.matched.compiled) - FEW_ROWS)
     return Padding(table, (0, 0, 1, 2))
 
 
-def _strangers(rows: Sequence[CompiledCollective]) -> RenderableType:
+def _unpredicted(rows: Sequence[CompiledCollective]) -> RenderableType:
     table = _table("collective", "sends", "where")
     for one in rows[:MAX_ROWS]:
         where = [one.path, short_source(one.source)]
@@ -299,14 +297,14 @@ def _strangers(rows: Sequence[CompiledCollective]) -> RenderableType:
     return Padding(table, (0, 0, 1, 2))
 
 
-def _missing(told: Verification) -> RenderableType:
+def _missing(verification: Verification) -> RenderableType:
     table = _table("collective", "sends", "what for, and where")
-    for position, rest in told.matched.missing[:MAX_ROWS]:
-        use = told.plan.collectives[position]
+    for position, rest in verification.matched.missing[:MAX_ROWS]:
+        use = verification.plan.collectives[position]
         where = [use.cause, use.path, short_source(use.source)]
         name = f"{use.kind} over {', '.join(use.axes)}"
         table.add_row(Text(name), human_bytes(rest), Text("\n".join(filter(None, where))))
-    _add_rest(table, len(told.matched.missing) - MAX_ROWS)
+    _add_rest(table, len(verification.matched.missing) - MAX_ROWS)
     return Padding(table, (0, 0, 1, 2))
 
 

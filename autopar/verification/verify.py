@@ -1,8 +1,7 @@
-"""Hold a plan against the program that XLA compiles from it, on a machine without a GPU.
+"""Verify a plan: compile it by XLA, without a GPU, and compare memory, collectives and step time with the predictions.
 
-In: a step, its arguments and a plan (or what to plan for). Out: `Verification`: predicted beside
-compiled, which prints as text. The step is traced, planned and lowered here, and compiled in
-another process (`absent`); nothing is run.
+In: a step, its arguments, a plan or the options to make one. Out: `Verification`, which prints as text. This process traces, plans
+and lowers the step. A worker process (`xla_compiler`) compiles it. The step is not executed unless `run` is given.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from autopar.planner.memory_budget import MemoryBudget
 from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes
 from autopar.transforms.program import Program
-from autopar.verification.compile_plan import compile_plan, held_against, hosts_needed
+from autopar.verification.compile_plan import compare_with_compiled, compile_plan, hosts_needed
 from autopar.verification.verification import Attempt, Verification
 from autopar.verification.verify_stages import StagesVerification, verify_stages
 from autopar.xla_compiler.compiler import CompiledStep, Compiler
 from autopar.xla_compiler.gpu_target import topology_text
 
-#: How often a plan whose compiled program takes more than the memory budget is made anew.
+#: The most replanning attempts for a plan whose compiled program exceeds the memory budget.
 MOST_REPLANS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A plan, what it was made for, and what XLA made of it."""
+    """A plan and its compiled step."""
 
     plan: Plan
     compiled: CompiledStep
@@ -63,30 +62,29 @@ def verify(
     compiler: Compiler | None = None,
     **options: Any,
 ) -> Any:
-    """Compile the planned step for its GPUs, none of which need exist, and compare.
+    """Compile the planned step for its GPUs, which may be absent, and compare the result with the plan.
 
-    A plan made here whose compiled program takes more than the memory budget is made anew for a
-    tighter one, at most twice. Of a plan of stages, each stage's program is compiled: `StagesVerification`.
+    If the compiled program exceeds the memory budget, a plan made here is replaced by one for a tighter budget, at most twice. A
+    plan with pipeline stages has every stage's program compiled and returns `StagesVerification`.
 
     Args:
         step: a function as for `autopar.plan`, or a step made by `autopar.parallelize`, whose plan and
-            options hold unless others are given.
+            options apply unless others are given.
         args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
-        kwargs: the step's keyword arguments.
-        plan: the plan to hold against XLA's program; by default one is made.
-        hosts: over how many hosts the devices are spread; by default as few as the profile needs.
-        run: run the step too, on GPUs that are here, and measure it.
-        compiler: one that was started earlier, and is ended by whoever started it; by default one is
-            started here.
-        options: those of `autopar.plan`. With `plan`, `hardware` says what to compile for.
+        kwargs: keyword arguments of the step.
+        plan: the plan to verify; by default one is made.
+        hosts: number of hosts; by default the fewest that hold the devices.
+        run: whether to run and measure the step on local GPUs too.
+        compiler: a running compiler, which stays open; by default one is started and closed here.
+        options: options of `autopar.plan`. With `plan`, `hardware` is the target of the compile.
 
     Raises:
-        VerifyError: the CUDA wheels are missing, XLA refuses the program, or it is to be run and the GPUs
-            are not here.
+        VerifyError: the CUDA wheels are missing, XLA fails to compile the program, or `run` is given and the GPUs
+            are not local.
         AutoparError: as `autopar.plan` raises.
     """
     started = time.perf_counter()
-    # Before planning, which may take long: it is getting ready meanwhile.
+    # The compiler starts before planning, which may take long, and is ready afterwards.
     with Compiler() if compiler is None else nullcontext(compiler) as compiler:
         if run:
             compiler.check_may_run()
@@ -99,12 +97,12 @@ def verify(
             if hosts is not None and plan is None:
                 options |= {"hardware": _spread(options, hosts)}
             parallel = parallelize(Step.of(step), plan=plan, **options)
-        told = _Verifier(parallel, args, kwargs or {}, hosts, run, options, compiler).verify()
-    return replace(told, overhead_s=time.perf_counter() - started - told.overhead_s)
+        verification = _Verifier(parallel, args, kwargs or {}, hosts, run, options, compiler).verify()
+    return replace(verification, overhead_s=time.perf_counter() - started - verification.overhead_s)
 
 
 class _Verifier:
-    """Plans, compiles, and plans again where the compiled program takes more than the budget."""
+    """Plans, compiles, and replans while the compiled program exceeds the budget."""
 
     def __init__(
         self,
@@ -119,11 +117,11 @@ class _Verifier:
         self.parallel, self.args, self.kwargs, self.hosts, self.run = parallel, args, kwargs, hosts, run
         self.options, self.compiler = options, compiler
         self.report: Callable[[str, float], None] = options.get("progress") or (lambda stage, fraction: None)
-        self.elsewhere_s = 0.0  # planning, and XLA's own work
+        self.elsewhere_s = 0.0  # seconds of planning and of XLA, which are no overhead of verification
         self.attempts: list[Attempt] = []
 
     def verify(self) -> Verification | StagesVerification:
-        """All but the overhead, in whose place stands what is no overhead."""
+        """The verification, with `overhead_s` set to the time that is no overhead; the caller subtracts it."""
         before = time.perf_counter()
         plan, program = self.parallel.planned(*self.args, **self.kwargs)
         self.elsewhere_s += time.perf_counter() - before
@@ -134,7 +132,7 @@ class _Verifier:
         made, planned_for = _Made(plan, self._compile(plan, program, profile)), MemoryBudget(budget).plan_bytes
         self._note(made, planned_for)
         while made.compiled.peak_bytes > budget and not self.parallel.is_fixed and len(self.attempts) <= MOST_REPLANS:
-            # The next plan, if it is off as far as this one, takes just what the budget leaves.
+            # A plan for this limit meets the budget if its prediction is off by the same factor.
             limit = made.plan.prediction.peak_bytes * budget / made.compiled.peak_bytes
             replanned = self._replan(made, program, limit)
             if replanned is None:
@@ -142,7 +140,7 @@ class _Verifier:
             other = _Made(replanned, self._compile(replanned, program, profile))
             self._note(other, MemoryBudget(limit).plan_bytes)
             made = min(made, other, key=lambda one: one.compiled.peak_bytes)
-        return held_against(
+        return compare_with_compiled(
             made.plan,
             program,
             made.compiled,
@@ -156,11 +154,12 @@ class _Verifier:
     def _of_stages(self, plan: PipelinePlan, program: Program) -> StagesVerification:
         if self.run:
             raise VerifyError(
-                f"`{plan.program.name}` is planned in {len(plan.stages)} stages, and `run` runs one program: leave it out"
+                f"the plan of `{plan.program.name}` has {len(plan.stages)} stages, but `run` runs a single program;"
+                " leave out --run (run=True)"
             )
-        told = verify_stages(plan, program, self.parallel.profiles(plan), self.compiler, self.report)
-        self.elsewhere_s += sum(one.compiled.compile_s for one in told.verified)
-        return replace(told, overhead_s=self.elsewhere_s)
+        verification = verify_stages(plan, program, self.parallel.profiles(plan), self.compiler, self.report)
+        self.elsewhere_s += sum(one.compiled.compile_s for one in verification.verified)
+        return replace(verification, overhead_s=self.elsewhere_s)
 
     def _num_hosts(self, plan: Plan, profile: HardwareProfile) -> int:
         return hosts_needed(plan, profile) if self.hosts is None else self.hosts
@@ -172,7 +171,7 @@ class _Verifier:
         return compiled
 
     def _replan(self, made: _Made, program: Program, limit: float) -> Plan | None:
-        """A plan of less memory; None where there is none."""
+        """A plan within a memory limit; None where there is none."""
         before = time.perf_counter()
         options = self.parallel.planning_options()
         own = {name: options[name] for name in options if name not in ("stages", "schedule", "partitioner")}
@@ -211,7 +210,7 @@ class _Verifier:
 
 
 def _spread(options: Mapping[str, Any], hosts: int) -> HardwareProfile:
-    """The hardware to plan for, with as many devices a host as `hosts` leaves."""
+    """The hardware profile to plan for, with the devices per host that `hosts` gives."""
     mesh = options.get("mesh")
     if mesh is None:
         num_devices = options.get("num_devices") or jax.device_count()

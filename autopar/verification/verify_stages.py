@@ -1,7 +1,7 @@
-"""Hold a plan of stages against the programs that XLA compiles from them.
+"""Verify a plan with pipeline stages: compile each stage's program by XLA, and compare it with the stage's plan.
 
-In: a `PipelinePlan`, its program, hardware profiles. Out: `StagesVerification`: of each stage its program, with the loop
-over microbatches that it was planned in, compiled for absent GPUs as that of any plan. Equal stages are compiled once.
+In: a `PipelinePlan`, its program, hardware profiles. Out: `StagesVerification`. Each stage is compiled with the microbatch loop that
+it was planned in. Equal stages are compiled once.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from autopar.pipeline.schedule.in_flight import held_most
 from autopar.system.text_tables import new_table, plain_text
 from autopar.system.units import human_bytes, human_seconds
 from autopar.transforms.program import Program
-from autopar.verification.compile_plan import compile_plan, held_against, hosts_needed
+from autopar.verification.compile_plan import compare_with_compiled, compile_plan, hosts_needed
 from autopar.verification.verification import Verification, render_verification
 from autopar.xla_compiler.compiler import Compiler
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StagesVerification:
-    """Predicted beside compiled, stage by stage. Printed, it is plain text.
+    """Predicted and compiled figures of each stage. It prints as plain text.
 
     Args:
-        stages: of each stage; equal stages have one in common.
-        peak_bytes: of each submesh, what XLA's programs take with the microbatches that the schedule keeps in flight.
-        budget_bytes: what a device of each submesh may hold.
-        overhead_s: as of `Verification`.
+        plan: the verified plan.
+        stages: verification of each stage; equal stages share one.
+        peak_bytes: per submesh, peak memory of a device by XLA's programs, with the microbatches that the schedule keeps in flight.
+        budget_bytes: per submesh, the memory budget of a device.
+        overhead_s: as in `Verification`.
     """
 
     plan: PipelinePlan
@@ -45,18 +46,18 @@ class StagesVerification:
 
     @property
     def verified(self) -> tuple[Verification, ...]:
-        """Those that differ."""
+        """The distinct verifications of stages."""
         return tuple({id(one): one for one in self.stages}.values())
 
     @property
     def off(self) -> tuple[str, ...]:
-        """The names of the figures that are off, with their stage; empty where all hold."""
+        """Names of the figures out of tolerance, with their stage; empty where all hold."""
         names = [f"stage {n}: {name}" for n, one in enumerate(self.stages) for name in one.off]
         return tuple(names) if self.fits else (*names, "memory budget")
 
     @property
     def fits(self) -> bool:
-        """Whether XLA's programs keep to the memory budget, with the microbatches in flight."""
+        """Whether XLA's programs fit the memory budget with the microbatches in flight."""
         return all(peak <= budget for peak, budget in zip(self.peak_bytes, self.budget_bytes, strict=True))
 
     @property
@@ -70,7 +71,7 @@ class StagesVerification:
     __repr__ = __str__
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the programs' texts, as JSON types: plain seconds and bytes."""
+        """Everything but the HLO texts, as JSON types, in seconds and bytes."""
         return {
             "format": "autopar-stages-verification",
             "version": 1,
@@ -91,26 +92,28 @@ def verify_stages(
     compiler: Compiler,
     report: Callable[[str, float], None],
 ) -> StagesVerification:
-    """Compile the program of each stage for its GPUs, none of which need exist, and compare.
+    """Compile the program of each stage for its GPUs, which may be absent, and compare it with the stage's plan.
 
     Args:
-        program: as traced. profiles: by kind of device.
+        program: the traced program.
+        profiles: hardware profile of each kind of device.
+        report: progress callback: stage, and its completed fraction.
 
     Raises:
-        VerifyError: XLA refuses a program.
+        VerifyError: XLA fails to compile a program.
     """
     known: dict[Any, Verification] = {}
     stages: list[Verification] = []
     for number, (one, stage) in enumerate(zip(stage_programs(plan, program), plan.stages, strict=True)):
         profile = profiles[stage.submesh.shape.kind]
         planned = one.program.of(stage.plan)
-        told = tuple(replace(constraint, at="") for constraint in stage.plan.constraints)
-        key = (stage.plan.program.fingerprint, told, stage.plan.inputs, stage.plan.mesh, profile.name)
+        constraints = tuple(replace(constraint, at="") for constraint in stage.plan.constraints)
+        key = (stage.plan.program.fingerprint, constraints, stage.plan.inputs, stage.plan.mesh, profile.name)
         if key not in known:
             compiled = compile_plan(
                 stage.plan, planned, profile, hosts_needed(stage.plan, profile), compiler, _of_stage(report, number)
             )
-            known[key] = held_against(
+            known[key] = compare_with_compiled(
                 stage.plan,
                 planned,
                 compiled,
@@ -138,15 +141,15 @@ def _of_stage(report: Callable[[str, float], None], number: int) -> Callable[[st
     return lambda what, fraction: report(f"stage {number}: {what}", fraction)
 
 
-def render_stages_verification(told: StagesVerification, console: Console) -> None:
-    """Print a verification to a console: a row for each stage, and in full those that are off."""
-    plan = told.plan
-    verdict = "holds" if told.holds else f"off: {', '.join(told.off)}"
+def render_stages_verification(verification: StagesVerification, console: Console) -> None:
+    """Print a verification to a console: one row per stage, and the full report of stages out of tolerance."""
+    plan = verification.plan
+    verdict = "holds" if verification.holds else f"off: {', '.join(verification.off)}"
     console.print(Text.assemble(("Verification of ", "bold"), (plan.program.name, "bold"), f": {verdict}"))
     console.print(Text(f"{plan.words}\n"))
     numbers = ["peak predicted", "compiled", "collectives", "compiled in"]
     table = new_table("stage", *numbers, "", right=numbers)
-    for number, one in enumerate(told.stages):
+    for number, one in enumerate(verification.stages):
         table.add_row(
             Text(f"{number}: {one.plan.mesh.describe()}"),
             human_bytes(one.plan.prediction.peak_bytes),
@@ -158,12 +161,12 @@ def render_stages_verification(told: StagesVerification, console: Console) -> No
     console.print(Text("Each stage with one microbatch, per device", "bold"), Padding(table, (0, 0, 1, 2)))
     numbers = ["peak", "memory budget"]
     table = new_table("submesh", *numbers, "", right=numbers)
-    for number, (peak, budget) in enumerate(zip(told.peak_bytes, told.budget_bytes, strict=True)):
+    for number, (peak, budget) in enumerate(zip(verification.peak_bytes, verification.budget_bytes, strict=True)):
         over = Text("OVER" if peak > budget else "", "red")
         table.add_row(str(number), human_bytes(peak), human_bytes(budget), over)
     title = f"With the microbatches in flight that {plan.schedule} keeps, per device"
     console.print(Text(title, "bold"), Padding(table, (0, 0, 1, 2)))
-    for one in told.verified:
+    for one in verification.verified:
         if not one.holds:
-            console.print(Text(f"Stage {told.stages.index(one)}", "bold"))
+            console.print(Text(f"Stage {verification.stages.index(one)}", "bold"))
             render_verification(one, console)

@@ -1,4 +1,4 @@
-"""XLA's compiler in a worker process, for GPUs that are absent or here, and its HLO read back.
+"""Compile with XLA in a worker process, for local or absent GPUs, and parse the optimized HLO.
 
 In: a lowered program, a target.
 Out: optimized HLO, its collectives, memory, time.

@@ -1,10 +1,9 @@
-"""XLA's compiler in a process of its own, started ahead of the work.
+"""Run XLA's compiler in a worker process that starts ahead of the work.
 
-In: a lowered step as bytes, a hardware profile, how many devices on how many hosts. Out:
-`CompiledStep`: XLA's program as text, its memory, and how long XLA's scheduler thinks it takes. The
-process is another one (`compile_absent`) because XLA reads its flags once per process, its estimate
-is only in its log, and JAX complains of the missing GPU unless told to use the CPU. It is started
-before there is anything to compile: it imports JAX while the step is planned.
+In: a lowered step as bytes, a hardware profile, the numbers of devices and hosts. Out: `CompiledStep`: the optimized HLO as text,
+its memory, and the step time that XLA's scheduler estimates. A separate process (`worker_deviceless`, `worker_local`) is
+necessary: XLA reads its flags once per process and writes its estimate only to the log, and JAX warns about a missing GPU unless
+JAX_PLATFORMS selects the CPU. The worker starts early so that it imports JAX while the step is planned.
 """
 
 from __future__ import annotations
@@ -27,24 +26,23 @@ from autopar.errors import VerifyError
 from autopar.system.source_paths import PACKAGE
 from autopar.xla_compiler.gpu_target import require_wheels, target_text, topology_text
 
-#: What XLA is told besides a user's own XLA_FLAGS, wherever it compiles: the scheduler that overlaps
-#: communication, with its analytical estimate of times.
+#: XLA flags of every compile, in addition to the user's own XLA_FLAGS: the latency-hiding scheduler with its analytical estimator.
 SCHEDULER_FLAGS = (
     "--xla_gpu_enable_latency_hiding_scheduler=true",
     "--xla_gpu_enable_analytical_sol_latency_estimator=true",
 )
-#: The same for GPUs that are not there. No autotuning, for it runs kernels; then no split-K either,
-#: which autotuning would seldom choose and the estimator prices far too dear.
+#: XLA flags of a compile for absent GPUs. Autotuning is off because it runs kernels. Split-K is off because autotuning seldom
+#: chooses it and the estimator prices it far too high.
 FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_experimental_force_split_k=1", *SCHEDULER_FLAGS)
-#: Without this the estimator charges a flat 5 ms for any collective between hosts; with it, by bytes and latency.
+#: Without this flag the estimator charges every collective between hosts 5 ms; with it, a time by bytes and latency.
 _GPUS_PER_HOST_FLAG = "--xla_gpu_analytical_latency_estimator_options=partition_size="
 _GPUS_PER_HOST = 8
 
-#: XLA sums a few bytes by a kernel of its own, which its compiler (jax 0.12.0.1) cannot make for 64 GPUs: so the log
-#: names it then, and so XLA is told to leave it to NCCL.
+#: XLA runs a small all-reduce by its own one-shot kernel, and fails to compile that for 64 GPUs (JAX 0.12.0.1). The log then names
+#: the kernel, and the flag makes XLA call NCCL instead.
 _OWN_KERNEL, _NO_OWN_KERNEL_FLAG = "TRITON_ONE_SHOT", "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
 
-#: The least at which XLA's scheduler logs its estimate; 2 takes seconds, and 20 MB of log.
+#: The lowest log level at which XLA's scheduler logs its estimate; level 2 costs seconds and 20 MB of log.
 _LOG_MODULES = "latency_hiding_scheduler=1"
 _TIME = re.compile(r"\] (?:Wasted cycles for ([\w\- ]+)|(Total cycles)): ([\d.e+\-]+)$", re.M)
 _LOG_LINE = re.compile(r"^[IWEF]\d{4} ")
@@ -52,8 +50,12 @@ _LOG_LINE = re.compile(r"^[IWEF]\d{4} ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Runs on the devices themselves: the median of `runs_s`, and the most memory that one device
-    held, None where the device does not say."""
+    """Measured runs on the devices.
+
+    Args:
+        step_time_s: median of `runs_s`.
+        peak_bytes: peak memory of the fullest device; None where the device does not report it.
+    """
 
     step_time_s: float
     runs_s: tuple[float, ...]
@@ -62,13 +64,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What a step is run on: values are made up.
+    """The inputs of a measured step; their values are random.
 
     Args:
-        mesh_axes, mesh_sizes: how the devices are laid out.
-        inputs: shape, dtype and the mesh axes of each dim, of the inputs that the step reads.
-        donated: positions in `inputs` whose buffers the step takes.
-        carried: positions in `inputs`, and those of the outputs that are the next step's.
+        mesh_axes, mesh_sizes: the device mesh.
+        inputs: shape, dtype and mesh axes per dim of each input that the step reads.
+        donated: positions in `inputs` of donated buffers.
+        carried: pairs of a position in `inputs` and the position of the output that replaces it in the next step.
     """
 
     mesh_axes: tuple[str, ...]
@@ -80,15 +82,16 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
-    """What XLA made of a step. Bytes are per device.
+    """A step as XLA compiled it. Bytes are per device.
 
     Args:
-        hosts: the host of each device, in the mesh's order.
-        step_time_s: XLA's estimate; None where it made none.
-        exposed_s: by collective kind, the part of it that no computation hides; above zero only.
-        compile_s: what XLA took.
-        flags: XLA_FLAGS it was compiled with.
-        measured: what a run took; None where it was not run.
+        hosts: host of each device, in mesh order.
+        step_time_s: XLA's estimate; None where XLA made none.
+        exposed_s: kind of collective -> exposed time by XLA's estimate; positive entries only.
+        compile_s: compile time.
+        flags: XLA_FLAGS of the compile.
+        hlo_text: the optimized HLO.
+        measured: measured runs; None where the step was not run.
     """
 
     argument_bytes: float
@@ -109,19 +112,18 @@ class CompiledStep:
 
 
 class _OwnKernelError(VerifyError):
-    """XLA ended over a kernel of its own for an all-reduce."""
+    """XLA failed to compile its one-shot all-reduce kernel."""
 
 
 class Compiler:
-    """A process that compiles: started at once, ended by `close`.
+    """A worker process that compiles; it starts at once and ends with `close`.
 
-    Where there may be GPUs it first takes these; if they turn out to be others than the profile's, or
-    too few, it compiles for GPUs that are not there. It ends with this process, however that ends,
-    and never outlives an error: use it in a `with`.
+    On a machine with GPUs the worker first opens those. If they differ from the profile's, or are too few, it compiles for absent
+    GPUs instead. The worker ends when this process ends, for whatever reason. Use it in a `with` statement.
 
     Args:
-        platform: JAX's name of the devices to look for here; None to look for none; by default GPUs,
-            where the machine seems to have any and JAX_PLATFORMS does not forbid them.
+        platform: JAX's name of the local devices to use; None for absent devices. By default GPUs, where the machine seems to
+            have any and JAX_PLATFORMS allows them.
 
     Raises:
         VerifyError: the wheels are missing.
@@ -132,7 +134,7 @@ class Compiler:
         self._jobs = 0
         self._per_host = _GPUS_PER_HOST
         self._own_kernel = True
-        self._read = 0  # bytes of the log
+        self._read = 0  # bytes of the log that have been read
         self._here: dict[str, Any] | None = None
         self._platform = _platform_here() if platform == "" else platform
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-verify-")
@@ -144,7 +146,7 @@ class Compiler:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """XLA_FLAGS of the process. Kernels can be tried out on GPUs that are here, and are."""
+        """XLA_FLAGS of the worker. Autotuning stays on for local GPUs."""
         own = own_flags(os.environ.get("XLA_FLAGS", ""))
         if any(flag.startswith(_GPUS_PER_HOST_FLAG.split("=")[0]) for flag in own):
             own_options: tuple[str, ...] = ()
@@ -154,26 +156,26 @@ class Compiler:
         return (*own, *(FLAGS if self._platform is None else SCHEDULER_FLAGS), *own_options)
 
     def check_may_run(self) -> None:
-        """Refuse to run anything where no device is looked for: before planning, which may take long.
+        """Check, before a long planning run, that this machine seems to have GPUs to run on.
 
         Raises:
-            VerifyError: there seem to be no GPUs here.
+            VerifyError: it has none.
         """
         if self._platform is None:
             raise VerifyError(
-                "to run the step takes GPUs on this machine, and there are none: no /dev/nvidia*, or JAX_PLATFORMS or"
-                " CUDA_VISIBLE_DEVICES forbids them; leave out --run (run=True) to compile for GPUs that are not there"
+                "running the step needs GPUs on this machine, and there are none: no /dev/nvidia*, or JAX_PLATFORMS or"
+                " CUDA_VISIBLE_DEVICES excludes them; leave out --run (run=True) to compile for absent GPUs"
             )
 
     def is_present(self, profile: HardwareProfile, num_devices: int, num_hosts: int) -> bool:
-        """Whether the devices to compile for are here. From then on, if not, others are compiled for."""
+        """Whether the target devices are local. If not, the worker restarts and compiles for absent devices from now on."""
         if self._platform is None:
             return False
         here = self._here
         if here is None:
             assert self._child.stdout is not None
-            said = self._child.stdout.readline()  # nothing where JAX finds no such device
-            here = self._here = json.loads(said) if said else {"kind": "none", "count": 0}
+            line = self._child.stdout.readline()  # empty where JAX finds no such device
+            here = self._here = json.loads(line) if line else {"kind": "none", "count": 0}
         kinds = {kind.lower() for kind in profile.device_kinds}
         if here["kind"].lower() in kinds and here["count"] >= num_devices and num_hosts == 1:
             return True
@@ -191,18 +193,19 @@ class Compiler:
         *,
         options: Mapping[str, int] | None = None,
     ) -> CompiledStep:
-        """Compile a step lowered for the profile's platform, and run it where `arguments` are given.
+        """Compile a step that is lowered for the profile's platform, and run it if `arguments` are given.
 
         Args:
-            options: of XLA's, for this step alone.
+            module: the serialized module.
+            options: XLA compile options of this step.
 
         Raises:
-            VerifyError: XLA refuses the program, or numbers the devices otherwise than the mesh does; or
-                it is to be run and the devices are not here.
-            HardwareError: the profile does not describe a GPU to XLA.
-            MeshError: the devices cannot be spread evenly over the hosts.
+            VerifyError: XLA fails to compile the program, XLA assigns devices to hosts differently from the mesh, or `arguments`
+                are given and the devices are not local.
+            HardwareError: the profile has no description of the GPU for XLA.
+            MeshError: the devices do not divide evenly among the hosts.
         """
-        if num_hosts > 1 and num_devices // num_hosts != self._per_host:  # a flag, which XLA reads at its start
+        if num_hosts > 1 and num_devices // num_hosts != self._per_host:  # XLA reads this flag at startup only
             self._per_host = num_devices // num_hosts
             self._restart()
         job = Path(self._folder.name, str(self._jobs))
@@ -215,10 +218,10 @@ class Compiler:
             if arguments is not None:
                 (job / "arguments").write_text(json.dumps(asdict(arguments)), encoding="utf-8")
         elif arguments is not None:
-            here = f"{self._here['count']} of kind {self._here['kind']!r}" if self._here else "none found"
+            here = f"{self._here['count']} of kind {self._here['kind']!r}" if self._here else "no GPU"
             raise VerifyError(
-                f"to run the step takes {num_devices} {' or '.join(map(repr, profile.device_kinds))} on this machine,"
-                f" but of such GPUs here: {here}; leave out --run (run=True) to compile for GPUs that are not there"
+                f"running the step needs {num_devices} {' or '.join(map(repr, profile.device_kinds))} on this machine,"
+                f" which has {here}; leave out --run (run=True) to compile for absent GPUs"
             )
         else:
             (job / "target").write_text(target_text(profile), encoding="utf-8")
@@ -247,12 +250,12 @@ class Compiler:
         )
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the worker."""
         self._end()
         self._folder.cleanup()
 
     def _restart(self) -> None:
-        """A new process, which reads the flags as they are now."""
+        """Start a new worker with the current flags."""
         self._end()
         self._read = 0
         self._child = self._start()
@@ -261,7 +264,7 @@ class Compiler:
         self._child.kill()
         self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
-            with contextlib.suppress(OSError):  # what the process will not read any more
+            with contextlib.suppress(OSError):  # unread input of the killed worker
                 assert pipe is not None
                 pipe.close()
 
@@ -279,19 +282,19 @@ class Compiler:
 
     def _start(self) -> subprocess.Popen[str]:
         folder = self._folder.name
-        # XLA writes the text of its program for us, which is quicker than to ask the executable for it.
+        # XLA dumps the HLO text itself, which takes half as long as `executable.hlo_modules()`.
         own_dump = any(flag.startswith("--xla_dump_to") for flag in self.flags)
         dump = () if own_dump else (f"--xla_dump_to={folder}/dump", "--xla_dump_hlo_as_text")
         env = os.environ | {
             "JAX_PLATFORMS": self._platform or "cpu",
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the process that asks may hold most of a GPU
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the parent process may hold most of a GPU's memory
             "XLA_FLAGS": " ".join((*self.flags, *dump)),
             "TF_CPP_VMODULE": _LOG_MODULES,
             "TF_CPP_MIN_LOG_LEVEL": "0",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH")))),
         }
         with self._log.open("wb") as log:
-            # A session of its own: Ctrl-C reaches this process alone, which then ends the compiler.
+            # A new session: Ctrl-C then reaches this process only, which kills the worker.
             return subprocess.Popen(
                 [
                     sys.executable,
@@ -308,9 +311,9 @@ class Compiler:
             )
 
     def _done(self, job: str) -> str:
-        """Have a job done; what XLA logged meanwhile."""
+        """Run a job in the worker, and return what XLA logged meanwhile."""
         assert self._child.stdin is not None and self._child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died already: no answer will come
+        with contextlib.suppress(BrokenPipeError):  # the worker has died; the empty answer below reports it
             print(job, file=self._child.stdin, flush=True)
         answer = self._child.stdout.readline()
         with self._log.open("rb") as file:
@@ -320,17 +323,17 @@ class Compiler:
         text = log.decode("utf-8", errors="replace")
         if answer.strip() != job:
             code = self._child.wait()
-            said = [line for line in text.splitlines() if line.strip() and not _LOG_LINE.match(line)]
+            lines = [line for line in text.splitlines() if line.strip() and not _LOG_LINE.match(line)]
             kind = _OwnKernelError if _OWN_KERNEL in text else VerifyError
             raise kind(
-                f"XLA could not compile the planned step (exit code {code}); its last words:\n  "
-                + "\n  ".join(line[:500] for line in said[-6:])
+                f"XLA could not compile the planned step (exit code {code}); the end of its log:\n  "
+                + "\n  ".join(line[:500] for line in lines[-6:])
             )
         return text
 
 
 def _platform_here() -> str | None:
-    """`cuda` where the machine seems to have GPUs and nobody forbids them; only a process that takes them can tell."""
+    """`cuda` where the machine seems to have GPUs and the environment allows them; only a process that opens them knows."""
     allowed = os.environ.get("JAX_PLATFORMS", "")
     forbidden = (allowed and not {"cuda", "gpu"} & set(allowed.split(","))) or (
         os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
@@ -339,20 +342,19 @@ def _platform_here() -> str | None:
 
 
 def _check_hosts(hosts: tuple[int, ...], num_hosts: int) -> None:
-    """Device n of the mesh must lie on the host that the plan thinks: the first ones on the first host."""
+    """Check that XLA assigns the mesh's devices to hosts as the plan assumes: in order, the first ones to the first host."""
     wanted = tuple(n * num_hosts // len(hosts) for n in range(len(hosts)))
     numbers = {host: n for n, host in enumerate(dict.fromkeys(hosts))}
     if tuple(numbers[host] for host in hosts) != wanted:
         raise VerifyError(
-            f"XLA spreads the devices over the hosts as {list(hosts)}, not as the mesh does, {list(wanted)}; please"
-            " report it"
+            f"XLA assigns the devices to hosts {list(hosts)}, but the mesh assumes {list(wanted)}; please report it"
         )
 
 
 def read_times(log: str) -> tuple[float | None, dict[str, float]]:
-    """The last estimate in XLA's log, that of the whole step: seconds, and exposed seconds by kind.
+    """Parse the last estimate in XLA's log, which is that of the whole step: seconds, and exposed seconds by kind of collective.
 
-    The scheduler says cycles and means microseconds.
+    The scheduler logs "cycles" that are microseconds.
     """
     exposed: dict[str, float] = {}
     total, last = None, {}
@@ -365,7 +367,7 @@ def read_times(log: str) -> tuple[float | None, dict[str, float]]:
 
 
 def own_flags(text: str) -> list[str]:
-    """A user's flags for a run, but those of the CPU and those that `FLAGS` sets."""
+    """The user's XLA flags without those of the CPU and those that `FLAGS` sets."""
     ours = {flag.split("=")[0] for flag in FLAGS}
-    passed_over = ("--xla_force_host_platform_device_count", "--xla_cpu_")
-    return [f for f in text.split() if f.split("=")[0] not in ours and not f.startswith(passed_over)]
+    of_cpu = ("--xla_force_host_platform_device_count", "--xla_cpu_")
+    return [f for f in text.split() if f.split("=")[0] not in ours and not f.startswith(of_cpu)]

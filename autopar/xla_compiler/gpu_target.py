@@ -1,7 +1,7 @@
-"""XLA's description of GPUs that are not there.
+"""Describe absent GPUs to XLA's compiler.
 
-In: a hardware profile, how many devices on how many hosts. Out: the texts that XLA's compiler takes
-for a GPU and for a topology; and a refusal where the compiler's wheels are missing.
+In: a hardware profile, the numbers of devices and hosts. Out: XLA's texts for a GPU target and a topology; an error where the
+compiler's wheels are missing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import HardwareError, MeshError, VerifyError
 
-#: Keys of a profile's `xla_target` that do not go into the device description as they are.
+#: Keys of a profile's `xla_target` that are not fields of XLA's device description.
 _PLACED_ELSEWHERE = ("source", "date", "platform_name", "dnn_version", "active_links")
 
 
 def require_wheels() -> None:
-    """Refuse to go on without the two CUDA wheels of this very JAX.
+    """Check that the two CUDA wheels of the installed JAX version are there.
 
     Raises:
-        VerifyError: with the command that installs them.
+        VerifyError: they are missing or of another version; the text has the command that installs them.
     """
     wanted = version("jaxlib")
     found = {}
@@ -35,30 +35,28 @@ def require_wheels() -> None:
             return
     has = "; ".join(f"jax-{cuda} is {' and '.join(sorted(versions))}" for cuda, versions in found.items())
     raise VerifyError(
-        "to compile for GPUs that are not there takes the wheels jax-cuda12-plugin and jax-cuda12-pjrt of the version"
-        f" of jaxlib, {wanted}{f' ({has})' if has else ', which are not installed'}. No GPU, driver or CUDA is needed."
-        f" Install them, some 180 MB, with:\n  {sys.executable} -m pip install 'jax-cuda12-plugin=={wanted}'"
+        "compiling for absent GPUs needs the wheels jax-cuda12-plugin and jax-cuda12-pjrt of the version of jaxlib,"
+        f" {wanted}{f' ({has})' if has else ', which are not installed'}. No GPU, driver or CUDA is needed."
+        f" Install them, about 180 MB, with:\n  {sys.executable} -m pip install 'jax-cuda12-plugin=={wanted}'"
     )
 
 
 def topology_text(num_devices: int, num_hosts: int) -> str:
-    """XLA's `slices x hosts x GPUs of a host`.
+    """XLA's topology `slices x hosts x GPUs per host`.
 
     Raises:
-        MeshError: the devices cannot be spread evenly.
+        MeshError: the devices do not divide evenly among the hosts.
 
     >>> topology_text(16, 2)
     '1x2x8'
     """
     if num_hosts < 1 or num_devices % num_hosts:
-        raise MeshError(
-            f"{num_devices} devices cannot be spread evenly over {num_hosts} hosts: change --hosts or --mesh"
-        )
+        raise MeshError(f"{num_devices} devices do not divide evenly among {num_hosts} hosts: change --hosts or --mesh")
     return f"1x{num_hosts}x{num_devices // num_hosts}"
 
 
 def target_text(profile: HardwareProfile) -> str:
-    """XLA's `GpuTargetConfigProto` as text.
+    """XLA's `GpuTargetConfigProto` as text, from a profile.
 
     Raises:
         HardwareError: the profile has no `xla_target`.
@@ -66,8 +64,8 @@ def target_text(profile: HardwareProfile) -> str:
     target = profile.xla_target
     if target is None:
         raise HardwareError(
-            f"hardware profile {profile.name!r} has no [xla_target], which tells XLA what GPU to compile for; choose a"
-            " GPU's profile, e.g. hardware h100-sxm"
+            f"hardware profile {profile.name!r} has no [xla_target], XLA's description of the GPU to compile for; choose"
+            " a GPU's profile, e.g. hardware h100-sxm"
         )
     described = {key: value for key, value in target.items() if key not in _PLACED_ELSEWHERE}
     return "\n".join(
@@ -86,7 +84,7 @@ def target_text(profile: HardwareProfile) -> str:
 
 def _field(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
-        # The compute capability. Its extension is a name of an enum, so it stands without quotes.
+        # The compute capability. Its extension is an enum value, so it has no quotes.
         return f"{key} {{ " + " ".join(f"{name}: {part}" for name, part in value.items()) + " }"
     if isinstance(value, list):
         return f"{key} {{ {' '.join(map(_rate, value))} }}"

@@ -1,8 +1,8 @@
-"""Reads the collectives out of a compiled program's text, to hold a plan's promises against it.
+"""Parse the collectives in optimized HLO, so that a plan's predictions can be compared with them.
 
-In: the text of a compiled program, from the CPU or the GPU compiler. Out: one `Collective` per
-operation that talks to other devices. A combined (tuple-shaped) operation is one; so is an async
-pair, read at its `-done`, whose shape is the result alone (a `-start` lists operands and results).
+In: the HLO text of XLA's CPU or GPU compiler. Out: one `Collective` per operation that communicates. A combined (tuple-shaped)
+operation counts once. So does an async pair, which is read at its `-done`: its shape is the result's, while a `-start` lists operands
+and results.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Collective:
 
     Args:
         kind: as in `KINDS`.
-        name: of the instruction.
-        op_name: where JAX made it: name stack and primitive; "" where XLA kept none.
+        name: name of the instruction.
+        op_name: JAX's name stack and primitive; "" where XLA kept none.
         source: `file.py:12` in the user's code; "" where XLA kept none.
-        replica_groups: the text, as the compiler wrote it.
-        groups: the devices of each group, or (source, target) pairs of a permute; empty for all in one.
-        dtypes: of its results, each once, sorted.
-        num_elements: of all its results on one device.
-        result_bytes: of each of its results on one device: as many as it combines.
-        num_times: how often a step runs it: the trips of the loops around it, where XLA knows them.
-        joined_bytes: of each of the buffers that its operand is a concatenation of; empty where it is none.
+        replica_groups: the groups as XLA wrote them.
+        groups: devices of each group, or (source, target) pairs of a permute; empty for one group of all devices.
+        dtypes: distinct dtypes of the results, sorted.
+        num_elements: elements of all results on one device.
+        result_bytes: bytes of each result on one device; a combined collective has several.
+        num_times: executions per step: the product of the trip counts of the loops around it, where XLA knows them.
+        concatenated_bytes: bytes of each buffer that the operand is a concatenation of; empty where it is none.
         library_source: `file.py:12` of the innermost line outside JAX, Flax and Optax; "" where XLA kept none.
     """
 
@@ -62,7 +62,7 @@ class Collective:
     num_elements: int
     result_bytes: tuple[float, ...]
     num_times: int = 1
-    joined_bytes: tuple[float, ...] = ()
+    concatenated_bytes: tuple[float, ...] = ()
     library_source: str = ""
 
     @property
@@ -75,22 +75,21 @@ class Collective:
         return sum(self.result_bytes)
 
     def payloads(self, num_devices: int) -> tuple[float, ...]:
-        """Bytes of each buffer it combines, by the convention of `cost.collectives`: the full (gathered
-        or unscattered) local one."""
+        """Payload bytes of each buffer it combines, by the convention of `cost.collectives`: gathered or not yet scattered."""
         if self.kind == "reduce-scatter":
             return tuple(self.group_size(num_devices) * size for size in self.result_bytes)
-        # The parts of an all-to-all written as a tuple are one buffer.
+        # An all-to-all may list the parts of one buffer as a tuple.
         return (self.num_bytes,) if self.kind == "all-to-all" else self.result_bytes
 
     def parts(self, num_devices: int) -> tuple[float, ...]:
-        """`payloads`, with what XLA has concatenated taken apart."""
-        payloads, joined = self.payloads(num_devices), sum(self.joined_bytes)
-        if len(payloads) != 1 or not joined:
+        """`payloads`, with concatenated buffers split again."""
+        payloads, whole = self.payloads(num_devices), sum(self.concatenated_bytes)
+        if len(payloads) != 1 or not whole:
             return payloads
-        return tuple(payloads[0] * size / joined for size in self.joined_bytes)
+        return tuple(payloads[0] * size / whole for size in self.concatenated_bytes)
 
     def group_size(self, num_devices: int) -> int:
-        """Devices that take part together."""
+        """Devices per group."""
         return len(self.groups[0]) if self.groups else num_devices
 
 
@@ -104,38 +103,38 @@ class _Instruction:
 
     @property
     def mentioned(self) -> list[str]:
-        """Operands and called computations, in order; scheduling-only dependencies left out."""
+        """Operands and called computations in order, without control dependencies."""
         data = re.sub(r"control-predecessors=\{[^}]*\}", "", self.rest.split(", metadata=")[0])
         return re.findall(r"%([\w.\-]+)", data)
 
 
 def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trips: int = 1) -> list[Collective]:
-    """Every collective with more result elements than `ignore_up_to`, in the order of the text.
+    """The collectives with more than `ignore_up_to` result elements, in the order of the text.
 
     The default leaves out scalars (a loss, a gradient norm) and other values too small to plan for.
 
     Args:
-        unknown_trips: what a loop counts as whose trips XLA does not know.
+        unknown_trips: assumed trip count of a loop whose trip count XLA does not know.
     """
     found = (one for _, one in _read(hlo_text, unknown_trips) if one is not None)
     return [one for one in found if one.num_elements > ignore_up_to]
 
 
 def has_loops(hlo_text: str) -> bool:
-    """Whether some of the program runs more than once in a step."""
+    """Whether the program has a loop."""
     return " while(" in hlo_text
 
 
 def count(hlo_text: str, ignore_up_to: int = 64) -> dict[str, int]:
-    """Collectives by kind, as they stand in the text.
+    """Number of collectives by kind in the text.
 
-    XLA combines gradient all-reduces into one, on CPU (seen on jax 0.10.2 and 0.12.0.1) as on GPU.
+    XLA combines gradient all-reduces into one on CPU (seen with JAX 0.10.2 and 0.12.0.1) and on GPU.
     """
     return dict(Counter(one.kind for one in collectives(hlo_text, ignore_up_to)))
 
 
 def result_bytes(hlo_text: str, ignore_up_to: int = 64) -> dict[str, float]:
-    """Bytes of the results on one device, by kind."""
+    """Result bytes on one device by kind of collective."""
     total: dict[str, float] = {}
     for one in collectives(hlo_text, ignore_up_to):
         total[one.kind] = total.get(one.kind, 0.0) + one.num_bytes
@@ -143,7 +142,7 @@ def result_bytes(hlo_text: str, ignore_up_to: int = 64) -> dict[str, float]:
 
 
 def _read(hlo_text: str, unknown_trips: int = 1) -> list[tuple[_Instruction, Collective | None]]:
-    """Instructions in the order of the text, in which each follows its operands and callees."""
+    """The instructions in the order of the text, in which operands and callees precede their users."""
     computation, known = "", {}
     for line in hlo_text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -152,25 +151,25 @@ def _read(hlo_text: str, unknown_trips: int = 1) -> list[tuple[_Instruction, Col
             instruction = _Instruction(computation, *parts.groups())
             known[computation, instruction.name] = instruction
     sources, times = read_sources(hlo_text), _num_times(list(known.values()), unknown_trips)
-    joins: dict[str, _Instruction] = {}  # computation -> what it concatenates, or where it is called from
+    concatenates: dict[str, _Instruction] = {}  # computation -> its concatenate, or the async-start that calls it
     for one in known.values():
         if one.opcode == "concatenate":
-            joins[one.computation] = one
+            concatenates[one.computation] = one
         elif one.opcode == "async-start":
-            joins[one.mentioned[-1]] = one
-    return [(one, _collective(one, known, sources, times, joins)) for one in known.values()]
+            concatenates[one.mentioned[-1]] = one
+    return [(one, _collective(one, known, sources, times, concatenates)) for one in known.values()]
 
 
 def _num_times(instructions: Sequence[_Instruction], unknown_trips: int) -> dict[str, int]:
-    """How often a step runs each computation."""
+    """Executions per step of each computation."""
     times: dict[str, int] = {}
-    if all(one.opcode != "while" for one in instructions):  # the common case, in a fraction of the time
+    if all(one.opcode != "while" for one in instructions):  # a fast path for the common case
         return times
-    for instruction in reversed(instructions):  # callers stand after what they call
+    for instruction in reversed(instructions):  # callers come after their callees
         here = times.setdefault(instruction.computation, 1)
         if instruction.opcode == "while":
-            trips = _TRIP_COUNT.search(instruction.rest)
-            here *= int(trips[1]) if trips else unknown_trips
+            trip_count = _TRIP_COUNT.search(instruction.rest)
+            here *= int(trip_count[1]) if trip_count else unknown_trips
         for name in instruction.mentioned:
             times[name] = max(times.get(name, 1), here)
     return times
@@ -181,12 +180,12 @@ def _collective(
     known: Mapping[tuple[str, str], _Instruction],
     sources: Mapping[int, tuple[str, str]],
     times: Mapping[str, int],
-    joins: Mapping[str, _Instruction],
+    concatenates: Mapping[str, _Instruction],
 ) -> Collective | None:
     kind = _KIND.fullmatch(instruction.opcode)
     if kind is None:
         return None
-    # A `-done` has the shape of the result; groups and origin stand at its `-start`.
+    # A `-done` has the shape of the result; its `-start` has groups and metadata.
     issued = known[instruction.computation, instruction.mentioned[0]] if kind[2] else instruction
     groups = _GROUPS.search(issued.rest)
     source, library_source = _source(issued.rest, sources)
@@ -204,24 +203,24 @@ def _collective(
         num_elements=sum(size for _, size in arrays),
         result_bytes=tuple(size * _bits(dtype) / 8 for dtype, size in arrays),
         num_times=times.get(instruction.computation, 1),
-        joined_bytes=_joined(issued, known, joins) if len(arrays) == 1 else (),
+        concatenated_bytes=_concatenated(issued, known, concatenates) if len(arrays) == 1 else (),
     )
 
 
-def _joined(
-    issued: _Instruction, known: Mapping[tuple[str, str], _Instruction], joins: Mapping[str, _Instruction]
+def _concatenated(
+    issued: _Instruction, known: Mapping[tuple[str, str], _Instruction], concatenates: Mapping[str, _Instruction]
 ) -> tuple[float, ...]:
-    """What the operand is put together from: XLA's combiner concatenates in a fusion of that alone."""
+    """Bytes of the parts that a concatenated operand consists of; XLA's combiner emits a fusion with the concatenate alone."""
     operand = known.get((issued.computation, issued.mentioned[0])) if issued.mentioned else None
-    if operand is not None and operand.opcode == "parameter" and issued.computation in joins:
-        caller = joins[issued.computation]  # XLA writes an async collective as a computation of its own, too
+    if operand is not None and operand.opcode == "parameter" and issued.computation in concatenates:
+        caller = concatenates[issued.computation]  # XLA may wrap an async collective in a computation
         operands, index = caller.mentioned, int(operand.rest.split(")")[0])
-        # A loop's computation has another caller: one operand, which is all that it carries.
+        # A loop's body has another caller, with one operand: the tuple of carried values.
         operand = known.get((caller.computation, operands[index])) if index < len(operands) else None
     while operand is not None and operand.opcode in ("bitcast", "copy", "reshape"):
         operand = known.get((operand.computation, operand.mentioned[0]))
     if operand is not None and operand.opcode == "fusion":
-        operand = next((joins[name] for name in operand.mentioned if name in joins), None)
+        operand = next((concatenates[name] for name in operand.mentioned if name in concatenates), None)
     if operand is None or operand.opcode != "concatenate":
         return ()
     sizes = [_num_bytes(known.get((operand.computation, name))) for name in operand.mentioned]
@@ -234,7 +233,7 @@ def _num_bytes(instruction: _Instruction | None) -> float:
 
 
 def _source(rest: str, sources: Mapping[int, tuple[str, str]]) -> tuple[str, str]:
-    """The line itself (JAX up to 0.8), or a frame of the tables at the head of the text; and the same of a library."""
+    """The source lines of an instruction, from its own metadata (JAX up to 0.8) or from the table of stack frames."""
     if frame := re.search(r"stack_frame_id=(\d+)", rest):
         return sources.get(int(frame[1]), ("", ""))
     place = re.search(r'source_file="([^"]*)" source_line=(\d+)', rest)
@@ -243,11 +242,11 @@ def _source(rest: str, sources: Mapping[int, tuple[str, str]]) -> tuple[str, str
 
 
 def _size(dims: str) -> int:
-    """Elements of an array whose dims are written `32,64`, or empty for a scalar."""
+    """Number of elements of an array with dims `32,64`; a scalar has an empty text."""
     return math.prod(int(size) for size in dims.split(",") if size)
 
 
 def _bits(dtype: str) -> int:
-    """Width of an element: the first number in the dtype's name, 8 for `pred`."""
+    """Bits of an element: the first number in the dtype's name, 8 for `pred`."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8

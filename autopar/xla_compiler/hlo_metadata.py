@@ -1,7 +1,7 @@
-"""Where a compiled program's collectives run and where they come from.
+"""Parse the replica groups and stack frames of collectives in optimized HLO.
 
-In: what XLA writes of replica groups, in any of its spellings, and its tables of stack frames.
-Out: groups of device numbers, the mesh axes these are, and lines of the user's code.
+In: XLA's text for replica groups, in any of its notations, and its tables of stack frames. Out: groups of device numbers, their
+mesh axes, and lines of the user's code.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FRAMEWORKS = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|jaxlib|flax|op
 
 
 def read_groups(text: str) -> Groups:
-    """Read replica groups, or the source-target pairs of a permute.
+    """Parse replica groups, or the source-target pairs of a collective-permute.
 
     Raises:
-        VerifyError: a spelling that is not known; to guess would blame the wrong axes.
+        VerifyError: the notation is unknown; a guess could name the wrong axes.
 
     >>> read_groups("{{0,1},{2,3}}")
     ((0, 1), (2, 3))
@@ -54,10 +54,10 @@ def read_groups(text: str) -> Groups:
 
 
 def mesh_axes(groups: Groups, mesh: MeshShape, *, pairs: bool = False) -> tuple[str, ...] | None:
-    """The mesh axes that groups run over, in the mesh's order; None where they follow no axes.
+    """The mesh axes that groups span, in the mesh's order; None where no set of axes gives these groups.
 
     Args:
-        pairs: they are (source, target) pairs: the axes along which any of them moves.
+        pairs: whether the groups are (source, target) pairs; the axes are then those along which any pair moves.
 
     >>> mesh_axes(((0, 1), (2, 3)), MeshShape(("data", "model"), (2, 2)))
     ('model',)
@@ -80,10 +80,10 @@ def mesh_axes(groups: Groups, mesh: MeshShape, *, pairs: bool = False) -> tuple[
 
 
 def read_sources(hlo_text: str) -> dict[int, tuple[str, str]]:
-    """Stack frame -> `file.py:12` of its innermost frame outside installed libraries and autopar; and of its innermost
-    outside JAX, Flax and Optax, which may be a library's of models.
+    """Map each stack frame to two source lines `file.py:12`.
 
-    XLA writes four tables before the first computation, each referring to the one before.
+    The first is of the innermost frame outside installed libraries and autopar; the second, of the innermost frame outside JAX,
+    Flax and Optax, possibly in a model library. XLA writes the tables before the first computation; each refers to the previous one.
     """
     files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(hlo_text, "FileNames"), re.M)}
     entry = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.M)
@@ -91,7 +91,7 @@ def read_sources(hlo_text: str) -> dict[int, tuple[str, str]]:
         int(n): (files.get(int(f), ""), int(line)) for n, f, line in entry.findall(_table(hlo_text, "FileLocations"))
     }
     entry = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.M)
-    # A parent is written one too high: 1 for none.
+    # XLA writes the number of the parent plus one; 1 means none.
     frames = {int(n): (int(place), int(up or 1) - 1) for n, place, up in entry.findall(_table(hlo_text, "StackFrames"))}
     return {
         frame: (_line(frame, frames, places, _INSTALLED), _line(frame, frames, places, _FRAMEWORKS)) for frame in frames
@@ -99,7 +99,7 @@ def read_sources(hlo_text: str) -> dict[int, tuple[str, str]]:
 
 
 def _line(
-    frame: int, frames: dict[int, tuple[int, int]], places: dict[int, tuple[str, int]], passed_over: re.Pattern[str]
+    frame: int, frames: dict[int, tuple[int, int]], places: dict[int, tuple[str, int]], skipped: re.Pattern[str]
 ) -> str:
     seen: set[int] = set()
     innermost = ""
@@ -107,7 +107,7 @@ def _line(
         seen.add(frame)
         place, parent = frames[frame]
         file, line = places.get(place, ("", 0))
-        if file and not passed_over.search(file) and not file.startswith(str(PACKAGE)):
+        if file and not skipped.search(file) and not file.startswith(str(PACKAGE)):
             return f"{file}:{line}"
         innermost = innermost or (f"{file}:{line}" if file else "")
         frame = parent
@@ -120,13 +120,13 @@ def _table(hlo_text: str, name: str) -> str:
 
 
 def _of_mesh(axes: str, order: str, named: str) -> Groups:
-    """`mesh['data'=2,'model'=4] {'model'}`; a sub-axis `'model':(2)2` has a stride before and a size."""
+    """Parse `mesh['data'=2,'model'=4] {'model'}`; a sub-axis `'model':(2)2` has the size before it and its own size."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     total = int(np.prod(list(sizes.values())))
     numbers = np.arange(total)
-    if laid := _ORDER.match(order):  # count up, lay out, transpose
-        dims, turned = ([int(n) for n in part.split(",")] if part else [] for part in laid.groups())
-        numbers = numbers.reshape(dims).transpose(turned or None).reshape(-1)
+    if iota := _ORDER.match(order):
+        dims, permutation = ([int(n) for n in part.split(",")] if part else [] for part in iota.groups())
+        numbers = numbers.reshape(dims).transpose(permutation or None).reshape(-1)
     elif order:
         numbers = np.array([int(n) for n in order.split(",")])
     shape: list[int] = []
@@ -142,7 +142,7 @@ def _of_mesh(axes: str, order: str, named: str) -> Groups:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[4,2]<=[2,4]T(1,0)`: count up, lay out, transpose, lay out anew."""
+    """Parse `[4,2]<=[2,4]T(1,0)`: iota, reshape to [2,4], transpose, reshape to [4,2]."""
     match = _IOTA.match(text)
     assert match is not None
     shape, dims, order = ([int(n) for n in part.split(",")] if part else [] for part in match.groups())

@@ -1,9 +1,8 @@
-"""The process in which `compiler` has steps compiled for GPUs that are not there: `python -m autopar.xla_compiler.worker_deviceless
-FOLDER`.
+"""Compile steps for absent GPUs in the worker process of `Compiler`: `python -m autopar.xla_compiler.worker_deviceless FOLDER`.
 
-In: a line on standard input for each job, the name of a folder that holds `module`, `options`, `target`, `topology`. Out: files
-`program` and `figures` in that folder, then the same line on standard output. It ends where standard input ends, in
-the middle of a compile too: whoever asked has gone.
+In: one line per job on standard input, the name of a folder with `module`, `options`, `target`, `topology`. Out: files `program`
+and `figures` in that folder, then the same line on standard output. The worker exits at the end of standard input, even during a
+compile, since its parent process is gone.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from jax.experimental import topologies
 
 from autopar.jax_interop.compilation import compile_module
 
-#: (job's folder, devices, XLA's executable) -> more figures of this job.
+#: (job's folder, devices, XLA's executable) -> further figures of the job.
 Afterwards = Callable[[Path, Sequence[Any], Any], dict[str, Any]]
 
 
 def main(folder: Path) -> None:
-    """Compile whatever is asked for, until nobody asks."""
+    """Serve compile jobs for absent devices."""
     serve(folder, answers(), _absent_devices)
 
 
 def answers() -> TextIO:
-    """Standard output for answers alone: whatever else writes there goes to the log."""
+    """A stream to the original standard output, reserved for answers; later writes to standard output go to the log."""
     own = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return own
@@ -42,7 +41,7 @@ def answers() -> TextIO:
 def serve(
     folder: Path, out: TextIO, devices_of: Callable[[Path], Sequence[Any]], afterwards: Afterwards | None = None
 ) -> None:
-    """Do jobs as they are asked for on standard input."""
+    """Run the jobs named on standard input, one after the other."""
     jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs, folder), daemon=True).start()
     while True:
@@ -64,7 +63,7 @@ def serve(
 def _listen(jobs: queue.SimpleQueue[str], folder: Path) -> None:
     for line in sys.stdin:
         jobs.put(line.strip())
-    # Whoever asked has ended, and not in good order: then it has also left the folder.
+    # The parent process has died without cleaning up, so this process removes the folder.
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
@@ -89,13 +88,13 @@ def _figures(executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
 
 
 def _keep_text(executable: Any, dump: Path, program: Path) -> None:
-    """XLA has written its program's text itself: to ask the executable for it takes twice as long."""
+    """Store the HLO text: XLA's own dump if there is one, which takes half as long as the executable's text."""
     written = sorted(dump.glob("*_after_optimizations.txt"), key=lambda path: path.stat().st_mtime)
     if written:
         written[-1].replace(program)
     else:
         program.write_text(executable.hlo_modules()[0].to_string(), encoding="utf-8")
-    shutil.rmtree(dump, ignore_errors=True)  # so that the next program's is the only one
+    shutil.rmtree(dump, ignore_errors=True)  # so that the folder holds one program's dump at a time
 
 
 if __name__ == "__main__":

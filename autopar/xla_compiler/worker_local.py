@@ -1,8 +1,7 @@
-"""The process in which `compiler` has steps compiled, and run, on the devices that are here: `python -m
-autopar.xla_compiler.worker_local FOLDER`.
+"""Compile and run steps on local devices in the worker process of `Compiler`: `python -m autopar.xla_compiler.worker_local FOLDER`.
 
-In and out: as `compile_absent`, without `target` and `topology`. First it says what devices there are, as a line of
-JSON. A job that has a file `arguments` is run as well, on made-up values, and timed.
+In and out: as `worker_deviceless`, without `target` and `topology`. The worker first prints its devices as one line of JSON. It runs
+and times a job that has a file `arguments`, on random inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _FEWEST_RUNS, _MOST_RUNS, _SECONDS = 3, 20, 20.0
 
 
 def main(folder: Path) -> None:
-    """Say what is here, then do what is asked for."""
+    """Print the local devices, then serve jobs."""
     out, devices = answers(), jax.local_devices()
     kind, platform = devices[0].device_kind, devices[0].platform
     print(json.dumps({"kind": kind, "platform": platform, "count": len(devices)}), file=out, flush=True)
@@ -39,23 +38,23 @@ def _devices_here(job: Path) -> Sequence[Any]:
 
 
 def _run(job: Path, devices: Sequence[Any], executable: Any) -> dict[str, Any]:
-    """Run the step some times: seconds of each run, and the most memory that a device held."""
+    """Run the step repeatedly: seconds of each run, and the peak memory of the fullest device."""
     if not (job / "arguments").exists():
         return {}
-    asked = json.loads((job / "arguments").read_text(encoding="utf-8"))
-    mesh = Mesh(np.array(devices, dtype=object).reshape(asked["mesh_sizes"]), asked["mesh_axes"])
-    makers: dict[str, Any] = {}
+    arguments = json.loads((job / "arguments").read_text(encoding="utf-8"))
+    mesh = Mesh(np.array(devices, dtype=object).reshape(arguments["mesh_sizes"]), arguments["mesh_axes"])
+    compiled: dict[str, Any] = {}
 
     def make(position: int) -> jax.Array:
-        shape, dtype, spec = asked["inputs"][position]
+        shape, dtype, spec = arguments["inputs"][position]
         sharding = NamedSharding(mesh, PartitionSpec(*(tuple(axes) or None for axes in spec)))
-        key = json.dumps(asked["inputs"][position])
-        if key not in makers:
-            makers[key] = jax.jit(lambda: _values(tuple(shape), jnp.dtype(dtype)), out_shardings=sharding)
-        return makers[key]()
+        key = json.dumps(arguments["inputs"][position])
+        if key not in compiled:
+            compiled[key] = jax.jit(lambda: _values(tuple(shape), jnp.dtype(dtype)), out_shardings=sharding)
+        return compiled[key]()
 
-    arrays = [make(position) for position in range(len(asked["inputs"]))]
-    donated, carried = asked["donated"], asked["carried"]
+    arrays = [make(position) for position in range(len(arguments["inputs"]))]
+    donated, carried = arguments["donated"], arguments["carried"]
     times: list[float] = []
     while len(times) < _WARM_UP_RUNS + _FEWEST_RUNS or (
         len(times) < _WARM_UP_RUNS + _MOST_RUNS and sum(times) < _SECONDS
@@ -71,7 +70,7 @@ def _run(job: Path, devices: Sequence[Any], executable: Any) -> dict[str, Any]:
             )
             for before, after in carried
         }
-        for position in donated:  # its buffer is gone
+        for position in donated:  # the run has consumed its buffer
             arrays[position] = fed[position] if position in fed else make(position)
     stats = [device.memory_stats() for device in devices]
     peaks = [each["peak_bytes_in_use"] for each in stats if each and "peak_bytes_in_use" in each]
@@ -86,7 +85,7 @@ def _run(job: Path, devices: Sequence[Any], executable: Any) -> dict[str, Any]:
 
 
 def _values(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Small random numbers: zeros would take a GPU less power, and so less time."""
+    """Small random numbers: on zeros a GPU draws less power and runs faster."""
     if jnp.issubdtype(dtype, jnp.floating):
         return (0.02 * jax.random.normal(jax.random.key(0), shape, jnp.float32)).astype(dtype)
     return jnp.zeros(shape, dtype)
