@@ -101,7 +101,7 @@ def test_constraints_inside_say_the_mesh() -> None:
 
 
 def test_a_step_without_shardings_is_refused() -> None:
-    with pytest.raises(StepSignatureError, match="is not jitted, nor do its arguments lie sharded"):
+    with pytest.raises(StepSignatureError, match="is not jitted, and its arguments are not sharded"):
         autopar.diagnose(step, *ARGS, hardware="h100-sxm")
     with pytest.raises(StepSignatureError, match="is jitted without shardings"):
         autopar.diagnose(jax.jit(step), *ARGS, hardware="h100-sxm")
@@ -331,8 +331,8 @@ def test_odd_shardings_are_noted() -> None:
     by_hand = jax.jit(step, in_shardings=(STATE, None), out_shardings=(other, None))
     told = autopar.diagnose(by_hand, *ARGS, hardware="h100-sxm", check=False, compiler=stood_in(""))
     first, second, third = told.notes
-    assert "`state/up` comes in as P(None, 'model') and goes out as P()" in first
-    assert "how to split 1 of its inputs, e.g. `batch`" in second
+    assert "`state/up` has sharding P(None, 'model') as an input and P() as an output" in first
+    assert "no sharding for 1 of its inputs, e.g. `batch`" in second
     assert "nothing is donated" in third
 
 

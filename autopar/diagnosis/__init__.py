@@ -1,4 +1,4 @@
-"""A step sharded by hand: its unintended collectives and the changes worth making.
+"""Diagnose a hand-sharded step: find its unintended collectives and the sharding changes that help most.
 
 In: a jitted step with its own shardings.
 Out: a `Diagnosis`.

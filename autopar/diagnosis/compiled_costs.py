@@ -1,7 +1,7 @@
-"""What the programs of a diagnosis cost: predicted, and as XLA's GPU compiler makes them.
+"""Compile the programs of a diagnosis by XLA's GPU compiler, and compute their costs.
 
-In: a step sharded by hand, and plans of it. Out: XLA's programs of it as it is, as planned, or with other shardings and
-nothing else; their `Cost`s, and the `Extra` collectives that a plan does not account for.
+In: a hand-sharded step, plans for it. Out: compiled steps of the user's program, of plans, and of the user's program with other input
+shardings; their `Cost`s, and the `Extra` collectives that no plan predicted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from autopar.xla_compiler.hlo_collectives import has_loops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What XLA's GPU compiler made of a program. Bytes are per device.
+    """Figures of a compiled program. Bytes are per device and step.
 
     Args:
-        step_time_s: the estimate of XLA's scheduler; None where it is not to be believed (loops, a GPU before Hopper).
-        exposed_s: by kind of collective, the part of it that no kernel hides.
-        sent_bytes: what one device sends in a step.
-        counts: collectives that a step runs, by kind. unmeant_counts: of them, those that nobody meant.
-        unmeant_bytes: what these send.
+        step_time_s: estimate of XLA's scheduler; None where it is unreliable (loops, a GPU before Hopper).
+        exposed_s: kind of collective -> exposed time by XLA's estimate.
+        sent_bytes: bytes sent.
+        counts: kind of collective -> executions.
+        unmeant_counts: kind of collective -> executions of unintended ones.
+        unmeant_bytes: bytes sent by unintended collectives.
     """
 
     step_time_s: float | None
@@ -47,11 +48,13 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """A program's step: predicted by autopar, and as compiled; None where it was not compiled.
+    """The cost of a program's step.
 
     Args:
-        predicted_s: of the program as its user wrote it: the prediction for its shardings, and the seconds of what
-            XLA's program sends besides; what XLA computes on several devices alike is not in it.
+        predicted_s: predicted step time; for a compiled program, plus the time of its extra collectives. Redundant computation
+            that XLA adds is not included.
+        predicted_peak_bytes: predicted peak memory per device.
+        compiled: figures of the compiled program; None where it was not compiled.
     """
 
     predicted_s: float
@@ -66,10 +69,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class CompiledCosts:
-    """Programs for XLA's GPU compiler, and what it makes of them.
+    """Compiles programs of one step and computes their costs.
 
     Args:
-        check: compile plans too, and not only the program as it is.
+        check: whether to compile plans too, and not only the user's program.
     """
 
     hand: HandSharded
@@ -83,19 +86,19 @@ class CompiledCosts:
         return self._compile(self.hand.lower("cuda"))
 
     def planned(self, plan: Plan) -> CompiledStep | None:
-        """The step with all that a plan says."""
+        """Compile the planned step; None without `check`."""
         if not self.check:
             return None
         jitted = execute.jit_plan(plan, self.program.of(plan).trace, execute.abstract_mesh(plan.mesh))
         return self._compile(execute.lower_for("cuda", jitted, self.hand.args))
 
     def resharded(self, plan: Plan) -> CompiledStep | None:
-        """The user's own program with the shardings of a plan's inputs in place of theirs, and nothing else."""
+        """Compile the user's program with a plan's input shardings and no other change; None without `check`."""
         if not self.check:
             return None
         renewed = {out: plan.inputs[n].sharding for n, out in plan.carried}
-        said = self.hand.inputs
-        inputs = [None if was is None else now.sharding for was, now in zip(said, plan.inputs, strict=True)]
+        given = self.hand.inputs
+        inputs = [None if was is None else now.sharding for was, now in zip(given, plan.inputs, strict=True)]
         outputs = [None if was is None else renewed.get(n, was) for n, was in enumerate(self.hand.outputs)]
         return self._compile(self.hand.lower_otherwise("cuda", inputs, outputs))
 
@@ -103,7 +106,7 @@ class CompiledCosts:
         return self.compiler.compile(module_bytes(lowered), self.profile, self.hand.mesh.num_devices, self.num_hosts)
 
     def cost(self, plan: Plan, compiled: CompiledStep | None) -> tuple[Cost, tuple[Extra, ...]]:
-        """What a program comes to that was to be as a plan says, and what XLA sends in it that the plan does not."""
+        """The cost of a compiled program, and its collectives that the plan with its shardings does not predict."""
         predicted = plan.prediction
         if compiled is None:
             return Cost(predicted_s=predicted.step_time_s, predicted_peak_bytes=predicted.peak_bytes, compiled=None), ()

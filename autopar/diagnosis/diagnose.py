@@ -1,8 +1,8 @@
-"""Say what a step that was sharded by hand costs, what nobody meant in it, and what few changes would help.
+"""Diagnose a hand-sharded step: its cost, its unintended collectives, and the few changes that recover most time.
 
-In: a jitted function with its shardings, and arrays or shapes. Out: `Diagnosis`. XLA's GPU compiler compiles the program
-as it is, for GPUs that need not exist; what it sends is held against what those shardings need at the least, by a plan
-that is pinned to them. What is over is extra. The changes are searched for by planning, and then compiled.
+In: a jitted function with its shardings, and arrays or shapes. Out: `Diagnosis`. XLA's GPU compiler compiles the program as is, for
+present or absent GPUs. A plan that is pinned to the user's shardings says which collectives these need. Every other compiled
+collective is extra. A search over plans finds the changes, which are then compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.transforms.program import Program, program_of
 from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_compiler.gpu_target import target_text, topology_text
 
-#: The part of the difference to autopar's plan that changes are looked for.
+#: Default fraction of the time difference to autopar's plan that the changes should recover.
 ENOUGH = 0.9
 
 
@@ -48,39 +48,39 @@ def diagnose(
     compiler: Compiler | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Diagnosis:
-    """What a step sharded by hand costs, which collectives nobody meant, and the few changes that help most.
+    """Diagnose a hand-sharded step: its cost, its unintended collectives, and the few changes that recover most time.
 
     Args:
-        step: what `jax.jit(function, in_shardings=...)` returns; or a function whose arguments lie sharded. The mesh of
-            its shardings may be an `AbstractMesh`, or of other devices than those to diagnose for.
-        args: as it is called: arrays, or `jax.ShapeDtypeStruct`s.
-        mesh, num_devices: what the shardings are expected to be over; another is refused.
+        step: the result of `jax.jit(function, in_shardings=...)`, or a function with sharded arguments. The mesh of the shardings
+            may be an `AbstractMesh`, or consist of other devices than the target.
+        args: positional arguments: arrays or `jax.ShapeDtypeStruct`s.
+        mesh, num_devices: expected mesh of the shardings, or its size.
         hardware: name of a profile, path of a profile file, or a profile; by default that of the visible devices.
-        hosts: over how many hosts the devices are spread; by default as few as the profile needs.
-        memory_budget_bytes: per device; by default what the profile says is usable.
-        check: compile each change, and autopar's plan; without, these are predicted alone.
-        share: of the difference to autopar's plan, what the changes are to recover.
-        time_limit_s: seconds for the solver, per problem.
-        compiler: one that was started earlier, and is ended by whoever started it.
-        progress: called with a stage's name and the fraction done.
+        hosts: number of hosts; by default the fewest that hold the devices.
+        memory_budget_bytes: memory budget per device; by default the profile's usable memory.
+        check: whether to compile each change and autopar's plan; otherwise they are only predicted.
+        share: fraction of the time difference to autopar's plan that the changes should recover.
+        time_limit_s: time limit of the solver in seconds, per problem.
+        compiler: a running compiler, which stays open; by default one is started and closed here.
+        progress: callback with a stage's name and the fraction done.
 
     Raises:
-        StepSignatureError: the step is not sharded, or by autopar.
-        MeshError: its shardings are over several meshes, or another than was asked for.
-        VerifyError: XLA's GPU compiler is not installed, or refuses the program.
+        StepSignatureError: the step has no shardings, or autopar made them.
+        MeshError: the shardings are over several meshes, or not over the expected one.
+        VerifyError: XLA's GPU compiler is not installed, or fails to compile the program.
         AutoparError: as `autopar.plan` raises.
     """
     if not 0 < share <= 1:
-        raise StepSignatureError(f"`share` is {share!r}: give a part of the difference, above 0 and at most 1")
+        raise StepSignatureError(f"`share` is {share!r}: give a fraction of the difference, above 0 and at most 1")
     if callable(getattr(step, "planned", None)):
         raise StepSignatureError(
-            f"`{getattr(step, '__qualname__', 'the step')}` runs by a plan of autopar's, so nothing in it was sharded by"
-            " hand: hold it against XLA's program with `autopar.verify`"
+            f"`{getattr(step, '__qualname__', 'the step')}` runs by a plan of autopar's, so nothing in it is sharded by"
+            " hand: compare it with XLA's program by `autopar.verify`"
         )
     with Compiler() if compiler is None else nullcontext(compiler) as compiler:
         hand = read_hand_sharded(step, args, mesh if mesh is not None else num_devices)
         profile = _profile(hardware, hand.mesh, hosts)
-        target_text(profile)  # a profile without a GPU is refused before anything is planned
+        target_text(profile)  # raise for a profile without a GPU before planning
         donate = [hand.names[position] for position in hand.donated_arguments]
         program = program_of(hand.step, hand.args, carry=None, donate=donate)
         budget = profile.usable_bytes if memory_budget_bytes is None else float(memory_budget_bytes)
@@ -91,32 +91,32 @@ def diagnose(
 
 
 def _profile(given: str | HardwareProfile | None, mesh: MeshShape, hosts: int | None) -> HardwareProfile:
-    """The hardware, with as many devices a host as `hosts` leaves."""
+    """The hardware profile with the devices per host that `hosts` gives."""
     if given is None:
         device = jax.devices()[0]
         given = detect(device.device_kind, device.platform)
     profile = given if isinstance(given, HardwareProfile) else load(given)
     if hosts is None:
         return profile
-    topology_text(mesh.num_devices, hosts)  # refused where they cannot be spread
+    topology_text(mesh.num_devices, hosts)  # raises where the devices do not divide evenly
     return replace(profile, devices_per_host=mesh.num_devices // hosts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Diagnosing:
-    """The steps of one diagnosis."""
+    """Runs one diagnosis."""
 
     plans: PinnedPlans
     compiling: CompiledCosts
     report: Callable[[str, float], None]
 
     def diagnosis(self, share: float) -> Diagnosis:
-        """All of it."""
+        """Compile and plan the step, search for changes, and compile them."""
         hand, profile, budget = self.plans.hand, self.plans.profile, self.plans.budget
         self.report("XLA compiles it as it is", 0.1)
         compiled = self.compiling.as_it_is()
         self.report("plan", 0.3)
-        kept, fits = self.plans.that_may_not_fit(self.plans.own)
+        kept, fits = self.plans.plan_or_unlimited(self.plans.own)
         best = self.plans.plan({}, rematerialize=True)
         as_is, rows = self.compiling.cost(kept, compiled)
         changes, changed = self._changes(as_is, kept, best, rows, share)
@@ -145,8 +145,8 @@ class _Diagnosing:
     ) -> tuple[list[Change], Plan]:
         """The changes, and the plan with all of them.
 
-        What XLA put in by itself goes once the values inside are constrained, so that comes first where it is much.
-        Else the shardings alone are changed, and values constrained only if XLA then puts something in.
+        Constraints on intermediate values remove the collectives that XLA's partitioner inserted. They come first where those cost
+        much. Otherwise only input shardings change, and constraints follow only if XLA then inserts collectives.
         """
         over_s = as_is.predicted_s - kept.prediction.step_time_s
         difference = as_is.predicted_s - best.prediction.step_time_s
@@ -163,9 +163,9 @@ class _Diagnosing:
             plan = self.plans.plan(pins)
             compiled = self.compiling.planned(plan) if constrained else self.compiling.resharded(plan)
             after, rows = self.compiling.cost(plan, compiled)
-            words = "split otherwise: " + ", ".join(f"`{group.name}`" for group in one.groups)
+            text = "change the sharding of " + ", ".join(f"`{group.name}`" for group in one.groups)
             tensors = tensor_changes(one.to, was, plan.inputs)
-            changes.append(_change("shardings", words, cost, after, tensors=tensors))
+            changes.append(_change("shardings", text, cost, after, tensors=tensors))
             cost = after
         if not constrained and cost.predicted_s - plan.prediction.step_time_s > max(0.0, LEAST_SHARE * difference):
             changes.append(self._constraints(plan, rows, cost))
@@ -185,11 +185,11 @@ class _Diagnosing:
 
     def _constraints(self, plan: Plan, rows: Sequence[Extra], before: Cost) -> Change:
         after, _ = self.compiling.cost(plan, self.compiling.planned(plan))
-        words = (
-            f"keep these shardings, and constrain the {len(plan.constraints)} values inside that XLA was left to guess,"
-            " as `autopar.parallelize(step, plan=told.changed)` does. Where it matters:"
+        text = (
+            f"keep these shardings, and constrain {len(plan.constraints)} intermediate values whose shardings XLA inferred,"
+            " as `autopar.parallelize(step, plan=diagnosis.changed)` does. Where it matters:"
         )
-        return _change("constraints", words, before, after, places=places(plan, origins_of(rows)))
+        return _change("constraints", text, before, after, places=places(plan, origins_of(rows)))
 
 
 def _change(
@@ -214,18 +214,18 @@ def _change(
 
 
 def notes_on(hand: HandSharded, program: Program) -> tuple[str, ...]:
-    """What is odd about a program's own shardings."""
+    """Notes on suspicious shardings and donations of the program."""
     notes = []
     carried = program.graph.carried
     for before, after in carried:
         comes, goes = hand.inputs[before], hand.outputs[after]
         if comes is not None and goes is not None and comes != goes:
             notes.append(
-                f"`{hand.paths[before]}` comes in as {comes} and goes out as {goes}: every step has to reshard it"
+                f"`{hand.paths[before]}` has sharding {comes} as an input and {goes} as an output: every step reshards it"
             )
-    unsaid = [path for path, said in zip(hand.paths, hand.inputs, strict=True) if said is None]
-    if unsaid:
-        notes.append(f"the program does not say how to split {len(unsaid)} of its inputs, e.g. `{unsaid[0]}`")
+    undefined = [path for path, sharding in zip(hand.paths, hand.inputs, strict=True) if sharding is None]
+    if undefined:
+        notes.append(f"the program gives no sharding for {len(undefined)} of its inputs, e.g. `{undefined[0]}`")
     if carried and not hand.donated:
-        notes.append("nothing is donated, so the state is held twice: give `jax.jit` `donate_argnums`")
+        notes.append("nothing is donated, so the state is in memory twice: give `jax.jit` `donate_argnums`")
     return tuple(notes)

@@ -1,6 +1,6 @@
-"""What `diagnose` found of a step sharded by hand: what it costs, what nobody meant, what to change.
+"""Represent and print the result of `diagnose`: the cost of a hand-sharded step, unintended collectives, changes.
 
-In: figures, rows of collectives and changes. Out: `Diagnosis`, a value that prints as text and as JSON.
+In: costs, rows of collectives, changes. Out: `Diagnosis`, which prints as text and as JSON.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from autopar.plans.plan import Plan
 from autopar.system.text_tables import plain_text, short_source
 from autopar.system.units import human_bytes, human_seconds
 
-#: Rows shown of collectives that nobody meant, and of the places of a change; the JSON has all.
+#: Most rows printed of extra collectives, and of the places of a change; the JSON has all.
 MAX_ROWS, MAX_PLACES = 12, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One change, to be made after those before it.
+    """One change, on top of all earlier ones.
 
     Args:
-        kind: `constraints`: every sharding stays, and the values inside are constrained as a plan says; `shardings`:
-            tensors are split otherwise.
-        tensors: of the second kind. places: of the first, where it matters most.
-        gain_s: what it takes off the predicted step time. xla_gain_s: off XLA's estimate; None where there is none.
-        after: the program with this change and those before it.
+        kind: `constraints`: input shardings stay, and intermediate values are constrained to a plan's shardings; `shardings`:
+            input shardings change.
+        words: description of the change.
+        tensors: changed inputs, of kind `shardings`.
+        places: constrained values where it matters most, of kind `constraints`.
+        gain_s: seconds saved of the predicted step time.
+        xla_gain_s: seconds saved of XLA's estimate; None where there is none.
+        after: cost of the program with this and all earlier changes.
     """
 
     kind: Literal["constraints", "shardings"]
@@ -50,17 +53,18 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Diagnosis:
-    """A step as it is, beside autopar's plan for the same mesh. Printed, it is plain text.
+    """A hand-sharded step compared with autopar's plan for the same mesh. It prints as plain text.
 
     Args:
-        as_is: the program as its user wrote it.
-        best: autopar's plan. plan: that plan.
-        kept: what the shardings of its inputs come to, with all values inside split as is best for them.
-        extras: what XLA's program sends that this does not account for, the longest first.
-        changes: in order; the last one's `after` has all of them.
-        changed: the plan with all changes, which `parallelize(step, plan=...)` runs.
-        topology: `slices x hosts x GPUs` that it was compiled for.
-        budget_bytes: what a device may hold.
+        topology: XLA's `slices x hosts x GPUs per host` of the target.
+        budget_bytes: memory budget per device.
+        as_is: cost of the user's program.
+        kept: predicted cost of the best plan with the user's input shardings.
+        best: cost of autopar's plan.
+        plan: autopar's plan.
+        extras: compiled collectives of the user's program that `kept` does not need, the longest first.
+        changes: changes in order; `after` of the last one is the cost with all changes.
+        changed: the plan with all changes, for `parallelize(step, plan=...)`.
     """
 
     program: str
@@ -80,38 +84,38 @@ class Diagnosis:
 
     @property
     def unmeant(self) -> tuple[Extra, ...]:
-        """Of the extras, those that only move values: nobody meant them, XLA's partitioner put them in."""
+        """The unintended collectives: extras that only move data, which XLA's SPMD partitioner inserted."""
         return tuple(row for row in self.extras if not row.is_sum)
 
     @property
     def sums(self) -> tuple[Extra, ...]:
-        """Of the extras, sums over devices: they follow from the shardings as XLA spreads them over the step, but
-        another split of the values inside needs none, or smaller ones."""
+        """The extra reductions: they follow from shardings that XLA propagated, and other shardings of intermediate values
+        would need fewer or smaller ones."""
         return tuple(row for row in self.extras if row.is_sum)
 
     @property
     def by_xla(self) -> bool:
-        """Whether XLA's estimates are what is compared; else autopar's predictions."""
+        """Whether the comparison goes by XLA's estimates; otherwise, by autopar's predictions."""
         return None not in (self.as_is.xla_s, self.best.xla_s, *(change.after.xla_s for change in self.changes))
 
     def seconds(self, cost: Cost) -> float:
-        """A step's, by what is compared."""
+        """The step time of a cost, by XLA's estimate or by prediction (`by_xla`)."""
         xla_s = cost.xla_s
         return xla_s if self.by_xla and xla_s is not None else cost.predicted_s
 
     @property
     def difference_s(self) -> float:
-        """What a step takes longer as it is than by autopar's plan; below zero where the hand has won."""
+        """Step time of the user's program minus that of autopar's plan; negative where the user's is faster."""
         return self.seconds(self.as_is) - self.seconds(self.best)
 
     @property
     def recovered(self) -> float:
-        """The part of the difference that the changes recover."""
+        """The fraction of the difference that the changes recover."""
         return self._recovered(self.seconds)
 
     @property
     def recovered_as_predicted(self) -> float:
-        """The same by autopar's predictions, which the changes were searched for by."""
+        """The recovered fraction by autopar's predictions, on which the search for changes is based."""
         return self._recovered(lambda cost: cost.predicted_s)
 
     def _recovered(self, seconds: Callable[[Cost], float]) -> float:
@@ -126,7 +130,7 @@ class Diagnosis:
     __repr__ = __str__
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as JSON types: plain seconds and bytes. The plans are left out."""
+        """Everything but the plans, as JSON types, in seconds and bytes."""
         return {
             "format": "autopar-diagnosis",
             "version": 1,
@@ -153,41 +157,43 @@ class Diagnosis:
 # -- as text ---------------------------------------------------------------------------------
 
 
-def render_diagnosis(told: Diagnosis, console: Console) -> None:
+def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print a diagnosis to a console, with styles where it has them."""
-    console.print(Text.assemble(("Diagnosis of ", "bold"), (told.program, "bold"), f": {_verdict(told)}"))
+    console.print(Text.assemble(("Diagnosis of ", "bold"), (diagnosis.program, "bold"), f": {_verdict(diagnosis)}"))
     console.print(
-        Text(f"sharded by hand over mesh {told.mesh.describe()}; {told.hardware}, topology {told.topology}\n")
+        Text(
+            f"sharded by hand over mesh {diagnosis.mesh.describe()}; {diagnosis.hardware}, topology {diagnosis.topology}\n"
+        )
     )
-    console.print(_costs(told))
-    console.print(Text(f"Collectives nobody meant: {_total(told.unmeant)}", "bold"), _extras(told.unmeant))
-    if told.sums:
-        head = f"Sums that another split of the values inside does not need: {_total(told.sums)}"
-        console.print(Text(head, "bold"), _extras(told.sums))
-    if told.changes:
-        also = f", {100 * told.recovered_as_predicted:.0f} % as predicted" if told.by_xla else ""
-        console.print(Text(f"Changes that recover {100 * told.recovered:.0f} % of the difference{also}", "bold"))
-        console.print(_changes(told))
-    for note in told.notes:
+    console.print(_costs(diagnosis))
+    console.print(Text(f"Collectives nobody meant: {_total(diagnosis.unmeant)}", "bold"), _extras(diagnosis.unmeant))
+    if diagnosis.sums:
+        head = f"Sums that another split of the values inside does not need: {_total(diagnosis.sums)}"
+        console.print(Text(head, "bold"), _extras(diagnosis.sums))
+    if diagnosis.changes:
+        also = f", {100 * diagnosis.recovered_as_predicted:.0f} % as predicted" if diagnosis.by_xla else ""
+        console.print(Text(f"Changes that recover {100 * diagnosis.recovered:.0f} % of the difference{also}", "bold"))
+        console.print(_changes(diagnosis))
+    for note in diagnosis.notes:
         console.print(Padding(Text(f"note: {note}"), (0, 0, 0, 2)))
 
 
-def _verdict(told: Diagnosis) -> str:
-    as_is, best = told.seconds(told.as_is), told.seconds(told.best)
-    whose = "by XLA's estimate" if told.by_xla else "as predicted"
-    if told.difference_s <= 0:
+def _verdict(diagnosis: Diagnosis) -> str:
+    as_is, best = diagnosis.seconds(diagnosis.as_is), diagnosis.seconds(diagnosis.best)
+    whose = "by XLA's estimate" if diagnosis.by_xla else "as predicted"
+    if diagnosis.difference_s <= 0:
         return f"{human_seconds(as_is)} a step {whose}, no slower than autopar's plan ({human_seconds(best)})"
     return f"{human_seconds(as_is)} a step {whose}, {human_seconds(best)} by autopar's plan ({as_is / best:.2f}x)"
 
 
-def _costs(told: Diagnosis) -> RenderableType:
+def _costs(diagnosis: Diagnosis) -> RenderableType:
     table = _table("", "step", "XLA's estimate", "sends", "peak", "collectives compiled")
-    rows = [("as it is", told.as_is), ("with these shardings at best", told.kept)]
-    rows += [("autopar's plan", told.best)]
+    rows = [("as it is", diagnosis.as_is), ("with these shardings at best", diagnosis.kept)]
+    rows += [("autopar's plan", diagnosis.best)]
     for name, cost in rows:
         made = cost.compiled
         peak = cost.predicted_peak_bytes if made is None else made.peak_bytes
-        over = " over" if peak > told.budget_bytes else ""
+        over = " over" if peak > diagnosis.budget_bytes else ""
         table.add_row(
             Text(name),
             human_seconds(cost.predicted_s),
@@ -198,8 +204,8 @@ def _costs(told: Diagnosis) -> RenderableType:
         )
     grid = Table.grid()
     grid.add_row(table)
-    grid.add_row(Text(f"autopar's plan: {told.plan.words}"))
-    exposed = told.as_is.compiled.exposed_s if told.as_is.compiled else {}
+    grid.add_row(Text(f"autopar's plan: {diagnosis.plan.words}"))
+    exposed = diagnosis.as_is.compiled.exposed_s if diagnosis.as_is.compiled else {}
     if exposed:
         each = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in exposed.items())
         grid.add_row(Text(f"as it is, hidden by no kernel, says XLA: {each}"))
@@ -222,10 +228,10 @@ def _extras(rows: Sequence[Extra]) -> RenderableType:
     return Padding(table, (0, 0, 1, 2)) if rows else Text()
 
 
-def _changes(told: Diagnosis) -> RenderableType:
+def _changes(diagnosis: Diagnosis) -> RenderableType:
     grid = Table.grid(padding=(0, 0, 1, 0))
-    for number, change in enumerate(told.changes, 1):
-        gain = change.xla_gain_s if told.by_xla and change.xla_gain_s is not None else change.gain_s
+    for number, change in enumerate(diagnosis.changes, 1):
+        gain = change.xla_gain_s if diagnosis.by_xla and change.xla_gain_s is not None else change.gain_s
         head = f"{number}. {'-' if gain >= 0 else '+'}{human_seconds(abs(gain))}: {change.words}"
         rows = Table.grid()
         rows.add_row(Text(head))
@@ -236,7 +242,7 @@ def _changes(told: Diagnosis) -> RenderableType:
 
 
 def _tensor_lines(tensors: Sequence[TensorChange]) -> list[str]:
-    """The step's own, then how many of the optimizer's go with them."""
+    """One line per changed tensor, and one line for the optimizer state that changes with them."""
     lines = [
         f"{one.path}{f' x{one.count}' if one.count > 1 else ''}: {one.before or 'unsaid'} -> {one.after}"
         for one in tensors

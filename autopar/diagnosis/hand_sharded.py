@@ -1,9 +1,8 @@
-"""A step that its user has sharded by hand, read.
+"""Read the mesh, shardings and donations of a hand-sharded step.
 
-In: a function jitted with `in_shardings` (or one whose arguments lie sharded already), and its arguments, arrays or
-shapes. Out: `HandSharded`: the one mesh that all of it is over, the sharding of each input and output as far as the
-program says it, what it donates; and the very program, lowered for another platform. Nothing is compiled, and the mesh
-may be one without devices.
+In: a function jitted with `in_shardings`, or a function with sharded arguments; its arguments, arrays or shapes. Out: `HandSharded`:
+the mesh, the sharding of each input and output where the program gives one, the donated inputs; the program lowered for another
+platform. Nothing is compiled, and the mesh may have no devices.
 """
 
 from __future__ import annotations
@@ -25,23 +24,24 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop import compilation
 from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
 
-#: A mesh that is expected, or its number of devices.
-Asked = str | int | MeshShape | Mesh | AbstractMesh | None
-#: A mesh that was found, and where.
+#: An expected mesh, or its number of devices.
+ExpectedMesh = str | int | MeshShape | Mesh | AbstractMesh | None
+#: Where a sharding stands in the program, and its mesh.
 _Found = tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class HandSharded:
-    """A step and what it says itself of shardings. Positions are those of its arguments' leaves, or its result's.
+    """A step with its own shardings. Inputs and outputs are the leaves of its arguments and its result.
 
     Args:
         args: shapes and dtypes, with a sharding where the argument had one.
-        mesh: what all of its shardings are over.
-        inputs, outputs: None where the program leaves it to XLA.
-        donated: positions of inputs.
-        names: of the arguments. paths: of the inputs, as a plan names them.
-        named_mesh: the mesh itself, as the program has it.
+        mesh: the mesh of all shardings.
+        inputs, outputs: sharding of each; None where the program leaves it to XLA.
+        donated: positions of donated inputs.
+        names: names of the arguments.
+        paths: paths of the inputs in a plan's notation.
+        named_mesh: the program's mesh object.
     """
 
     step: Any
@@ -55,7 +55,7 @@ class HandSharded:
     named_mesh: Any
 
     def lower(self, platform: str) -> jax.stages.Lowered:
-        """The program as its user wrote it, lowered for a platform (`"cuda"`)."""
+        """Lower the user's program for a platform (`"cuda"`)."""
         return self.step.trace(*self.args).lower(lowering_platforms=(platform,))
 
     def lower_otherwise(
@@ -64,7 +64,7 @@ class HandSharded:
         inputs: Sequence[TensorSharding | None],
         outputs: Sequence[TensorSharding | None],
     ) -> jax.stages.Lowered:
-        """The same program with other shardings of its inputs and outputs; None leaves one to XLA."""
+        """Lower the program with other shardings of inputs and outputs; XLA chooses where one is None."""
 
         def named(one: TensorSharding | None) -> NamedSharding | None:
             return None if one is None else NamedSharding(self.named_mesh, partition_spec(one))
@@ -80,7 +80,7 @@ class HandSharded:
 
     @property
     def donated_arguments(self) -> tuple[int, ...]:
-        """Positions of the arguments all of whose leaves are donated."""
+        """Positions of the arguments whose leaves are all donated."""
         found, offset = [], 0
         for position, arg in enumerate(self.args):
             leaves = range(offset, offset + len(jax.tree.leaves(arg)))
@@ -90,18 +90,19 @@ class HandSharded:
         return tuple(found)
 
 
-def read_hand_sharded(step: Callable[..., Any], args: Sequence[Any], mesh: Asked = None) -> HandSharded:
-    """Read a step.
+def read_hand_sharded(step: Callable[..., Any], args: Sequence[Any], mesh: ExpectedMesh = None) -> HandSharded:
+    """Read the shardings of a step.
 
     Args:
-        step: what `jax.jit` gives, or a function of arguments that lie sharded, which is then jitted.
-        mesh: what the shardings are expected to be over, or of how many devices.
+        step: the result of `jax.jit`, or a function with sharded arguments, which is jitted here.
+        args: positional arguments: arrays or `jax.ShapeDtypeStruct`s.
+        mesh: expected mesh of the shardings, or its number of devices.
 
     Raises:
-        StepSignatureError: it is not sharded at all, or is given what is neither array nor number.
-        MeshError: its shardings are over several meshes, or another than was asked for.
-        PinError: a sharding that is no `NamedSharding`.
-        TraceError: JAX cannot trace it.
+        StepSignatureError: the step has no shardings, or an argument is neither array nor number.
+        MeshError: the shardings are over several meshes, or not over the expected one.
+        PinError: a sharding is no `NamedSharding`.
+        TraceError: JAX cannot trace the step.
     """
     names = Step.of(step).bind(args, {}).names
     paths = tuple(path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, name))
@@ -114,12 +115,12 @@ def read_hand_sharded(step: Callable[..., Any], args: Sequence[Any], mesh: Asked
     leaves = jax.tree.leaves(placed)
     found: list[_Found] = []
     inputs = []
-    for path, leaf, said in zip(paths, leaves, call.in_shardings, strict=True):
-        where, sharding = ("in_shardings", said) if said is not None else ("the argument", leaf.sharding)
+    for path, leaf, given in zip(paths, leaves, call.in_shardings, strict=True):
+        where, sharding = ("in_shardings", given) if given is not None else ("the argument", leaf.sharding)
         inputs.append(_named(sharding, len(leaf.shape), f"{where} of `{path}`", found))
     outputs = [
-        _named(said, len(shape), f"out_shardings of output {n}", found)
-        for n, (said, shape) in enumerate(zip(call.out_shardings, call.out_shapes, strict=True))
+        _named(given, len(shape), f"out_shardings of output {n}", found)
+        for n, (given, shape) in enumerate(zip(call.out_shardings, call.out_shapes, strict=True))
     ]
     found += jax_compat.meshes_named(equations)
     if not found:
@@ -141,8 +142,8 @@ def _check_leaves(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     for path, leaf in zip(paths, leaves, strict=True):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
             raise StepSignatureError(
-                f"`{path}` is a {type(leaf).__name__}, but a step sharded by hand is read with arrays, numbers and pytrees"
-                " of them as arguments, all by position. Close over it in the step, or leave it out of the pytree"
+                f"`{path}` is a {type(leaf).__name__}, but the arguments of a hand-sharded step have to be arrays, numbers"
+                " and pytrees of them, all positional. Close over it in the step, or leave it out of the pytree"
             )
 
 
@@ -151,7 +152,7 @@ def _is_jitted(step: Any) -> bool:
 
 
 def _not_sharded(name: str, is_jitted: bool) -> str:
-    jitted = "is jitted without shardings" if is_jitted else "is not jitted, nor do its arguments lie sharded"
+    jitted = "is jitted without shardings" if is_jitted else "is not jitted, and its arguments are not sharded"
     return (
         f"`{name}` {jitted}, so there is nothing to diagnose: no `in_shardings`, no sharded argument, no"
         " `with_sharding_constraint`, no `shard_map`. Give the function that `jax.jit(step, in_shardings=...)` returns,"
@@ -167,10 +168,9 @@ def _translated(name: str) -> Iterator[None]:
         text = str(error)
         if "non-empty mesh in context" in text or "mesh context" in text:
             raise MeshError(
-                f"`{name}` is sharded by bare `PartitionSpec`s, which take their mesh from the context, and there is"
-                " none: call it inside `with jax.set_mesh(mesh):`, or make them `NamedSharding(mesh, spec)`; for GPUs"
-                ' that are not here, `jax.sharding.AbstractMesh((2, 4), ("data", "model"),'
-                " axis_types=(jax.sharding.AxisType.Auto,) * 2)` will do."
+                f"`{name}` is sharded by bare `PartitionSpec`s, which need a mesh in context, and there is none: call"
+                " it inside `with jax.set_mesh(mesh):`, or use `NamedSharding(mesh, spec)`; for absent GPUs, use"
+                ' `jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)`.'
                 f" JAX said: {text}"
             ) from error
         raise TraceError(
@@ -180,12 +180,12 @@ def _translated(name: str) -> Iterator[None]:
 
 
 def _named(sharding: Any, num_dims: int, where: str, found: list[_Found]) -> TensorSharding | None:
-    """A sharding in our words; its mesh is added to those found."""
+    """Convert a JAX sharding, and append its mesh to `found`."""
     if sharding is None or isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return None
     if not isinstance(sharding, NamedSharding):
         raise PinError(
-            f"{where} is a {type(sharding).__name__}, which names no mesh axes: make it a `NamedSharding(mesh, spec)`"
+            f"{where} is a {type(sharding).__name__}, which names no mesh axes: use `NamedSharding(mesh, spec)`"
         )
     found.append((where, sharding.mesh))
     try:
@@ -194,8 +194,8 @@ def _named(sharding: Any, num_dims: int, where: str, found: list[_Found]) -> Ten
         raise PinError(f"{where}: {error}") from None
 
 
-def _one_mesh(name: str, found: Sequence[_Found], asked: Asked) -> MeshShape:
-    """The mesh that all shardings are over, and that was asked for."""
+def _one_mesh(name: str, found: Sequence[_Found], expected: ExpectedMesh) -> MeshShape:
+    """The common mesh of all shardings, checked against the expected one."""
     where, first = found[0]
     mesh = MeshShape(tuple(first.axis_names), tuple(first.axis_sizes))
     for other_where, other in found[1:]:
@@ -203,7 +203,7 @@ def _one_mesh(name: str, found: Sequence[_Found], asked: Asked) -> MeshShape:
             there = MeshShape(tuple(other.axis_names), tuple(other.axis_sizes))
             raise MeshError(
                 f"`{name}` is sharded over two meshes: {where} over {mesh.describe()}, but {other_where} over"
-                f" {there.describe()}. One mesh is priced at a time: use the same axes, in name, size and order,"
+                f" {there.describe()}. A diagnosis supports one mesh: use the same axes, in name, size and order,"
                 " everywhere"
             )
     explicit = [
@@ -211,33 +211,36 @@ def _one_mesh(name: str, found: Sequence[_Found], asked: Asked) -> MeshShape:
     ]
     if explicit:
         raise MeshError(
-            f"{where} is over a mesh whose axes {', '.join(explicit)} are of type {first.axis_types[0].name}, as"
-            " `jax.make_mesh` makes them: there JAX itself checks and places every operation, and XLA's partitioner"
-            " decides nothing. Diagnosed are meshes of type Auto: make it with"
+            f"{where} is over a mesh whose axes {', '.join(explicit)} are of type {first.axis_types[0].name}, the"
+            " default of `jax.make_mesh`: JAX then shards every operation itself, and XLA's partitioner decides nothing."
+            " A diagnosis supports axes of type Auto: make the mesh with"
             f" `axis_types=(jax.sharding.AxisType.Auto,) * {len(first.axis_names)}`"
         )
     if mesh.num_devices == 1:
-        raise MeshError(f"`{name}` is sharded over mesh {mesh.describe()}, which is one device: nothing is sent")
-    if asked is not None:
-        _check_asked(name, mesh, asked)
+        raise MeshError(
+            f"`{name}` is sharded over mesh {mesh.describe()}, which is one device, so nothing communicates: use a mesh"
+            " of several devices"
+        )
+    if expected is not None:
+        _check_mesh(name, mesh, expected)
     return mesh
 
 
-def _check_asked(name: str, mesh: MeshShape, asked: str | int | MeshShape | Mesh | AbstractMesh) -> None:
-    if isinstance(asked, int):
-        same, words = mesh.num_devices == asked, f"for {asked} devices"
+def _check_mesh(name: str, mesh: MeshShape, expected: str | int | MeshShape | Mesh | AbstractMesh) -> None:
+    if isinstance(expected, int):
+        same, description = mesh.num_devices == expected, f"`num_devices={expected}`"
     else:
-        shape = asked if isinstance(asked, MeshShape) else None
-        if isinstance(asked, str):
-            shape = parse_mesh(asked)
+        shape = expected if isinstance(expected, MeshShape) else None
+        if isinstance(expected, str):
+            shape = parse_mesh(expected)
         elif shape is None:
-            shape = MeshShape(tuple(asked.axis_names), tuple(asked.axis_sizes))
-        # Sizes alone (2x4) say nothing of names.
-        unnamed = isinstance(asked, str) and "=" not in asked
+            shape = MeshShape(tuple(expected.axis_names), tuple(expected.axis_sizes))
+        # A mesh given as sizes (2x4) has no axis names to compare.
+        unnamed = isinstance(expected, str) and "=" not in expected
         same = shape.axis_sizes == mesh.axis_sizes and (unnamed or shape.axis_names == mesh.axis_names)
-        words = f"for mesh {asked if unnamed else shape.describe()}"
+        description = f"mesh {expected if unnamed else shape.describe()}"
     if not same:
         raise MeshError(
-            f"the shardings of `{name}` are over mesh {mesh.describe()}, of {mesh.num_devices} devices, but you asked"
-            f" {words}: as it is, the program has that one mesh. Leave out the mesh, or change it in the program"
+            f"the shardings of `{name}` are over mesh {mesh.describe()}, of {mesh.num_devices} devices, but"
+            f" {description} was given. Leave out the mesh, or change it in the program"
         )

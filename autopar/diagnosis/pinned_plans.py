@@ -1,6 +1,6 @@
-"""Plans of a step sharded by hand, under its user's pins and under others, each made once.
+"""Make and cache plans of a hand-sharded step for different sets of pinned shardings.
 
-In: a traced step, what its user has pinned, the mesh and the hardware. Out: `Plan`s, and their prices for `changes`.
+In: a traced step, the user's pins, the mesh, the hardware. Out: `Plan`s; their prices for the search of `sharding_changes`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.transforms.program import Program
 
-#: A budget that any plan keeps to.
+#: A memory budget that every plan meets.
 _NO_BUDGET = 1e18
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPlans:
-    """Plans under pins; the one mutable thing is which have been made."""
+    """Makes plans under pins; its only mutable state is the cache of plans."""
 
     program: Program
     hand: HandSharded
@@ -34,26 +34,26 @@ class PinnedPlans:
 
     @property
     def own(self) -> Pins:
-        """What the user has pinned."""
+        """The user's pins."""
         return {n: sharding for n, sharding in enumerate(self.hand.inputs) if sharding is not None}
 
     def plan(self, pins: Pins, *, rematerialize: bool = False) -> Plan:
-        """The plan of the step so pinned.
+        """The plan under pins.
 
         Raises:
-            BudgetError: none fits.
+            BudgetError: no plan fits the memory budget.
         """
         return self._plan(pins, self.budget, rematerialize)
 
-    def that_may_not_fit(self, pins: Pins) -> tuple[Plan, bool]:
-        """The plan of the step so pinned, and whether it fits."""
+    def plan_or_unlimited(self, pins: Pins) -> tuple[Plan, bool]:
+        """The plan under pins, without a memory budget if none fits; and whether it fits."""
         try:
             return self.plan(pins), True
         except BudgetError:
             return self._plan(pins, _NO_BUDGET, rematerialize=False), False
 
     def price(self, pins: Pins) -> Priced:
-        """Seconds of a step so pinned; `inf` where it does not fit, or is not found in time."""
+        """The price of a set of pins: `inf` where no plan fits or none is found in time."""
         try:
             plan = self.plan(pins)
         except (BudgetError, TimeLimitError):
@@ -68,7 +68,7 @@ class PinnedPlans:
                 hardware=self.profile,
                 memory_budget_bytes=budget,
                 pin={self.hand.paths[n]: sharding for n, sharding in pins.items()},
-                metadata="ignore",  # the shardings say it
+                metadata="ignore",  # the pins already contain it
                 rematerialize=rematerialize,
                 time_limit_s=self.time_limit_s,
             )

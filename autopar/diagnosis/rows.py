@@ -1,6 +1,6 @@
-"""The rows of a diagnosis's changes: tensors and values that differ only in the number of their layer are one.
+"""Summarize the changes of a diagnosis as rows, with one row for equal tensors or values of all layers.
 
-In: what a search for changes found, and a plan. Out: `TensorChange`s and `Place`s.
+In: the changes that the search found, a plan. Out: `TensorChange`s and `Place`s.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from autopar.system.name_patterns import collapse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChange:
-    """Inputs that differ only in the numbers of their path, split otherwise; with the outputs that renew them.
+    """A new sharding for inputs that differ only in the layer number, and for the outputs that update them.
 
     Args:
-        before: None where the program says nothing.
+        before: previous sharding; None where the program gives none.
     """
 
     path: str
@@ -34,7 +34,7 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A value inside the step, in every layer, at a place where XLA sent what nobody meant; and how to split it."""
+    """An intermediate value, in every layer, where XLA inserted unintended collectives; and the sharding to constrain it to."""
 
     path: str
     primitive: str
@@ -46,11 +46,11 @@ class Place:
 
 
 def tensor_changes(to: Pins, was: Pins, inputs: Sequence[TensorPlan]) -> tuple[TensorChange, ...]:
-    """Rows of the inputs that change, in the order of the first of each."""
-    alike: dict[tuple[str, str | None, str], list[int]] = defaultdict(list)
+    """Rows of the changed inputs, in input order."""
+    by_key: dict[tuple[str, str | None, str], list[int]] = defaultdict(list)
     for n, sharding in sorted(to.items()):
         tensor = inputs[n]
-        alike[
+        by_key[
             f"{without_numbers(tensor.path)} {tensor.shape}", str(was[n]) if n in was else None, str(sharding)
         ].append(n)
     return tuple(
@@ -62,21 +62,21 @@ def tensor_changes(to: Pins, was: Pins, inputs: Sequence[TensorPlan]) -> tuple[T
             before=before,
             after=after,
         )
-        for (_, before, after), members in alike.items()
+        for (_, before, after), members in by_key.items()
         for pattern, positions in collapse([inputs[n].path for n in members])
     )
 
 
 def places(plan: Plan, origins: Collection[tuple[str, str]]) -> tuple[Place, ...]:
-    """The values inside that a plan decides at some places, in the order of the program.
+    """Rows of the intermediate values that a plan decides at given origins, in program order.
 
     Args:
-        origins: modules, with the numbers of layers as stars, and primitives.
+        origins: pairs of a module, with `*` for layer numbers, and a primitive.
     """
-    alike: dict[tuple[str, str, str, str], list[Decision]] = defaultdict(list)
+    by_key: dict[tuple[str, str, str, str], list[Decision]] = defaultdict(list)
     for one in plan.decisions:
         if one.kind == "activation" and (without_numbers(one.path), one.primitive) in origins:
-            alike[f"{without_numbers(one.path)} {one.shape}", one.primitive, one.phase, str(one.sharding)].append(one)
+            by_key[f"{without_numbers(one.path)} {one.shape}", one.primitive, one.phase, str(one.sharding)].append(one)
     return tuple(
         Place(
             path=", ".join(pattern for pattern, _ in collapse(list(dict.fromkeys(one.path for one in members)))),
@@ -87,5 +87,5 @@ def places(plan: Plan, origins: Collection[tuple[str, str]]) -> tuple[Place, ...
             sharding=str(members[0].sharding),
             count=len(members),
         )
-        for members in alike.values()
+        for members in by_key.values()
     )

@@ -1,8 +1,7 @@
-"""Which few shardings of a step to change: a search over groups of tensors.
+"""Search for the few sharding changes that recover most of the time lost to an unconstrained plan.
 
-In: a program's inputs with the shardings that their user gave them, and a function that prices a choice of pins. Out:
-groups of inputs that belong together, and the `Repin`s that recover most of the difference to a plan that is free of
-pins. Numbers and shardings only: what a price is made of is the caller's matter.
+In: a program's inputs with the user's shardings (pins), and a function that prices a set of pins. Out: groups of inputs to change
+together, and the `Repin`s to apply. The module sees shardings and prices only; the caller does the planning.
 """
 
 from __future__ import annotations
@@ -19,14 +18,18 @@ from autopar.plans.records import Role, TensorPlan
 #: Input position -> the sharding that it is pinned to.
 Pins = Mapping[int, TensorSharding]
 
-#: A change alone that recovers less than this part of the difference is no help by itself.
+#: A change that recovers less than this fraction of the difference is not worth making alone.
 LEAST_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """What a choice of pins comes to: seconds of a step (`inf` where it does not fit), and how all inputs are then
-    split."""
+    """The price of a set of pins.
+
+    Args:
+        step_time_s: predicted step time; `inf` where the plan does not fit.
+        shardings: resulting sharding of every input.
+    """
 
     step_time_s: float
     shardings: tuple[TensorSharding, ...]
@@ -34,11 +37,11 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Inputs that are changed together: a module's, in every layer, with their optimizer state; or a whole batch.
+    """Inputs that change together: a module's parameters in every layer with their optimizer state, or a whole batch.
 
     Args:
         name: e.g. `state/params/h/*/attn/c_attn`.
-        members: their positions.
+        members: positions of the inputs.
     """
 
     name: str
@@ -47,12 +50,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Repin:
-    """Groups to be split otherwise, all at once.
+    """One change of shardings.
 
     Args:
-        groups: mostly one; several where no one of them helps alone.
-        to: position -> its new sharding, of those that change.
-        step_time_s: of the step with this and all earlier changes.
+        groups: the changed groups; more than one only where no single group helps.
+        to: position of each changed input -> its new sharding.
+        step_time_s: predicted step time after this and all earlier changes.
     """
 
     groups: tuple[Group, ...]
@@ -61,7 +64,7 @@ class Repin:
 
 
 def groups_of(tensors: Sequence[TensorPlan]) -> tuple[Group, ...]:
-    """Every input in one group."""
+    """Partition the inputs into groups."""
     parameters = [n for n, tensor in enumerate(tensors) if tensor.role == "parameter"]
     owners = _owners(tensors, parameters)
     modules: dict[str, list[int]] = defaultdict(list)
@@ -74,18 +77,18 @@ def groups_of(tensors: Sequence[TensorPlan]) -> tuple[Group, ...]:
             batches[tensor.path.split("/")[0], tensor.shape[0]].append(n)
         else:
             alone[tensor.role, without_numbers(tensor.path)].append(n)
-    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for module, members in modules.items():  # layers are the same module again: the same tensors under another number
+    by_key: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for module, members in modules.items():  # layers of one module: the same tensors under another number
         own = tuple((tensors[n].path.rpartition("/")[2], tensors[n].shape) for n in members if owners[n] == n)
-        alike[without_numbers(module), own] += members
-    found = [Group(str(key[0]), tuple(members)) for key, members in alike.items()]
+        by_key[without_numbers(module), own] += members
+    found = [Group(str(key[0]), tuple(members)) for key, members in by_key.items()]
     found += [Group(_common(tensors, members), tuple(members)) for members in batches.values()]
     found += [Group(path, tuple(members)) for (_, path), members in alone.items()]
     return tuple(found)
 
 
 def _owners(tensors: Sequence[TensorPlan], parameters: Sequence[int]) -> dict[int, int]:
-    """Parameters and the optimizer state made for them -> the parameter: the one whose path ends most alike."""
+    """Map each parameter to itself, and optimizer state to its parameter: the one with the longest common path suffix."""
     by_ending: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
     for n in parameters:
         parts = tensors[n].path.split("/")
@@ -117,26 +120,29 @@ def search(
     tensors: Sequence[TensorPlan],
     trying: Callable[[int], None] = lambda number: None,
 ) -> tuple[Repin, ...]:
-    """Change the group that gains most, again and again, until enough is recovered.
+    """Greedily change the group that saves most time until enough time is recovered.
 
-    A group is first left free: the price then is that of the best sharding for it, with all others as they are. What is
-    best for most of its layers becomes the change. Where no group helps alone, all that are left are changed together,
-    but those without which as much is recovered.
+    To price a group, unpin it: the planner then chooses its best shardings, with all other pins in place. The sharding that most
+    layers get becomes the change. Where no single group helps, change all remaining groups together, except those that are not
+    needed for the same gain.
 
     Args:
         own: the user's pins.
-        first_s: of a step with these.
-        to_recover_s: seconds that are enough.
-        trying: called with a number before each price.
+        groups: candidates.
+        price: planner as a function of pins.
+        first_s: step time with the user's pins.
+        to_recover_s: seconds to recover.
+        tensors: the program's inputs.
+        trying: progress callback with the number of each plan.
     """
     return _Search(price, tensors, trying).run(dict(own), list(groups), first_s, to_recover_s)
 
 
 @dataclass
 class _Search:
-    """The one mutable thing here: how many prices were asked for."""
+    """The state of a search: it counts the plans."""
 
-    ask: Callable[[Pins], Priced]
+    solve: Callable[[Pins], Priced]
     tensors: Sequence[TensorPlan]
     trying: Callable[[int], None]
     tried: int = 0
@@ -148,7 +154,7 @@ class _Search:
             free = {group.name: self.freed(pins, [group]) for group in left}
             best = min(left, key=lambda group: free[group.name].step_time_s)
             if now - free[best.name].step_time_s < LEAST_SHARE * enough:
-                one = self.together(pins, left, now, enough - (first - now))
+                one = self.several(pins, left, now, enough - (first - now))
                 return (*found, one) if one is not None else tuple(found)
             left.remove(best)
             one = self.repinned(pins, [best], free[best.name], now)
@@ -157,8 +163,8 @@ class _Search:
                 found.append(one)
         return tuple(found)
 
-    def together(self, pins: Pins, left: Sequence[Group], now: float, enough: float) -> Repin | None:
-        """All groups left, but those that can be spared."""
+    def several(self, pins: Pins, left: Sequence[Group], now: float, enough: float) -> Repin | None:
+        """Change all remaining groups that are needed for the gain; None where even all of them gain too little."""
         gained = now - self.freed(pins, left).step_time_s
         if gained < LEAST_SHARE * enough:
             return None
@@ -171,9 +177,12 @@ class _Search:
         return self.repinned(pins, needed, self.freed(pins, needed), now)
 
     def repinned(self, pins: Pins, groups: Sequence[Group], free: Priced, now: float) -> Repin | None:
-        """Groups pinned to what is best where they are free: for most layers, or for each where that gains nothing."""
+        """Pin groups to the shardings of the free plan: the majority's in all layers, or each layer's own if that gains nothing."""
         members = [n for group in groups for n in group.members]
-        for to in (alike(members, pins, free.shardings, self.tensors), _changed(members, pins, free.shardings)):
+        for to in (
+            _same_in_every_layer(members, pins, free.shardings, self.tensors),
+            _changed(members, pins, free.shardings),
+        ):
             after = self.price({**pins, **to}).step_time_s
             if to and after < now:
                 return Repin(tuple(groups), to, after)
@@ -186,13 +195,13 @@ class _Search:
     def price(self, pins: Pins) -> Priced:
         self.tried += 1
         self.trying(self.tried)
-        return self.ask(pins)
+        return self.solve(pins)
 
 
-def alike(
+def _same_in_every_layer(
     members: Sequence[int], pins: Pins, shardings: Sequence[TensorSharding], tensors: Sequence[TensorPlan]
 ) -> Pins:
-    """New shardings of those that change: what most layers have, for all of them."""
+    """The changed pins, with the most frequent sharding of each tensor in all layers."""
     families: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for n in members:
         families[without_numbers(tensors[n].path), tensors[n].shape].append(n)

@@ -1,9 +1,9 @@
-"""Collectives of a compiled program that the shardings it was given do not need, by where they come from.
+"""Find the collectives of a compiled program that its shardings do not need, grouped by origin.
 
-In: compiled collectives that no decision of a plan with the same shardings accounts for. Out: `Extra` rows: those of one
-kind, over the same axes, from one place in every layer, merged; with what they send, and how long that takes by a hardware
-profile. A sum over devices follows from how a product was split, though another split may need none. What only moves
-values (an all-to-all, a permute, a gather of what was split already) nobody meant: XLA's partitioner put it in.
+In: compiled collectives that no decision of a plan with the same shardings predicted. Out: `Extra` rows with bytes and time by a
+hardware profile. A row merges the collectives of one kind and the same axes that come from the same code in every layer.
+A reduction follows from the sharding of a matmul, although another sharding may need none. A collective that only moves data (an
+all-to-all, a permute, a gather of a sharded value) is unintended: XLA's SPMD partitioner inserted it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from autopar.system.name_patterns import collapse
 from autopar.verification.figures import Collectives, CompiledCollective, collective_name, sent_bytes
 
 _SUMS = tuple(kind for kind in KINDS if collective(kind).is_sum)
-#: Kinds that a profile has no rates of its own for, and the nearest that it has.
+#: Kinds without rates in a profile -> the most similar kind with rates.
 _PRICED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
 _NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """Compiled collectives alike but for the number of their layer.
+    """Extra compiled collectives that differ only in the number of their layer.
 
     Args:
-        axes: None for groups of devices that follow no mesh axes.
-        path: where XLA says that it comes from, `jvp(GPT)/h/{0..11}/attn/split`.
-        source: the line of the user's own code; library_source: the innermost line outside JAX and Flax, which may be
-            a library's of models.
-        count: how many XLA's program runs in a step.
-        num_bytes: what one device sends in a step.
-        time_s: seconds of all of them by the hardware profile, one after the other.
+        axes: mesh axes; None for groups that span no set of mesh axes.
+        path: origin in XLA's metadata, such as `jvp(GPT)/h/{0..11}/attn/split`.
+        source: source line in the user's code.
+        library_source: innermost source line outside JAX and Flax, possibly in a model library.
+        count: executions per step.
+        num_bytes: bytes that one device sends per step.
+        time_s: total seconds per step by the hardware profile, without overlap.
     """
 
     kind: str
@@ -56,17 +56,17 @@ class Extra:
 
     @property
     def is_sum(self) -> bool:
-        """Whether it adds up what devices have, and does not only move it."""
+        """Whether it is a reduction over devices, not a mere movement of data."""
         return self.kind in _SUMS
 
 
 def extras(found: Collectives, mesh: MeshShape, profile: HardwareProfile) -> tuple[Extra, ...]:
-    """The rows, the longest first."""
-    alike: dict[tuple[object, ...], list[CompiledCollective]] = defaultdict(list)
+    """Group the unpredicted collectives into rows, the longest first."""
+    by_key: dict[tuple[object, ...], list[CompiledCollective]] = defaultdict(list)
     for one in found.unpredicted:
-        alike[one.kind, one.axes, without_numbers(one.path), one.source, one.library_source].append(one)
+        by_key[one.kind, one.axes, without_numbers(one.path), one.source, one.library_source].append(one)
     rows = []
-    for members in alike.values():
+    for members in by_key.values():
         first = members[0]
         patterns = [pattern for pattern, _ in collapse(list(dict.fromkeys(one.path for one in members)))]
         rows.append(
@@ -85,7 +85,7 @@ def extras(found: Collectives, mesh: MeshShape, profile: HardwareProfile) -> tup
 
 
 def compiled_time(one: CompiledCollective, mesh: MeshShape, profile: HardwareProfile) -> float:
-    """Seconds in a step of what no decision accounts for in a compiled collective."""
+    """Seconds per step of the unpredicted bytes of a compiled collective."""
     axes = mesh.axis_names if one.axes is None else one.axes
     kind = _PRICED_AS.get(one.kind, one.kind)
     assert kind in KINDS
@@ -95,7 +95,7 @@ def compiled_time(one: CompiledCollective, mesh: MeshShape, profile: HardwarePro
 
 
 def missing_time(found: Collectives, plan: Plan) -> float:
-    """Seconds in a step of what a plan pays for, and the compiled program does not send."""
+    """Seconds per step of communication that a plan predicts and the compiled program lacks."""
     total = 0.0
     for position, rest in found.missing:
         use = plan.collectives[position]
@@ -105,7 +105,7 @@ def missing_time(found: Collectives, plan: Plan) -> float:
 
 
 def origins_of(rows: Sequence[Extra]) -> tuple[tuple[str, str], ...]:
-    """The modules and primitives that rows come from, as a plan names them, without numbers.
+    """The modules and primitives that rows come from, in a plan's notation, without layer numbers.
 
     >>> row = Extra(kind="all-to-all", axes=("x",), path="transpose(jvp(GPT))/h/{0..11}/attn/split", source="",
     ...             library_source="", count=1, num_bytes=1.0, time_s=1.0)
@@ -117,7 +117,7 @@ def origins_of(rows: Sequence[Extra]) -> tuple[tuple[str, str], ...]:
 
 
 def without_numbers(path: str) -> str:
-    """A path with the numbers of its layers as stars.
+    """Replace the layer numbers of a path by `*`.
 
     >>> without_numbers("GPT/h/3/attn"), without_numbers("params/block_12/qkv"), without_numbers("fc1/kernel")
     ('GPT/h/*/attn', 'params/block_*/qkv', 'fc1/kernel')
