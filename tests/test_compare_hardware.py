@@ -358,7 +358,7 @@ def exit_code(argv: list[str]) -> Any:
     ("options", "words"),
     [
         (["--hardware", "h101"], "unknown hardware 'h101'"),
-        (["--hardware", " ,"], "there is no hardware to compare: name profiles, with commas between, of a100-sxm-40,"),
+        (["--hardware", " ,"], "there is no hardware to compare: give profiles, separated by commas, from a100-sxm-40,"),
         (["--hardware", "h200=8"], "`compare` plans one kind at a time"),
         (["--hardware", "h200", "--devices", "4", "--max-devices", "8"], "give one"),
         (["--hardware", "h200", "--plot", "p.svg"], "add --devices N,N"),

@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.cli.main import main
-from autopar.comparison.plan_check import Allowed, check_plan, unlike_collectives
+from autopar.comparison.plan_check import Allowed, check_plan, unmatched_collectives
 from autopar.plans.records import CollectiveUse
 
 SLOW = str(Path(__file__).parent / "profiles" / "slow_gpu.toml")
@@ -83,7 +83,7 @@ def test_an_added_collective_is_named_with_its_line(folder: Path, capsys: pytest
     added = [text for text in out.splitlines() if text.startswith("  a collective more: ")]
     assert any(f"(test_plan_check.py:{line})" in text and "all-reduce over data of" in text for text in added)
     assert "more peak memory" not in out
-    assert "plan anew and commit that plan" in out
+    assert "plan again and commit that plan" in out
 
 
 def test_more_memory_and_time_than_stated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,16 +153,16 @@ def use(path: str, num_bytes: float = 8e6, **more: Any) -> CollectiveUse:
 
 def test_a_module_that_was_renamed_sends_nothing_new() -> None:
     before, after = [use("h_0/mlp"), use("h_1/mlp")], [use("h_0/ffn"), use("h_1/mlp", 9e6)]
-    assert unlike_collectives(before, after) == ((), ())
+    assert unmatched_collectives(before, after) == ((), ())
     more = use("h_2/mlp")
-    assert unlike_collectives(before, [*after, more]) == ((more,), ())
-    assert unlike_collectives([*before, more], after) == ((), (more,))
+    assert unmatched_collectives(before, [*after, more]) == ((more,), ())
+    assert unmatched_collectives([*before, more], after) == ((), (more,))
 
 
 def test_what_xla_merges_with_its_like_is_no_collective_more() -> None:
     small = [use(f"loss_{n}", 4, combinable=True, cause=f"sum {n}") for n in range(2)]
-    assert unlike_collectives(small[:1], small) == ((), ())
-    assert unlike_collectives([], small[:1]) == ((small[0],), ())
+    assert unmatched_collectives(small[:1], small) == ((), ())
+    assert unmatched_collectives([], small[:1]) == ((small[0],), ())
 
 
 def test_allowed() -> None:

@@ -78,7 +78,7 @@ def test_a_path_that_is_none_names_those_close_to_it() -> None:
 
 
 def test_what_is_pinned_has_no_runner_up() -> None:
-    with pytest.raises(PinError, match=r"could be split in no other way on mesh 2x4"):
+    with pytest.raises(PinError, match=r"has a single possible sharding on mesh 2x4"):
         of_mlp("state/params/Dense_0/kernel", pin={"state/params/Dense_0/kernel": P()})
 
 

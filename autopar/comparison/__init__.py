@@ -1,4 +1,4 @@
-"""Plans of one step beside each other: by hardware, by number of devices, against a committed plan.
+"""Compare plans of one step: across kinds and numbers of devices, with a committed plan, with the runner-up of a decision.
 
 In: a step, kinds and numbers of devices.
 Out: tables and a verdict.

@@ -1,8 +1,8 @@
-"""What steps need of each kind of device, and how they run on numbers of them.
+"""Compare steps across kinds and numbers of devices: the fewest devices that fit, step time, memory, price.
 
-In: steps and hardware profiles; numbers of devices, if any. Out: `Comparison`, with a `Fit` for each step and profile: the
-least number of devices on which it fits; or `GridComparison`, with a `Cell` for each number too: how fast, how much
-memory, at what price. Where it is interrupted, those found until then.
+In: steps, hardware profiles, optional numbers of devices. Out: `Comparison`, with the fewest devices that fit (`Fit`) for each step
+and profile; or `GridComparison`, with a plan (`Cell`) for each number of devices as well. An interrupted comparison has the
+results so far.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.planner.request import Progress
 from autopar.plans.plan import Plan
 from autopar.transforms.program import program_of
 
-#: By what the user calls it, what makes a step and its arguments; each is traced once.
+#: The user's name of a step -> a function that returns the step and its arguments; each step is traced once.
 Targets = Mapping[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]]
 
 
@@ -27,7 +27,8 @@ class Cell:
     """One step on a number of devices of one kind.
 
     Args:
-        plan: the fastest with the fewest microbatches that fit; None where none does. refused: then, why.
+        plan: the fastest plan with the fewest microbatches that fit; None where none fits.
+        refused: the reason why none fits.
     """
 
     profile: HardwareProfile
@@ -37,7 +38,7 @@ class Cell:
 
     @property
     def usd_per_step(self) -> float | None:
-        """What all devices cost for as long as a step takes; None without a plan, or without a price in the profile."""
+        """The price of all devices for the duration of a step; None without a plan, or without a price in the profile."""
         price = self.profile.usd_per_device_hour
         if price is None or self.plan is None:
             return None
@@ -46,13 +47,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One step on every kind of device, and number of them.
+    """One step on every kind and number of devices.
 
     Args:
-        target: what the user calls it. name: of the step's function.
-        fits: in the order of the profiles asked for; those found before an interruption or an error.
-        cells: of a grid, by profile, then by number, as asked for.
-        error: why it could not be planned; empty where it could.
+        target: the user's name of the step.
+        name: name of the step's function.
+        state: training state of the step.
+        fits: results in the order of the given profiles, up to an interruption or an error.
+        cells: results of a grid, by profile, then by number of devices, in the given order.
+        error: the reason why the step could not be planned; else empty.
     """
 
     target: str
@@ -68,7 +71,7 @@ class Comparison:
     """Several steps on several kinds of devices.
 
     Args:
-        interrupted: by the user: what was found until then is here, and nothing else.
+        interrupted: whether the user interrupted the comparison; it then has the results so far.
     """
 
     compared: tuple[Compared, ...]
@@ -83,7 +86,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridComparison:
-    """Several steps. `interrupted` by the user: what was found until then is here."""
+    """Several steps on several kinds and numbers of devices; `interrupted` as in `Comparison`."""
 
     grids: tuple[Compared, ...]
     interrupted: bool = False
@@ -95,15 +98,15 @@ class GridComparison:
 
 
 def profiles_of(names: Sequence[str]) -> tuple[HardwareProfile, ...]:
-    """Hardware profiles by name or path, each once.
+    """Load distinct hardware profiles by name or path.
 
     Raises:
-        HardwareError: a name or file that is none, or nothing to compare.
+        HardwareError: there is no profile of that name or path, or no name is given.
     """
     wanted = list(dict.fromkeys(name.strip() for name in names if name.strip()))
     if not wanted:
         raise HardwareError(
-            f"there is no hardware to compare: name profiles, with commas between, of {', '.join(known_names())}"
+            f"there is no hardware to compare: give profiles, separated by commas, from {', '.join(known_names())}"
         )
     return tuple(load(name) for name in wanted)
 
@@ -116,10 +119,13 @@ def compare(
     progress: Progress | None = None,
     **options: Any,
 ) -> Comparison:
-    """Every step on every kind of device. One that cannot be planned does not stop the others.
+    """Find the fewest devices of each kind for every step; a step that cannot be planned does not stop the others.
 
     Args:
-        options: of `fits`.
+        targets: steps by name.
+        max_devices: the most devices to try.
+        progress: callback with a stage's name and the fraction done.
+        options: further options of `fits`.
     """
     compared, interrupted = _compare(targets, profiles, (), progress, options, max_devices)
     return Comparison(compared=compared, max_devices=max_devices, interrupted=interrupted)
@@ -133,13 +139,16 @@ def compare_grid(
     progress: Progress | None = None,
     **options: Any,
 ) -> GridComparison:
-    """Every step on every number of every kind of device. One that cannot be planned does not stop the others.
+    """Plan every step for every kind and number of devices; a step that cannot be planned does not stop the others.
 
     Args:
-        devices: how many. options: of `fits`.
+        targets: steps by name.
+        devices: numbers of devices.
+        progress: callback with a stage's name and the fraction done.
+        options: further options of `fits`.
 
     Raises:
-        MeshError: a number that is no whole hosts.
+        MeshError: a number above a host's devices is not a multiple of them.
     """
     for profile in profiles:
         for number in devices:
@@ -156,7 +165,7 @@ def _compare(
     options: Mapping[str, Any],
     max_devices: int,
 ) -> tuple[tuple[Compared, ...], bool]:
-    """Every step on every kind of device, and those numbers of them; and whether the user interrupted."""
+    """The results per step, and whether the user interrupted the comparison."""
     compared: list[Compared] = []
     for done, (target, make) in enumerate(targets.items()):
         now = Compared(target=target)
@@ -189,7 +198,7 @@ def _in_order(profiles: Sequence[HardwareProfile], *found: Any) -> tuple[Any, ..
 
 
 def _cell(program: Any, fit: Fit, number: int, report: Progress, options: Mapping[str, Any]) -> Cell:
-    """A number of devices: planned, unless it is known to be too small or has been planned."""
+    """Plan for a number of devices, unless `fit` already has the result."""
     if fit.num_devices == number:
         return Cell(profile=fit.profile, num_devices=number, plan=fit.plan)
     if fit.num_devices is None or number < fit.num_devices:  # memory falls with the number of devices
@@ -205,5 +214,5 @@ def _check_hosts(profile: HardwareProfile, number: int) -> None:
     host = profile.devices_per_host
     if number > host and number % host:
         raise MeshError(
-            f"{number} devices of {profile.name!r} are not whole hosts of {host}: give a multiple, or fewer"
+            f"{number} devices of {profile.name!r} are not whole hosts of {host}: give a multiple of {host}, or fewer"
         )

@@ -1,6 +1,6 @@
-"""A comparison of kinds and numbers of devices as a picture.
+"""Plot a comparison of kinds and numbers of devices.
 
-In: a `GridComparison`. Out: a file that matplotlib draws.
+In: a `GridComparison`. Out: an image file, drawn by matplotlib.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from autopar.errors import PlotError
 if TYPE_CHECKING:
     from autopar.comparison.by_hardware import Compared, GridComparison
 
-#: Lines of a plot: told apart without colour too.
+#: Markers that distinguish the lines of a plot without colour.
 _MARKERS = "osD^vPX*"
 
 
-def plot_grid(told: GridComparison, path: str) -> None:
-    """Draw step time and memory over the number of devices, a line for each kind; a row for each step.
+def plot_grid(comparison: GridComparison, path: str) -> None:
+    """Plot step time and memory over the number of devices: one line per kind of device, one row per step.
 
     Raises:
         PlotError: matplotlib is missing, or the file cannot be written.
     """
-    grids = [one for one in told.grids if any(cell.plan for cell in one.cells)]
+    grids = [one for one in comparison.grids if any(cell.plan for cell in one.cells)]
     priced = any(cell.usd_per_step is not None for one in grids for cell in one.cells)
     columns = 3 if priced else 2
     rows = max(1, len(grids))
@@ -38,7 +38,7 @@ def plot_grid(told: GridComparison, path: str) -> None:
         figure.legend(lines, names, loc="outside lower center", ncols=min(4, len(names)))
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
+    except (OSError, ValueError) as error:  # ValueError: a file extension that matplotlib does not support
         raise PlotError(f"cannot draw into {path!r}: {error}") from error
 
 
@@ -50,8 +50,8 @@ def _draw(grid: Compared, panels: Any) -> None:
         at = [cell.num_devices for cell in cells]
         plans = [cell.plan.prediction for cell in cells if cell.plan is not None]
         style = {"marker": _MARKERS[n % len(_MARKERS)], "markerfacecolor": "none", "color": f"C{n}", "label": name}
-        panels[0].plot(at, [1e3 * told.step_time_s for told in plans], **style)
-        panels[1].plot(at, [told.peak_bytes / 1e9 for told in plans], **style)
+        panels[0].plot(at, [1e3 * prediction.step_time_s for prediction in plans], **style)
+        panels[1].plot(at, [prediction.peak_bytes / 1e9 for prediction in plans], **style)
         usable = next(cell.profile.usable_bytes for cell in grid.cells if cell.profile.name == name)
         panels[1].axhline(usable / 1e9, color=f"C{n}", linestyle=":", linewidth=1.0)
         if len(panels) > 2:
@@ -68,7 +68,7 @@ def _draw(grid: Compared, panels: Any) -> None:
         panel.spines[["top", "right"]].set_visible(False)
     for panel in panels[1:]:
         panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
-    panels[0].set_yscale("log")  # half of it for twice the devices is a straight line
+    panels[0].set_yscale("log")  # linear scaling is a straight line
     panels[0].yaxis.set_major_locator(tickers.LogLocator(subs=(1.0, 2.0, 5.0)))
     panels[0].yaxis.set_major_formatter("{x:,g}")
     panels[0].yaxis.set_minor_formatter(tickers.NullFormatter())

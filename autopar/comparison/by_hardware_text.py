@@ -1,6 +1,6 @@
-"""A comparison of hardware for people and for programs.
+"""Print a comparison of hardware as tables, and convert it to JSON.
 
-In: a `Comparison`, or a `GridComparison`. Out: a table for each step, on a console; or JSON types.
+In: a `Comparison` or a `GridComparison`. Out: one table per step, on a console; JSON types.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _LEGEND = (
 )
 
 
-def render_comparison(told: Comparison, console: Console) -> None:
+def render_comparison(comparison: Comparison, console: Console) -> None:
     """Print a table for each step."""
-    for one in told.compared:
+    for one in comparison.compared:
         if one.state is None:
             continue
         console.print(Text(f"{one.target}: `{one.name}`, {_state(one.state)}", "bold"))
         if one.fits:
-            console.print(Padding(_fits_table(one, told.max_devices), (0, 0, 0, 2)))
+            console.print(Padding(_fits_table(one, comparison.max_devices), (0, 0, 0, 2)))
         console.print()
-    if any(one.fits for one in told.compared):
+    if any(one.fits for one in comparison.compared):
         console.print(Text(_LEGEND))
 
 
@@ -62,10 +62,10 @@ def _fits_table(one: Compared, max_devices: int) -> Table:
             why = Text(f"none of at most {max_devices} devices: {_before(fit)}")
             table.add_row(*head, Text("-"), Text("-"), Text("-"), Text("-"), why)
             continue
-        told = fit.plan.prediction
-        words = Text(f"{_plan_words(fit.plan)}{'; ' if fit.refused else ''}{_before(fit)}")
-        numbers = (str(fit.num_devices), str(fit.plan.mesh), human_seconds(told.step_time_s))
-        table.add_row(*head, *map(Text, numbers), Text(human_bytes(told.peak_bytes)), words)
+        prediction = fit.plan.prediction
+        text = Text(f"{_plan_text(fit.plan)}{'; ' if fit.refused else ''}{_before(fit)}")
+        numbers = (str(fit.num_devices), str(fit.plan.mesh), human_seconds(prediction.step_time_s))
+        table.add_row(*head, *map(Text, numbers), Text(human_bytes(prediction.peak_bytes)), text)
     return table
 
 
@@ -83,9 +83,9 @@ def _need(refused: Refused) -> str:
     return f"{least}" if refused.planned else f"{least} for parameters and optimizer state alone"
 
 
-def render_grid(told: GridComparison, console: Console) -> None:
+def render_grid(comparison: GridComparison, console: Console) -> None:
     """Print a table for each step."""
-    for one in told.grids:
+    for one in comparison.grids:
         if one.state is None:
             continue
         size = human_bytes(one.state.total_bytes)
@@ -95,8 +95,8 @@ def render_grid(told: GridComparison, console: Console) -> None:
             console.print(Padding(_grid_table(one), (0, 0, 0, 2)))
             console.print(Text(f"  Least that fit: {', '.join(_least(one))}."))
         console.print()
-    if any(one.cells for one in told.grids):
-        console.print(Text(_legend(told)))
+    if any(one.cells for one in comparison.grids):
+        console.print(Text(_legend(comparison)))
 
 
 def _grid_table(grid: Compared) -> Table:
@@ -117,10 +117,10 @@ def _figures(cell: Cell, *, priced: bool) -> list[str]:
         known = least is not None and math.isfinite(least.least_bytes) and least.num_devices == cell.num_devices
         why = f"does not fit: {human_bytes(least.least_bytes)} at the least" if known and least else "does not fit"
         return ["-", "-", "-", usable, *(["-"] if priced else []), why]
-    told = cell.plan.prediction
+    prediction = cell.plan.prediction
     cost = "-" if cell.usd_per_step is None else f"${cell.usd_per_step:.2g}"
-    figures = [str(cell.plan.mesh), human_seconds(told.step_time_s), human_bytes(told.peak_bytes), usable]
-    return [*figures, *([cost] if priced else []), _plan_words(cell.plan)]
+    figures = [str(cell.plan.mesh), human_seconds(prediction.step_time_s), human_bytes(prediction.peak_bytes), usable]
+    return [*figures, *([cost] if priced else []), _plan_text(cell.plan)]
 
 
 def _least(grid: Compared) -> list[str]:
@@ -130,18 +130,18 @@ def _least(grid: Compared) -> list[str]:
     ]
 
 
-def _legend(told: GridComparison) -> str:
+def _legend(comparison: GridComparison) -> str:
     legend = (
         "`peak` and `usable` are bytes of one device. Of each number the fastest plan with the fewest microbatches that fit is"
         " shown. All of it is predicted."
     )
-    if any(cell.usd_per_step is not None for one in told.grids for cell in one.cells):
+    if any(cell.usd_per_step is not None for one in comparison.grids for cell in one.cells):
         return f"{legend} `a step`: what all devices cost for as long as it takes, by the profile's price."
     return f"{legend} No profile here has a price: `[price]` with `usd_per_device_hour` in a profile of yours gives a step's."
 
 
 def _table(names: Sequence[str], left: Sequence[str]) -> Table:
-    """Of these columns, aligned right but for those `left`; and one for the plan."""
+    """A table with the columns `names`, right-aligned except those in `left`, and a column for the plan."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in names:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "hardware")
@@ -149,8 +149,8 @@ def _table(names: Sequence[str], left: Sequence[str]) -> Table:
     return table
 
 
-def _plan_words(plan: Plan) -> str:
-    """A plan in a line: what is split, how often the batch is split over time, what is computed again."""
+def _plan_text(plan: Plan) -> str:
+    """Describe a plan in one line: strategy, gradient accumulation, rematerialization."""
     parts = [plan.words if plan.mesh.num_devices > 1 else ""]
     if plan.microbatches is not None:
         parts.append(f"{plan.microbatches.count} microbatches")
@@ -160,14 +160,14 @@ def _plan_words(plan: Plan) -> str:
     return "; ".join(part for part in parts if part) or "as it is"
 
 
-def comparison_json(told: Comparison) -> dict[str, Any]:
-    """The comparison as JSON types: raw seconds and bytes, null for what is infinite or was not found."""
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as JSON types, in seconds and bytes; null for infinite or missing figures."""
     return {
         "format": "autopar-comparison",
         "version": 1,
-        "interrupted": told.interrupted,
-        "max_devices": told.max_devices,
-        "targets": [_target_json(one) for one in told.compared],
+        "interrupted": comparison.interrupted,
+        "max_devices": comparison.max_devices,
+        "targets": [_target_json(one) for one in comparison.compared],
     }
 
 
@@ -198,7 +198,7 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:
-    told = plan.prediction
+    prediction = plan.prediction
     return {
         "mesh": plan.mesh.size_of,
         "strategy": plan.words,
@@ -206,18 +206,18 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "recomputed": [
             {"path": one.path, "saved_bytes": one.saved_bytes, "time_s": one.time_s} for one in plan.recomputed
         ],
-        "prediction": asdict(told) | {"peak_bytes": told.peak_bytes},
+        "prediction": asdict(prediction) | {"peak_bytes": prediction.peak_bytes},
         "status": plan.outcome.status,
         "gap": plan.outcome.gap if math.isfinite(plan.outcome.gap) else None,
     }
 
 
-def grid_json(told: GridComparison) -> dict[str, Any]:
-    """As JSON types: plain seconds and bytes, null for what was not found."""
+def grid_json(comparison: GridComparison) -> dict[str, Any]:
+    """The comparison as JSON types, in seconds and bytes; null for missing figures."""
     return {
         "format": "autopar-hardware-grid",
         "version": 1,
-        "interrupted": told.interrupted,
+        "interrupted": comparison.interrupted,
         "targets": [
             {
                 "target": one.target,
@@ -226,14 +226,14 @@ def grid_json(told: GridComparison) -> dict[str, Any]:
                 "least": {fit.profile.name: fit.num_devices for fit in one.fits},
                 "cells": [_cell_json(cell) for cell in one.cells],
             }
-            for one in told.grids
+            for one in comparison.grids
         ],
     }
 
 
 def _cell_json(cell: Cell) -> dict[str, Any]:
     plan = cell.plan
-    told = plan.prediction if plan is not None else None
+    prediction = plan.prediction if plan is not None else None
     return {
         "hardware": cell.profile.name,
         "num_devices": cell.num_devices,
@@ -242,6 +242,6 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "mesh": None if plan is None else plan.mesh.size_of,
         "strategy": None if plan is None else plan.words,
         "num_microbatches": None if plan is None else plan.num_microbatches,
-        "prediction": None if told is None else asdict(told) | {"peak_bytes": told.peak_bytes},
+        "prediction": None if prediction is None else asdict(prediction) | {"peak_bytes": prediction.peak_bytes},
         "usd_per_step": cell.usd_per_step,
     }

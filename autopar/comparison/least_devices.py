@@ -1,11 +1,10 @@
-"""The least number of devices of each kind on which a step fits.
+"""Find the fewest devices of each kind on which a step fits.
 
-    state of the step / budget -> numbers worth planning -> the first with a plan
+    state of the step / budget -> candidate numbers of devices -> the first with a plan
 
-In: a traced step and hardware profiles. Out: `Fit`s, one for each profile, as they are found. A number of devices is
-given up only for a reason that the `Fit` holds: that the state alone is too large, or what the planner needed at the
-least. Memory falls with the number of devices, and what does not fit a larger memory does not fit a smaller one: so
-profiles are taken from the largest memory on, and numbers that were planned in vain are not planned again.
+In: a traced step, hardware profiles. Out: one `Fit` per profile, as soon as it is found. A `Fit` records why each smaller number is
+refused: the state alone is too large, or the plans need more memory. A mesh that does not fit a larger memory does not fit a
+smaller one, so the search goes through the profiles from the largest memory down and skips known failures.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from autopar.solve.problem import Problem, Solution, Solver, Status
 from autopar.transforms.microbatch.batch_dims import num_examples
 from autopar.transforms.program import Program
 
-#: Devices that are tried at the most, unless the user says how many.
+#: Default for the most devices to try.
 MAX_DEVICES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """What of a step stays from one to the next, and its gradients, in bytes on all devices together.
+    """The parameters, optimizer state and gradients of a step, in bytes over all devices.
 
-    Read off the step's arguments: a parameter is carried, and read by the forward pass; optimizer state is carried,
-    and read by the update alone (moments, a master copy). A gradient is counted for each floating parameter, in its
-    dtype.
+    The carried arguments of the step determine them: the forward pass reads parameters, and only the update reads optimizer state
+    (moments, a master copy). Each floating-point parameter counts one gradient of its dtype.
     """
 
     num_parameters: int
@@ -49,7 +47,7 @@ class TrainingState:
 
     @property
     def kept_bytes(self) -> float:
-        """What is in memory at every instant, whatever the plan."""
+        """Bytes that are live throughout the step under every plan."""
         return self.parameter_bytes + self.optimizer_bytes
 
     @property
@@ -62,8 +60,9 @@ class Refused:
     """A number of devices on which the step does not fit.
 
     Args:
-        least_bytes: what it needs on each at the least: its state's share, or what the plans tried need.
-        planned: whether plans were tried. without_plan: the solver or the batch left some untried: the reason.
+        least_bytes: lower bound of the memory per device: the share of the state, or the least of all plans tried.
+        planned: whether plans were tried.
+        without_plan: the reason why some plans could not be tried: the solver's time limit, or the batch.
     """
 
     num_devices: int
@@ -74,12 +73,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What one step needs of one kind of device.
+    """The fewest devices of one kind for one step.
 
     Args:
-        budget_bytes: of one device, what a plan may fill.
-        plan: on the least number of devices found; None where none was.
-        refused: smaller numbers, in order, each with its reason.
+        budget_bytes: memory per device that a plan may use.
+        plan: plan on the fewest devices; None where none fits.
+        refused: smaller numbers of devices in order, with reasons.
     """
 
     profile: HardwareProfile
@@ -128,25 +127,25 @@ def fits(
     progress: Progress | None = None,
     **more: Any,
 ) -> Iterator[Fit]:
-    """What a step needs of each kind of device, from the largest memory to the smallest; each as it is found.
+    """Find the fewest devices of each kind for a step, from the largest memory to the smallest.
 
-    Numbers of devices are powers of two within a host, and whole hosts beyond: `numbers_of_devices`. Of each number few
-    meshes are planned: `meshes_of`, with the fewest microbatches that fit; of two meshes the faster is kept.
+    The candidates are `numbers_of_devices`. For each number, the meshes of `meshes_of` are planned with the fewest microbatches that
+    fit, and the faster plan is kept.
 
     Args:
-        max_devices: the most to try.
-        num_microbatches: exactly so many; by default as few as fit.
-        per_microbatch_statistics, solver, time_limit_s: as of `plan`.
-        progress: called with a stage's name and the fraction of the profiles done.
-        more: as of `plan`: `rematerialize`.
+        max_devices: the most devices to try.
+        num_microbatches: number of microbatches; by default the fewest that fit.
+        per_microbatch_statistics, solver, time_limit_s: as in `plan`.
+        progress: callback with a stage's name and the fraction of profiles done.
+        more: further options of `plan`: `rematerialize`.
 
     Raises:
         AutoparError: the step cannot be planned on any hardware.
     """
     report = progress or (lambda stage, fraction: None)
-    solve_with = _Stopping(solver or Ilp(time_limit_s=time_limit_s))
+    interruptible = _InterruptibleSolver(solver or Ilp(time_limit_s=time_limit_s))
     state = state_of(program)
-    in_vain: dict[Sequence[MeshShape], Refused] = {}
+    known_failures: dict[Sequence[MeshShape], Refused] = {}
     by_memory = sorted(profiles, key=lambda one: -one.usable_bytes)
     for done, profile in enumerate(by_memory):
         budget = MemoryBudget(profile.usable_bytes).plan_bytes
@@ -156,15 +155,15 @@ def fits(
             share, meshes = state.kept_bytes / number, meshes_of(number, profile)
             if share > budget:
                 refused.append(Refused(num_devices=number, least_bytes=share, planned=False))
-            elif meshes in in_vain:  # where there was more memory
-                refused.append(in_vain[meshes])
+            elif meshes in known_failures:  # they do not fit a larger memory
+                refused.append(known_failures[meshes])
             else:
                 search = _Search(
                     program,
                     PlanRequest(
                         hardware=profile,
                         per_microbatch_statistics=per_microbatch_statistics,
-                        solver=solve_with,
+                        solver=interruptible,
                         **more,
                     ),
                     lambda what, p=profile, n=done: report(f"{p.name}: {what}", n / len(by_memory)),
@@ -175,7 +174,7 @@ def fits(
                     found = outcome
                     break
                 if not outcome.without_plan:
-                    in_vain[meshes] = outcome
+                    known_failures[meshes] = outcome
                 refused.append(outcome)
         yield Fit(profile=profile, budget_bytes=budget, plan=found, refused=tuple(refused))
     report("done", 1.0)
@@ -193,12 +192,12 @@ def plan_on(
     progress: Progress | None = None,
     **more: Any,
 ) -> Plan | Refused:
-    """The plan for a number of devices, found as `fits` finds it; or why there is none."""
+    """The plan that `fits` makes for a number of devices, or the reason why there is none."""
     report = progress or (lambda stage, fraction: None)
     request = PlanRequest(
         hardware=profile,
         per_microbatch_statistics=per_microbatch_statistics,
-        solver=_Stopping(solver or Ilp(time_limit_s=time_limit_s)),
+        solver=_InterruptibleSolver(solver or Ilp(time_limit_s=time_limit_s)),
         **more,
     )
     search = _Search(
@@ -211,7 +210,7 @@ def plan_on(
 
 
 def numbers_of_devices(profile: HardwareProfile, most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... devices of one host, then 1, 2, 4, ... whole hosts.
+    """Candidate numbers of devices: 1, 2, 4, ... devices of one host, then 1, 2, 4, ... whole hosts.
 
     >>> from autopar.cost.hardware_profile import load
     >>> numbers_of_devices(load("h100-sxm"), 40)
@@ -224,22 +223,22 @@ def numbers_of_devices(profile: HardwareProfile, most: int) -> tuple[int, ...]:
 
 
 def meshes_of(number: int, profile: HardwareProfile) -> tuple[MeshShape, ...]:
-    """The meshes that are planned for so many devices: all on one axis; and beyond a host, hosts by devices of one.
+    """Candidate meshes of `number` devices: one axis; for several hosts also hosts x devices per host.
 
     >>> from autopar.cost.hardware_profile import load
     >>> [str(mesh) for mesh in meshes_of(32, load("h100-sxm"))]
     ['4x8', '32']
     """
-    line = MeshShape(DEFAULT_AXIS_NAMES[:1], (number,))
+    flat = MeshShape(DEFAULT_AXIS_NAMES[:1], (number,))
     host = profile.devices_per_host
     if number <= host or host == 1:
-        return (line,)
-    return (MeshShape(DEFAULT_AXIS_NAMES[:2], (number // host, host)), line)
+        return (flat,)
+    return (MeshShape(DEFAULT_AXIS_NAMES[:2], (number // host, host)), flat)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stopping:
-    """A solver that Ctrl-C stops, rather than ends with the best assignment so far: here there is more to come."""
+class _InterruptibleSolver:
+    """A solver that raises KeyboardInterrupt on Ctrl-C instead of returning the best solution so far."""
 
     solver: Solver
 
@@ -252,11 +251,12 @@ class _Stopping:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """A plan of one program on one hardware, or the reason why there is none.
+    """Searches for a plan of one program on one kind of device.
 
     Args:
-        request: on any mesh. report: called with what is planned.
-        num_microbatches: exactly so many; as few as fit where it is None.
+        request: planning request without a mesh.
+        report: progress callback.
+        num_microbatches: number of microbatches; None for the fewest that fit.
     """
 
     program: Program
@@ -265,7 +265,7 @@ class _Search:
     num_microbatches: int | None
 
     def on(self, meshes: Sequence[MeshShape]) -> Plan | Refused:
-        """A plan on the first mesh that has one, or on a later one that is faster with as few microbatches."""
+        """The plan on the first mesh that fits, or on a later mesh that is faster with as few microbatches."""
         best: Plan | None = None
         refused: list[Refused] = []
         for mesh in meshes:
@@ -277,7 +277,7 @@ class _Search:
         return best or _least(refused)
 
     def _on_mesh(self, mesh: MeshShape) -> Plan | Refused:
-        """The fastest plan with the fewest microbatches with which anything fits."""
+        """The fastest plan with the fewest microbatches that fit."""
         if self.num_microbatches is not None:
             return self._split(mesh, self.num_microbatches)
         found = self._fewest(mesh)
@@ -286,7 +286,7 @@ class _Search:
         return self._split(mesh, found.num_microbatches)
 
     def _fewest(self, mesh: MeshShape) -> Plan | Refused:
-        """Any plan with the fewest microbatches that have one: where neither one nor the most do, none does."""
+        """Any plan with the fewest microbatches that fit, by bisection; none where neither one nor the most microbatches fit."""
         refused, high = self._split(mesh, 1, any_that_fits=True), self._most_microbatches(mesh).bit_length() - 1
         if isinstance(refused, Plan) or high == 0:
             return refused
@@ -303,7 +303,7 @@ class _Search:
         return fitting
 
     def _split(self, mesh: MeshShape, count: int, *, any_that_fits: bool = False) -> Plan | Refused:
-        """The fastest plan with exactly so many microbatches, or any that fits."""
+        """The fastest plan with `count` microbatches, or any plan that fits."""
         parts = f", {count} microbatches" if count > 1 else ""
         self.report(f"{mesh.num_devices} devices, mesh {mesh}{parts}")
         blank = Refused(num_devices=mesh.num_devices, least_bytes=math.inf, planned=True)
@@ -318,10 +318,10 @@ class _Search:
         except MicrobatchError:
             if self.num_microbatches is not None:
                 raise
-            return blank  # a batch that cannot be split is no way out
+            return blank  # the batch cannot be split into so many microbatches
 
     def _most_microbatches(self, mesh: MeshShape) -> int:
-        """The largest power of two that leaves each device of the outer axis an example of a microbatch."""
+        """The largest power of two that leaves each device of the outer axis one example per microbatch."""
         try:
             examples = num_examples(self.program.as_traced.graph)
         except AutoparError:
@@ -331,6 +331,6 @@ class _Search:
 
 
 def _least(refused: Sequence[Refused]) -> Refused:
-    """What needs least of those tried, and why some have no plan."""
+    """The refusal with the least memory, with the reasons of all why some plans could not be tried."""
     reasons = " ".join(dict.fromkeys(one.without_plan for one in refused if one.without_plan))
     return replace(min(refused, key=lambda one: one.least_bytes), without_plan=reasons)

@@ -1,7 +1,7 @@
-"""New code held against the plan in git: which collectives it adds, and how much memory and time.
+"""Check a changed step against its committed plan: added collectives, peak memory, step time.
 
-In: a saved plan, the step as it is now. Out: `PlanCheck`, which holds or not, and says why, by module and source line. The
-step is planned anew as the saved plan was: on its mesh and hardware, under its budget and pins.
+In: a saved plan, the current step. Out: `PlanCheck`, which passes or lists the failures by module and source line. The step is
+planned again with the options of the saved plan: its mesh, hardware, memory budget and pins.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from autopar.system.units import human_bytes, human_seconds
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """How much more a step may take than planned: a fraction of that, or so much."""
+    """The tolerated increase over the planned figure: a fraction of it, plus an absolute amount."""
 
     fraction: float = 0.0
     amount: float = 0.0
 
     def of(self, planned: float) -> float:
-        """The most that it may take."""
+        """The largest tolerated figure."""
         return planned * (1 + self.fraction) + self.amount
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCheck:
-    """What came of it.
+    """The result of a check.
 
     Args:
-        now: the plan of the step as it is; None where none fits any more, as `refused` says.
-        added, gone: collectives of the one plan that have no like in the other.
-        memory, time: what is allowed; None where it is not held.
+        saved: the committed plan.
+        now: plan of the current step; None where none fits.
+        refused: the reason why none fits.
+        added, gone: collectives that only the current plan has, and only the saved one.
+        memory, time: tolerated increase; None for a figure that is not checked.
     """
 
     saved: Plan
@@ -52,10 +54,10 @@ class PlanCheck:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why the check does not hold, a line each."""
+        """The reasons why the check fails, one line each."""
         if self.now is None:
             return (f"the step fits no more: {self.refused}",)
-        found = [f"a collective more: {described(use)}" for use in self.added]
+        found = [f"a collective more: {_describe(use)}" for use in self.added]
         before, after = self.saved.prediction, self.now.prediction
         if self.memory is not None and after.peak_bytes > self.memory.of(before.peak_bytes):
             found.append(_more("peak memory", before.peak_bytes, after.peak_bytes, self.memory, human_bytes))
@@ -71,25 +73,25 @@ class PlanCheck:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """As text."""
+        """The report as lines of text."""
         name = self.saved.program.name
         if self.now is None or not self.holds:
             head = f"`{name}` is no longer as planned on mesh {self.saved.mesh} ({self.saved.hardware}):"
-            return [head, *(f"  {line}" for line in self.failures), *self._beside(), _WAY_OUT]
-        return [f"`{name}` is as planned on mesh {self.saved.mesh} ({self.saved.hardware}).", *self._beside()]
+            return [head, *(f"  {line}" for line in self.failures), *self._comparison_lines(), _WAY_OUT]
+        return [f"`{name}` is as planned on mesh {self.saved.mesh} ({self.saved.hardware}).", *self._comparison_lines()]
 
-    def _beside(self) -> list[str]:
+    def _comparison_lines(self) -> list[str]:
         if self.now is None:
             return []
         before, after = self.saved.prediction, self.now.prediction
         memory = f"peak memory {human_bytes(before.peak_bytes)} -> {human_bytes(after.peak_bytes)}"
         time = f"step time {human_seconds(before.step_time_s)} -> {human_seconds(after.step_time_s)}"
         count = f"{len(self.saved.collectives)} -> {len(self.now.collectives)} collectives"
-        gone = [f"  a collective less: {described(use)}" for use in self.gone]
+        gone = [f"  a collective less: {_describe(use)}" for use in self.gone]
         return [*gone, f"  planned -> now: {memory}, {time}, {count}"]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types."""
+        """The result as JSON types."""
         sides = {"planned": self.saved, "now": self.now}
         document: dict[str, Any] = {
             "format": "autopar-check",
@@ -100,12 +102,12 @@ class PlanCheck:
             "gone": [asdict(use) for use in self.gone],
         }
         for name, plan in sides.items():
-            told = None if plan is None else plan.prediction
-            document[name] = told and asdict(told) | {"peak_bytes": told.peak_bytes}
+            prediction = None if plan is None else plan.prediction
+            document[name] = prediction and asdict(prediction) | {"peak_bytes": prediction.peak_bytes}
         return finite(document)
 
 
-_WAY_OUT = "If this is meant, plan anew and commit that plan: `autopar plan TARGET ... -o PLAN.json`."
+_WAY_OUT = "If this is intended, plan again and commit that plan: `autopar plan TARGET ... -o PLAN.json`."
 
 
 def check_plan(
@@ -116,32 +118,33 @@ def check_plan(
     time: Allowed | None = None,
     **options: Any,
 ) -> PlanCheck:
-    """Hold a step against the plan that was made of it.
+    """Check a step against its saved plan.
 
     Args:
-        step, args: as of `autopar.plan`.
-        memory, time: how much more it may take, as predicted; None: it is not held.
-        options: of `autopar.plan`, in place of the saved plan's: `hardware` where that is a file, `time_limit_s`, `cache`.
+        saved: the saved plan.
+        step, args: as in `autopar.plan`.
+        memory, time: tolerated increase of the prediction; None for no check.
+        options: options of `autopar.plan` that replace the saved plan's: `hardware` for a profile file, `time_limit_s`, `cache`.
 
     Raises:
-        PlanMismatchError: the plan is one of stages.
+        PlanMismatchError: the plan has pipeline stages.
         AutoparError: the step cannot be planned.
     """
     if isinstance(saved, PipelinePlan):
         raise PlanMismatchError(
-            f"the plan of `{saved.program.name}` is of {len(saved.stages)} stages, and only plans of one program are held"
+            f"the plan of `{saved.program.name}` has {len(saved.stages)} stages, but only plans without stages can be checked"
             " against new code: compare two saved plans by `autopar diff A.json B.json`"
         )
     try:
         now = plan_of(step, *args, **options_of(saved) | options)
     except BudgetError as error:
         return PlanCheck(saved, None, str(error), memory=memory, time=time)
-    added, gone = unlike_collectives(saved.collectives, now.collectives)
+    added, gone = unmatched_collectives(saved.collectives, now.collectives)
     return PlanCheck(saved, now, added=added, gone=gone, memory=memory, time=time)
 
 
 def options_of(saved: Plan) -> dict[str, Any]:
-    """Of `autopar.plan`: as a saved plan was made, as far as it says."""
+    """The options of `autopar.plan` that a saved plan records."""
     pins = {tensor.path: tensor.sharding for tensor in saved.inputs if tensor.pinned}
     options: dict[str, Any] = {"mesh": saved.mesh, "hardware": saved.hardware, "pin": pins}
     options |= {"memory_budget_bytes": saved.memory_budget_bytes, "dims_as_written": saved.dims_as_written}
@@ -151,17 +154,17 @@ def options_of(saved: Plan) -> dict[str, Any]:
     return options
 
 
-def unlike_collectives(
+def unmatched_collectives(
     before: Sequence[CollectiveUse], after: Sequence[CollectiveUse]
 ) -> tuple[tuple[CollectiveUse, ...], tuple[CollectiveUse, ...]]:
-    """Collectives of the second list that have no like in the first, and the reverse.
+    """Collectives of the second list without a match in the first, and the reverse.
 
-    Those of one place and kind are alike, whatever their bytes. What is left is alike if only its place is another: a module
-    that was renamed sends nothing new. What XLA merges with its like adds nothing where there is such a one before.
+    Two collectives match if they have the same kind and place, whatever their bytes. Of the rest, two match if they differ only in
+    their place, because a module may have been renamed. A collective that XLA can combine with one in the other list also matches.
     """
     old, new = list(before), list(after)
-    for alike in (_by_place, _by_size):
-        old, new = _without_common(old, new, alike)
+    for key_of in (_by_place, _by_size):
+        old, new = _without_common(old, new, key_of)
     merged = {(use.kind, use.axes) for use in before if use.combinable}
     added = [use for use in new if not (use.combinable and (use.kind, use.axes) in merged)]
     left = {(use.kind, use.axes) for use in after if use.combinable}
@@ -178,24 +181,24 @@ def _by_size(use: CollectiveUse) -> Hashable:
 
 
 def _without_common(
-    old: Sequence[CollectiveUse], new: Sequence[CollectiveUse], alike: Callable[[CollectiveUse], Hashable]
+    old: Sequence[CollectiveUse], new: Sequence[CollectiveUse], key_of: Callable[[CollectiveUse], Hashable]
 ) -> tuple[list[CollectiveUse], list[CollectiveUse]]:
-    """Two lists without as many of each kind as are in both."""
-    common = Counter(map(alike, old)) & Counter(map(alike, new))
+    """Remove the multiset intersection, by key, from both lists."""
+    common = Counter(map(key_of, old)) & Counter(map(key_of, new))
     out: list[list[CollectiveUse]] = []
     for uses in (old, new):
         left: dict[Hashable, int] = defaultdict(int, common)
         kept = []
         for use in uses:
-            left[alike(use)] -= 1
-            if left[alike(use)] < 0:
+            left[key_of(use)] -= 1
+            if left[key_of(use)] < 0:
                 kept.append(use)
         out.append(kept)
     return out[0], out[1]
 
 
-def described(use: CollectiveUse) -> str:
-    """A collective in a line: what, how much, where and why."""
+def _describe(use: CollectiveUse) -> str:
+    """Describe a collective in one line: kind, size, place and cause."""
     times = f" x {use.num_times}" if use.num_times > 1 else ""
     where = f"{use.phase} of `{use.path}`" if use.path else use.phase
     line = f" ({short_source(use.source)})" if use.source else ""

@@ -1,8 +1,7 @@
-"""Why a tensor is split as it is: the step planned again with the runner-up in its place.
+"""Explain a sharding decision: plan the step again with the runner-up forced, and compare the two plans.
 
-In: a step, how it is planned, the path of a parameter or a module. Out: `Why`: the two plans, and what the whole step would
-lose, with its causes read off their difference. A decision's own `runner_up_extra_s` leaves all other decisions as they are;
-here they may answer to the change.
+In: a step, planning options, the path of a parameter or a module. Out: `Why`: both plans, the extra step time, its causes. A
+decision's own `runner_up_extra_s` keeps all other decisions fixed; here the planner may change them too.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autopar.comparison.plan_check import unlike_collectives
+from autopar.comparison.plan_check import unmatched_collectives
 from autopar.errors import AutoparError, BudgetError, PinError
 from autopar.ir.sharding import TensorSharding
 from autopar.planner.mesh_search import search_meshes
@@ -31,7 +30,7 @@ from autopar.transforms.program import Program, program_of
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Collectives of one kind over the same axes that one of the plans has and the other has not."""
+    """Collectives of one kind over the same axes that only one of the two plans has."""
 
     kind: str
     axes: tuple[str, ...]
@@ -42,11 +41,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What the runner-up would cost.
+    """The cost of forcing runner-ups.
 
     Args:
-        decisions: those asked about; all get their runner-up at once.
-        plan: the best. forced: the best with the runner-ups; None where none fits, as `refused` says.
+        decisions: decisions whose runner-ups are forced, all at once.
+        plan: the best plan.
+        forced: the best plan with the runner-ups; None where none fits.
+        refused: the reason why none fits.
     """
 
     decisions: tuple[Decision, ...]
@@ -56,30 +57,30 @@ class Why:
 
     @property
     def extra_s(self) -> float:
-        """Seconds that a step would take longer."""
+        """Extra seconds per step; `inf` where no plan fits."""
         if self.forced is None:
             return float("inf")
         return self.forced.prediction.step_time_s - self.plan.prediction.step_time_s
 
     @property
     def more(self) -> tuple[Sent, ...]:
-        """Collectives that forcing adds."""
+        """Collectives that only the forced plan has."""
         return self._sent()[0]
 
     @property
     def fewer(self) -> tuple[Sent, ...]:
-        """Collectives that it saves."""
+        """Collectives that only the best plan has."""
         return self._sent()[1]
 
     def _sent(self) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
         if self.forced is None:
             return (), ()
-        added, gone = unlike_collectives(self.plan.collectives, self.forced.collectives)
+        added, gone = unmatched_collectives(self.plan.collectives, self.forced.collectives)
         return _summed(added), _summed(gone)
 
     @property
     def words(self) -> str:
-        """The answer in a line or two."""
+        """The answer in one or two sentences."""
         paths = [pattern for pattern, _ in collapse([one.path or "the step" for one in self.decisions])]
         chosen = _either([one.sharding for one in self.decisions])
         other = _either([one.runner_up for one in self.decisions if one.runner_up is not None])
@@ -99,7 +100,7 @@ class Why:
 
     @property
     def because(self) -> str:
-        """What differs between the plans, the largest part of the time first."""
+        """The differences between the plans, the largest difference in time first."""
         assert self.forced is not None
         before, after = self.plan.prediction, self.forced.prediction
         parts = [(after.compute_s - before.compute_s, "kernels take {} {}")]
@@ -108,33 +109,35 @@ class Why:
             parts.append((extra, f"{kind}s that nothing hides take {{}} {{}}"))
         parts.sort(key=lambda part: -abs(part[0]))
         least = 0.01 * max(abs(self.extra_s), 1e-12)
-        told = [
+        causes = [
             text.format(human_seconds(abs(extra)), "more" if extra > 0 else "less")
             for extra, text in parts
             if abs(extra) > least
         ]
-        told += [f"it adds {_sent_words(one)}" for one in self.more]
-        told += [f"it saves {_sent_words(one)}" for one in self.fewer]
+        causes += [f"it adds {_sent_text(one)}" for one in self.more]
+        causes += [f"it saves {_sent_text(one)}" for one in self.fewer]
         memory = after.peak_bytes - before.peak_bytes
         if abs(memory) > 0.001 * before.peak_bytes:
-            told.append(f"peak memory is {human_bytes(abs(memory))} {'more' if memory > 0 else 'less'}")
-        return "; ".join(told) or "the two plans send the same and hold the same"
+            causes.append(f"peak memory is {human_bytes(abs(memory))} {'more' if memory > 0 else 'less'}")
+        return "; ".join(causes) or "the two plans send the same and hold the same"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """As text."""
-        told = self.plan.prediction
+        """The report as lines of text."""
+        prediction = self.plan.prediction
         name = self.plan.program.name
-        head = f"`{name}` on mesh {self.plan.mesh} ({self.plan.hardware}): {human_seconds(told.step_time_s)} a step"
+        head = (
+            f"`{name}` on mesh {self.plan.mesh} ({self.plan.hardware}): {human_seconds(prediction.step_time_s)} a step"
+        )
         sources = dict.fromkeys(short_source(one.source) for one in self.decisions if one.source)
         alone = sum(one.runner_up_extra_s for one in self.decisions)
         rest = f"With all other decisions as they are, the solver's price would rise by {human_seconds(alone)}."
         return [head, f"  {self.words}.", f"  {rest} Where: {', '.join(sources)}." if sources else f"  {rest}"]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types."""
+        """The result as JSON types."""
         sides = {"plan": self.plan, "forced": self.forced}
         document: dict[str, Any] = {
             "format": "autopar-why",
@@ -147,21 +150,22 @@ class Why:
             "refused": self.refused or None,
         }
         for side, plan in sides.items():
-            told = None if plan is None else plan.prediction
-            document[side] = told and asdict(told) | {"peak_bytes": told.peak_bytes}
+            prediction = None if plan is None else plan.prediction
+            document[side] = prediction and asdict(prediction) | {"peak_bytes": prediction.peak_bytes}
         return finite(document)
 
 
 def why(path: str, step: Callable[..., Any], *args: Any, **options: Any) -> Why:
-    """What a step would lose by the runner-up of a decision.
+    """Plan a step with the runner-up of a decision forced, and compare.
 
     Args:
-        path: of an argument's array (`state/params/wq/kernel`), or of a module (`GPT/h_0/attn`) for what it makes; a glob
-            stands for all that it matches, which are forced together.
-        step, args: as of `autopar.plan`. options: of `autopar.plan`, for one program.
+        path: path of an input (`state/params/wq/kernel`), or of a module (`GPT/h_0/attn`) for the values it produces. A glob
+            forces all decisions that it matches at once.
+        step, args: as in `autopar.plan`.
+        options: options of `autopar.plan` for one program.
 
     Raises:
-        PinError: nothing has that path, or there is no other choice for it.
+        PinError: no decision has that path, or the decision has no runner-up.
         AutoparError: the step cannot be planned.
     """
     program = program_of(step, args, carry=None, donate=None)
@@ -170,44 +174,49 @@ def why(path: str, step: Callable[..., Any], *args: Any, **options: Any) -> Why:
 
 
 def why_of_plan(path: str, program: Program, plan: Plan, options: Mapping[str, Any]) -> Why:
-    """`why` of a plan made in this process of a program."""
-    asked = [one for one in asked_about(path, plan.decisions) if one.runner_up is not None]
-    if not asked:
-        raise PinError(f"{path!r} could be split in no other way on mesh {plan.mesh}: there is no runner-up to force")
+    """`why` for a plan that this process made of a program."""
+    decisions = [one for one in decisions_at(path, plan.decisions) if one.runner_up is not None]
+    if not decisions:
+        raise PinError(
+            f"{path!r} has a single possible sharding on mesh {plan.mesh}, so there is no runner-up to force: name another"
+            " path, or remove its pin"
+        )
     try:
-        return Why(tuple(asked), plan, _forced(asked, program, plan, options))
+        return Why(tuple(decisions), plan, _forced(decisions, program, plan, options))
     except BudgetError as error:
-        return Why(tuple(asked), plan, None, str(error))
+        return Why(tuple(decisions), plan, None, str(error))
 
 
-def _forced(asked: Sequence[Decision], program: Program, plan: Plan, options: Mapping[str, Any]) -> Plan:
-    inputs = {one.path: one.runner_up for one in asked if one.kind != "activation"}
-    values = {one.value: one.runner_up for one in asked if one.kind == "activation" and one.value is not None}
+def _forced(decisions: Sequence[Decision], program: Program, plan: Plan, options: Mapping[str, Any]) -> Plan:
+    inputs = {one.path: one.runner_up for one in decisions if one.kind != "activation"}
+    values = {one.value: one.runner_up for one in decisions if one.kind == "activation" and one.value is not None}
     if values and plan.recomputed:
         raise AutoparError(
-            "the plan computes values again, and which of them are held depends on how they are split: ask about an"
-            " argument, or plan with --no-rematerialize"
+            "the plan rematerializes values, and their shardings decide which of them stay in memory, so no intermediate"
+            " value can be forced: name an argument, or plan with --no-rematerialize"
         )
     pinned = {tensor.path: tensor.sharding for tensor in plan.inputs if tensor.pinned}
     kept = ("hardware", "memory_budget_bytes", "rematerialize", "solver", "time_limit_s", "progress")
     request = PlanRequest(**{name: options[name] for name in kept if name in options})
     request = replace(request, mesh=plan.mesh, pin={**pinned, **inputs}, held=values)
-    if values:  # their numbers are of this form of the program
+    if values:  # rematerialization would change the numbers of the values
         request = replace(request, rematerialize=False)
     form = program.of(replace(plan, recomputed=()))
     return search_meshes(replace(form, whole=None), request, may_copy=False).plan
 
 
-def asked_about(path: str, decisions: Sequence[Decision]) -> list[Decision]:
-    """The decisions that a path means: of arguments' arrays, of parameters alone where it means some; else the largest tensor that each module makes, in the forward
-    pass if it makes one there.
+def decisions_at(path: str, decisions: Sequence[Decision]) -> list[Decision]:
+    """The decisions that a path names.
+
+    These are inputs, restricted to parameters if any match. Otherwise they are the largest tensor that each matching module
+    produces, in the forward pass if it produces one there.
 
     Raises:
-        PinError: none, with paths that are close.
+        PinError: no decision matches; the text names similar paths.
     """
     inputs = [one for one in decisions if one.kind != "activation"]
     found = [one for one in inputs if one.path == path] or [one for one in inputs if _matches(one.path, path)]
-    parameters = [one for one in found if one.kind == "parameter"]  # what is kept of them follows, or need not
+    parameters = [one for one in found if one.kind == "parameter"]  # their optimizer state may follow
     if found:
         return parameters or found
     modules: dict[str, list[Decision]] = defaultdict(list)
@@ -219,8 +228,8 @@ def asked_about(path: str, decisions: Sequence[Decision]) -> list[Decision]:
     known = list(dict.fromkeys(one.path for one in decisions if one.path))
     close = difflib.get_close_matches(path, known, n=4, cutoff=0.3)
     raise PinError(
-        f"nothing that is decided has the path {path!r}. Paths look like {', '.join(map(repr, close or known[:4]))}; a glob"
-        " such as '*/kernel' stands for many"
+        f"no decision has the path {path!r}. Paths look like {', '.join(map(repr, close or known[:4]))}; a glob such as"
+        " '*/kernel' matches several"
     )
 
 
@@ -241,9 +250,9 @@ def _size(one: Decision) -> int:
 
 
 def _summed(uses: Sequence[CollectiveUse]) -> tuple[Sent, ...]:
-    alike: dict[tuple[str, tuple[str, ...]], list[CollectiveUse]] = defaultdict(list)
+    by_key: dict[tuple[str, tuple[str, ...]], list[CollectiveUse]] = defaultdict(list)
     for use in uses:
-        alike[use.kind, use.axes].append(use)
+        by_key[use.kind, use.axes].append(use)
     found = [
         Sent(
             kind,
@@ -252,22 +261,22 @@ def _summed(uses: Sequence[CollectiveUse]) -> tuple[Sent, ...]:
             sum(use.bytes_per_step for use in own),
             sum(use.time_s for use in own),
         )
-        for (kind, axes), own in alike.items()
+        for (kind, axes), own in by_key.items()
     ]
     return tuple(sorted(found, key=lambda one: -one.time_s))
 
 
-def _sent_words(one: Sent) -> str:
+def _sent_text(one: Sent) -> str:
     count = f"{one.count} {one.kind}{'s' if one.count > 1 else ''}"
     return f"{count} over {', '.join(one.axes)} ({human_bytes(one.num_bytes)}, {human_seconds(one.time_s)})"
 
 
 def _either(shardings: Sequence[TensorSharding | None]) -> str:
-    return " or ".join(dict.fromkeys(map(_with_words, shardings)))
+    return " or ".join(dict.fromkeys(map(_with_direction, shardings)))
 
 
-def _with_words(sharding: TensorSharding | None) -> str:
-    """Of a matrix, which way."""
+def _with_direction(sharding: TensorSharding | None) -> str:
+    """A sharding as text; for a matrix, with the direction of the split."""
     assert sharding is not None
     split = [d for d, axes in enumerate(sharding.dims) if axes]
     if len(sharding.dims) == 2 and not sharding.unreduced and len(split) < 2:
