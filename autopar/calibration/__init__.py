@@ -1,6 +1,6 @@
-"""A machine measured, a hardware profile fitted.
+"""Calibrate the cost model: benchmark the local devices, and fit a hardware profile to the timings.
 
-In: devices that are here.
-Out: a profile file, with its errors.
+In: local devices.
+Out: a profile file, with the errors of the fit.
 Imported by: cli, benchmarks.
 """

@@ -1,7 +1,7 @@
-"""Measure this machine: devices -> samples -> fits -> a hardware profile, in two files.
+"""Calibrate this machine: devices -> samples -> fits -> a hardware profile and its samples, in two files.
 
-In: the devices of this process and a number of seconds. Out: a profile that `hardware=` takes, and its samples as
-JSON. The straight line over `measure`, `fit` and `calibration`.
+In: the devices of this process, a time budget. Out: a profile for `hardware=`, and its samples as JSON. The steps are in `measure`,
+`fit` and `calibration`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.cost.hardware_profile import HardwareProfile, detect, load
 from autopar.errors import HardwareError
 from autopar.version import __version__
 
-#: Seconds that a calibration takes unless told otherwise.
+#: Default time budget of a calibration.
 DEFAULT_SECONDS = 150.0
 
 
@@ -37,21 +37,21 @@ def calibrate(
     sizes: Sizes | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> tuple[Calibration, Path, Path]:
-    """Measure the devices of this process, and write what was found.
+    """Measure the devices of this process, and write the profile and its samples.
 
     Args:
-        output: where the profile goes, `.toml`; the samples go beside it as `.json`. By default
+        output: path of the profile, `.toml`; the samples get the same path with `.json`. By default
             `calibrated/<device>-jax<version>.toml`.
-        seconds: how long to measure, about.
-        base: profile that states what cannot be measured here; by default the one of these devices.
-        sizes: what to try; by default what suits the platform.
-        progress: called with what is being timed and the fraction of the time that has gone.
+        seconds: approximate time budget.
+        base: name of the profile with the figures that cannot be measured; by default that of these devices.
+        sizes: benchmark sizes; by default those for the platform.
+        progress: callback with the current stage and the elapsed fraction of the time budget.
 
     Returns:
         The calibration, the profile's path and the samples' path.
 
     Raises:
-        HardwareError: no base, or nowhere to write to. Both are found before anything is measured.
+        HardwareError: there is no base profile, or the output is not writable. Both are checked before the measurement.
     """
     device = jax.local_devices()[0]
     known = _base(base, device)
@@ -69,11 +69,13 @@ def calibrated(
     sizes: Sizes | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Calibration:
-    """Measure the devices of this process, and write nothing.
+    """Measure the devices of this process without writing files.
 
     Args:
-        base: states what cannot be measured here. seconds: how long to measure, about.
-        command: what a reader can run for the same. sizes, progress: as for `calibrate`.
+        base: profile with the figures that cannot be measured.
+        seconds: approximate time budget.
+        command: command that reproduces the measurement, for the record.
+        sizes, progress: as in `calibrate`.
     """
     devices = jax.local_devices()
     chosen = sizes or (CPU_SIZES if devices[0].platform == "cpu" else GPU_SIZES)
@@ -89,18 +91,18 @@ def _base(name: str | None, device: Any) -> HardwareProfile:
         return load(detect(device.device_kind, device.platform))
     except HardwareError as error:
         raise HardwareError(
-            f"{error}. To calibrate a device of no known kind, pass --base NAME: the profile nearest to it, for what"
-            " cannot be measured"
+            f"{error}. To calibrate a device of an unknown kind, pass --base NAME, the most similar profile; it supplies the"
+            " figures that cannot be measured"
         ) from None
 
 
 def _output(output: str | os.PathLike[str] | None, device: str) -> Path:
-    """Where the profile goes; refused now rather than after minutes of measuring."""
+    """The path of the profile, checked for writability before the long measurement."""
     version = ".".join(jax.__version__.split(".")[:3])
     path = Path("calibrated", f"{device}-jax{version}.toml") if output is None else Path(output)
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if path.suffix != ".toml" or path.is_dir() or not os.access(folder, os.W_OK):
-        raise HardwareError(f"cannot write {str(path)!r}: give -o a .toml file in a folder that can be written to")
+        raise HardwareError(f"cannot write {str(path)!r}: give -o a .toml file in a writable folder")
     return path
 
 
@@ -130,7 +132,7 @@ def _processor() -> str:
 
 
 def _load() -> str:
-    """How busy the machine was before: other work is in every figure."""
+    """The load average before the measurement, since other work slows every sample."""
     return f"load {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else "load unknown"
 
 

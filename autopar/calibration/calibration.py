@@ -1,7 +1,7 @@
-"""A calibration: samples, the fits of them, the hardware profile they make, and the two files it is kept in.
+"""Represent a calibration: fit its samples, build the hardware profile, and write both to files.
 
-In: samples, the profile that fills the gaps, what the machine is. Out: a profile as `cost_models/README.md` lays it
-out, and JSON with every sample, coefficient and error. No JAX.
+In: samples, a base profile for figures that were not measured, the machine. Out: a profile as described in `cost_models/README.md`,
+and JSON with all samples, coefficients and errors. No JAX.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.cost.hardware_profile import MATRIX_DTYPES, HardwareProfile
 from autopar.errors import HardwareError
 from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 
-#: Collectives that the profile prices by one link; an all-to-all has its own share of the link's rate.
+#: Collectives that the profile prices by the link's full bandwidth; an all-to-all has an efficiency of its own.
 _ON_THE_LINK = tuple(kind for kind in KINDS if kind != "all-to-all")
 _LINK = "link"
 _CONVOLUTIONS = ("convolution", "convolution gradient")
@@ -30,7 +30,7 @@ _COPIES = ("host-to-device", "device-to-host", "device-to-pinned-host", "pinned-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where and when it was measured."""
+    """Where, when and how the samples were measured."""
 
     device_kind: str
     platform: str
@@ -48,11 +48,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Everything that was measured, and what was made of it.
+    """The samples of a machine and their fits.
 
     Args:
-        base: the profile that states what could not be measured.
-        skipped: what was to be timed and was not: group, name and reason.
+        base: profile with the figures that cannot be measured.
+        skipped: benchmarks without a sample: group, name and reason.
     """
 
     machine: Machine
@@ -65,20 +65,20 @@ class Calibration:
         return next((found for found in self.fits if found.group == group), None)
 
     def rate(self, group: str, term: str) -> float | None:
-        """Counts per second of a term; None where the fit found no time in it, or there is no fit."""
+        """Counts per second of a term; None where its coefficient is zero or there is no fit."""
         found = self.fit_of(group)
         return 1 / found.seconds_per[term] if found and found.seconds_per[term] > 0 else None
 
 
 def fit_all(samples: Sequence[Sample]) -> tuple[Fit, ...]:
-    """Every fit that the samples allow: one for each group, and one for the link that most collectives share."""
+    """Fit each group of samples, and the link that most collectives share, where there are enough samples."""
     terms = {
         "kernel launch": ("program", "kernels"),
-        "memory": ("bytes", "flops"),  # of large arrays: their launch is lost in the noise
+        "memory": ("bytes", "flops"),  # the launch overhead of large arrays is below the noise
         "cache": ("launch", "bytes", "flops"),
         **{f"matmul {dtype}": ("launch", "flops", "bytes") for dtype in MATRIX_DTYPES},
         **dict.fromkeys(KINDS, ("launch", "hops", "bytes")),
-        "collective-permute": ("launch", "bytes"),  # always one hop, which cannot be told from the launch
+        "collective-permute": ("launch", "bytes"),  # it always has one hop, so hop and launch are not separable
         "matmul bfloat16 to float32": ("launch", "flops", "bytes"),
         "reduction": ("launch", "bytes", "flops"),
         **{f"{kind} {dtype}": ("launch", "flops", "bytes") for kind in _CONVOLUTIONS for dtype in MATRIX_DTYPES},
@@ -96,7 +96,7 @@ def fit_all(samples: Sequence[Sample]) -> tuple[Fit, ...]:
 
 
 def profile_table(calibration: Calibration, name: str) -> dict[str, Any]:
-    """The profile as tables of TOML. What was not measured is the base's, and the block's source says so."""
+    """The profile as nested TOML tables. Figures that were not measured come from the base; `source` names them."""
     base, machine = calibration.base, calibration.machine
     table: dict[str, Any] = {
         "name": name,
@@ -121,7 +121,7 @@ def _compute(calibration: Calibration) -> dict[str, Any]:
     launch = calibration.fit_of("kernel launch")
     block = _Block(calibration, "compute")
     block.add("vector_flops_per_s", calibration.rate("memory", "flops"), base.vector_flops_per_s)
-    # The fitted rates are those that products reach, so nothing is left to take off.
+    # The fitted rates are those that matmuls achieve, so the efficiency is 1.
     block.table["compute_efficiency"] = 1.0
     block.add("kernel_launch_s", launch and launch.seconds_per["kernels"], base.kernel_launch_s)
     block.table["peak_flops_per_s"] = {
@@ -132,7 +132,7 @@ def _compute(calibration: Calibration) -> dict[str, Any]:
 
 
 def _operations(calibration: Calibration) -> dict[str, Any]:
-    """The base's, scaled so that a tanh counts as much as it did when the vector rate was fitted."""
+    """The base's FLOPs per element, scaled so that tanh counts as in the fit of the vector rate."""
     base, block = calibration.base, _Block(calibration, "operations")
     is_fitted = calibration.rate("memory", "flops") is not None
     scale = FLOPS_PER_ELEMENT["tanh"] / base.operations["tanh"] if is_fitted else 1.0
@@ -187,13 +187,13 @@ def _collectives(calibration: Calibration) -> dict[str, Any]:
 
 
 def _all_to_all_efficiency(calibration: Calibration) -> float | None:
-    """Of the link's rate, fitted with the link's launch and hops held: so the cost model will price it."""
+    """All-to-all bandwidth as a fraction of the link's, fitted with the link's launch and hop times fixed, as in the cost model."""
     link, rate = calibration.fit_of(_LINK), calibration.rate(_LINK, "bytes")
     samples = [sample for sample in calibration.samples if sample.group == "all-to-all"]
     if link is None or rate is None or not samples:
         return None
     weights, total = 0.0, 0.0
-    for sample in samples:  # least squares in relative error, of one coefficient
+    for sample in samples:  # least squares of relative errors in one coefficient
         fixed = link.seconds({**sample.counts, "bytes": 0.0})
         moved = sample.counts["bytes"] / sample.seconds
         weights, total = weights + moved * moved, total + moved * (1 - fixed / sample.seconds)
@@ -202,16 +202,16 @@ def _all_to_all_efficiency(calibration: Calibration) -> float | None:
 
 
 class _Block:
-    """One block of the profile on its way, with what of it is the base's."""
+    """Builds one block of the profile, and records which figures were measured and which come from the base."""
 
     def __init__(self, calibration: Calibration, name: str) -> None:
         self.calibration, self.name = calibration, name
         self.table: dict[str, Any] = {}
         self.measured: list[str] = []
-        self.taken: list[str] = []
+        self.from_base: list[str] = []
 
     def chosen(self, key: str, measured: float | None, base: float) -> float:
-        (self.taken if measured is None else self.measured).append(key)
+        (self.from_base if measured is None else self.measured).append(key)
         return base if measured is None else float(f"{measured:.4g}")
 
     def add(self, key: str, measured: float | None, base: float) -> None:
@@ -222,10 +222,10 @@ class _Block:
         if self.measured:
             fits = [found for found in map(self.calibration.fit_of, groups) if found is not None]
             parts += [self.calibration.machine.describe(), *map(describe_error, fits)]
-        if self.taken:
+        if self.from_base:
             base = self.calibration.base
             whence = base.sources.get(self.name, "no source")
-            parts.append(f"NOT measured: {', '.join(self.taken)}, taken from `{base.name}`, which says: {whence}")
+            parts.append(f"NOT measured: {', '.join(self.from_base)}, taken from `{base.name}`, which says: {whence}")
         return {"source": "; ".join(parts), "date": self.calibration.machine.date, **self.table}
 
 
@@ -237,7 +237,7 @@ def describe_error(found: Fit) -> str:
 
 
 def describe(calibration: Calibration) -> str:
-    """Every fit in a line: rates and fixed times, errors, and how far the runs of one sample spread."""
+    """A table with one line per fit: rates and fixed times, errors, and the spread of the runs of a sample."""
     head = ("fit", "samples", "error", "worst", "spread", "")
     rows = [head, *(_row(found) for found in calibration.fits)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -262,8 +262,10 @@ def _row(found: Fit) -> tuple[str, ...]:
 
 
 def as_priced(samples: Sequence[Sample], profile: Mapping[str, Any]) -> dict[str, float]:
-    """Mean relative error of each group by the cost model's own formulas, which have fewer constants than the fits:
-    a roofline with one memory rate and one launch, and one link for every collective. Not cross-validated."""
+    """Mean relative error of each group by the cost model's formulas, not cross-validated.
+
+    They have fewer constants than the fits: a roofline with one memory bandwidth and one launch overhead, and one link.
+    """
     compute, memory = profile["compute"], profile["memory"]
     link, collectives = profile["links"]["host"], profile["collectives"]
     errors: dict[str, list[float]] = {}
@@ -289,7 +291,7 @@ def as_priced(samples: Sequence[Sample], profile: Mapping[str, Any]) -> dict[str
 
 
 def to_json(calibration: Calibration, profile: Mapping[str, Any]) -> dict[str, Any]:
-    """Samples, coefficients, errors, and the profile made of them. Units are seconds, bytes and FLOPs."""
+    """Samples, coefficients, errors and the profile as JSON types, in seconds, bytes and FLOPs."""
     return {
         "machine": asdict(calibration.machine),
         "base": calibration.base.name,
@@ -302,15 +304,15 @@ def to_json(calibration: Calibration, profile: Mapping[str, Any]) -> dict[str, A
 
 
 def write(calibration: Calibration, path: Path) -> tuple[Path, Path]:
-    """Write the profile to `path` (`.toml`) and the samples beside it (`.json`), each whole or not at all.
+    """Write the profile to `path` (`.toml`) and the samples to `.json` in the same folder, each atomically.
 
     Raises:
-        HardwareError: where they cannot be written.
+        HardwareError: a file cannot be written.
     """
     table = profile_table(calibration, path.stem)
     data = to_json(calibration, table)
     samples = data.pop("samples")
-    # One sample a line: a file that a diff can be read of.
+    # One sample per line keeps diffs readable.
     lines = ",\n".join(f"    {json.dumps(sample)}" for sample in samples)
     text = json.dumps(data, indent=2, allow_nan=False)[:-2] + f',\n  "samples": [\n{lines}\n  ]\n}}\n'
     files = {path.with_suffix(".json"): text, path: toml(table)}
@@ -323,8 +325,7 @@ def write(calibration: Calibration, path: Path) -> tuple[Path, Path]:
             temporary.replace(file)
     except OSError as error:
         raise HardwareError(
-            f"cannot write the calibration to {str(path)!r}: {error.strerror}. Give -o a .toml file in a folder that can"
-            " be written to."
+            f"cannot write the calibration to {str(path)!r}: {error.strerror}. Give -o a .toml file in a writable folder."
         ) from error
     finally:
         for temporary in temporaries.values():
@@ -334,7 +335,7 @@ def write(calibration: Calibration, path: Path) -> tuple[Path, Path]:
 
 
 def toml(table: Mapping[str, Any], prefix: str = "") -> str:
-    """TOML of nested tables of texts, numbers and lists.
+    """Format nested tables of strings, numbers and lists as TOML.
 
     >>> print(toml({"a": 1, "b": {"c": 2e9, "d": ["x"]}}))
     a = 1

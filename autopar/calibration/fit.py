@@ -1,7 +1,7 @@
-"""Coefficients from timings: least squares in relative error, with the error that it has on samples it has not seen.
+"""Fit cost coefficients to timings by non-negative least squares of relative errors, with cross-validation.
 
-In: `Sample`s, each a time and the counts it is made of (launches, FLOPs, bytes, hops). Out: a `Fit`, seconds per
-count. Numbers only: no JAX, no device. A time is a sum of non-negative parts, so no coefficient is negative.
+In: `Sample`s, each a time and its counts (launches, FLOPs, bytes, hops). Out: a `Fit`, seconds per count. Numbers only: no JAX, no
+device.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-#: Parts that the samples are divided into for the cross-validation.
+#: Number of folds of the cross-validation.
 NUM_FOLDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One thing that was timed.
+    """One timing.
 
     Args:
-        group: what it is fitted with, e.g. `matmul float32` or `all-reduce`.
-        name: what it is, e.g. `512x512x512`.
-        counts: how much of each term one repetition takes, e.g. `{"launch": 1, "flops": 2.7e8, "bytes": 3.1e6}`.
-        seconds: of one repetition; the median of the runs, less the dispatch of the program.
-        spread: interquartile range of the runs over their median.
-        repetitions: how often one run repeats it.
-        runs_s: each run as the clock showed it, dispatch included.
+        group: samples of a group are fitted together, e.g. `matmul float32` or `all-reduce`.
+        name: size of the operation, e.g. `512x512x512`.
+        counts: counts of one repetition, e.g. `{"launch": 1, "flops": 2.7e8, "bytes": 3.1e6}`.
+        seconds: seconds of one repetition: the median of the runs, without the dispatch of the program.
+        spread: interquartile range of the runs divided by their median.
+        repetitions: repetitions of the operation in one run.
+        runs_s: wall-clock seconds of each run, with dispatch.
     """
 
     group: str
@@ -41,13 +41,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Seconds of a group as a sum of coefficient x count.
+    """A linear model of a group's seconds: the sum of coefficient x count.
 
     Args:
-        seconds_per: coefficient of each term, at least 0.
-        mean_error, worst_error: relative, of samples that the fit had not seen (5-fold cross-validation); None where
-            there are too few samples to leave any out.
-        median_spread: the median spread of the samples, below which no error can be expected to fall.
+        seconds_per: non-negative coefficient of each term.
+        mean_error, worst_error: relative error on held-out samples (5-fold cross-validation); None for too few samples.
+        median_spread: median spread of the samples, a lower bound of the error to expect.
     """
 
     group: str
@@ -58,7 +57,7 @@ class Fit:
     median_spread: float
 
     def seconds(self, counts: Mapping[str, float]) -> float:
-        """Seconds that the fit predicts."""
+        """The predicted seconds."""
         return sum(each * counts.get(term, 0.0) for term, each in self.seconds_per.items())
 
 
@@ -86,24 +85,24 @@ def fit(group: str, samples: Sequence[Sample], terms: Sequence[str]) -> Fit | No
 
 
 def _held_out_errors(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
-    """Relative error of each sample under the fit of the other folds."""
-    # A fold takes a fifth of the samples away, and what remains must still settle every coefficient.
+    """Relative error of each sample under the fit of the other folds; None for too few samples."""
+    # The remaining four fifths of the samples have to determine every coefficient.
     if len(seconds) < max(NUM_FOLDS, 2 * counts.shape[1]):
         return None
     order = np.random.default_rng(0).permutation(len(seconds))
     errors = np.empty(len(seconds))
-    for held in np.array_split(order, NUM_FOLDS):
-        seen = np.setdiff1d(order, held)
-        predicted = counts[held] @ _solve(counts[seen], seconds[seen])
-        errors[held] = np.abs(predicted / seconds[held] - 1)
+    for held_out in np.array_split(order, NUM_FOLDS):
+        training = np.setdiff1d(order, held_out)
+        predicted = counts[held_out] @ _solve(counts[training], seconds[training])
+        errors[held_out] = np.abs(predicted / seconds[held_out] - 1)
     return errors
 
 
 def _solve(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Coefficients of at least 0 with the least sum of squared relative errors.
+    """The non-negative coefficients with the least sum of squared relative errors.
 
-    With a handful of terms every subset can be tried, which is exact: at the optimum the positive coefficients solve
-    the unconstrained problem of their own columns.
+    The search over all subsets of the few terms is exact: at the optimum, the positive coefficients solve the unconstrained problem
+    in their own columns.
     """
     relative = counts / seconds[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), np.finfo(float).tiny)

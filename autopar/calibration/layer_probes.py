@@ -1,6 +1,6 @@
-"""What a calibration times of whole layers: convolutions and attention, by size, dtype and back end.
+"""Define the benchmarks of whole layers for a calibration: convolutions and attention, by size, dtype and back end.
 
-In: devices, what to try, a rough profile. Out: `Point`s, as `probes` makes them for smaller operations.
+In: devices, sizes, a rough profile. Out: `Point`s, as in `probes`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_UNROLLED = 16
 
 
 def convolution_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
-    """Convolutions as Flax writes them (NHWC images, HWIO kernels), and their gradients by the kernel."""
+    """Convolutions in Flax's layouts (NHWC images, HWIO kernels), and their gradients with respect to the kernel."""
     for batch, side, channels, kernel in sizes.convolutions:
         for name in (name for name in ("bfloat16", "float32") if name in sizes.dtypes):
             images, filters = (batch, side, side, channels), (kernel, kernel, channels, channels)
@@ -52,7 +52,7 @@ def _convolutions(count: int, x: Any, kernel: Any) -> Any:
 
 
 def _kernel_gradients(count: int, x: Any, kernel: Any) -> Any:
-    """Each waits for the last by one element of its result, written in place."""
+    """Kernel gradients in a chain: each depends on the previous one by one element, which is written in place."""
     for _ in range(count):
         _, back = jax.vjp(partial(_convolve, x), kernel)
         gradient = lax.optimization_barrier(back(x)[0])
@@ -61,16 +61,16 @@ def _kernel_gradients(count: int, x: Any, kernel: Any) -> Any:
 
 
 def attention_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
-    """Causal attention in bfloat16 by each of JAX's back ends: forward, and with its gradients.
+    """Causal bfloat16 attention by each of JAX's back ends: the forward pass alone, and with gradients.
 
-    FLOPs are those of the causal half; bytes those of a kernel that keeps no scores."""
+    FLOPs count the causal half; bytes count a flash kernel, which writes no scores."""
     for batch, tokens, heads, head_dim in sizes.attention:
         forward = 2.0 * batch * heads * tokens**2 * head_dim
         whole = 2.0 * batch * tokens * heads * head_dim
         for backend in ("xla", "cudnn"):
-            for words, chain, flops, arrays in (
-                ("", _attended, forward, 4),
-                (" with gradients", _attended_and_back, 3.5 * forward, 12),
+            for suffix, chain, flops, arrays in (
+                ("", _attention_chain, forward, 4),
+                (" with gradients", _attention_and_gradients, 3.5 * forward, 12),
             ):
 
                 def make(
@@ -87,21 +87,21 @@ def attention_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile
                     flops / base.matrix_rate("bfloat16") + arrays * whole / base.hbm_bytes_per_s + base.kernel_launch_s
                 )
                 name = f"{batch}x{tokens}x{heads}x{head_dim}"
-                yield Point(f"attention {backend}{words}", name, counts, guess, _MOST_UNROLLED, make)
+                yield Point(f"attention {backend}{suffix}", name, counts, guess, _MOST_UNROLLED, make)
 
 
 def _attention(backend: Any, q: Any, k: Any, v: Any) -> Any:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=backend)
 
 
-def _attended(backend: str, count: int, q: Any, k: Any, v: Any) -> Any:
+def _attention_chain(backend: str, count: int, q: Any, k: Any, v: Any) -> Any:
     for _ in range(count):
         q = _attention(backend, q, k, v)
     return q
 
 
-def _attended_and_back(backend: str, count: int, q: Any, k: Any, v: Any) -> Any:
-    """All three gradients are used: else what makes the others would be left out."""
+def _attention_and_gradients(backend: str, count: int, q: Any, k: Any, v: Any) -> Any:
+    """Attention with gradients in a chain; it uses all three gradients so that XLA removes none as dead code."""
     for _ in range(count):
         result, back = jax.vjp(partial(_attention, backend), q, k, v)
         q, k, v = back(result)

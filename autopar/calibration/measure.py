@@ -1,10 +1,10 @@
-"""Times what the devices of this process do: products, convolutions, attention, memory, launches, collectives, copies.
+"""Run the microbenchmarks of a calibration on the devices of this process, and time them.
 
-In: devices, what to try, a rough profile, seconds. Out: `Sample`s.
+In: devices, sizes, a rough profile, a time budget. Out: `Sample`s.
 
-How a time is taken. A program repeats its operation, each on the result of the one before, often enough to outlast
-its dispatch tenfold; the dispatch of an empty program is subtracted. Programs are compiled and run twice before the
-clock; then each runs once a round, so that a disturbance hits all alike; the median of the rounds counts.
+A program repeats its operation in a dependent chain, often enough to take ten times its dispatch. The dispatch of an empty program is
+subtracted. Programs are compiled and run twice as a warm-up. Then each runs once per round, so that a disturbance affects all
+programs equally. The sample is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from autopar.cost.hardware_profile import HardwareProfile
 Progress = Callable[[str, float], None]
 
 _MOST_ROUNDS = 25
-#: A loop first copies what it carries; more repetitions make that a small part.
+#: A loop first copies its carried values; several repetitions amortize that.
 _FEWEST_REPETITIONS = 4
 _FEWEST_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """What was not timed, and why."""
+    """A benchmark without a sample, and the reason."""
 
     group: str
     name: str
@@ -55,11 +55,12 @@ class Skipped:
 def measure(
     devices: Sequence[Any], sizes: Sizes, base: HardwareProfile, seconds: float, progress: Progress | None = None
 ) -> tuple[tuple[Sample, ...], tuple[Skipped, ...]]:
-    """Time all that `sizes` says, within about so many seconds.
+    """Run all benchmarks of `sizes` within an approximate time budget.
 
     Args:
-        base: roughly what the devices can do; it decides how often an operation is repeated, never a result.
-        progress: called with what is being timed and the fraction of the time that has gone.
+        base: rough profile of the devices; it determines the number of repetitions, never a result.
+        seconds: time budget.
+        progress: callback with the current stage and the elapsed fraction of the time budget.
     """
     start, report = time.perf_counter(), progress or (lambda stage, fraction: None)
     sweeps = [
@@ -79,31 +80,31 @@ def measure(
         if not weight:
             continue
         now = time.perf_counter() - start
-        # What a sweep leaves of its time goes to those after it.
+        # Time that a sweep does not use goes to the later ones.
         share = (seconds - now) * weight / sum(w for _, w, _ in sweeps[position:])
-        tell = partial(_tell, report, stage, start, seconds)
-        found, left_out = _sweep(devices, points, max(share, 0.0), tell)
+        report_progress = partial(_report_progress, report, stage, start, seconds)
+        found, left_out = _sweep(devices, points, max(share, 0.0), report_progress)
         samples += found
         skipped += left_out
-        gc.collect()  # the arrays of this sweep, before the next makes its own
+        gc.collect()  # free the arrays of this sweep before the next allocates its own
     return tuple(samples), tuple(skipped)
 
 
-def _tell(report: Progress, stage: str, start: float, seconds: float) -> None:
+def _report_progress(report: Progress, stage: str, start: float, seconds: float) -> None:
     report(stage, min(1.0, (time.perf_counter() - start) / seconds))
 
 
 def _sweep(
-    devices: Sequence[Any], points: Iterator[Point], seconds: float, tell: Callable[[], None]
+    devices: Sequence[Any], points: Iterator[Point], seconds: float, report_progress: Callable[[], None]
 ) -> tuple[list[Sample], list[Skipped]]:
-    """Compile every point, then run them in turn until the time is up."""
+    """Compile all benchmarks of a sweep, then run them in rounds until the time is up."""
     start = time.perf_counter()
     empty = empty_program(devices)
     least_s = max(2e-3, 10 * min(_timed(empty) for _ in range(5)))
     ready: list[tuple[Point, int, Callable[[], object]]] = []
     skipped: list[Skipped] = []
     for point in points:
-        tell()
+        report_progress()
         if time.perf_counter() - start > 0.6 * seconds and len(ready) >= 1:
             skipped.append(Skipped(point.group, point.name, "no time left"))
             continue
@@ -112,14 +113,14 @@ def _sweep(
             call = point.make(repetitions)
             call()
             took = _timed(call)
-        except Exception as error:  # a device may refuse a dtype, or have no room; that is a finding, not a failure
+        except Exception as error:  # a device may not support a dtype or lack memory; the calibration goes on
             skipped.append(Skipped(point.group, point.name, f"{type(error).__name__}: {error}"[:200]))
             continue
         if took > max(0.25 * seconds, 1.0):
             skipped.append(Skipped(point.group, point.name, f"one run takes {took:.1f} s"))
             continue
         ready.append((point, repetitions, call))
-    runs = _rounds([empty, *(call for _, _, call in ready)], start + seconds, tell)
+    runs = _rounds([empty, *(call for _, _, call in ready)], start + seconds, report_progress)
     dispatch_s = float(np.median(runs[0]))
     samples = []
     for (point, repetitions, _), times in zip(ready, runs[1:], strict=True):
@@ -129,11 +130,13 @@ def _sweep(
         elif net > 0:
             samples.append(_sample(point, repetitions, times, net))
         else:
-            skipped.append(Skipped(point.group, point.name, "too short to tell from its dispatch"))
+            skipped.append(Skipped(point.group, point.name, "shorter than the dispatch"))
     return samples, skipped
 
 
-def _rounds(calls: Sequence[Callable[[], object]], deadline: float, tell: Callable[[], None]) -> list[list[float]]:
+def _rounds(
+    calls: Sequence[Callable[[], object]], deadline: float, report_progress: Callable[[], None]
+) -> list[list[float]]:
     runs: list[list[float]] = [[] for _ in calls]
     for number in range(_MOST_ROUNDS):
         if number >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
@@ -141,9 +144,9 @@ def _rounds(calls: Sequence[Callable[[], object]], deadline: float, tell: Callab
         for call, times in zip(calls, runs, strict=True):
             try:
                 times.append(_timed(call))
-            except RuntimeError:  # out of memory, now that the programs after it have theirs
+            except RuntimeError:  # out of memory since later programs have allocated theirs
                 times.append(math.nan)
-        tell()
+        report_progress()
     return runs
 
 

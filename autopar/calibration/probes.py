@@ -1,8 +1,8 @@
-"""What a calibration times: small programs over shapes, dtypes, sizes and axes.
+"""Define the microbenchmarks of a calibration: small programs over shapes, dtypes, sizes and mesh axes.
 
-In: devices, what to try (`Sizes`), a rough profile. Out: `Point`s, each with a program to build and the counts (FLOPs,
-bytes, hops) of one repetition. Every program runs on all devices at once, each on data of its own, as a sharded step
-does: virtual CPU devices share the cores, GPUs a host.
+In: devices, `Sizes`, a rough profile. Out: `Point`s, each with a program to build and the counts (FLOPs, bytes, hops) of one
+repetition. Every program runs on all devices at once, each with its own data, as a sharded step does, because virtual CPU devices
+share cores and GPUs share a host.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from autopar.cost.hardware_profile import HardwareProfile
 
-#: Profile's name of a dtype -> the dtype that is timed for it.
+#: The profile's name of a dtype -> the timed dtype.
 DTYPES = {name: name for name in ("bfloat16", "float16", "float32", "float64", "int8")} | {"float8": "float8_e4m3fn"}
 
 _MOST_UNROLLED = 32
-_MOST_TRIPS = 1024
+_MOST_ITERATIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is tried, per device; in this order, so that what time is short for is not all at one end.
+    """Benchmark sizes per device. Their order mixes large and small, so that a short time budget does not drop one end.
 
     Args:
-        products: (m, k, n) of matrix products.
-        dtypes: of the matrix products, by the profile's names.
-        elements: of float32 arrays, for bandwidth; all devices' arrays together overflow every cache.
-        cached_elements: of float32 arrays that fit in one.
-        launches: numbers of small operations in one program.
-        payload_bytes: of collectives.
-        copy_bytes: of copies between host and device.
-        convolutions: (batch, side, channels, kernel) of square images in NHWC, as many channels out as in.
+        products: (m, k, n) of matmuls.
+        elements: sizes of float32 arrays for memory bandwidth; the arrays of all devices together exceed every cache.
+        cached_elements: sizes of float32 arrays that fit in a cache.
+        launches: numbers of small kernels in one program.
+        payload_bytes: payloads of collectives.
+        copy_bytes: sizes of copies between host and device.
+        convolutions: (batch, side, channels, kernel) of convolutions on square NHWC images with equal in and out channels.
         attention: (batch, tokens, heads, head dim).
+        dtypes: dtypes of matmuls, by the profile's names.
     """
 
     products: tuple[tuple[int, int, int], ...]
@@ -91,13 +91,14 @@ GPU_SIZES = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One thing to time.
+    """One benchmark.
 
     Args:
-        guess_s: seconds of one repetition, roughly.
-        most: repetitions at most; each lengthens the program to compile, unless it loops.
-        make: repetitions -> a call that blocks until its results are there.
-        with_dispatch: whether the dispatch belongs to what is timed, so that it is not subtracted.
+        group, name, counts: as in `Sample`.
+        guess_s: rough seconds of one repetition.
+        most: the most repetitions; unless the program has a loop, each one lengthens it.
+        make: repetitions -> a call that blocks until its results are ready.
+        with_dispatch: whether the timing includes the program's dispatch.
     """
 
     group: str
@@ -113,16 +114,16 @@ class Point:
 
 
 def program(devices: Sequence[Any], local: Callable[..., Any], inputs: Sequence[np.ndarray]) -> Callable[[], object]:
-    """`local` compiled to run on every device, each with the same inputs; a call blocks."""
+    """Compile `local` to run on every device with the same inputs; the returned call blocks."""
     return _program(_mesh(devices, 1), local, inputs)
 
 
 def _program(mesh: Mesh, local: Callable[..., Any], inputs: Sequence[np.ndarray]) -> Callable[[], object]:
-    """`local` compiled to run on every device of the mesh, each with the same inputs."""
+    """Compile `local` to run on every device of a mesh with the same inputs."""
     split = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, split)
     n = mesh.devices.size
-    # Made where they are needed, so that no host array holds all devices' parts.
+    # Each device creates its own shard, so that no host array holds all of them.
     arrays = [jax.make_array_from_callback((n, *x.shape), sharding, lambda _, x=x: x[None]) for x in inputs]
 
     def run(*blocks: Any) -> Any:
@@ -134,7 +135,7 @@ def _program(mesh: Mesh, local: Callable[..., Any], inputs: Sequence[np.ndarray]
 
 
 def _mesh(devices: Sequence[Any], inner: int) -> Mesh:
-    """Devices as `outer` x `inner`."""
+    """The devices as a mesh `outer` x `inner`."""
     grid = np.array(devices, dtype=object).reshape(-1, inner)
     return Mesh(grid, ("outer", "inner"), axis_types=(AxisType.Auto,) * 2)
 
@@ -147,7 +148,7 @@ def empty_program(devices: Sequence[Any]) -> Callable[[], object]:
 
 
 def launch_points(devices: Sequence[Any], sizes: Sizes) -> Iterator[Point]:
-    """Chains of products of 16 x 16 matrices: nothing to compute, and XLA does not fuse one with the next."""
+    """Chains of 16 x 16 matmuls, which take no compute time and which XLA does not fuse."""
     for count in sizes.launches:
 
         def make(repetitions: int, count: int = count) -> Callable[[], object]:
@@ -158,7 +159,7 @@ def launch_points(devices: Sequence[Any], sizes: Sizes) -> Iterator[Point]:
 
 
 def _products(count: int, x: Any, right: Any, back: Any) -> Any:
-    """A chain x @ right @ back @ right …; every product has as many FLOPs and bytes as the first."""
+    """A chain x @ right @ back @ right …; every matmul has the same FLOPs and bytes."""
     for number in range(count):
         weights = back if number % 2 else right
         wide = jnp.int32 if x.dtype == jnp.int8 else None
@@ -167,7 +168,7 @@ def _products(count: int, x: Any, right: Any, back: Any) -> Any:
 
 
 def matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
-    """Matrix products, all dtypes of a shape before the next shape: what time is short for is missing everywhere."""
+    """Matmuls, all dtypes of a shape before the next shape, so that a short time budget drops shapes and not dtypes."""
     for m, k, n in sizes.products:
         for name in sizes.dtypes:
             dtype = jnp.dtype(DTYPES[name])
@@ -175,7 +176,7 @@ def matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -
             guess = flops / base.matrix_rate(name) + traffic / base.hbm_bytes_per_s + base.kernel_launch_s
 
             def make(repetitions: int, m: int = m, k: int = k, n: int = n, dtype: Any = dtype) -> Callable[[], object]:
-                # One element of every row in `weights`, so that values stay as they are in every dtype.
+                # The weights are identities, so that values neither grow nor shrink in any dtype.
                 inputs = [np.ones((m, k), dtype), np.eye(k, n, dtype=dtype), np.eye(n, k, dtype=dtype)]
                 with jax.enable_x64(dtype == jnp.float64):
                     return program(devices, partial(_products, repetitions), inputs)
@@ -185,7 +186,7 @@ def matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -
 
 
 def wide_matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
-    """Products of bfloat16 with float32 results, as gradients of weights often are."""
+    """bfloat16 matmuls with float32 results, as for many weight gradients."""
     for m, k, n in sizes.products if "bfloat16" in sizes.dtypes else ():
         flops, traffic = 2.0 * m * k * n, 2.0 * (m * k + k * n) + 4.0 * m * n
         guess = flops / base.matrix_rate("bfloat16") + traffic / base.hbm_bytes_per_s + base.kernel_launch_s
@@ -199,16 +200,18 @@ def wide_matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfi
 
 
 def _wide_products(count: int, x: Any, weights: Any) -> Any:
-    """Each waits for the last by one row of its result, written in place. The barrier keeps the result in float32, and
-    whole: XLA would make the product of one row, in bfloat16."""
+    """Matmuls in a chain: each depends on the previous one by one row, which is written in place.
+
+    Without the optimization barrier XLA would compute that row only, in bfloat16.
+    """
     for _ in range(count):
         result = lax.optimization_barrier(lax.dot(x, weights, preferred_element_type=jnp.float32))
         x = lax.dynamic_update_slice(x, result[-1:, : x.shape[1]].astype(x.dtype), (0, 0))
     return x
 
 
-#: name -> (operation on (x, y) that gives the next y, FLOPs per element, floats moved per element, whether y is small).
-#: FLOPs are counted as the rules count them: 10 for a transcendental function.
+#: name -> (operation (x, y) -> next y, FLOPs per element, floats moved per element, whether y is small).
+#: FLOPs count as in the sharding rules: 10 for a transcendental function.
 _STREAMS: dict[str, tuple[Callable[[Any, Any], Any], float, float, bool]] = {
     "multiply-add": (lambda x, y: 0.5 * y + x, 2.0, 3.0, False),
     "tanh": (lambda x, y: _tanhs(1, x, y), 12.0, 3.0, False),
@@ -218,16 +221,18 @@ _STREAMS: dict[str, tuple[Callable[[Any, Any], Any], float, float, bool]] = {
 
 
 def _tanhs(count: int, x: Any, y: Any) -> Any:
-    """What binds arithmetic rather than memory in a model is transcendental functions; so they make the vector rate,
-    not chains of multiply-adds, which run several times faster by that count. A sum, not a chain of them: XLA's CPU
-    compiler computes a chain's inner ones several times."""
+    """A sum of tanhs, for the vector FLOP/s.
+
+    Compute-bound elementwise operations of a model are transcendental functions; multiply-adds run several times faster per counted
+    FLOP. A nested chain would not do: XLA's CPU compiler computes its inner functions several times.
+    """
     for number in range(count):
         x = x + jnp.tanh(y * (0.25 + number))
     return x
 
 
 def memory_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
-    """Elementwise operations and sums. A loop, not a chain: XLA would fuse a chain to one kernel."""
+    """Elementwise operations and sums, repeated in a loop: XLA would fuse a chain into one kernel."""
     for elements in (*sizes.elements, *sizes.cached_elements):
         group = "memory" if elements in sizes.elements else "cache"
         for name, (operation, flops, floats, small) in _STREAMS.items():
@@ -241,11 +246,11 @@ def memory_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -
                 return program(devices, partial(_loop, operation, repetitions), inputs)
 
             counts = {"launch": 1.0, "flops": work, "bytes": traffic}
-            yield Point(group, f"{name} of {elements}", counts, guess, _MOST_TRIPS, make)
+            yield Point(group, f"{name} of {elements}", counts, guess, _MOST_ITERATIONS, make)
 
 
 _ROW = 1024
-#: name -> (operation on rows of `_ROW` floats that gives the next rows, FLOPs per element, floats moved per element).
+#: name -> (operation on rows of `_ROW` floats, FLOPs per element, floats moved per element).
 _REDUCTIONS: dict[str, tuple[Callable[[Any], Any], float, float]] = {
     "softmax": (lambda y: jax.nn.softmax(y), 14.0, 2.0),
     "normalization": (lambda y: jax.nn.standardize(y), 7.0, 2.0),
@@ -254,7 +259,7 @@ _REDUCTIONS: dict[str, tuple[Callable[[Any], Any], float, float]] = {
 
 
 def reduction_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
-    """Reductions of rows and of columns, with what XLA fuses to them."""
+    """Row and column reductions with the elementwise operations that XLA fuses into them."""
     for elements in sizes.elements:
         rows = max(1, elements // _ROW)
         for name, (operation, flops, floats) in _REDUCTIONS.items():
@@ -268,14 +273,14 @@ def reduction_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile
                 return program(devices, looped, [np.full((rows, _ROW), 0.25, np.float32)])
 
             counts = {"launch": 1.0, "flops": flops * rows * _ROW, "bytes": traffic}
-            yield Point("reduction", f"{name} of {rows}x{_ROW}", counts, guess, _MOST_TRIPS, make)
+            yield Point("reduction", f"{name} of {rows}x{_ROW}", counts, guess, _MOST_ITERATIONS, make)
 
 
-def _loop(operation: Callable[[Any, Any], Any], trips: int, x: Any, y: Any) -> Any:
-    return lax.fori_loop(0, trips, lambda _, carry: operation(x, carry), y)
+def _loop(operation: Callable[[Any, Any], Any], iterations: int, x: Any, y: Any) -> Any:
+    return lax.fori_loop(0, iterations, lambda _, carry: operation(x, carry), y)
 
 
-#: kind -> the collective of x over `inner`, which has n devices.
+#: kind -> the collective of x over axis `inner` of size n.
 _COLLECTIVES: dict[str, Callable[[Any, int], Any]] = {
     "all-reduce": lambda x, n: lax.psum(x, "inner"),
     "all-gather": lambda x, n: lax.all_gather(x, "inner", tiled=True),
@@ -286,11 +291,11 @@ _COLLECTIVES: dict[str, Callable[[Any, int], Any]] = {
 
 
 def collective_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
-    """Every collective over every size and axis; all groups of an axis at once, as in a sharded step."""
+    """Every collective for every payload and axis size, in all groups of the axis at once, as in a sharded step."""
     for wanted in sizes.payload_bytes:
         for n in _axis_sizes(len(devices)):
             for kind in _COLLECTIVES:
-                elements = max(1, wanted // 4 // n) * n  # some kinds divide what they send by n
+                elements = max(1, wanted // 4 // n) * n  # some kinds need a multiple of n
                 payload = 4.0 * elements
                 hops, moved = ring(kind, n, payload)
                 guess = moved / base.host_link.bytes_per_s + hops * base.host_link.latency_s
@@ -307,7 +312,7 @@ def collective_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfil
 
 
 def ring(kind: str, n: int, payload: float) -> tuple[float, float]:
-    """(hops, bytes sent by one device), by the table in `cost.collectives`."""
+    """(hops, bytes sent by one device) of a ring algorithm, as in `cost.collectives`."""
     if kind == "collective-permute":
         return 1.0, payload
     rounds = 2 if kind == "all-reduce" else 1
@@ -315,8 +320,10 @@ def ring(kind: str, n: int, payload: float) -> tuple[float, float]:
 
 
 def _communicate(kind: str, n: int, repetitions: int, x: Any) -> Any:
-    """One collective after the other. Each waits for the last by one element of its result, written in place: fed a
-    whole result, XLA would see that an all-reduce repeats what all devices have already."""
+    """Collectives in a chain: each depends on the previous one by one element, which is written in place.
+
+    With the whole result as an operand, XLA would simplify an all-reduce of a replicated value.
+    """
     for _ in range(repetitions):
         result = _COLLECTIVES[kind](x, n)
         x = lax.dynamic_update_slice(x, result[-1:], (0,))
@@ -324,13 +331,13 @@ def _communicate(kind: str, n: int, repetitions: int, x: Any) -> Any:
 
 
 def _axis_sizes(num_devices: int) -> list[int]:
-    """Sizes an axis can have, at most three of them: the smallest, one between, all devices."""
+    """At most three possible axis sizes: the smallest, one in the middle, all devices."""
     sizes = [n for n in range(2, num_devices + 1) if num_devices % n == 0]
     return sizes if len(sizes) < 3 else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
 
 
 def copy_points(devices: Sequence[Any], sizes: Sizes) -> Iterator[Point]:
-    """Arrays copied between the host's memory and one device, pageable and pinned."""
+    """Copies between host memory, pageable and pinned, and one device."""
     for size in sizes.copy_bytes:
         for group, prepare in _COPIES.items():
 
@@ -347,13 +354,13 @@ def _to_device(array: np.ndarray, device: Any) -> Callable[[], object]:
 
 
 def _to_host(array: np.ndarray, device: Any) -> Callable[[], object]:
-    """An array remembers its values on the host: each copy is of a new array, in the memory of the last."""
-    renew = jax.jit(lambda x: x, donate_argnums=0)
-    held = [jax.device_put(array, device)]
+    """Copies to the host. JAX caches an array's host copy, so each run copies a new array that reuses the device buffer."""
+    copy_in_place = jax.jit(lambda x: x, donate_argnums=0)
+    current = [jax.device_put(array, device)]
 
     def copy() -> object:
-        held[0] = jax.block_until_ready(renew(held[0]))
-        return np.asarray(held[0])
+        current[0] = jax.block_until_ready(copy_in_place(current[0]))
+        return np.asarray(current[0])
 
     return copy
 
@@ -368,7 +375,7 @@ def _from_pinned(array: np.ndarray, device: Any) -> Callable[[], object]:
     return lambda: jax.block_until_ready(jax.device_put(pinned, SingleDeviceSharding(device)))
 
 
-#: group -> (array of the host, device) -> one copy, which blocks.
+#: group -> a function (host array, device) -> a blocking copy.
 _COPIES: dict[str, Callable[[np.ndarray, Any], Callable[[], object]]] = {
     "host-to-device": _to_device,
     "device-to-host": _to_host,
@@ -378,6 +385,6 @@ _COPIES: dict[str, Callable[[np.ndarray, Any], Callable[[], object]]] = {
 
 
 def _unaligned(elements: int) -> np.ndarray:
-    """Ones off every 64-byte boundary: an aligned array a CPU device takes as it is, whatever `may_alias` says."""
+    """An array off every 64-byte boundary: a CPU device aliases an aligned array, whatever `may_alias` says."""
     room = np.ones(elements + 32, np.float32)
     return room[(-room.ctypes.data % 64) // 4 + 1 :][:elements]
