@@ -242,8 +242,8 @@ def test_products_with_wide_results_have_float32_results_that_nothing_narrows() 
     {
         "convolution": (layer_probes._convolutions, [(1, 8, 8, 4), (3, 3, 4, 4)], " convolution("),
         "gradient": (layer_probes._kernel_gradients, [(1, 8, 8, 4), (3, 3, 4, 4)], " convolution("),
-        "attention": (partial(layer_probes._attended, "xla"), [(1, 16, 2, 8)] * 3, " exponential("),
-        "with gradients": (partial(layer_probes._attended_and_back, "xla"), [(1, 16, 2, 8)] * 3, " exponential("),
+        "attention": (partial(layer_probes._attention_chain, "xla"), [(1, 16, 2, 8)] * 3, " exponential("),
+        "with gradients": (partial(layer_probes._attention_and_gradients, "xla"), [(1, 16, 2, 8)] * 3, " exponential("),
     }.values(),
     ids=("convolution", "gradient", "attention", "with gradients"),
 )

@@ -118,15 +118,15 @@ def test_another_step_is_refused_by_the_file(tmp_path: Path) -> None:
     mesh = names["make_mesh"]()
     with pytest.raises(TypeError, match="the step takes params, x; 1 example arguments were given"):
         names["shard"](step, mesh, args[0])
-    with pytest.raises(ValueError, match=r"the step has no '\w+ .*': this file is of another step"):
+    with pytest.raises(ValueError, match=r"the step has no '\w+ .*': this file is for another step"):
         names["shard"](lambda params, x: (params, jnp.sum(x)), mesh, *args).lower(*args)
-    with pytest.raises(ValueError, match="no argument has an array 'params/down': this file is of another step"):
+    with pytest.raises(ValueError, match="no argument has an array 'params/down': this file is for another step"):
         names["shard"](lambda params, x: (params, jnp.sum(x)), mesh, {"up": args[0]["up"]}, args[1])
 
 
 def test_what_a_file_cannot_say_is_refused() -> None:
     plan, step, args = pinned(num_microbatches=2)
-    with pytest.raises(ExportError, match=r"splits the batch over time into 2 parts.*num_microbatches=1"):
+    with pytest.raises(ExportError, match=r"accumulates gradients over 2 microbatches.*num_microbatches=1"):
         autopar.export(plan, step, *args)
     plan, _, _ = pinned()
     with pytest.raises(PlanMismatchError, match="made for another program"):

@@ -1,4 +1,4 @@
-"""A plan written as plain JAX source.
+"""Export a plan as plain JAX source code.
 
 In: a `Plan` and its step.
 Out: a Python file that needs no autopar.

@@ -1,10 +1,10 @@
-"""A plan as the JAX that an expert would have written: a Python file that runs without autopar.
+"""Export a plan as a Python file that needs JAX only, with the sharding constraints that an expert would write.
 
     Plan, step -> shardings by name -> the text of a file
 
-In: a plan and the step that it was made for. Out: `export`'s text: the mesh, the shardings of arguments and results as
-rules over their names, those of values inside the step by module and operation; and, the same in all files, what runs a
-step with them (`export_runtime`). What such a file cannot say is refused.
+In: a plan, its step. Out: the text of the file. It has the mesh, the shardings of arguments and results as patterns of their names, the
+shardings of intermediate values by module and operation, and the code that applies them (`runtime`), which is the same in all files.
+A plan that needs more than shardings raises an error.
 """
 
 from __future__ import annotations
@@ -41,123 +41,126 @@ from autopar.system.units import human_bytes, human_seconds, printable
 from autopar.transforms.program import Program, program_of_call
 from autopar.version import __version__
 
-#: Operations whose results an expert would lay out: the partitioner has a choice there.
+#: Operations whose results an expert would constrain, because the SPMD partitioner has a choice there.
 _CHOICES = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "ragged_dot_general", "sort")
 _COPIED_FROM = "# The rest of this file is the same whatever the plan.\n"
 _WIDTH = 118
 
-#: What is said of a place: the shardings and what leads to them, the line of the user's that it comes from, and whether an expert would say it.
-_Said = tuple[tuple[TensorSharding | Through, ...], str, bool]
+#: Constraints on a value: its shardings and collectives in order, the user's source line, whether an expert would write them.
+_Row = tuple[tuple[TensorSharding | Through, ...], str, bool]
 
 
-#: By name of a registered collective, the line that imports what runs it, and its name in the file.
+#: Name of a registered collective -> the line that imports its function, and the function's name in the file.
 _Functions = Mapping[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """Of arguments' arrays and of results, as the exported file reads them."""
+    """Paths of inputs and outputs in the exported file."""
 
     inputs: Sequence[str]
     outputs: Sequence[str]
 
 
 def export(plan: AnyPlan, step: Callable[..., Any], *args: Any) -> str:
-    """A plan as a Python file that needs JAX alone: `shard(step, mesh, *args)` in it is the step, jitted by the plan.
+    """Export a plan as a Python file that needs JAX only; its `shard(step, mesh, *args)` returns the step, jitted by the plan.
 
     Args:
-        step: the planned function of trees of arrays. args: as it was planned for, arrays or their shapes.
+        plan: the plan.
+        step: the planned step, a function of pytrees of arrays.
+        args: arguments of the step: arrays or their shapes.
 
     Raises:
-        ExportError: the plan says what such a file cannot, or the step changes objects in place.
-        PlanMismatchError: the plan is of another program.
+        ExportError: the plan needs more than shardings, or the step modifies objects in place.
+        PlanMismatchError: the plan was made for another program.
     """
     one = _of_one_program(plan)
     with opened(Step.of(step), args, {}) as call:
-        _refuse_call(call)
+        _check_call(call)
         program = program_of_call(call, carry=None, donate=None)
         program = program.of(one)
         difference = one.program.difference(program.signature)
         if difference is not None:
             raise PlanMismatchError(
-                f"the plan was made for another program: {difference}. Plan this one, and export that plan"
+                f"the plan was made for another program: {difference}. Plan this program, and export that plan"
             )
-        _refuse(one, program)
+        _check_plan(one, program)
         places = places_of(call.function, call.trees, program.trace)
         paths = [path for n, tree in zip(call.names, call.trees, strict=True) for path in leaf_paths(tree, n)]
         results = leaf_paths(jax.tree.unflatten(program.trace.out_tree, program.trace.outputs), "out")
         given = {(len(program.graph.nodes), i): path for i, path in enumerate(results)}
-        said = dict(_inside(one, program, places.made, {**places.read, **given}))
-        inside = _patterns_inside(said, [*places.made.values(), *places.read.values(), *results])
-        return _written(one, call.names, _Paths(paths, results), inside)
+        rows = dict(_inside(one, program, places.made, {**places.read, **given}))
+        inside = _patterns_inside(rows, [*places.made.values(), *places.read.values(), *results])
+        return _file_text(one, call.names, _Paths(paths, results), inside)
 
 
 def _of_one_program(plan: AnyPlan) -> Plan:
-    """Refuse stages.
+    """Check that a plan has no pipeline stages.
 
     Raises:
-        ExportError: so.
+        ExportError: it has stages.
     """
     if isinstance(plan, PipelinePlan):
         raise ExportError(
-            f"the plan of `{plan.program.name}` runs it in {len(plan.stages)} stages by a schedule, and an exported file"
-            " holds one program: export a plan made with `stages=1`, or run this one by `autopar.parallelize`"
+            f"the plan of `{plan.program.name}` has {len(plan.stages)} pipeline stages, but an exported file has a single"
+            " program: export a plan made with `stages=1`, or run this one by `autopar.parallelize`"
         )
     return plan
 
 
-def _refuse(plan: Plan, program: Program) -> None:
-    """Refuse what an exported file cannot say.
+def _check_plan(plan: Plan, program: Program) -> None:
+    """Check that a plan consists of shardings.
 
     Raises:
-        ExportError: naming it, and what to do.
+        ExportError: it has microbatches, rematerialization, split dims or regions.
     """
     name = plan.program.name
     run = "or run the plan by `autopar.parallelize(step, plan=...)`"
     if plan.microbatches is not None:
         raise ExportError(
-            f"the plan of `{name}` splits the batch over time into {plan.microbatches.count} parts, which an exported"
-            f" file cannot: plan with `num_microbatches=1`, {run}"
+            f"the plan of `{name}` accumulates gradients over {plan.microbatches.count} microbatches, which an exported file"
+            f" cannot express: plan with `num_microbatches=1`, {run}"
         )
     if plan.recomputed:
         raise ExportError(
-            f"the plan of `{name}` computes values again in the backward pass at {len(plan.recomputed)} places, which an"
-            f" exported file cannot: plan with `rematerialize=False`, put `jax.checkpoint` into the model yourself, {run}"
+            f"the plan of `{name}` rematerializes values in the backward pass at {len(plan.recomputed)} places, which an"
+            f" exported file cannot express: plan with `rematerialize=False`, put `jax.checkpoint` into the model, {run}"
         )
     if program.whole is not None:
         raise ExportError(
-            f"the plan of `{name}` splits dims that the model cuts into equal parts, such as a product for queries, keys"
-            " and values in one, as two dims, which no PartitionSpec can say: plan with `dims_as_written=True`"
-            f" (`--dims-as-written`), give each part an array of its own, {run}"
+            f"the plan of `{name}` treats a dim that the model cuts into equal parts, such as a fused projection to queries,"
+            " keys and values, as two dims, which no PartitionSpec can express: plan with `dims_as_written=True`"
+            f" (`--dims-as-written`), use one array per part, {run}"
         )
     if plan.regions:
         named = ", ".join(sorted({f"{region.primitive} in {region.path or 'the step'}" for region in plan.regions})[:3])
         raise ExportError(
-            f"the plan of `{name}` runs {len(plan.regions)} operations in parts, device by device ({named}), which an"
-            f" exported file cannot: pin what they read to be whole there, {run}"
+            f"the plan of `{name}` runs {len(plan.regions)} operations by `shard_map` ({named}), which an exported file"
+            f" cannot express: pin their operands to be replicated, {run}"
         )
 
 
-def _refuse_call(call: Call) -> None:
-    """Refuse a step that is no function of pytrees.
+def _check_call(call: Call) -> None:
+    """Check that a step is a function of positional pytrees.
 
     Raises:
-        ExportError: so.
+        ExportError: it is not.
     """
     if call.objects.graph is not None or call.static or call.num_positional != len(call.all_names):
         raise ExportError(
-            f"`{call.step.name}` changes objects in place, or has static or keyword arguments: an exported file takes a function of"
-            " pytrees alone. Write the step so (`nnx.split` and `nnx.merge`, `functools.partial`) and plan that"
+            f"`{call.step.name}` changes objects in place, or has static or keyword arguments, but an exported file needs a"
+            " function of positional pytrees: rewrite the step (`nnx.split` and `nnx.merge`, `functools.partial`) and plan"
+            " that"
         )
 
 
-# -- values inside ---------------------------------------------------------------------------
+# -- intermediate values ---------------------------------------------------------------------
 
 
 def _inside(
     plan: Plan, program: Program, made: Mapping[int, str], read: Mapping[tuple[int, int], str]
-) -> Iterator[tuple[str, _Said]]:
-    """Places, and what the plan says of them."""
+) -> Iterator[tuple[str, _Row]]:
+    """Names of intermediate values with the plan's constraints on them."""
     graph = program.graph
     end = len(graph.nodes)
     renewed = {graph.outputs[after]: plan.outputs[after].sharding for _, after in plan.carried}
@@ -166,14 +169,14 @@ def _inside(
         if place is None:  # a scalar
             continue
         if not constraint.by and (n == end or renewed.get(constraint.value) == constraint.shardings[-1]):
-            continue  # a result, of which the jitted step says it
+            continue  # an output, which `out_shardings` covers
         node = graph.nodes[graph.producers[constraint.value] if n in (None, end) else n]
         matters = n is not None or node.primitive in _CHOICES
         if constraint.barrier:
             raise ExportError(
-                f"the plan of `{plan.program.name}` sums the result of {node.primitive} ({node.path or 'the step'}, at"
-                f" {short_source(node.source)}) over one axis and then over another, which an exported file cannot: plan"
-                " for a mesh of one axis, or run the plan by `autopar.parallelize(step, plan=...)`"
+                f"the plan of `{plan.program.name}` reduces the result of {node.primitive} ({node.path or 'the step'}, at"
+                f" {short_source(node.source)}) over one mesh axis and then over another, which an exported file cannot"
+                " express: plan for a mesh with one axis, or run the plan by `autopar.parallelize(step, plan=...)`"
             )
         yield place, (steps_of(constraint), short_source(node.source), matters)
 
@@ -184,34 +187,34 @@ def _place_of(constraint: Constraint, made: Mapping[int, str], read: Mapping[tup
     return read.get((constraint.node, constraint.operand))
 
 
-def _patterns_inside(said: Mapping[str, _Said], places: Sequence[str]) -> dict[str, _Said]:
-    """Layers that are alike in one pattern, in the order of the step."""
-    unsaid = sorted({place for place in places if place not in said})
-    return dict(as_patterns(said, unsaid))
+def _patterns_inside(rows: Mapping[str, _Row], places: Sequence[str]) -> dict[str, _Row]:
+    """Patterns of the constrained values, one for equal layers, in the order of the step."""
+    others = sorted({place for place in places if place not in rows})
+    return dict(as_patterns(rows, others))
 
 
 # -- the text --------------------------------------------------------------------------------
 
 
-def _written(plan: Plan, names: Sequence[str], paths: _Paths, inside: Mapping[str, _Said]) -> str:
-    matter = {pattern: said for pattern, said in inside.items() if said[-1]}
-    repeat = {pattern: said for pattern, said in inside.items() if not said[-1]}
+def _file_text(plan: Plan, names: Sequence[str], paths: _Paths, inside: Mapping[str, _Row]) -> str:
+    constraints = {pattern: row for pattern, row in inside.items() if row[-1]}
+    repeated = {pattern: row for pattern, row in inside.items() if not row[-1]}
     functions = _functions(step for steps, *_ in inside.values() for step in steps)
     tables = [
         *_arguments(plan, names, paths),
         _table(
             "CONSTRAINTS",
-            "Mapping[str, Sequence[P | Sent]]" if functions else "Mapping[str, Sequence[P]]",
-            "Values inside the step where the compiler would have to guess, as one would write\n"
-            "`with_sharding_constraint` into the model: by phase, module, operation, and which of these in the module. A\n"
-            "value is laid out where it is made, or for one `operand` of what reads it. `*` is a number, as of a layer.",
-            [(pattern, _specs(specs, functions), source) for pattern, (specs, source, _) in matter.items()],
+            "Mapping[str, Sequence[P | CollectiveCall]]" if functions else "Mapping[str, Sequence[P]]",
+            "Shardings of intermediate values where the compiler has a choice, as for `with_sharding_constraint` in the\n"
+            "model. A key has the phase, the module, the operation and its number in the module. It names the result, or one\n"
+            "`operand` of the operation. `*` matches a number, such as that of a layer.",
+            [(pattern, _specs(specs, functions), source) for pattern, (specs, source, _) in constraints.items()],
         ),
         _table(
             "REPEATED",
             "Mapping[str, Sequence[P]]",
-            "What mostly follows from the above: said all the same, so that the compiler makes the planned program.",
-            [(pattern, _specs(specs, functions), source) for pattern, (specs, source, _) in repeat.items()],
+            "Shardings that mostly follow from the above; with them, the compiled program is the planned one.",
+            [(pattern, _specs(specs, functions), source) for pattern, (specs, source, _) in repeated.items()],
         ),
     ]
     imports, runtime = _runtime()
@@ -221,24 +224,24 @@ def _written(plan: Plan, names: Sequence[str], paths: _Paths, inside: Mapping[st
 
 
 def _head(plan: Plan) -> str:
-    told, name = plan.prediction, printable(plan.program.name.rpartition(".")[2])
+    prediction, name = plan.prediction, printable(plan.program.name.rpartition(".")[2])
     of = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.size_of.items())
     given = printable(", ".join(dict.fromkeys(path.split("/", 1)[0] for path, _, _ in plan.program.inputs)))
-    about = f"Written by autopar {__version__}, which is not needed to run it, from a plan of {human_seconds(told.step_time_s)} a"
-    about += f" step and {human_bytes(told.peak_bytes)} at the peak of a device, as predicted. It holds shardings and nothing"
-    about += " else: no values computed again but those of the model's own `jax.checkpoint`, no batch split over time."
+    about = f"Written by autopar {__version__}, which is not needed to run it, from a plan of {human_seconds(prediction.step_time_s)} a"
+    about += f" step and a peak of {human_bytes(prediction.peak_bytes)} per device, as predicted. It contains shardings only:"
+    about += " rematerialization is that of the model's own `jax.checkpoint`, and there is no gradient accumulation."
     if plan.awaited:
-        about += " Nor does it start the sums of gradients early, as the plan does: the step may take longer."
+        about += " It does not start gradient reductions early, as the plan does, so the step may take longer."
     if plan.separate:
         about += (
-            " Nor does it give sums kernels of their own, as the plan does, where XLA would slow others down with them."
+            " It does not keep column reductions out of multi-output fusions, as the plan does, which may cost time."
         )
     if any(constraint.by for constraint in plan.constraints):
-        about += " It imports what runs the collectives of your own."
-    words = printable(plan.words)
+        about += " It imports the functions of your registered collectives."
+    text = printable(plan.words)
     return _docstring(f"""`{name}` on {plan.num_devices} devices ({printable(plan.hardware)}), mesh {of}.
 
-{textwrap.fill(words[:1].upper() + words[1:] + ".", _WIDTH)}
+{textwrap.fill(text[:1].upper() + text[1:] + ".", _WIDTH)}
 
     mesh = make_mesh()
     sharded_step = shard({name}, mesh, {given})  # arrays, or their shapes and dtypes
@@ -250,12 +253,12 @@ def _head(plan: Plan) -> str:
 
 
 def _docstring(text: str) -> str:
-    """A text that nothing in it ends early."""
+    """A docstring literal with escaped quotes and backslashes."""
     return '"""' + text.replace("\\", "\\\\").replace('"""', r"\"\"\"") + '"""'
 
 
 def _runtime() -> tuple[str, str]:
-    """Imports, and what all files have in common."""
+    """The imports and the code that all exported files share."""
     head, found, rest = inspect.getsource(export_runtime).partition(_COPIED_FROM)
     assert found
     return head[head.index("from __future__") :].strip(), rest.lstrip()
@@ -267,7 +270,7 @@ def _mesh(plan: Plan) -> str:
 
 
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of the plan, of {plan.num_devices} devices: the last axis varies fastest, so that it stays inside a host."""
+    """The plan's mesh of {plan.num_devices} devices; the last axis varies fastest, so that it stays within a host."""
     types = (jax.sharding.AxisType.Auto,) * {len(names)}
     return jax.make_mesh({_literal(sizes)}, {_literal(names)}, axis_types=types, devices=devices)'''
 
@@ -276,59 +279,63 @@ def _arguments(plan: Plan, names: Sequence[str], paths: _Paths) -> Iterator[str]
     """The tables of arguments and results."""
     inputs = dict(inputs_as_patterns(plan.inputs, paths.inputs))
     carried = carried_roots([(paths.outputs[after], paths.inputs[before]) for before, after in plan.carried])
-    told = export_runtime.Tables(names, {p: partition_spec(one) for p, one in inputs.items()}, carried, {}, {}, (), {})
+    tables = export_runtime.Tables(
+        names, {p: partition_spec(one) for p, one in inputs.items()}, carried, {}, {}, (), {}
+    )
     others = {
         path: tensor.sharding.resolved()
         for path, tensor in zip(paths.outputs, plan.outputs, strict=True)
-        if told.of_output(path) != partition_spec(tensor.sharding)
+        if tables.of_output(path) != partition_spec(tensor.sharding)
     }
     outputs = as_patterns(others, [path for path in paths.outputs if path not in others])
     of_argument = {name: {i for i, path in enumerate(paths.inputs) if path.split("/", 1)[0] == name} for name in names}
     donated = [name for name, positions in of_argument.items() if positions and positions <= set(plan.donated)]
-    yield f"ARGUMENTS = {_literal(names)}\n#: Arguments whose buffers are given to the results.\nDONATED = {_literal(donated)}"
-    about = "Arrays of the arguments that are split; all others are whole on every device. `*` is a number, `**/` any folders:"
-    about += "\nwhat the optimizer keeps of a parameter has its name at the end of its own."
+    yield f"ARGUMENTS = {_literal(names)}\n#: Donated arguments.\nDONATED = {_literal(donated)}"
+    about = "Shardings of the arguments' arrays; all others are replicated. `*` matches a number, `**/` any folders: the path of"
+    about += "\noptimizer state ends with its parameter's path."
     yield _table("SHARDINGS", "Mapping[str, P]", about, [(p, _spec(one), "") for p, one in inputs.items()])
-    about = "Results that are the new value of an argument, and lie as that does."
+    about = "Results that update an argument, with its sharding."
     yield _table(
         "CARRIED", "Mapping[str, str]", about, [(after, _literal(before), "") for after, before in carried.items()]
     )
-    about = "Results that lie otherwise than these, or are split."
+    about = "Shardings of all other results that are not replicated."
     yield _table("OUTPUTS", "Mapping[str, P]", about, [(p, _spec(one), "") for p, one in outputs])
-    about = "What XLA's compiler for GPUs is told besides."
+    about = "Options of XLA's GPU compiler."
     options = compiler_options(plan).items()
     yield _table("GPU_OPTIONS", "Mapping[str, int]", about, [(name, str(value), "") for name, value in options])
 
 
 def _table(name: str, kind: str, about: str, rows: Sequence[tuple[str, str, str]]) -> str:
-    """A dict, with the source lines of its rows as comments over them."""
+    """The code of a dict, with the source lines of its rows as comments."""
     lines = [f"#: {line}" for line in about.splitlines()]
     if not rows:
         return "\n".join([*lines, f"{name}: {kind} = {{}}"])
     lines.append(f"{name}: {kind} = {{")
-    for source, alike in groupby(rows, key=lambda row: row[2]):
+    for source, of_source in groupby(rows, key=lambda row: row[2]):
         of_line = printable(source) or "no line of the model"
         lines += [f"    # {of_line}"] if any(source for *_, source in rows) else []
-        lines += [f"    {_literal(pattern)}: {value}," for pattern, value, _ in alike]
+        lines += [f"    {_literal(pattern)}: {value}," for pattern, value, _ in of_source]
     return "\n".join([*lines, "}"])
 
 
 def _specs(steps: Sequence[TensorSharding | Through], functions: _Functions) -> str:
-    return f"[{', '.join(_sent(one, functions) if isinstance(one, Through) else _spec(one) for one in steps)}]"
+    return (
+        f"[{', '.join(_collective_call(one, functions) if isinstance(one, Through) else _spec(one) for one in steps)}]"
+    )
 
 
-def _sent(one: Through, functions: _Functions) -> str:
-    """`(collective_0, P("data"), P(), ("data",), {"dim": 0})`: as `Sent` of the exported file has it."""
+def _collective_call(one: Through, functions: _Functions) -> str:
+    """The code of a `CollectiveCall`: `(collective_0, P("data"), P(), ("data",), {"dim": 0})`."""
     dims = ", ".join(f"{_literal(name)}: {dim}" for name, dim in one.dims.items())
     _, function = functions[one.name]
     return f"({function}, {_spec(one.before)}, {_spec(one.after)}, {_literal(one.moved.axes)}, {{{dims}}})"
 
 
 def _functions(steps: Iterable[TensorSharding | Through]) -> _Functions:
-    """What runs the registered collectives among some steps.
+    """The functions of the registered collectives among some steps.
 
     Raises:
-        ExportError: an exported file cannot import it.
+        ExportError: an exported file cannot import a function.
     """
     names = {one.name: one.like for one in steps if isinstance(one, Through)}
     found = {}
@@ -337,8 +344,8 @@ def _functions(steps: Iterable[TensorSharding | Through]) -> _Functions:
         module, within = _importable(run), getattr(run, "__qualname__", "")
         if module is None:
             raise ExportError(
-                f"the collective {name!r} is run by {run!r}, which an exported file cannot import: register a function that"
-                " stands in a module by its own name, in a folder on the Python path"
+                f"the collective {name!r} runs {run!r}, which an exported file cannot import: register a function that a"
+                " module on the Python path defines under its own name"
             )
         first, *rest = within.split(".")
         found[name] = (f"from {module} import {first} as collective_{n}", ".".join((f"collective_{n}", *rest)))
@@ -346,7 +353,7 @@ def _functions(steps: Iterable[TensorSharding | Through]) -> _Functions:
 
 
 def _importable(run: Callable[..., Any]) -> str | None:
-    """The module that has a function by its own name, as another process imports it."""
+    """The name under which another process can import a function's module; None where it cannot."""
     there: Any = sys.modules.get(getattr(run, "__module__", None) or "")
     found = there
     for part in getattr(run, "__qualname__", "").split("."):
@@ -354,7 +361,7 @@ def _importable(run: Callable[..., Any]) -> str | None:
     if found is not run or there.__name__ == "__main__":
         return None
     file = getattr(there, "__file__", None) or ""
-    for name in (there.__name__, Path(file).stem):  # a command's TARGET has another name here
+    for name in (there.__name__, Path(file).stem):  # the module of a command's TARGET has another name in this process
         spec = PathFinder.find_spec(name.partition(".")[0])
         if spec is not None and ("." in name or spec.origin == file):
             return name
@@ -370,7 +377,7 @@ def _spec(sharding: TensorSharding) -> str:
 
 
 def _literal(value: str | int | Sequence[Any] | None) -> str:
-    """A value as code: whatever is in a name, it stays a text. In double quotes, where it has none."""
+    """A value as code; strings are escaped, in double quotes unless they contain one."""
     if isinstance(value, str):
         text = repr(value)
         return text if '"' in text else f'"{text[1:-1]}"'
@@ -381,11 +388,11 @@ def _literal(value: str | int | Sequence[Any] | None) -> str:
 
 
 _SHARD = '''def shard(step: Callable[..., Any], mesh: Mesh, *example_args: Any, exactly: bool = True) -> ShardedStep:
-    """The step, jitted with these shardings.
+    """The step, jitted with the shardings of this file.
 
     Args:
         example_args: the step's arguments, or their shapes and dtypes.
-        exactly: whether to say what is `REPEATED`, too.
+        exactly: whether to apply the constraints of `REPEATED` too.
     """
     inside = {**CONSTRAINTS, **REPEATED} if exactly else CONSTRAINTS
     tables = Tables(ARGUMENTS, SHARDINGS, CARRIED, OUTPUTS, inside, DONATED, GPU_OPTIONS)

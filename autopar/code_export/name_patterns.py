@@ -1,7 +1,6 @@
-"""Names as few patterns: `**/h/*/attn/c_attn/kernel` for the kernels of all layers and what the optimizer keeps of them.
+"""Summarize names by few patterns: `**/h/*/attn/c_attn/kernel` for a kernel of all layers and its optimizer state.
 
-In: names, and what is said of each. Out: patterns as `export_runtime.matches` reads them; each stands for names of which
-the same is said, and for no other.
+In: names with values. Out: patterns for `runtime.matches`; a pattern matches names of equal value, and no others.
 """
 
 from __future__ import annotations
@@ -19,26 +18,31 @@ _T = TypeVar("_T", bound=Hashable)
 _NUMBER = re.compile(r"\d+")
 
 
-def as_patterns(said: Mapping[str, _T], others: Sequence[str]) -> list[tuple[str, _T]]:
-    """Patterns for names, in their order, each with what is said of those that it stands for.
+def as_patterns(values: Mapping[str, _T], others: Sequence[str]) -> list[tuple[str, _T]]:
+    """Group names of equal value into patterns, in the order of the names.
 
     Args:
-        others: names of which nothing is said: no pattern stands for one of them.
+        values: name -> value.
+        others: names without a value, which no pattern may match.
 
     >>> as_patterns({"h_0/k": 1, "h_1/k": 1, "h_2/k": 2}, ["h_0/b"])
     [('h_{0,1}/k', 1), ('h_2/k', 2)]
     """
-    alike: dict[tuple[str, _T], list[str]] = defaultdict(list)
+    names_by_value: dict[tuple[str, _T], list[str]] = defaultdict(list)
     universe: dict[str, list[str]] = defaultdict(list)
-    for name, what in said.items():
-        alike[without_numbers(name), what].append(name)
-    for name in (*said, *others):
+    for name, value in values.items():
+        names_by_value[without_numbers(name), value].append(name)
+    for name in (*values, *others):
         universe[without_numbers(name)].append(name)
-    return [(pattern, what) for (form, what), names in alike.items() for pattern in _patterns_of(names, universe[form])]
+    return [
+        (pattern, value)
+        for (form, value), names in names_by_value.items()
+        for pattern in _patterns_of(names, universe[form])
+    ]
 
 
 def _patterns_of(names: Sequence[str], universe: Sequence[str]) -> Sequence[str]:
-    """The fewest patterns found that stand for exactly these of a universe's names."""
+    """Patterns that match exactly `names` among the names of `universe`."""
     if len(names) == 1:
         return names
     columns = list(zip(*map(_NUMBER.findall, names), strict=True))
@@ -72,11 +76,13 @@ def _written(name: str, numbers: Sequence[str]) -> str:
 
 
 def inputs_as_patterns(tensors: Sequence[TensorPlan], paths: Sequence[str]) -> list[tuple[str, TensorSharding]]:
-    """Patterns for the arrays that are not replicated. What an optimizer keeps of a parameter often lies as that does,
-    and has its path at the end of its own: one pattern stands for both.
+    """Patterns for the inputs that are not replicated.
+
+    The path of optimizer state often ends with its parameter's path. If both have the same sharding, one pattern matches both.
 
     Args:
-        paths: of the tensors, as the exported file reads them.
+        tensors: inputs of the plan.
+        paths: paths of the inputs in the exported file.
     """
     split = {path: tensor.sharding for path, tensor in zip(paths, tensors, strict=True) if any(tensor.sharding.dims)}
     root = _root([path for path, tensor in zip(paths, tensors, strict=True) if tensor.role == "parameter"])
@@ -100,7 +106,7 @@ def _with_any_folder(within: str) -> Iterator[str]:
 
 
 def _root(paths: Sequence[str]) -> str:
-    """The folders that all paths share."""
+    """The common folder of all paths."""
     if not paths:
         return ""
     parts = [path.split("/")[:-1] for path in paths]
@@ -111,10 +117,10 @@ def _root(paths: Sequence[str]) -> str:
 
 
 def carried_roots(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Of results that are the new value of inputs, the folders: `{"out/0": "state"}`.
+    """The folders of outputs that update inputs: `{"out/0": "state"}`.
 
     Args:
-        pairs: paths of an output and of the input that it renews.
+        pairs: paths of an output and of the input that it updates.
     """
     roots: dict[str, str] = {}
     for after, before in pairs:

@@ -1,7 +1,7 @@
-"""What all exported files have in common: a step run with shardings that tables say. Plain JAX.
+"""Run a step with the shardings of an exported file; `export` copies this code into every file that it writes.
 
-In: a step, a mesh, example arguments, `Tables`. Out: `ShardedStep`. `export` copies this file into each that it writes, all
-but this text: so nothing here may import autopar.
+In: a step, a mesh, example arguments, `Tables`. Out: `ShardedStep`. The code needs JAX only and must not import autopar. Its
+lines are at most 120 characters, as those of the exported file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # The rest of this file is the same whatever the plan.
 
 Specs = Mapping[str, PartitionSpec]
-#: A collective of one's own: what runs it on one device's part, layouts before and after, its axes, its dims by name.
-Sent = tuple[Callable[..., Any], PartitionSpec, PartitionSpec, tuple[str, ...], Mapping[str, int]]
-#: Loops and branches: which of their parameters are programs.
+#: A registered collective: its function on one device's shard, specs before and after, mesh axes, dims by name.
+CollectiveCall = tuple[Callable[..., Any], PartitionSpec, PartitionSpec, tuple[str, ...], Mapping[str, int]]
+#: Loops and branches -> their parameters that are jaxprs.
 PROGRAMS = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
-#: Sees a value, by the name of its place, and returns it laid out.
+#: (name of a place, value) -> the value with its sharding constraint.
 At = Callable[[str, Any], Any]
 
 
@@ -34,19 +34,19 @@ class Tables:
 
     Args:
         arguments: names of the step's arguments.
-        inputs: by pattern of their arrays' paths; what matches none is replicated.
-        carried: results that are the new value of an argument, and lie as that does.
-        outputs: of other results that are not replicated.
-        inside: by pattern of places in the step: one sharding after the other, or what leads to the next.
-        donated: arguments whose buffers the step may reuse.
-        gpu_options: what XLA's compiler for GPUs is told besides.
+        inputs: pattern of input paths -> spec; other inputs are replicated.
+        carried: results that update an argument, and have its shardings.
+        outputs: pattern of other result paths -> spec; the rest is replicated.
+        inside: pattern of places -> specs to apply in order, or collectives that lead to the next one.
+        donated: names of donated arguments.
+        gpu_options: options of XLA's GPU compiler.
     """
 
     arguments: Sequence[str]
     inputs: Specs
     carried: Mapping[str, str]
     outputs: Specs
-    inside: Mapping[str, Sequence[PartitionSpec | Sent]]
+    inside: Mapping[str, Sequence[PartitionSpec | CollectiveCall]]
     donated: Sequence[str]
     gpu_options: Mapping[str, int]
 
@@ -64,9 +64,9 @@ class Tables:
 
 
 class ShardedStep:
-    """A step on a mesh, called as the step is.
+    """A step on a mesh, with the signature of the step.
 
-    `place` lays arguments out beforehand; `lower` is that of `jax.jit`.
+    `place` puts arguments onto the mesh; `lower` is that of `jax.jit`.
     """
 
     def __init__(self, step: Callable[..., Any], mesh: Mesh, args: Sequence[Any], tables: Tables) -> None:
@@ -78,12 +78,12 @@ class ShardedStep:
         paths = [path for name, arg in named for path in leaf_paths(arg, name)]
         paths = [path for path, is_one in zip(paths, self._is_array, strict=True) if is_one]
         self.program, self._outputs = traced(step, self._tree, leaves)
-        told = Told(mesh, tables.inside)
+        constrainer = Constrainer(mesh, tables.inside)
 
         def run(*arrays: Any) -> list[Any]:
-            results = interpret(self.program, arrays, told.at)
-            results = [told.at(path, one) for path, one in zip(self._outputs.paths, results, strict=True)]
-            told.check_all_used()
+            results = interpret(self.program, arrays, constrainer.at)
+            results = [constrainer.at(path, one) for path, one in zip(self._outputs.paths, results, strict=True)]
+            constrainer.check_all_used()
             return results
 
         def sharding(spec: PartitionSpec) -> NamedSharding:
@@ -92,7 +92,7 @@ class ShardedStep:
         self._shardings = tuple(sharding(tables.of_input(path)) for path in paths)
         for pattern in tables.inputs:
             if not any(matches(pattern, path) for path in paths):
-                raise ValueError(f"no argument has an array {pattern!r}: this file is of another step")
+                raise ValueError(f"no argument has an array {pattern!r}: this file is for another step")
         on_gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
         self.jitted = jax.jit(
             run,
@@ -103,16 +103,16 @@ class ShardedStep:
         )
 
     def __call__(self, *args: Any) -> Any:
-        return self._outputs.put_together(self.jitted(*self._arrays(args)))
+        return self._outputs.unflatten(self.jitted(*self._arrays(args)))
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         return self.jitted.lower(*self._arrays(args))
 
     def place(self, *args: Any) -> tuple[Any, ...]:
-        """The arguments, each array laid out as the step takes it."""
-        laid = iter(jax.device_put(self._arrays(args), list(self._shardings)))
+        """Put the arguments' arrays onto the mesh with the step's input shardings."""
+        placed = iter(jax.device_put(self._arrays(args), list(self._shardings)))
         leaves = zip(self._is_array, jax.tree.leaves(tuple(args)), strict=True)
-        return jax.tree.unflatten(self._tree, [next(laid) if is_one else leaf for is_one, leaf in leaves])
+        return jax.tree.unflatten(self._tree, [next(placed) if is_one else leaf for is_one, leaf in leaves])
 
     def _arrays(self, args: Sequence[Any]) -> list[Any]:
         leaves, tree = jax.tree.flatten(tuple(args))
@@ -121,52 +121,52 @@ class ShardedStep:
         return [leaf for leaf, is_one in zip(leaves, self._is_array, strict=True) if is_one]
 
 
-# The step as a program of arrays. What else its arguments hold (functions, texts) is part of it.
+# The step as a jaxpr. Leaves of its arguments that are no arrays (functions, strings) are constants.
 
 
 class Outputs:
-    """What a step returns: known once it has been traced."""
+    """The structure of a step's result, known once the step has been traced."""
 
     paths: Sequence[str] = ()
 
-    def take_apart(self, result: Any) -> list[Any]:
-        """Its arrays; the rest stays here."""
+    def flatten(self, result: Any) -> list[Any]:
+        """The arrays of a result; this object keeps the rest."""
         leaves, self._tree = jax.tree.flatten(result)
         self.paths = [p for p, leaf in zip(leaf_paths(result, "out"), leaves, strict=True) if is_array(leaf)]
         self._rest = [None if is_array(leaf) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if is_array(leaf)]
 
-    def put_together(self, arrays: Sequence[Any]) -> Any:
+    def unflatten(self, arrays: Sequence[Any]) -> Any:
         given = iter(arrays)
         return jax.tree.unflatten(self._tree, [next(given) if leaf is None else leaf for leaf in self._rest])
 
 
 def traced(step: Callable[..., Any], tree: Any, leaves: Sequence[Any]) -> tuple[Any, Outputs]:
-    """A step as a jaxpr, and what it returns."""
+    """A step as a jaxpr, and the structure of its result."""
     outputs = Outputs()
 
     def of_arrays(*arrays: Any) -> list[Any]:
         given = iter(arrays)
         args = jax.tree.unflatten(tree, [next(given) if is_array(leaf) else leaf for leaf in leaves])
-        return outputs.take_apart(step(*args))
+        return outputs.flatten(step(*args))
 
     return jax.make_jaxpr(of_arrays)(*(shape_of(leaf) for leaf in leaves if is_array(leaf))), outputs
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, or a number, which is traced as one."""
+    """Whether a leaf is an array, or a number, which is traced as an array."""
     return isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype, without where it lies; Python numbers stay weakly typed."""
+    """Shape and dtype without a sharding; Python numbers stay weakly typed."""
     if not hasattr(leaf, "dtype"):
         return jax.ShapeDtypeStruct((), jax.numpy.result_type(leaf), weak_type=True)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
 def leaf_paths(tree: Any, root: str) -> list[str]:
-    """`root/params/Dense_0/kernel` for each leaf."""
+    """The path of each leaf: `root/params/Dense_0/kernel`."""
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return ["/".join((root, *filter(None, map(key_text, path)))) for path in keys]
 
@@ -179,43 +179,43 @@ def key_text(key: Any) -> str:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether a pattern stands for a text: `*` for a number, `{0,3}` for either, `**/` for any folders before."""
+    """Whether a pattern matches a text: `*` matches a number, `{0,3}` either number, `**/` any folders before."""
     expression = re.escape(pattern).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", r"\d+")
     expression = re.sub(r"\\\{([\d,]+)\\\}", lambda numbers: f"(?:{numbers[1].replace(',', '|')})", expression)
     return re.fullmatch(expression, text) is not None
 
 
-# Values inside the step, and how they are told to be laid out.
+# Intermediate values and their sharding constraints.
 
 
-class Told:
-    """Lays values out as a table says of their places."""
+class Constrainer:
+    """Applies the sharding constraints of a table."""
 
-    def __init__(self, mesh: Mesh, inside: Mapping[str, Sequence[PartitionSpec | Sent]]) -> None:
+    def __init__(self, mesh: Mesh, inside: Mapping[str, Sequence[PartitionSpec | CollectiveCall]]) -> None:
         self._mesh, self._unused = mesh, set(inside)
-        self._alike: dict[str, list[tuple[str, Sequence[PartitionSpec | Sent]]]] = defaultdict(list)
-        for pattern, specs in inside.items():  # a place is held against few patterns
-            self._alike[without_numbers(pattern)].append((pattern, specs))
+        self._by_form: dict[str, list[tuple[str, Sequence[PartitionSpec | CollectiveCall]]]] = defaultdict(list)
+        for pattern, specs in inside.items():  # an index by form, so that few patterns are compared with a place
+            self._by_form[without_numbers(pattern)].append((pattern, specs))
 
     def at(self, place: str, value: Any) -> Any:
-        for pattern, specs in self._alike.get(without_numbers(place), ()):
+        for pattern, specs in self._by_form.get(without_numbers(place), ()):
             if matches(pattern, place):
                 self._unused.discard(pattern)
                 for spec in specs:
                     if isinstance(spec, PartitionSpec):
                         value = jax.lax.with_sharding_constraint(value, NamedSharding(self._mesh, spec))
                     else:
-                        value = sent(spec, value, self._mesh)
+                        value = resharded(spec, value, self._mesh)
         return value
 
     def check_all_used(self) -> None:
         if self._unused:
-            raise ValueError(f"the step has no {min(self._unused)!r}: this file is of another step")
+            raise ValueError(f"the step has no {min(self._unused)!r}: this file is for another step")
 
 
-def sent(how: Sent, value: Any, mesh: Mesh) -> Any:
-    """A value laid out anew by a collective of one's own."""
-    run, before, after, axes, dims = how
+def resharded(call: CollectiveCall, value: Any, mesh: Mesh) -> Any:
+    """Reshard a value by a registered collective."""
+    run, before, after, axes, dims = call
 
     def part(own: Any) -> Any:
         return run(own, axes, **dims)
@@ -230,19 +230,19 @@ def without_numbers(text: str) -> str:
 
 
 def interpret(program: Any, args: Sequence[Any], at: At) -> list[Any]:
-    """Run a jaxpr, and let `at` see each value where it is made and where it is read."""
+    """Run a jaxpr, and apply `at` to each result and operand."""
     return Interpreter(at).run(program, args, "")
 
 
 class Interpreter:
-    """Runs a jaxpr operation by operation. Those of one kind in one module are counted: so each has a name."""
+    """Runs a jaxpr operation by operation, and names operations by phase, module, primitive and a count."""
 
     def __init__(self, at: At) -> None:
         self.at = at
         self.count: Counter[str] = Counter()
 
     def run(self, program: Any, args: Sequence[Any], outer: str) -> list[Any]:
-        """The results of a program that stands under a name stack."""
+        """The results of a jaxpr under a name stack."""
         jaxpr, constants = getattr(program, "jaxpr", program), getattr(program, "consts", ())
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
 
@@ -261,9 +261,9 @@ class Interpreter:
         if called and name in ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"):
             return self.run(called[0], operands, stack)
         place = self.place(name, stack)
-        if name in ("checkpoint", "remat2"):  # JAX computes again what stands in it
-            barred = jax.lax.optimization_barrier(operands) if params["differentiated"] else operands
-            return self.run(params["jaxpr"], barred, stack)
+        if name in ("checkpoint", "remat2"):  # JAX rematerializes its body behind an optimization barrier
+            guarded = jax.lax.optimization_barrier(operands) if params["differentiated"] else operands
+            return self.run(params["jaxpr"], guarded, stack)
         for n, atom in enumerate(equation.invars):
             if not isinstance(atom, Literal):
                 operands[n] = self.at(f"{place}, operand {n}", operands[n])
@@ -288,7 +288,7 @@ class Interpreter:
         return f"{of_kind} #{self.count[of_kind]}"
 
     def inside(self, program: Any, stack: str, place: str) -> Any:
-        """The body of a loop, or a branch, with its own values laid out."""
+        """The body of a loop or a branch, with constraints on its values."""
 
         def run(*args: Any) -> list[Any]:
             taken = [self.at(f"{place} takes {n}", arg) for n, arg in enumerate(args)]
@@ -298,7 +298,7 @@ class Interpreter:
 
 
 def module_path(stack: str) -> str:
-    """`GPT/h_0/attn` of the name stack `transpose(jvp(GPT))/h_0/attn`."""
+    """The module path of a name stack: `GPT/h_0/attn` of `transpose(jvp(GPT))/h_0/attn`."""
     parts = []
     for part in stack.split("/"):
         while inner := re.fullmatch(r"(?:jvp|transpose|vmap|checkpoint|remat)\((.*)\)", part):
@@ -308,9 +308,9 @@ def module_path(stack: str) -> str:
 
 
 def bind(equation: Any, operands: Sequence[Any], changed: Mapping[str, Any]) -> Sequence[Any]:
-    """Run one operation; always several results."""
+    """Run one operation; returns a sequence of results."""
     params = equation.primitive.get_bind_params({**equation.params, **changed})
-    if isinstance(params, tuple):  # of some operations, up to JAX 0.9
+    if isinstance(params, tuple):  # some operations up to JAX 0.9
         functions, params = params
         operands = [*functions, *operands]
     results = equation.primitive.bind(*operands, **params)

@@ -1,8 +1,7 @@
-"""Where in a step, as an exported file names places, the values stand that a plan splits.
+"""Map the values of a planned trace to the names that an exported file uses for them.
 
-In: a step's function, and its trace as the planner has it. Out: `Places`: by value and by operand the place's name.
-The function is run as an exported file runs it, with a mark on each value that it names; traced like any step, this is
-the planner's trace with marks in it.
+In: a step's function, its planned trace. Out: `Places`: the name of each value and of each operand. The function is traced through
+the exported file's interpreter, which marks each value with its name; apart from the marks, the result is the planned trace.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from autopar.frontend.trace import Trace, trace
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Names of places.
+    """Names of values and operands.
 
     Args:
-        made: by value of the trace, where it is made. read: by equation and operand, where it is read; outputs of the
-            step are no place.
+        made: value of the trace -> name of the place that produces it.
+        read: equation and operand -> name of the operand; outputs of the step have none.
     """
 
     made: Mapping[int, str]
@@ -34,21 +33,22 @@ class Places:
 
 
 def places_of(function: Callable[..., Any], trees: Sequence[Any], planned: Trace) -> Places:
-    """The places of a step.
+    """Find the names of a step's values.
 
     Args:
-        function: pure, of trees of arrays. trees: its arguments, or their shapes.
-        planned: its trace.
+        function: pure function of pytrees of arrays.
+        trees: its arguments, or their shapes.
+        planned: its planned trace.
 
     Raises:
-        ExportError: where the step, run operation by operation, is another program.
+        ExportError: the interpreted step differs from the planned trace.
     """
     closed = jax.make_jaxpr(function)(*trees)
 
     def marked(*args: Any) -> Sequence[Any]:
         return export_runtime.interpret(closed, jax.tree.leaves(args), _mark)
 
-    return _placed(trace(marked, trees, names=[f"{n}" for n in range(len(trees))]), planned)
+    return _match(trace(marked, trees, names=[f"{n}" for n in range(len(trees))]), planned)
 
 
 def _mark(place: str, value: Any) -> Any:
@@ -57,8 +57,8 @@ def _mark(place: str, value: Any) -> Any:
     return checkpoint_name(value, place)
 
 
-def _placed(marked: Trace, planned: Trace) -> Places:
-    """Take the marks out of a trace, and hold what is left against the planned one."""
+def _match(marked: Trace, planned: Trace) -> Places:
+    """Read the marks of a trace, and match its other equations with the planned ones."""
     same = dict(zip(marked.inputs, planned.inputs, strict=True))
     same |= {own: other for (own, _), (other, _) in zip(marked.constants, planned.constants, strict=False)}
     mark_of: dict[int, str] = {}
@@ -69,17 +69,18 @@ def _placed(marked: Trace, planned: Trace) -> Places:
         if equation.primitive == "name":
             (value,), (result,), place = equation.operands, equation.results, equation.source.params["name"]
             mark_of[result] = place
-            if not isinstance(value, int) or value not in same:  # a scalar or a constant of the program
+            if not isinstance(value, int) or value not in same:  # a scalar, or a constant of the program
                 continue
             same[result] = same[value]
             if ", operand " not in place and ", gives " not in place:
                 made.setdefault(same[value], place)
             continue
         while n < len(planned.equations) and _of_scalars(planned.equations[n]) and not _of_scalars(equation):
-            n += 1  # run again, JAX has done it while tracing
+            n += 1  # JAX folds this conversion when it traces the program again
         if n == len(planned.equations) or planned.equations[n].primitive != equation.primitive:
             raise ExportError(
-                f"operation {n} is a {equation.primitive} where the plan has another: this cannot be exported"
+                f"operation {n} of the step is {equation.primitive}, but the plan has another one there, so the plan cannot"
+                " be exported: run it by `autopar.parallelize(step, plan=...)`"
             )
         for i, atom in enumerate(equation.operands):
             if isinstance(atom, int) and atom in mark_of:
@@ -90,5 +91,5 @@ def _placed(marked: Trace, planned: Trace) -> Places:
 
 
 def _of_scalars(equation: Equation) -> bool:
-    """Whether an operation converts a scalar that is written into the program."""
+    """Whether an operation converts a scalar literal."""
     return equation.primitive == "convert_element_type" and not isinstance(equation.operands[0], int)
