@@ -45,7 +45,7 @@ def equinox_model() -> Case:
 
 
 def nnx_model() -> Case:
-    """The state of a Flax NNX module, taken apart by the user."""
+    """The state of a Flax NNX module, split by the user."""
 
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

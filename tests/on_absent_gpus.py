@@ -1,4 +1,4 @@
-"""A plan's step as XLA compiles it for H100s that are not there, and what it sums over them."""
+"""Compile a planned step for absent H100s, and count its all-reduces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def compiled(compiler: Compiler, plan: Plan, program: Program, *args: Any) -> Any:
-    """The step, on hosts of eight."""
+    """The compiled step on hosts of eight GPUs."""
     jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
     module = module_bytes(lower_for("cuda", jitted, args))
     num_hosts = -(-plan.num_devices // 8)
@@ -28,7 +28,7 @@ def compiled(compiler: Compiler, plan: Plan, program: Program, *args: Any) -> An
 
 
 def all_reduced(hlo_text: str) -> dict[str, int]:
-    """Of each dtype, how many elements; however many at once."""
+    """Number of all-reduced elements by dtype, however combined."""
     found: Counter[str] = Counter()
     for line in hlo_text.splitlines():
         made = _ALL_REDUCE.search(line)

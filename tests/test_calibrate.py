@@ -1,4 +1,4 @@
-"""Calibration: fits find what is in the samples, the profile they make loads, and nothing is left half-written."""
+"""Calibration: fits recover coefficients, the profile loads, and files are written atomically."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_a_fit_recovers_the_coefficients_of_noisy_samples() -> None:
     assert found.worst_error < 0.1
 
 
-def test_the_error_is_that_of_samples_not_seen() -> None:
-    """Noise of 30 % cannot be predicted, and the stated error says so."""
+def test_the_error_is_that_of_held_out_samples() -> None:
+    """The cross-validated error reflects noise of 30 %."""
     rows = [{"launch": 1.0, "bytes": float(2**e)} for e in range(10, 30)]
     found = fit("copy", noisy("copy", rows, {"launch": 1e-5, "bytes": 1e-9}, 0.3), ("launch", "bytes"))
     assert found is not None
@@ -94,7 +94,7 @@ def test_too_few_samples_give_no_error_or_no_fit() -> None:
 
 
 def synthetic(profile: hardware.HardwareProfile) -> tuple[Sample, ...]:
-    """What a machine would show that is as the profile says."""
+    """The samples of a machine with the rates of a profile."""
     samples = []
     for kind in KINDS:
         for n in (2, 4, 8):
@@ -113,7 +113,7 @@ def synthetic(profile: hardware.HardwareProfile) -> tuple[Sample, ...]:
 
 
 @pytest.mark.contract
-def test_the_profile_says_what_the_samples_do_and_marks_what_they_do_not(tmp_path: Path) -> None:
+def test_the_profile_has_the_fitted_figures_and_marks_the_others(tmp_path: Path) -> None:
     base = hardware.load("h100-sxm")
     true = replace(
         base,
@@ -124,7 +124,7 @@ def test_the_profile_says_what_the_samples_do_and_marks_what_they_do_not(tmp_pat
     )
     samples = synthetic(true)
     calibration = Calibration(MACHINE, base, samples, fit_all(samples))
-    path, beside = write(calibration, tmp_path / "new" / "mine.toml")
+    path, samples_path = write(calibration, tmp_path / "new" / "mine.toml")
     found = hardware.load(path)
     assert found.name == "mine"
     assert found.host_link.bytes_per_s == pytest.approx(3.21e11, rel=1e-3)
@@ -132,7 +132,7 @@ def test_the_profile_says_what_the_samples_do_and_marks_what_they_do_not(tmp_pat
     assert found.collective_launch_s == pytest.approx(7e-6, rel=1e-2)
     assert found.all_to_all_efficiency == pytest.approx(0.6, rel=1e-2)
     assert found.matrix_rate("bfloat16") == pytest.approx(true.matrix_rate("bfloat16"), rel=1e-2)
-    # Not among the samples, so as the base has it, and marked.
+    # There are no samples of it, so the figure comes from the base, and `source` says so.
     assert found.matrix_rate("float64") == pytest.approx(base.matrix_rate("float64"))
     assert found.network_link == base.network_link
     assert found.hbm_bytes == base.hbm_bytes
@@ -142,8 +142,8 @@ def test_the_profile_says_what_the_samples_do_and_marks_what_they_do_not(tmp_pat
     assert "NOT measured: bytes_per_s, latency_s, taken from `h100-sxm`" in found.sources["links.network"]
     assert "peak_flops_per_s.float64" in found.sources["compute"].partition("NOT measured")[2]
     assert "measured by `autopar calibrate` on 8 gpu devices" in found.sources["links.host"]
-    # The other file has everything that the profile was made of.
-    data = json.loads(beside.read_text(encoding="utf-8"))
+    # The other file has all the data behind the profile.
+    data = json.loads(samples_path.read_text(encoding="utf-8"))
     assert len(data["samples"]) == len(samples)
     assert data["profile"] == profile_table(calibration, "mine")
     assert data["mean_error_as_priced"]["all-gather"] < 0.01
@@ -152,8 +152,8 @@ def test_the_profile_says_what_the_samples_do_and_marks_what_they_do_not(tmp_pat
     assert "all-to-all" in describe(calibration)
 
 
-def test_what_an_element_counts_as_is_scaled_to_the_fitted_rate() -> None:
-    """It is fitted with a tanh for 10 operations."""
+def test_flops_per_element_are_scaled_to_the_fitted_rate() -> None:
+    """The fit counts a tanh as 10 FLOPs."""
     base, samples = hardware.load("h100-sxm"), []
     for size in (2.0**20, 2.0**22, 2.0**24, 2.0**26):
         for flops in (2.0, 12.0, 96.0):
@@ -191,14 +191,14 @@ def test_the_accuracy_page_states_the_errors_of_the_committed_runs(path: Path) -
         assert stated in page, f"cost_models/accuracy.md lacks {stated!r}"
 
 
-# -- the real thing --------------------------------------------------------------------------
+# -- on the devices of this machine -----------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.contract
 def test_a_small_run_makes_a_profile_that_loads(tmp_path: Path) -> None:
     stages: list[str] = []
-    found, path, beside = calibrate(
+    found, path, samples_path = calibrate(
         tmp_path / "here.toml", seconds=5, sizes=TINY, progress=lambda stage, _: stages.append(stage)
     )
     profile = hardware.load(path)
@@ -208,11 +208,11 @@ def test_a_small_run_makes_a_profile_that_loads(tmp_path: Path) -> None:
     assert {s.group for s in found.samples} & set(KINDS), "8 devices have collectives"
     assert all(s.seconds > 0 and len(s.runs_s) >= 3 for s in found.samples)
     assert stages[0] == "launch"
-    assert json.loads(beside.read_text(encoding="utf-8"))["machine"]["num_devices"] == 8
+    assert json.loads(samples_path.read_text(encoding="utf-8"))["machine"]["num_devices"] == 8
 
 
 def test_every_collective_is_in_its_program() -> None:
-    """What is timed is what is named: XLA has removed or merged none of the repetitions."""
+    """XLA neither removes nor combines repetitions of the timed collective."""
     for kind in KINDS:
         mesh = probes._mesh(jax.devices(), 4)
         split = jax.sharding.PartitionSpec(mesh.axis_names)
@@ -230,7 +230,7 @@ def test_every_collective_is_in_its_program() -> None:
     assert len(points) == len(KINDS) * 3 * len(TINY.payload_bytes)
 
 
-def test_products_with_wide_results_have_float32_results_that_nothing_narrows() -> None:
+def test_wide_matmuls_keep_their_float32_results() -> None:
     arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 32), (32, 48))]
     text = jax.jit(partial(probes._wide_products, 3)).lower(*arrays).as_text()
     assert text.count("(tensor<64x32xbf16>, tensor<32x48xbf16>) -> tensor<64x48xf32>") == 3
@@ -250,7 +250,7 @@ def test_products_with_wide_results_have_float32_results_that_nothing_narrows() 
 def test_every_layer_is_in_its_program_as_often_as_it_is_counted(
     chain: Any, shapes: list[tuple[int, ...]], operation: str
 ) -> None:
-    """Each repetition uses the result of the one before: else XLA would make it once."""
+    """Each repetition depends on the previous one; otherwise XLA would compute it once."""
     arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
     compiled = jax.jit(partial(chain, 3)).lower(*arrays).compile().as_text()
     assert compiled is not None

@@ -1,4 +1,4 @@
-"""Kinds and numbers of devices: what each takes, what it costs, and which is the least that fits."""
+"""Comparison of kinds and numbers of devices: step time, price, and the fewest devices that fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def grid() -> Any:
     return one
 
 
-def test_each_number_is_planned_and_the_least_is_named() -> None:
+def test_each_number_is_planned_and_the_fewest_that_fit_are_named() -> None:
     one = grid()
     assert [(cell.profile.name, cell.num_devices) for cell in one.cells] == [
         (name, number) for name in ("small", "large") for number in (1, 4, 8)
@@ -49,7 +49,7 @@ def test_each_number_is_planned_and_the_least_is_named() -> None:
     assert cell.plan.prediction == alone.prediction
 
 
-def test_a_step_costs_what_its_devices_do() -> None:
+def test_the_price_of_a_step_is_that_of_its_devices() -> None:
     for cell in grid().cells:
         if cell.profile is SMALL and cell.plan is not None:
             seconds = cell.plan.prediction.step_time_s
@@ -60,13 +60,13 @@ def test_a_step_costs_what_its_devices_do() -> None:
 
 def test_the_table_and_the_picture(tmp_path: Path) -> None:
     step_args = step_and_args(64)
-    told = compare_grid({"few": lambda: step_args}, [SMALL, LARGE], [1, 8])
-    text = plain_text(lambda console: render_grid(told, console))
+    result = compare_grid({"few": lambda: step_args}, [SMALL, LARGE], [1, 8])
+    text = plain_text(lambda console: render_grid(result, console))
     assert re.search(r"^ +small +1 +- .* does not fit", text, re.MULTILINE)
     assert re.search(r"^ +8 .*\$\d", text, re.MULTILINE)
     assert "Least that fit: small " in text
     pytest.importorskip("matplotlib")
-    plot_grid(told, str(tmp_path / "g.svg"))
+    plot_grid(result, str(tmp_path / "g.svg"))
     drawn = (tmp_path / "g.svg").read_text()
     assert drawn.startswith("<?xml")
     assert "<svg" in drawn
@@ -108,7 +108,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ),
     ],
 )
-def test_mistakes(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_errors(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(options)
     except SystemExit as refused:

@@ -1,4 +1,4 @@
-"""Which hardware a step fits on: the least number is the least, every reason holds, and what was found is kept."""
+"""The fewest devices for a step: minimality, reasons for smaller numbers, interruption."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def broken():
 
 
 def step_and_args(examples: int, *, layers: int = 3) -> tuple[Any, Any]:
-    """Mixed precision: f16 parameters; their f32 copy and moments, which the update alone reads."""
+    """Mixed precision: f16 parameters with an f32 master copy and moments, which only the update reads."""
     tx = optax.adam(1e-3)
 
     def loss_of(params: Any, batch: Any) -> jax.Array:
@@ -63,7 +63,7 @@ def step_and_args(examples: int, *, layers: int = 3) -> tuple[Any, Any]:
         master = optax.apply_updates(master, updates)
         return (jax.tree.map(lambda m: m.astype(jnp.float16), master), master, moments), loss
 
-    train_step.__qualname__ = "train_step"  # reports name it so
+    train_step.__qualname__ = "train_step"  # the name in reports
     master = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * layers
     half = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float16)] * layers
     batch = {"x": jax.ShapeDtypeStruct((examples, WIDTH), jnp.float16)}
@@ -76,18 +76,18 @@ def program(examples: int = 64) -> Program:
 
 
 def profile(mb: float, name: str = "tiny", *, host: int = 4) -> HardwareProfile:
-    """An H100 of so many megabytes for a plan to fill."""
+    """An H100 with a given number of megabytes for a plan."""
     size = int(MemoryBudget.with_room_for(mb * 1e6).total_bytes)
     return replace(load("h100-sxm"), name=name, hbm_bytes=size, usable_fraction=1.0, devices_per_host=host)
 
 
-def least(told: Program, hardware: HardwareProfile, **options: Any) -> Fit:
-    (fit,) = fits(told, [hardware], **options)
+def least(result: Program, hardware: HardwareProfile, **options: Any) -> Fit:
+    (fit,) = fits(result, [hardware], **options)
     return fit
 
 
 def refuses(mesh: str, hardware: HardwareProfile, count: int) -> bool:
-    """Whether no plan on a mesh fits, as the planner says it without a comparison."""
+    """Whether the planner itself finds no plan on a mesh."""
     try:
         search_meshes(program().in_microbatches(count), PlanRequest(mesh=mesh, hardware=hardware))
     except NothingFitsError:
@@ -109,7 +109,7 @@ def test_state_is_read_off_the_arguments() -> None:
 
 
 def test_state_in_full_precision() -> None:
-    """A step that keeps less than mixed precision does is not said to keep as much: here, only its parameters."""
+    """A step without optimizer state counts only its parameters."""
 
     def step(w: Any, x: Any) -> Any:
         loss, grad = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
@@ -120,7 +120,7 @@ def test_state_in_full_precision() -> None:
     assert (state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes) == (4 * WIDTH * 8, 4 * WIDTH * 8, 0)
 
 
-# The least number.
+# The fewest devices.
 
 
 def test_fits_on_one() -> None:
@@ -133,7 +133,7 @@ def test_fits_on_one() -> None:
 
 
 @pytest.mark.parametrize("mb", [11.5, 5])
-def test_least_number_is_the_least(mb: float) -> None:
+def test_the_fewest_devices_are_minimal(mb: float) -> None:
     hardware = profile(mb)
     fit = least(program(), hardware, max_devices=16)
     assert fit.plan is not None
@@ -150,9 +150,9 @@ def test_least_number_is_the_least(mb: float) -> None:
 
 def test_state_too_large_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = watch(monkeypatch)
-    told = program()
-    fit = least(told, profile(5), max_devices=8)
-    kept = state_of(told).kept_bytes
+    result = program()
+    fit = least(result, profile(5), max_devices=8)
+    kept = state_of(result).kept_bytes
     for one in fit.refused:
         if kept / one.num_devices > fit.budget_bytes:
             assert not one.planned
@@ -161,7 +161,7 @@ def test_state_too_large_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None
     assert min(num for num, _ in planned) >= kept / fit.budget_bytes
 
 
-def test_none_of_the_most() -> None:
+def test_no_number_up_to_the_maximum_fits() -> None:
     fit = least(program(), profile(1), max_devices=4)
     assert fit.plan is None
     assert fit.num_devices is None
@@ -170,27 +170,27 @@ def test_none_of_the_most() -> None:
 
 
 def test_fewest_microbatches_that_fit() -> None:
-    """Activations of many examples: on one device they fit a part of the batch at a time, or computed again."""
-    told, hardware = program(65536), profile(90)
-    fit = least(told, hardware, max_devices=1, rematerialize=False)
+    """The activations of a large batch fit on one device by gradient accumulation or rematerialization."""
+    result, hardware = program(65536), profile(90)
+    fit = least(result, hardware, max_devices=1, rematerialize=False)
     assert fit.plan is not None
     assert fit.plan.microbatches is not None
     count = fit.plan.microbatches.count
     assert count > 1
-    halved = least(told, hardware, max_devices=1, rematerialize=False, num_microbatches=count // 2)
+    halved = least(result, hardware, max_devices=1, rematerialize=False, num_microbatches=count // 2)
     assert halved.plan is None
-    same = least(told, hardware, max_devices=1, rematerialize=False, num_microbatches=count)
+    same = least(result, hardware, max_devices=1, rematerialize=False, num_microbatches=count)
     assert same.plan is not None
     assert same.plan.prediction == fit.plan.prediction
 
 
 @pytest.mark.slow
-def test_smaller_memory_starts_where_larger_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several profiles together come to what each does alone, and plan no number anew that failed with more memory."""
+def test_a_smaller_memory_skips_known_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles together give the results of each alone, without planning again what failed with more memory."""
     profiles = [profile(mb, f"tiny-{mb}") for mb in (2.7, 8.4, 4)]
     step, args = step_args = step_and_args(64, layers=2)
-    told = program_of(step, args, carry=None, donate=None)
-    alone = [least(told, one, max_devices=8).num_devices for one in profiles]
+    result = program_of(step, args, carry=None, donate=None)
+    alone = [least(result, one, max_devices=8).num_devices for one in profiles]
     assert alone == [8, 2, 4]
     planned = watch(monkeypatch)
     (one,) = compare({"few": lambda: step_args}, profiles, max_devices=8).compared
@@ -215,7 +215,7 @@ def test_numbers_are_whole_hosts() -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Numbers of devices and hardware of all that is planned from here on."""
+    """Record the number of devices and the hardware of every plan from here on."""
     planned: list[tuple[int, str]] = []
     search = least_devices.search_meshes
 
@@ -245,29 +245,29 @@ def test_interrupted_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> No
     interrupt_on(monkeypatch, "small")
     step_args = step_and_args(64)
     targets = {"first": lambda: step_args, "second": lambda: step_args}
-    told = compare(targets, [profile(20, "small"), profile(200, "large")])
-    assert told.interrupted
-    (one,) = told.compared
+    result = compare(targets, [profile(20, "small"), profile(200, "large")])
+    assert result.interrupted
+    (one,) = result.compared
     assert one.target == "first"
     assert [(fit.profile.name, fit.num_devices) for fit in one.fits] == [("large", 1)]
-    assert "large" in plain_text(lambda console: render_comparison(told, console))
+    assert "large" in plain_text(lambda console: render_comparison(result, console))
 
 
 def test_a_solver_that_was_interrupted_ends_the_comparison() -> None:
-    """It returns the best so far, with which a plan could be made: but the user wants to stop."""
+    """An interrupted solver returns its best solution, but the comparison stops."""
 
     class Interrupted:
         def solve(self, problem: Problem) -> Solution:
             return replace(Ilp().solve(problem), status=Status.INTERRUPTED)
 
     step_args = step_and_args(64)
-    told = compare({"few": lambda: step_args}, [profile(200)], solver=Interrupted())
-    assert told.interrupted
-    assert told.compared[0].fits == ()
+    result = compare({"few": lambda: step_args}, [profile(200)], solver=Interrupted())
+    assert result.interrupted
+    assert result.compared[0].fits == ()
 
 
-def test_a_solver_without_a_plan_is_no_proof() -> None:
-    """Where time ran out the number is not said to be too small for good: its reason is told."""
+def test_a_solver_timeout_is_no_proof_of_infeasibility() -> None:
+    """A number of devices is not recorded as too small when the time ran out; the reason is reported."""
 
     class Late:
         def solve(self, problem: Problem) -> Solution:
@@ -276,8 +276,8 @@ def test_a_solver_without_a_plan_is_no_proof() -> None:
     fit = least(program(), profile(200), max_devices=2, solver=Late())
     assert fit.plan is None
     assert all("no assignment found within the time limit" in one.without_plan for one in fit.refused)
-    told = Comparison(compared=(Compared(target="few", state=state_of(program()), fits=(fit,)),), max_devices=2)
-    assert json.loads(json.dumps(comparison_json(told), allow_nan=False))["targets"][0]["hardware"][0]["plan"] is None
+    result = Comparison(compared=(Compared(target="few", state=state_of(program()), fits=(fit,)),), max_devices=2)
+    assert json.loads(json.dumps(comparison_json(result), allow_nan=False))["targets"][0]["hardware"][0]["plan"] is None
 
 
 # The command line.
@@ -285,7 +285,7 @@ def test_a_solver_without_a_plan_is_no_proof() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder with a target, and two profiles that it does and does not fit one device of."""
+    """A working folder with a target, one profile on whose device it fits, and one on which it does not."""
     (tmp_path / "train.py").write_text(TARGET)
     for name, size in (("small", 12e6), ("large", 200e6)):
         text = H100.read_text().replace('name = "h100-sxm"', f'name = "{name}"', 1)
@@ -310,9 +310,9 @@ def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]
 
 def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "train.py:few", "--hardware", "small.toml,large.toml", "--max-devices", "8", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["format"], told["interrupted"], told["max_devices"]) == ("autopar-comparison", False, 8)
-    (target,) = told["targets"]
+    result = json.loads(capsys.readouterr().out)
+    assert (result["format"], result["interrupted"], result["max_devices"]) == ("autopar-comparison", False, 8)
+    (target,) = result["targets"]
     assert target["error"] is None
     assert target["training_state"]["total_bytes"] == 16 * 786_432 + 4
     small, large = target["hardware"]
@@ -331,7 +331,7 @@ def test_one_target_that_fails(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "no such model" in err
 
 
-def test_batch_that_cannot_be_split_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_that_does_not_split_into_the_microbatches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "train.py:few", "--hardware", "large.toml", "--num-microbatches", "7"]) == 2
     out, err = capsys.readouterr()
     assert "7" in err
@@ -366,14 +366,14 @@ def exit_code(argv: list[str]) -> Any:
         (["--hardware", "h200", "-o", "p.json"], "unrecognized arguments: -o"),
     ],
 )
-def test_mistakes(folder: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_errors(folder: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["compare", "train.py:few", *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
 
 
-def test_profiles_once_each() -> None:
+def test_profiles_are_distinct() -> None:
     assert [one.name for one in profiles_of(["h200", " v100-sxm-16", "h200"])] == ["h200", "v100-sxm-16"]
     with pytest.raises(HardwareError, match="Did you mean 'v100-sxm-16' or 'v100-sxm-32'"):
         profiles_of(["v100"])

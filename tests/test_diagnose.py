@@ -1,4 +1,4 @@
-"""Steps that were sharded by hand: what is read of them, what nobody meant, which few changes are found, what is told."""
+"""Diagnosis of hand-sharded steps: parsing, unintended collectives, search for changes, report."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ARGS = (dict(zip(("up", "down"), shapes((64, 256), (256, 64)), strict=True)), *s
 STATE = {"up": over(None, "model"), "down": over("model")}
 
 
-# -- what is read -----------------------------------------------------------------------------
+# -- parsing ----------------------------------------------------------------------------------
 
 
 def test_shardings_donation_and_mesh_are_read() -> None:
@@ -72,7 +72,7 @@ def test_shardings_donation_and_mesh_are_read() -> None:
     assert hand.donated_arguments == (0,)
 
 
-def test_arguments_that_lie_sharded_say_it_too() -> None:
+def test_shardings_of_arguments_are_read() -> None:
     state = jax.tree.map(lambda one, where: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=where), ARGS[0], STATE)
     hand = read_hand_sharded(step, (state, ARGS[1]))
     assert [str(one) for one in hand.inputs] == ["P('model')", "P(None, 'model')", "None"]
@@ -93,7 +93,7 @@ def test_partition_specs_take_their_mesh_from_the_context() -> None:
         assert read_hand_sharded(by_hand, ARGS).mesh == MESH
 
 
-def test_constraints_inside_say_the_mesh() -> None:
+def test_the_mesh_of_inner_constraints_is_read() -> None:
     def constrained(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x * 2, over("data", "model"))
 
@@ -111,11 +111,11 @@ def test_a_step_without_shardings_is_refused() -> None:
 
 def test_another_mesh_than_the_program_has_is_refused() -> None:
     by_hand = jax.jit(step, in_shardings=(STATE, over("data")))
-    for asked in ("4x2", "data=4,model=2", "x=2,y=4", 16, MeshShape(("data", "model"), (4, 4))):
+    for given in ("4x2", "data=4,model=2", "x=2,y=4", 16, MeshShape(("data", "model"), (4, 4))):
         with pytest.raises(MeshError, match=r"are over mesh 2x4 \(data=2, model=4\), of 8 devices, but"):
-            read_hand_sharded(by_hand, ARGS, asked)
-    for asked in ("2x4", "data=2,model=4", 8, MESH, abstract_mesh(MESH)):
-        assert read_hand_sharded(by_hand, ARGS, asked).mesh == MESH
+            read_hand_sharded(by_hand, ARGS, given)
+    for given in ("2x4", "data=2,model=4", 8, MESH, abstract_mesh(MESH)):
+        assert read_hand_sharded(by_hand, ARGS, given).mesh == MESH
 
 
 def test_two_meshes_in_one_program_are_refused() -> None:
@@ -134,7 +134,7 @@ def test_explicit_axes_and_one_device_are_refused() -> None:
         read_hand_sharded(jax.jit(lambda x: x * 2, in_shardings=over("data", mesh=alone)), shapes((8, 8)))
 
 
-def test_what_jax_refuses_is_told_with_its_words() -> None:
+def test_an_error_of_jax_is_quoted() -> None:
     by_hand = jax.jit(lambda x: x * 2, in_shardings=over("model"))
     with pytest.raises(TraceError, match="JAX said"):
         read_hand_sharded(by_hand, shapes((6, 8)))
@@ -155,7 +155,7 @@ def test_a_profile_without_a_gpu_and_a_missing_compiler_are_refused(monkeypatch:
         autopar.diagnose(by_hand, *ARGS, hardware="h100-sxm")
 
 
-# -- what nobody meant ------------------------------------------------------------------------
+# -- unintended collectives -------------------------------------------------------------------
 
 
 def found(kind: str, layer: int, left: float, op: str = "split") -> CompiledCollective:
@@ -163,7 +163,7 @@ def found(kind: str, layer: int, left: float, op: str = "split") -> CompiledColl
     return CompiledCollective(kind, ("model",), f"{kind}.{layer}", 1, left, left, path, "train.py:3", (), "gpt.py:7")
 
 
-def test_collectives_alike_in_every_layer_are_one_row_with_their_time() -> None:
+def test_equal_collectives_of_all_layers_are_one_row_with_their_time() -> None:
     compiled = (*(found("all-to-all", n, 3e6) for n in range(12)), found("collective-permute", 0, 1e6, "merge"))
     first, second = extras(Collectives((), compiled, ()), MESH, load("h100-sxm"))
     assert (first.kind, first.count, first.num_bytes) == ("all-to-all", 12, 36e6)
@@ -176,7 +176,7 @@ def test_collectives_alike_in_every_layer_are_one_row_with_their_time() -> None:
     assert not first.is_sum
 
 
-# -- which changes ----------------------------------------------------------------------------
+# -- search for changes -----------------------------------------------------------------------
 
 
 def tensor(path: str, role: Role, *shape: int) -> TensorPlan:
@@ -213,7 +213,7 @@ WHOLE, SPLIT = TensorSharding(((),)), TensorSharding((("model",),))
 
 
 def priced_by(gains: Mapping[str, float], start: float, members: Mapping[str, Sequence[int]]) -> Any:
-    """A step whose groups each take off something where all of their tensors are whole; free ones will be."""
+    """A price that falls by each group whose tensors are all replicated; free tensors become so."""
 
     def price(pins: Pins) -> Priced:
         num = 1 + max(n for group in members.values() for n in group)
@@ -234,22 +234,22 @@ def searched(gains: Mapping[str, float], enough: float) -> list[tuple[tuple[str,
     return [(tuple(group.name for group in one.groups), one.step_time_s) for one in changes]
 
 
-def test_the_change_that_gains_most_comes_first_and_enough_is_enough() -> None:
+def test_the_search_is_greedy_and_stops_when_enough_is_recovered() -> None:
     assert searched({"a": 1.0, "b": 3.0, "c": 0.5}, 3.5) == [(("b",), 7.0), (("a",), 6.0)]
     assert searched({"a": 1.0, "b": 3.0, "c": 0.5}, 2.5) == [(("b",), 7.0)]
 
 
-def test_what_helps_only_together_is_changed_together() -> None:
-    """`c` is spared, for it gains nothing."""
+def test_groups_that_help_only_together_change_together() -> None:
+    """`c` gains nothing and does not change."""
     assert searched({"a+b": 4.0, "c": 0.0}, 4.0) == [(("a", "b"), 6.0)]
 
 
-def test_what_does_not_help_is_not_changed() -> None:
+def test_groups_that_do_not_help_do_not_change() -> None:
     assert searched({"a": -1.0, "b": 0.0}, 4.0) == []
 
 
-def test_layers_alike_are_changed_alike() -> None:
-    """One of three layers is best left as it is by a little: all are changed."""
+def test_equal_layers_get_equal_shardings() -> None:
+    """One of three layers would be slightly better unchanged, but all of them change."""
     tensors = [tensor(f"h_{n}/w", "parameter", 8) for n in range(3)]
 
     def price(pins: Pins) -> Priced:
@@ -261,61 +261,61 @@ def test_layers_alike_are_changed_alike() -> None:
     assert change.to == dict.fromkeys(range(3), WHOLE)
 
 
-# -- with a compiler that is stood in for -----------------------------------------------------
+# -- with a fake compiler ---------------------------------------------------------------------
 
 
 def wide(num_rows: int = 65_536) -> tuple[Any, tuple[Any, Any]]:
-    """Small weights split over `model`, and a large batch whole there: each layer sums activations."""
+    """Small weights sharded over `model` and a large batch replicated there: each layer reduces activations."""
     up, down, batch = shapes((512, 2048), (2048, 512), (num_rows, 512))
     args = ({"up": up, "down": down}, batch)
     return jax.jit(step, in_shardings=(STATE, over("data")), out_shardings=(STATE, over()), donate_argnums=0), args
 
 
 def stood_in(*programs: str) -> Any:
-    """One after the other, the first of three times the others' step time where there are several."""
+    """A fake compiler of given HLO texts; the first of several has three times the step time of the others."""
     times = [3e-3, *[1e-3] * len(programs)] if len(programs) > 1 else [1e-3]
     return StandIn(*(compiled_step(hlo_text=text, step_time_s=s) for text, s in zip(programs, times, strict=False)))
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_the_weights_are_what_to_change_where_they_are_gathered_for_nothing(check: bool) -> None:
-    """XLA's program sends nothing, so none of the values inside are to be constrained: the shardings alone change."""
+def test_needlessly_gathered_weights_are_the_change(check: bool) -> None:
+    """XLA's program has no collectives, so no intermediate values are constrained: only input shardings change."""
     by_hand, args = wide(18_432)
     compiler = stood_in("")
-    told = autopar.diagnose(by_hand, *args, hardware="h100-sxm", check=check, compiler=compiler)
-    (change,) = told.changes
+    result = autopar.diagnose(by_hand, *args, hardware="h100-sxm", check=check, compiler=compiler)
+    (change,) = result.changes
     assert change.kind == "shardings"
     assert {(one.path, one.before) for one in change.tensors} <= {
         ("state/up", "P(None, 'model')"),
         ("state/down", "P('model')"),
     }
-    gained = told.kept.predicted_s - change.after.predicted_s
+    gained = result.kept.predicted_s - change.after.predicted_s
     assert change.gain_s == pytest.approx(gained)
-    assert gained >= 0.9 * (told.kept.predicted_s - told.best.predicted_s) > 0
-    assert len(compiler.asked) == (3 if check else 1)
+    assert gained >= 0.9 * (result.kept.predicted_s - result.best.predicted_s) > 0
+    assert len(compiler.compiled_for) == (3 if check else 1)
     assert (change.after.compiled is not None) == check
-    changed = {tensor.path: str(tensor.sharding) for tensor in told.changed.inputs}
+    changed = {tensor.path: str(tensor.sharding) for tensor in result.changed.inputs}
     assert all(changed[one.path] == one.after != one.before for one in change.tensors)
-    assert f"{change.tensors[0].before} -> {change.tensors[0].after}" in str(told)
+    assert f"{change.tensors[0].before} -> {change.tensors[0].after}" in str(result)
 
 
-def test_what_xla_put_in_is_found_and_constrained_away() -> None:
-    """A large permute as it is; none once it is planned inside."""
+def test_collectives_that_xla_inserted_are_found_and_removed_by_constraints() -> None:
+    """The user's program has a large permute, and the planned one has none."""
     by_hand, args = wide()
-    told = autopar.diagnose(by_hand, *args, hardware="h100-sxm", share=0.5, compiler=stood_in(PERMUTED, ""))
-    (row,) = told.unmeant
+    result = autopar.diagnose(by_hand, *args, hardware="h100-sxm", share=0.5, compiler=stood_in(PERMUTED, ""))
+    (row,) = result.unmeant
     assert (row.kind, row.axes) == ("collective-permute", ("model",))
     assert row.num_bytes == 4 * 1024**3
-    assert told.changes[0].kind == "constraints"
-    assert told.changes[0].gain_s == pytest.approx(told.as_is.predicted_s - told.kept.predicted_s)
-    after = told.changes[0].after.compiled
+    assert result.changes[0].kind == "constraints"
+    assert result.changes[0].gain_s == pytest.approx(result.as_is.predicted_s - result.kept.predicted_s)
+    after = result.changes[0].after.compiled
     assert after is not None
     assert after.unmeant_counts == {}
-    assert "nobody meant: none" in " ".join(str(told).split())
-    assert told.by_xla
-    assert told.difference_s == pytest.approx(2e-3)
-    assert told.recovered == pytest.approx(1.0)
-    assert told.to_json()["unmeant"][0]["kind"] == "collective-permute"
+    assert "unintended: none" in " ".join(str(result).split())
+    assert result.by_xla
+    assert result.difference_s == pytest.approx(2e-3)
+    assert result.recovered == pytest.approx(1.0)
+    assert result.to_json()["unmeant"][0]["kind"] == "collective-permute"
 
 
 PERMUTED = """
@@ -329,17 +329,17 @@ ENTRY %main (a: f32[1024,1048576]) -> f32[1024,1048576] {
 def test_odd_shardings_are_noted() -> None:
     other = dict(STATE, up=over())
     by_hand = jax.jit(step, in_shardings=(STATE, None), out_shardings=(other, None))
-    told = autopar.diagnose(by_hand, *ARGS, hardware="h100-sxm", check=False, compiler=stood_in(""))
-    first, second, third = told.notes
+    result = autopar.diagnose(by_hand, *ARGS, hardware="h100-sxm", check=False, compiler=stood_in(""))
+    first, second, third = result.notes
     assert "`state/up` has sharding P(None, 'model') as an input and P() as an output" in first
     assert "no sharding for 1 of its inputs, e.g. `batch`" in second
     assert "nothing is donated" in third
 
 
-def test_what_does_not_fit_is_noted() -> None:
+def test_shardings_over_the_budget_are_noted() -> None:
     by_hand, args = wide()
     least = autopar.plan(step, *args, mesh=MESH, hardware="h100-sxm").prediction.peak_bytes
-    told = autopar.diagnose(
+    result = autopar.diagnose(
         by_hand,
         *args,
         hardware="h100-sxm",
@@ -347,10 +347,10 @@ def test_what_does_not_fit_is_noted() -> None:
         memory_budget_bytes=1.2 * least,
         compiler=stood_in(""),
     )
-    assert any("do not fit" in note for note in told.notes)
+    assert any("do not fit" in note for note in result.notes)
 
 
-# -- all of it --------------------------------------------------------------------------------
+# -- with XLA's GPU compiler ------------------------------------------------------------------
 
 
 def gpt2_by_hand() -> tuple[Any, tuple[Any, Any]]:
@@ -370,7 +370,7 @@ def gpt2(absent_gpus: Compiler) -> autopar.Diagnosis:
 
 
 @pytest.mark.slow
-def test_the_head_split_of_gpt2_is_what_nobody_meant(gpt2: autopar.Diagnosis) -> None:
+def test_the_head_split_of_gpt2_causes_unintended_collectives(gpt2: autopar.Diagnosis) -> None:
     kinds = {row.kind for row in gpt2.unmeant if "/attn" in row.path}
     assert {"all-to-all", "collective-permute"} <= kinds
     for row in gpt2.unmeant:
@@ -381,8 +381,8 @@ def test_the_head_split_of_gpt2_is_what_nobody_meant(gpt2: autopar.Diagnosis) ->
 
 
 @pytest.mark.slow
-def test_its_changes_take_them_away(gpt2: autopar.Diagnosis) -> None:
-    """In XLA's program of the changed step, which is compiled."""
+def test_the_changes_remove_unintended_collectives(gpt2: autopar.Diagnosis) -> None:
+    """The changed step is compiled by XLA."""
     before, after = gpt2.as_is.compiled, gpt2.changes[-1].after.compiled
     assert before is not None and after is not None
     for kind in ("all-to-all", "collective-permute"):
@@ -397,9 +397,9 @@ def test_its_changes_take_them_away(gpt2: autopar.Diagnosis) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_told_as_text_and_json(gpt2: autopar.Diagnosis) -> None:
+def test_the_diagnosis_as_text_and_json(gpt2: autopar.Diagnosis) -> None:
     text = str(gpt2)
-    assert "Collectives nobody meant" in text
+    assert "Unintended collectives" in text
     assert "modeling_flax_gpt2.py" in text
     document = json.loads(json.dumps(gpt2.to_json(), allow_nan=False))
     assert document["format"] == "autopar-diagnosis"
@@ -417,7 +417,7 @@ def test_the_plan_with_all_changes_runs(gpt2: autopar.Diagnosis) -> None:
 def test_a_good_sharding_needs_no_change(
     gpu_compiler: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Data parallelism with nothing inside to guess, by the command line."""
+    """Data parallelism without unconstrained choices, by the command line."""
     target = tmp_path / "by_hand.py"
     target.write_text(GOOD)
     assert main(["diagnose", f"{target}:make", "--hardware", "h100-sxm", "--no-check", "--json"]) == 0

@@ -33,12 +33,12 @@ from autopar.xla_compiler import hlo_collectives as hlo
 
 HERE = Path(__file__).parent
 
-#: A GPU slowed, for which steps of these sizes are worth splitting.
+#: A slow GPU, on which even these small steps gain from sharding.
 SLOW = str(HERE / "profiles" / "slow_gpu.toml")
 
-#: By case of `exported_runs`, how it is planned; the MLP becomes tensor parallel, the GPT data parallel with its state
-#: sharded, of the others the pins are obeyed.
-ASKED: dict[str, dict[str, Any]] = {
+#: Case of `exported_runs` -> planning options. The MLP becomes tensor parallel, and the GPT ZeRO-sharded; the others
+#: follow their pins.
+OPTIONS: dict[str, dict[str, Any]] = {
     "mlp": {"mesh": "data=2,model=4", "memory_budget_bytes": 450_000},
     "gpt": {"mesh": "8", "pin": {"state/params/*/kernel": P("data")}},
     "equinox": {"mesh": "data=2,model=4", "pin": {"x": P("data"), "model/layers/0/weight": P("model")}},
@@ -48,7 +48,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def collectives(text: str) -> dict[str, tuple[int, float]]:
-    """By kind, how many buffers a step sends, and their bytes."""
+    """Number and bytes of the collectives' buffers, by kind."""
     count: Counter[str] = Counter()
     num_bytes: dict[str, float] = defaultdict(float)
     for one in hlo.collectives(text, ignore_up_to=0):
@@ -62,23 +62,23 @@ def test_exported_files_run_without_autopar_and_send_what_the_plan_sends(tmp_pat
     import exported_runs
 
     planned = {}
-    for name, asked in ASKED.items():
+    for name, options in OPTIONS.items():
         step, args = exported_runs.CASES[name]()
-        plan = autopar.plan(step, *args, hardware=SLOW, dims_as_written=True, **asked)
+        plan = autopar.plan(step, *args, hardware=SLOW, dims_as_written=True, **options)
         (tmp_path / f"{name}.py").write_text(autopar.export(plan, step, *args))
         program = program_of(step, args, carry=None, donate=None).of(plan)
         jitted = execute.jit_plan(plan, program.trace, execute.make_mesh(plan.mesh))
         planned[name] = collectives(jitted.lower(*program.trace.arguments).compile().as_text())
-    command = [sys.executable, str(HERE / "exported_runs.py"), str(tmp_path), *ASKED]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert told.returncode == 0, told.stderr[-3000:]
-    assert all(difference < 1e-4 for difference in json.loads(told.stdout).values()), told.stdout
+    command = [sys.executable, str(HERE / "exported_runs.py"), str(tmp_path), *OPTIONS]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert all(difference < 1e-4 for difference in json.loads(result.stdout).values()), result.stdout
     for name, expected in planned.items():
         assert expected, f"{name}: nothing is sent"
         assert collectives((tmp_path / f"{name}.hlo").read_text()) == expected, name
 
 
-# What stands in the file.
+# The text of the file.
 
 
 def pure_step() -> tuple[Any, tuple[Any, ...]]:
@@ -97,7 +97,7 @@ def pinned(**more: Any) -> tuple[Plan, Any, tuple[Any, ...]]:
     return autopar.plan(step, *args, mesh="data=2,model=4", hardware="h100-sxm", pin=pins, **more), step, args
 
 
-def test_the_file_names_shardings_as_one_would_write_them() -> None:
+def test_the_file_has_idiomatic_shardings() -> None:
     plan, step, args = pinned()
     text = autopar.export(plan, step, *args)
     assert "import autopar" not in text
@@ -110,7 +110,7 @@ def test_the_file_names_shardings_as_one_would_write_them() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_another_step_is_refused_by_the_file(tmp_path: Path) -> None:
+def test_the_file_rejects_another_step(tmp_path: Path) -> None:
     plan, step, args = pinned()
     names: dict[str, Any] = {"__name__": "exported"}
     sys.modules["exported"] = type(sys)("exported")
@@ -124,7 +124,7 @@ def test_another_step_is_refused_by_the_file(tmp_path: Path) -> None:
         names["shard"](lambda params, x: (params, jnp.sum(x)), mesh, {"up": args[0]["up"]}, args[1])
 
 
-def test_what_a_file_cannot_say_is_refused() -> None:
+def test_plans_beyond_shardings_are_errors() -> None:
     plan, step, args = pinned(num_microbatches=2)
     with pytest.raises(ExportError, match=r"accumulates gradients over 2 microbatches.*num_microbatches=1"):
         autopar.export(plan, step, *args)
@@ -148,9 +148,9 @@ def test_the_command_writes_the_same_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert capsys.readouterr().out == (tmp_path / "sharded.py").read_text()
 
 
-# Hostile names: whatever is in them stays text.
+# Hostile names stay strings.
 
-#: Each would run code, or end the text that it stands in, if it were pasted.
+#: Unescaped, each would run code or end its string.
 HOSTILE = (
     'w": P(), **(ran.append(()) or {}), "z',
     "w') or ran.append(()) or P('",
@@ -164,7 +164,7 @@ HOSTILE = (
 
 
 def run_exported(text: str) -> dict[str, Any]:
-    """What an exported file defines; it must not call what hostile names name."""
+    """Run an exported file and return its names; code in hostile names must not run."""
     names: dict[str, Any] = {"__name__": "exported", "ran": []}
     sys.modules["exported"] = type(sys)("exported")
     exec(compile(text.encode(), "exported.py", "exec"), names)
@@ -185,7 +185,7 @@ def test_names_of_parameters_are_text_in_the_file() -> None:
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_words_of_a_plan_are_text_in_the_file(hostile: str) -> None:
+def test_descriptions_of_a_plan_are_escaped(hostile: str) -> None:
     plan, step, args = pinned()
     evil = replace(plan, hardware=hostile, words=hostile, program=replace(plan.program, name=hostile))
     made = run_exported(autopar.export(evil, step, *args))
@@ -212,7 +212,7 @@ def test_an_axis_of_a_mesh_is_an_identifier(name: str, tmp_path: Path) -> None:
 # Names.
 
 
-def test_a_pattern_stands_for_what_is_said_alike_and_nothing_else() -> None:
+def test_a_pattern_matches_names_of_equal_value_and_no_others() -> None:
     said = {"h/0/k": 1, "h/1/k": 1, "h/2/k": 1, "top": 2}
     assert as_patterns(said, ["h/0/b"]) == [("h/*/k", 1), ("top", 2)]
     assert as_patterns({"h/0": 1, "h/2": 1}, ["h/1"]) == [("h/{0,2}", 1)]
@@ -220,7 +220,7 @@ def test_a_pattern_stands_for_what_is_said_alike_and_nothing_else() -> None:
     assert as_patterns(grid, [f"h/{n} add #3" for n in range(2)]) == [("h/* add #{1,2}", 1)]
 
 
-def test_one_pattern_stands_for_a_parameter_and_its_moments() -> None:
+def test_one_pattern_matches_a_parameter_and_its_moments() -> None:
     split, whole = TensorSharding(((), ("model",))), TensorSharding(((), ()))
 
     def tensors(moment: TensorSharding) -> list[TensorPlan]:

@@ -1,4 +1,4 @@
-"""What is read from a compiled program: collectives, their devices, where they come from."""
+"""Parsing of optimized HLO: collectives, replica groups, source lines."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ backend_config={"known_trip_count":{"n":"12"},"known_init_step":{"init":"0","ste
 # -- reading a program ------------------------------------------------------------------------
 
 
-def test_every_collective_is_read_once_with_groups_places_and_trips() -> None:
+def test_every_collective_is_parsed_once_with_groups_sources_and_trip_counts() -> None:
     found = {one.kind: one for one in hlo.collectives(PROGRAM)}
     assert list(found) == ["collective-permute", "all-reduce", "reduce-scatter", "all-to-all"]
     reduced = found["all-reduce"]
@@ -70,7 +70,7 @@ def test_every_collective_is_read_once_with_groups_places_and_trips() -> None:
     assert reduced.op_name.endswith("Dense_0/dot_general")
     assert reduced.source == "/home/me/train.py:12"  # the caller of the library's frame
     assert found["reduce-scatter"].payloads(8) == (128 * 64 * 4,)  # unscattered
-    assert found["all-to-all"].payloads(8) == (128 * 4,)  # its pieces are one buffer
+    assert found["all-to-all"].payloads(8) == (128 * 4,)  # its parts form one buffer
     assert hlo_places.mesh_axes(found["all-to-all"].groups, MESH) == ("data",)
     assert found["collective-permute"].num_times == 12
     assert hlo_places.mesh_axes(found["collective-permute"].groups, MESH, pairs=True) == ("data",)
@@ -87,7 +87,7 @@ def test_every_collective_is_read_once_with_groups_places_and_trips() -> None:
         "mesh['axis_0'=8] {'axis_0':(1)2}",  # the major part of an axis
     ],
 )
-def test_replica_groups_in_every_spelling(text: str) -> None:
+def test_replica_groups_in_every_notation(text: str) -> None:
     groups = hlo_places.read_groups(text)
     assert {frozenset(group) for group in groups} == {frozenset({n, n + 4}) for n in range(4)}
     assert hlo_places.mesh_axes(groups, MESH) == ("data",)
@@ -99,12 +99,12 @@ def test_groups_of_all_devices_and_of_no_axes() -> None:
     assert hlo_places.mesh_axes(((0, 5), (1, 4), (2, 7), (3, 6)), MESH) is None
 
 
-def test_an_unknown_spelling_of_groups_is_refused() -> None:
+def test_an_unknown_notation_of_groups_is_an_error() -> None:
     with pytest.raises(VerifyError, match="cannot read the devices"):
         hlo_places.read_groups("rings[8]")
 
 
-def test_older_metadata_names_the_line_itself() -> None:
+def test_older_metadata_has_the_source_line() -> None:
     line = (
         '  %r = f32[512]{0} all-reduce(%a), replica_groups={}, metadata={op_name="f" source_file="a.py" source_line=7}'
     )

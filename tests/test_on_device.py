@@ -1,4 +1,4 @@
-"""What XLA makes of a step, rule by rule: small programs by hand, small functions, and one real compile."""
+"""Fusion, partitioning and buffer assignment on small programs and functions, and one compile by XLA."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MATRIX = float(ROWS * COLUMNS)
 
 
 class Hand:
-    """Instructions written down one by one; what a method returns is the position of the new one."""
+    """Builds a local program; methods return the position of the new instruction."""
 
     def __init__(self) -> None:
         self.local = LocalProgram()
@@ -62,13 +62,13 @@ class Hand:
         return self._add("argument", "", {}, elements)
 
     def loop(self, primitive: str, *operands: int, flops: float = 3.0) -> int:
-        """Elementwise; what is smaller is read once for each element."""
+        """An elementwise instruction; smaller operands are read once per element."""
         of = self.local.instructions
         times = {o: MATRIX / of[o].elements for o in operands}
         return self._add("loop", primitive, times, MATRIX, flops=flops * MATRIX)
 
     def total(self, operand: int, *, rows: bool = True, num_rows: int = ROWS) -> int:
-        """A sum along rows, or down the columns."""
+        """A row or column reduction."""
         kept = num_rows if rows else self.local.instructions[operand].elements / num_rows
         elements = self.local.instructions[operand].elements
         return self._add(
@@ -97,7 +97,7 @@ def test_a_chain_of_loops_is_one_kernel() -> None:
     assert len(kernel.members) == 3
 
 
-def test_a_cheap_function_is_computed_in_each_reader() -> None:
+def test_a_cheap_function_is_computed_in_each_user() -> None:
     hand = Hand()
     x = hand.argument()
     cheap = hand.loop("mul", x)
@@ -105,7 +105,7 @@ def test_a_cheap_function_is_computed_in_each_reader() -> None:
     assert [cheap] not in hand.roots(down, along)
 
 
-def test_an_expensive_function_with_two_readers_is_stored() -> None:
+def test_an_expensive_function_with_two_users_is_stored() -> None:
     hand = Hand()
     dear = hand.loop("erf", hand.argument(), flops=2000.0)
     down, along = hand.total(dear, rows=False), hand.total(dear)
@@ -123,7 +123,7 @@ def test_a_softmax_is_one_kernel_that_the_estimator_does_not_price() -> None:
     assert list(kernel.operands) == [x]
 
 
-def test_what_follows_a_reduction_is_a_kernel_of_its_own() -> None:
+def test_the_user_of_a_reduction_is_another_kernel() -> None:
     hand = Hand()
     first, second = hand.argument(), hand.argument()
     total = hand.total(first)
@@ -131,15 +131,15 @@ def test_what_follows_a_reduction_is_a_kernel_of_its_own() -> None:
     assert hand.roots(last) == [[total], [last]]
 
 
-def test_reductions_of_the_same_are_one_kernel() -> None:
+def test_reductions_of_one_operand_are_one_kernel() -> None:
     hand = Hand()
     x = hand.argument()
     one, squares = hand.total(x), hand.total(hand.loop("integer_pow", x))
     assert hand.roots(one, squares) == [[one, squares]]
 
 
-def test_few_columns_are_summed_by_few_blocks_and_so_from_memory() -> None:
-    """A kernel of few thread blocks reads slowly, so nothing more than need be is read in it."""
+def test_reductions_of_few_columns_have_few_blocks_and_low_bandwidth() -> None:
+    """A kernel with few thread blocks has low bandwidth, so it reads as little as possible."""
     hand = Hand()
     few = 64 * COLUMNS
     wide = [hand._add("argument", "", {}, float(few)) for _ in range(6)]
@@ -149,7 +149,7 @@ def test_few_columns_are_summed_by_few_blocks_and_so_from_memory() -> None:
 
 
 def random_program(seed: int) -> tuple[LocalProgram, list[int]]:
-    """Loops and reductions that read any of what came before, some of it often; and what leaves the program."""
+    """Loops and reductions with random earlier operands, and the outputs."""
     random, hand = np.random.default_rng(seed), Hand()
     large, small = [hand.argument(), hand.argument()], [hand.argument(float(ROWS))]
     for _ in range(random.integers(10, 60)):
@@ -164,7 +164,7 @@ def random_program(seed: int) -> tuple[LocalProgram, list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_a_fusion_saves_is_known_as_if_it_were_priced_anew(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_savings_of_fusions_equal_fresh_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     local, _ = random_program(seed)
     priced, seen = PriorityFusion._priority, 0
 
@@ -175,9 +175,9 @@ def test_what_a_fusion_saves_is_known_as_if_it_were_priced_anew(seed: int, monke
         with monkeypatch.context() as fresh:
             for name, empty in {"savings": defaultdict(dict), "barred": defaultdict(set), "times": {}}.items():
                 fresh.setattr(fusion, name, empty)
-            anew = priced(fusion, i)
-        assert (remembered is None) == (anew is None)
-        assert remembered is None or remembered == pytest.approx(anew, rel=1e-9, abs=1e-15)
+            fresh = priced(fusion, i)
+        assert (remembered is None) == (fresh is None)
+        assert remembered is None or remembered == pytest.approx(fresh, rel=1e-9, abs=1e-15)
         return remembered
 
     monkeypatch.setattr(PriorityFusion, "_priority", checked)
@@ -186,12 +186,12 @@ def test_what_a_fusion_saves_is_known_as_if_it_were_priced_anew(seed: int, monke
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_know_all_their_dependencies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     local, _ = random_program(seed)
-    joined = MultiOutputFusion._fuse
+    fuse_two = MultiOutputFusion._fuse
 
     def checked(siblings: MultiOutputFusion, a: int, b: int) -> None:
-        joined(siblings, a, b)
+        fuse_two(siblings, a, b)
         home = siblings.home
         direct = {i: {home[o] for o in k.operands if o in home} - {i} for i, k in siblings.kernels.items()}
         for i, bits in siblings.above.items():
@@ -200,7 +200,7 @@ def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pyte
                 waits_for |= new
                 new = {k for j in new for k in direct[j]} - waits_for
             known = {home[j] for j in range(bits.bit_length()) if bits >> j & 1}
-            assert known - {i} == waits_for  # of itself it may know what was joined to it
+            assert known - {i} == waits_for  # its own members may be among them
 
     monkeypatch.setattr(MultiOutputFusion, "_fuse", checked)
     fuse(local, H100)
@@ -212,7 +212,7 @@ def test_joined_kernels_know_all_that_they_wait_for(seed: int, monkeypatch: pyte
 def planned(
     step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None, profile: HardwareProfile = H100
 ) -> tuple[Formulation, Any]:
-    """A function's formulation and the best choices in it."""
+    """A function's formulation and its best choices."""
     shape = parse_mesh(mesh)
     traced = program_of(step, args, carry=None, donate=None)
     pins = resolve_pins(pin or {}, traced.graph, shape)
@@ -224,7 +224,7 @@ def planned(
 def built(
     step: Callable[..., Any], *args: Any, mesh: str = "1", pin: Any = None, profile: HardwareProfile = H100
 ) -> DeviceProgram:
-    """A function as XLA would run it on one device."""
+    """The local program of a function on one device."""
     made, choices = planned(step, *args, mesh=mesh, pin=pin, profile=profile)
     assert choices is not None
     return device_program(made, explicit_program(made, choices))
@@ -239,7 +239,7 @@ def gemms(program: DeviceProgram) -> list[Op]:
 
 
 def test_a_row_of_a_softmax_is_read_once() -> None:
-    """By the device's own rates too, which price what XLA's estimator takes for free."""
+    """The profile's rates price it too, although XLA's estimator does not."""
 
     def step(x: jax.Array) -> jax.Array:
         return jax.grad(lambda v: (jax.nn.softmax(v) ** 2).sum())(x)
@@ -251,19 +251,19 @@ def test_a_row_of_a_softmax_is_read_once() -> None:
     assert own.step_time_s < 20 * size / H100.hbm_bytes_per_s
 
 
-def test_a_product_reads_through_a_widening_cast() -> None:
+def test_a_widening_cast_is_a_prologue_of_a_matmul() -> None:
     program = built(lambda x, w: x.astype(jnp.float32) @ w, array(512, 512, dtype=jnp.bfloat16), array(512, 512))
     (op,) = program.ops
     assert op.kind == "gemm"
     assert op.read_bytes == 512 * 512 * (2 + 4)
 
 
-def test_a_narrowing_cast_is_a_kernel_before_all_its_readers() -> None:
+def test_a_narrowing_cast_is_a_kernel_before_all_its_users() -> None:
     program = built(lambda x, w: x @ w.astype(jnp.bfloat16), array(512, 512, dtype=jnp.bfloat16), array(512, 512))
     assert [op.kind for op in program.ops] == ["fusion", "gemm"]
 
 
-def test_a_product_writes_as_narrow_as_its_reader_wants() -> None:
+def test_a_narrowing_cast_is_an_epilogue_of_a_matmul() -> None:
     program = built(lambda x, w: (x @ w).astype(jnp.bfloat16), array(512, 512), array(512, 512))
     (op,) = program.ops
     assert op.gemm is not None
@@ -271,8 +271,8 @@ def test_a_product_writes_as_narrow_as_its_reader_wants() -> None:
     assert op.written_bytes == 512 * 512 * 2
 
 
-def test_a_product_scales_what_it_writes_where_that_is_cast_next() -> None:
-    """As the gradient of attention's queries is, which is transposed between."""
+def test_a_scaling_before_a_cast_is_an_epilogue_of_a_matmul() -> None:
+    """As for the gradient of attention's queries, with a transpose in between."""
 
     def step(s: jax.Array, k: jax.Array, scale: jax.Array) -> jax.Array:
         made = jnp.einsum("hqk,hkd->hqd", s, k)
@@ -285,15 +285,15 @@ def test_a_product_scales_what_it_writes_where_that_is_cast_next() -> None:
     assert layout.read_bytes == 12 * 512 * 64 * 2
 
 
-def test_a_batch_that_is_not_outermost_is_copied_to_be() -> None:
+def test_an_operand_with_inner_batch_dims_is_transposed() -> None:
     x = array(8, 512, 12, 64, dtype=jnp.bfloat16)
     program = built(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), x, x)
     assert [op.kind for op in program.ops] == ["fusion", "fusion", "gemm"]
 
 
 @pytest.mark.parametrize("width", [16, 64, 128])
-def test_every_sum_over_devices_is_sent(width: int) -> None:
-    """A few elements too, as a norm of few channels has: what comes after waits for it."""
+def test_every_reduction_is_a_collective(width: int) -> None:
+    """Small ones too, as in a norm over few channels: their users wait for them."""
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         for _ in range(3):
@@ -306,8 +306,8 @@ def test_every_sum_over_devices_is_sent(width: int) -> None:
     assert sent == [("all-reduce", 4 * width)] * 3
 
 
-def test_what_is_gathered_inside_others_is_put_in_order() -> None:
-    """Of several sequences; of one, devices' parts lie in its order."""
+def test_a_gather_of_an_inner_dim_is_transposed() -> None:
+    """For several sequences; the gathered shards of a single one are in order."""
 
     def kernels(batch: int) -> list[tuple[str, float]]:
         x = array(batch, 512, 5)
@@ -321,7 +321,7 @@ def test_what_is_gathered_inside_others_is_put_in_order() -> None:
 
 
 def _summed(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Over the batch, which is split; cast after that."""
+    """A reduction over the sharded batch, followed by a cast."""
     return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ()))).astype(jnp.float32)
 
 
@@ -352,8 +352,8 @@ def _turned_against_each_other(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
         (_turned_against_each_other, ["bf16", "bf16"]),
     ],
 )
-def test_sums_that_are_added_up_are_one_as_xla_has_it(step: Any, sent: list[str], absent_gpus: Compiler) -> None:
-    """In the dtype that they are added in, where nothing else reads them."""
+def test_added_all_reduces_are_reassociated(step: Any, sent: list[str], absent_gpus: Compiler) -> None:
+    """In the dtype of the addition, where nothing else uses them."""
     batch = array(1 << 18, 67, dtype=jnp.bfloat16)
     args = array(67, 67), batch, batch
     program = program_of(step, args, carry=None, donate=None)
@@ -365,7 +365,7 @@ def test_sums_that_are_added_up_are_one_as_xla_has_it(step: Any, sent: list[str]
     assert by_xla == {dtype: 67**2 * sent.count(dtype) for dtype in sent}
 
 
-def test_a_product_that_sums_nothing_is_no_product() -> None:
+def test_an_outer_product_is_no_matmul() -> None:
     program = built(lambda x, h: jnp.einsum("hqk,h->hqk", x, h), array(12, 512, 512), array(12))
     assert not gemms(program)
     assert len(program.ops) == 1
@@ -384,7 +384,7 @@ def test_a_scatter_writes_in_place_and_the_estimator_charges_it_for_the_whole() 
 
 
 def test_an_updated_slice_takes_the_time_of_what_changes() -> None:
-    """By a device's own rates: of one row in a table of many, written in a loop."""
+    """One row of a large table, updated in a loop, by the profile's rates."""
 
     def step(table: Any, row: Any) -> Any:
         return jax.lax.fori_loop(0, 100, lambda i, t: jax.lax.dynamic_update_slice(t, row * i, (i, 0)), table)
@@ -398,13 +398,13 @@ def test_an_updated_slice_takes_the_time_of_what_changes() -> None:
     assert many < few + 1.5 * copied
 
 
-def test_what_renews_a_state_in_place_costs_the_same_however_large_that_is() -> None:
+def test_an_in_place_update_costs_the_same_for_any_size_of_the_state() -> None:
     def step(state: Any, rows: Any, updates: Any) -> Any:
         before = state[rows]
         return state.at[rows].set(updates + before).at[rows + 1].add(updates), updates
 
     def cost(num_rows: int) -> tuple[float, float]:
-        """By the device's own rates, and the peak."""
+        """Step time by the profile's rates, and peak memory."""
         program = built(step, array(num_rows, 512), array(64, dtype=jnp.int32), array(64, 512))
         own = simulate(program, parse_mesh("1"), replace(H100, xla_estimator=None))
         return own.step_time_s, peak_of_temporaries(program)
@@ -426,7 +426,7 @@ def _reads_after(state: Any, rows: Any, updates: Any) -> Any:
 
 
 @pytest.mark.parametrize(("step", "is_copied"), [(_reads_between, False), (_reads_after, True)])
-def test_a_state_is_copied_where_what_it_was_is_read_later(step: Any, is_copied: bool, absent_gpus: Compiler) -> None:
+def test_a_state_is_copied_if_its_old_value_is_read_later(step: Any, is_copied: bool, absent_gpus: Compiler) -> None:
     """As XLA does."""
     arguments = (array(100_000, 512), array(64, dtype=jnp.int32), array(64, 512))
     size = 100_000 * 512 * 4
@@ -454,7 +454,7 @@ def test_the_peak_of_three_layers_by_hand() -> None:
 
     program = built(step, [array(width, width)] * 3, array(batch, width))
     activation = 4.0 * batch * width
-    # Each layer's product is kept, its relu made in those who read it: three. The fourth is the last one's gradient.
+    # The three matmul results stay live, and users recompute their relus. The fourth is the gradient of the last one.
     assert peak_of_temporaries(program) == 4 * activation
     weights = 3 * 4.0 * width * width
     assert sum(b.num_bytes for b in program.buffers if b.output) == weights
@@ -481,8 +481,8 @@ def test_the_peak_counts_what_is_live_together() -> None:
 # -- work --------------------------------------------------------------------------------------
 
 
-def test_a_barrier_is_one_operation_whatever_is_run_of_it() -> None:
-    """What nothing reads is not run, and may stand between two pieces that are. The next barrier is another."""
+def test_a_barrier_is_one_operation() -> None:
+    """Dead code between two pieces of a barrier does not split it; the next barrier is another operation."""
     graph = Graph((), (), (), (), (), (), barriers=((0, 3), (3, 4), (5, 6)))
     kinds: tuple[OpKind, ...] = ("border", "border", "border", "border", "fusion", "border")
     ops = [Op(kind, n, (n,), (n,), 0.0, 0.0) for n, kind in enumerate(kinds)]
@@ -491,7 +491,7 @@ def test_a_barrier_is_one_operation_whatever_is_run_of_it() -> None:
 
 
 def test_two_results_at_different_positions_read_twice() -> None:
-    """XLA counts an operand once for each position it is used at: a sum's and the written value's."""
+    """XLA counts an operand once per position of use: in a reduction, and in the written value."""
 
     def step(x: Any) -> Any:
         y = x * 2.0
@@ -509,19 +509,19 @@ def test_a_broadcast_operand_is_read_again_out_of_a_cache() -> None:
     assert op.broadcast_bytes == pytest.approx(4 * 8191 * 1024)
 
 
-# -- the real thing ----------------------------------------------------------------------------
+# -- with XLA's GPU compiler -------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_small_gpt_is_compiled_about_as_predicted(absent_gpus: Compiler) -> None:
-    """Data parallel on eight absent H100s: XLA's temporaries and its step time beside ours."""
+    """Data parallelism on eight absent H100s: temporaries and step time agree with XLA's."""
     sizes = programs.GPTSizes(seq=512, hidden=512, vocab=4096)
     program = programs.gpt(batch=64, sizes=sizes)
     args = program.abstract_args()
     pin = {"batch/*": PartitionSpec("data"), "state/*": PartitionSpec()}
-    told = autopar.verify(program.step, *args, mesh="8", hardware="h100-sxm", pin=pin, compiler=absent_gpus)
+    result = autopar.verify(program.step, *args, mesh="8", hardware="h100-sxm", pin=pin, compiler=absent_gpus)
     made = built(program.step, *args, mesh="8", pin=pin)
-    assert told.step_time.compiled is not None
-    assert peak_of_temporaries(made) == pytest.approx(told.compiled.temp_bytes, rel=0.12)
+    assert result.step_time.compiled is not None
+    assert peak_of_temporaries(made) == pytest.approx(result.compiled.temp_bytes, rel=0.12)
     seconds = simulate(made, parse_mesh("8"), H100).step_time_s
-    assert seconds == pytest.approx(told.step_time.compiled, rel=0.2)
+    assert seconds == pytest.approx(result.step_time.compiled, rel=0.2)

@@ -1,4 +1,4 @@
-"""New code held against the plan in git: it fails for what was added, and says where."""
+"""Changed code against its committed plan: the check fails for added costs and names their place."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make(width: int = 256, *, norms: bool = False) -> tuple[Any, tuple[Any, ...]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a plan of the step, and targets of it as it was and as it became."""
+    """A working folder with a plan of the step, and targets of the unchanged and the changed step."""
     step, args = make()
     autopar.plan(step, *args, mesh="8", hardware=SLOW).save(tmp_path / "step.plan.json")
     (tmp_path / "train.py").write_text(TARGET)
@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_code_that_did_not_change_is_as_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unchanged_code_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             ["diff", "step.plan.json", "train.py:same", "--check", "--hardware", SLOW, "--memory", "0", "--time", "0%"]
@@ -86,14 +86,14 @@ def test_an_added_collective_is_named_with_its_line(folder: Path, capsys: pytest
     assert "plan again and commit that plan" in out
 
 
-def test_more_memory_and_time_than_stated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_memory_and_time_than_allowed_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["diff", "step.plan.json", "train.py:wider", "--check", "--hardware", SLOW, "--memory", "5%", "--json"])
         == 1
     )
-    told = json.loads(capsys.readouterr().out)
-    assert (told["holds"], told["added"]) == (False, [])
-    assert [text.split(":")[0] for text in told["failures"]] == ["more peak memory"]
+    result = json.loads(capsys.readouterr().out)
+    assert (result["holds"], result["added"]) == (False, [])
+    assert [text.split(":")[0] for text in result["failures"]] == ["more peak memory"]
     assert main(["diff", "step.plan.json", "train.py:wider", "--check", "--hardware", SLOW, "--memory", "1GB"]) == 0
     assert (
         main(
@@ -115,12 +115,12 @@ def test_more_memory_and_time_than_stated(folder: Path, capsys: pytest.CaptureFi
     assert "more step time: " in capsys.readouterr().out
 
 
-def test_a_step_that_fits_no_more_fails(folder: Path) -> None:
+def test_a_step_over_the_budget_fails(folder: Path) -> None:
     saved = autopar.load_plan("step.plan.json")
     step, args = make()
-    told = check_plan(replace(saved, memory_budget_bytes=1e5), step, *args, hardware=SLOW)
-    assert not told.holds
-    assert str(told).splitlines()[1].startswith("  the step fits no more: ")
+    result = check_plan(replace(saved, memory_budget_bytes=1e5), step, *args, hardware=SLOW)
+    assert not result.holds
+    assert str(result).splitlines()[1].startswith("  the step no longer fits: ")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_step_that_fits_no_more_fails(folder: Path) -> None:
         (["step.plan.json", "train.py:none", "--check"], "has no function 'none'"),
     ],
 )
-def test_mistakes_are_no_failed_check(
+def test_invalid_options_are_errors_and_no_failed_check(
     folder: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["diff", *options]) == 2
@@ -151,7 +151,7 @@ def use(path: str, num_bytes: float = 8e6, **more: Any) -> CollectiveUse:
     return CollectiveUse(path=path, num_bytes=num_bytes, time_s=1e-3, source="a.py:1", **(about | more))
 
 
-def test_a_module_that_was_renamed_sends_nothing_new() -> None:
+def test_a_renamed_module_adds_no_collective() -> None:
     before, after = [use("h_0/mlp"), use("h_1/mlp")], [use("h_0/ffn"), use("h_1/mlp", 9e6)]
     assert unmatched_collectives(before, after) == ((), ())
     more = use("h_2/mlp")
@@ -159,7 +159,7 @@ def test_a_module_that_was_renamed_sends_nothing_new() -> None:
     assert unmatched_collectives([*before, more], after) == ((), (more,))
 
 
-def test_what_xla_merges_with_its_like_is_no_collective_more() -> None:
+def test_a_collective_that_xla_combines_is_not_added() -> None:
     small = [use(f"loss_{n}", 4, combinable=True, cause=f"sum {n}") for n in range(2)]
     assert unmatched_collectives(small[:1], small) == ((), ())
     assert unmatched_collectives([], small[:1]) == ((small[0],), ())

@@ -1,4 +1,4 @@
-"""Schedules of programs made by hand: what is hidden, what is not, and what is merged."""
+"""Schedules of hand-written programs: overlap, exposed communication, combined collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BYTES_OF_100_US = 100e-6 * 3352.32e9
 
 
 class Written:
-    """A program written down step by step; what a method returns is the buffer it wrote."""
+    """Builds a program step by step; methods return the buffer that they write."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -63,7 +63,7 @@ class Written:
 
 
 def alone(kind: str, num_bytes: float) -> float:
-    """Seconds of a collective with nothing beside it."""
+    """Seconds of a collective without overlap."""
     program = Written()
     program.collective(kind, program.argument(), num_bytes)
     return program.timeline().exposed_s[kind]
@@ -95,10 +95,10 @@ def test_independent_kernels_hide_a_collective() -> None:
     program = Written()
     start = program.argument()
     reduced = program.collective("all-reduce", program.kernel(start), 100 * MIB)
-    beside = start
+    chain = start
     for _ in range(8):
-        beside = program.kernel(beside)
-    program.kernel(reduced, beside)
+        chain = program.kernel(chain)
+    program.kernel(reduced, chain)
     found = program.timeline()
     assert not found.exposed_s
     assert found.step_time_s == pytest.approx(1002e-6, rel=1e-3)
@@ -113,20 +113,20 @@ def test_what_the_kernels_do_not_cover_is_exposed() -> None:
     assert found.exposed_s["all-gather"] == pytest.approx(alone("all-gather", 100 * MIB) - 100e-6, abs=2e-6)
 
 
-def test_order_of_the_program_does_not_decide() -> None:
-    """The reader stands right after the collective, and the kernels that may hide it after the reader."""
+def test_the_schedule_does_not_depend_on_program_order() -> None:
+    """The user follows the collective directly, and independent kernels follow the user."""
     program = Written()
     start = program.argument()
     reduced = program.collective("all-reduce", program.kernel(start), 100 * MIB)
-    reader = program.kernel(reduced)
-    beside = start
+    user = program.kernel(reduced)
+    chain = start
     for _ in range(8):
-        beside = program.kernel(beside)
-    program.kernel(reader, beside)
+        chain = program.kernel(chain)
+    program.kernel(user, chain)
     assert not program.timeline().exposed_s
 
 
-def test_collectives_do_not_run_beside_each_other() -> None:
+def test_collectives_do_not_overlap_each_other() -> None:
     program = Written()
     start = program.argument()
     ends = [program.collective(kind, start, 100 * MIB) for kind in ("all-gather", "all-to-all")]
@@ -136,7 +136,7 @@ def test_collectives_do_not_run_beside_each_other() -> None:
     assert sum(found.exposed_s.values()) == pytest.approx(apart, rel=0.02)
 
 
-def test_small_collectives_are_merged() -> None:
+def test_small_collectives_are_combined() -> None:
     program = Written()
     start = program.argument()
     ends = [program.collective("reduce-scatter", program.kernel(start), MIB, combinable=True) for _ in range(6)]
@@ -152,7 +152,7 @@ def test_small_collectives_are_merged() -> None:
     assert merged[0].payload_bytes == 6 * MIB
 
 
-def test_merging_stops_at_the_threshold_of_results() -> None:
+def test_combining_stops_at_the_threshold() -> None:
     def merged(kind: str, num_bytes: float) -> int:
         program = Written()
         start = program.argument()
@@ -165,7 +165,7 @@ def test_merging_stops_at_the_threshold_of_results() -> None:
     assert merged("reduce-scatter", 10 * MIB) == 1  # its results are an eighth
 
 
-def test_what_adds_is_merged_by_dtype() -> None:
+def test_reductions_are_combined_by_dtype() -> None:
     program = Written()
     start = program.argument()
     ends = [
@@ -176,7 +176,7 @@ def test_what_adds_is_merged_by_dtype() -> None:
     assert program.timeline().num_collectives == {"all-reduce": 2}
 
 
-def test_what_waits_for_another_is_not_merged_with_it() -> None:
+def test_dependent_collectives_are_not_combined() -> None:
     program = Written()
     first = program.collective("all-gather", program.argument(), MIB, combinable=True)
     second = program.collective("all-gather", program.kernel(first), MIB, combinable=True)
@@ -184,8 +184,8 @@ def test_what_waits_for_another_is_not_merged_with_it() -> None:
     assert program.timeline().num_collectives == {"all-gather": 2}
 
 
-def test_merging_makes_no_circle() -> None:
-    """a1 -> b1 and b2 -> a2: merging both pairs would make each merged one wait for the other."""
+def test_combining_makes_no_cycle() -> None:
+    """a1 -> b1 and b2 -> a2: if both pairs were combined, each would depend on the other."""
     program = Written()
     start = program.argument()
     a1 = program.collective("all-gather", start, MIB, combinable=True)
@@ -197,8 +197,8 @@ def test_merging_makes_no_circle() -> None:
     assert sum(found.num_collectives.values()) == 3
 
 
-def test_a_merged_gather_waits_for_its_last_operand() -> None:
-    """Merged, the early reduction is no longer hidden by the late kernels."""
+def test_a_combined_gather_waits_for_its_last_operand() -> None:
+    """Once combined, the early collective no longer overlaps with the late kernels."""
 
     def exposed(combinable: bool) -> float:
         program = Written()
@@ -214,9 +214,9 @@ def test_a_merged_gather_waits_for_its_last_operand() -> None:
     assert exposed(True) > exposed(False)
 
 
-def test_what_is_written_in_place_is_read_as_it_was() -> None:
-    """A barrier writes the buffers that it reads. What reads one behind it still waits for it, and what reads one
-    before it does not, when what they read besides is merged and so moves to where the last of it stands."""
+def test_an_in_place_write_keeps_the_order_of_reads() -> None:
+    """A barrier writes the buffers that it reads. Users after it depend on it and users before it do not, even if their
+    other operands are combined collectives that move to the position of the last member."""
     program = Written()
     start, late = program.argument(), program.argument()
     held = program.kernel(start)
@@ -251,7 +251,7 @@ def test_other_devices_are_timed_too() -> None:
 
 
 def _layers(num_layers: int, num_bytes: float) -> DeviceProgram:
-    """Weights gathered, used, and the sums of their gradients scattered; small sums that XLA does not merge besides."""
+    """Layers that gather weights and reduce-scatter gradients, with small all-reduces that XLA does not combine."""
     program = Written()
     last, gradients = program.argument(), list[int]()
     for n in range(num_layers):
@@ -266,18 +266,18 @@ def _layers(num_layers: int, num_bytes: float) -> DeviceProgram:
 
 @pytest.mark.parametrize("num_bytes", [1e5, 3e6, 4e7])
 @pytest.mark.parametrize("by_rates", [False, True])
-def test_no_limit_of_merging_takes_less_than_the_bound(num_bytes: float, by_rates: bool) -> None:
+def test_no_combine_threshold_beats_the_lower_bound(num_bytes: float, by_rates: bool) -> None:
     simulation = Simulation(_layers(12, num_bytes), MESH, H100)
     least = simulation.least_s(by_rates=by_rates)
     taken = [simulation.timeline(by_rates=by_rates, merge_bytes=limit).step_time_s for limit in (0.0, MIB, 1e8, 1e12)]
     assert 0 < least <= min(taken)
-    assert least > 0.3 * min(taken)  # and it is of some use
+    assert least > 0.3 * min(taken)  # the bound is not trivial
     profile = replace(H100, combine_threshold_bytes=MIB)
     alone = simulate(simulation.program, MESH, replace(profile, xla_estimator=None) if by_rates else profile)
-    assert simulation.timeline(by_rates=by_rates, merge_bytes=MIB) == alone  # whatever it was asked before
+    assert simulation.timeline(by_rates=by_rates, merge_bytes=MIB) == alone  # independent of earlier calls
 
 
-def test_what_cannot_win_is_not_timed_twice() -> None:
+def test_a_program_that_cannot_win_is_timed_once() -> None:
     simulation = Simulation(_layers(12, 3e6), MESH, H100)
     by_rates, estimated = simulation.timelines()
     assert estimated is not None

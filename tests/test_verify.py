@@ -1,4 +1,4 @@
-"""A plan held against a compiled program: what is read from it, what counts as off, what users are told."""
+"""Verification: parsed estimates, matched collectives, tolerances, reports, replanning, real compiles."""
 
 from __future__ import annotations
 
@@ -103,16 +103,16 @@ def test_collectives_match_by_kind_and_axes_and_combined_ones_by_bytes() -> None
     assert reduced.causes == ("reduce the gradient",)
 
 
-def test_what_nobody_predicted_is_listed_with_its_place() -> None:
+def test_unpredicted_collectives_are_listed_with_their_source() -> None:
     plan = plan_with(
         use("reduce-scatter", ("data", "model"), 128 * 64 * 4), use("collective-permute", ("data",), 12 * 2048)
     )
     found = match_collectives(plan, PROGRAM, hosts=(0, 0, 0, 0, 1, 1, 1, 1))
     matches = found.matches
-    (stranger,) = found.unpredicted  # the all-to-all sends 256 bytes, which are no matter
-    assert (stranger.kind, stranger.axes) == ("all-reduce", ("model",))
-    assert stranger.path == "jvp(MLP)/Dense_0/dot_general"
-    assert stranger.source == "/home/me/train.py:12"
+    (extra,) = found.unpredicted  # the all-to-all sends 256 bytes, below the slack
+    assert (extra.kind, extra.axes) == ("all-reduce", ("model",))
+    assert extra.path == "jvp(MLP)/Dense_0/dot_general"
+    assert extra.source == "/home/me/train.py:12"
     assert [match.name for match in matches if not match.figure.holds] == ["all-reduce over model"]
     assert {match.name for match in matches if match.crosses_hosts} == {
         "reduce-scatter over data, model",
@@ -121,7 +121,7 @@ def test_what_nobody_predicted_is_listed_with_its_place() -> None:
     }
 
 
-def test_what_was_predicted_and_is_not_there_is_off() -> None:
+def test_missing_predicted_collectives_are_out_of_tolerance() -> None:
     found = match_collectives(plan_with(use("all-gather", ("data",), 1e6)), "ENTRY %main () -> f32[] {\n}\n")
     assert [match.name for match in found.matches if not match.figure.holds] == ["all-gather over data"]
     assert not found.unpredicted
@@ -154,34 +154,34 @@ def test_bytes_decide_and_paths_break_ties() -> None:
         reduced("second", 4e6, op_name="jit(run)/transpose(jvp(M))/a/dot_general"),
         reduced("third", 8e6, op_name="jit(run)/transpose(jvp(M))/a/dot_general"),
     ]
-    told = paired(found, [at("M/a", 4e6), at("M/b", 4e6), at("M/elsewhere", 8e6)])
-    assert told.predicted == {0: (1,), 1: (0,), 2: (2,)}
-    assert not told.compiled_left
-    assert not told.predicted_left
+    result = paired(found, [at("M/a", 4e6), at("M/b", 4e6), at("M/elsewhere", 8e6)])
+    assert result.predicted == {0: (1,), 1: (0,), 2: (2,)}
+    assert not result.compiled_left
+    assert not result.predicted_left
 
 
-def test_an_input_that_xla_names_is_found_in_the_cause() -> None:
-    """A parameter is gathered before any module reads it; XLA names the argument then."""
+def test_an_input_in_op_name_matches_the_input_in_a_cause() -> None:
+    """A parameter is gathered before any module uses it, so XLA's op_name is the argument."""
     found = [reduced(name, 4e6, op_name=f"args[0].params[\\'{name}\\'][\\'kernel\\']") for name in ("b", "a")]
     uses = [replace(at(f"M/{n}", 4e6), cause=f"gather `state/params/{n}/kernel` for use") for n in ("a", "b")]
     assert paired(found, uses).predicted == {0: (1,), 1: (0,)}
 
 
-def test_one_that_xla_concatenated_answers_all_that_are_in_it() -> None:
-    """The parts are known for one, and not for the other, whose total is a little padded."""
+def test_a_concatenated_collective_matches_all_its_parts() -> None:
+    """The parts of one are known; the other is opaque, and its total has a little padding."""
     merged = "jit(run)/transpose(jvp(M))/(a/dot_general:b/dot_general)"
     found = [reduced("concatenated", 6e6, op_name=merged, concatenated=(2e6, 4e6)), reduced("opaque", 10.05e6)]
-    told = paired(found, [at("M/a", 2e6), at("M/c", 3e6), at("M/b", 4e6), at("M/d", 7e6), at("M/none", 5e6)])
-    assert told.predicted == {0: (0, 2), 1: (1, 3)}
-    assert not told.compiled_left
-    assert told.predicted_left == {4: 5e6}
+    result = paired(found, [at("M/a", 2e6), at("M/c", 3e6), at("M/b", 4e6), at("M/d", 7e6), at("M/none", 5e6)])
+    assert result.predicted == {0: (0, 2), 1: (1, 3)}
+    assert not result.compiled_left
+    assert result.predicted_left == {4: 5e6}
 
 
 def test_one_prediction_may_be_compiled_as_several() -> None:
-    told = paired([reduced("a", 3e6), reduced("b", 5e6), reduced("c", 1e3)], [at("M", 8e6)])
-    assert told.predicted == {0: (0,), 1: (0,)}
-    assert told.compiled_left == {2: 1e3}
-    assert not told.predicted_left
+    result = paired([reduced("a", 3e6), reduced("b", 5e6), reduced("c", 1e3)], [at("M", 8e6)])
+    assert result.predicted == {0: (0,), 1: (0,)}
+    assert result.compiled_left == {2: 1e3}
+    assert not result.predicted_left
 
 
 def test_the_parts_of_a_concatenation_are_read() -> None:
@@ -232,7 +232,7 @@ def test_a_figure_holds_within_its_tolerance_or_its_slack() -> None:
     assert not Figure("peak", "bytes", 113.0, 100.0, 0.12).holds
     assert Figure("peak", "bytes", 113.0, 100.0, 0.12, slack=13.0).holds
     assert not Figure("peak", "bytes", 1.0, 0.0, 0.12).holds
-    assert Figure("told", "bytes", 1.0, 100.0, None).holds
+    assert Figure("result", "bytes", 1.0, 100.0, None).holds
     assert Figure("step time", "s", 1.0, None, 0.2).holds
     assert Figure("peak", "bytes", 90.0, 100.0, 0.12).off == pytest.approx(-0.1)
 
@@ -253,7 +253,7 @@ def compiled_step(**changes: Any) -> CompiledStep:
     return CompiledStep(**(figures | changes))
 
 
-def test_temporaries_are_told_and_the_peak_is_held() -> None:
+def test_temporaries_are_reported_and_the_peak_is_checked() -> None:
     plan = make_plan()
     prediction = replace(
         plan.prediction, parameter_bytes=100e6, optimizer_bytes=0.0, data_bytes=0.0, temporary_bytes=20e6
@@ -266,19 +266,19 @@ def test_temporaries_are_told_and_the_peak_is_held() -> None:
     assert not rows["peak"].holds
 
 
-def test_the_step_time_is_held_where_the_estimate_can_be_believed() -> None:
+def test_the_step_time_is_checked_where_the_estimate_is_reliable() -> None:
     plan = make_plan()
     plan = replace(plan, prediction=replace(plan.prediction, step_time_s=1.3e-3))
     assert not step_time_figure(plan, compiled_step(), believable=True).holds
     assert step_time_figure(plan, compiled_step(), believable=False).holds
 
 
-def test_plan_and_verify_call_the_two_step_times_alike() -> None:
-    """The planner's own, and what it expects XLA's estimator to say; both commands tell both."""
+def test_plan_and_verify_use_the_same_names_for_step_times() -> None:
+    """Both commands print the planner's own step time and its model of XLA's estimate."""
     plan = make_plan()
     figure = step_time_figure(plan, compiled_step(), believable=True)
     assert (figure.name, figure.predicted) == ("XLA's estimate, simulated", 2.5e-3)
-    told = Verification(
+    result = Verification(
         plan=plan,
         topology="1x1x8",
         memory=(),
@@ -289,7 +289,7 @@ def test_plan_and_verify_call_the_two_step_times_alike() -> None:
         attempts=(),
         overhead_s=0.0,
     )
-    rows = [line.split("  ") for line in str(told).splitlines()]
+    rows = [line.split("  ") for line in str(result).splitlines()]
     shown = {row[1].strip(): [cell.strip() for cell in row[2:] if cell.strip()] for row in rows if len(row) > 2}
     assert shown["predicted step time"][:2] == ["2.60 ms", "-"]
     assert shown["XLA's estimate, simulated"][:2] == ["2.50 ms", "1.00 ms"]
@@ -297,17 +297,17 @@ def test_plan_and_verify_call_the_two_step_times_alike() -> None:
         "predicted step time: by the planner's own model",
         "XLA's estimate, simulated: what XLA's latency estimator",
     ):
-        assert line in str(told)
-    assert told.to_json()["predicted_step_time_s"] == 2.6e-3
-    for text in (str(told), str(autopar.explain(plan))):
+        assert line in str(result)
+    assert result.to_json()["predicted_step_time_s"] == 2.6e-3
+    for text in (str(result), str(autopar.explain(plan))):
         assert "2.60 ms" in text and "2.50 ms" in text
     unknown = replace(plan, prediction=replace(plan.prediction, xla_step_time_s=None, xla_exposed_s=None))
     figure = step_time_figure(unknown, compiled_step(), believable=False)
     assert (figure.name, figure.predicted) == ("predicted step time", 2.6e-3)
-    assert "simulated" not in str(replace(told, plan=unknown, step_time=figure))
+    assert "simulated" not in str(replace(result, plan=unknown, step_time=figure))
 
 
-# -- what users are told ----------------------------------------------------------------------
+# -- messages ---------------------------------------------------------------------------------
 
 
 def no_wheels(name: str) -> str:
@@ -343,7 +343,7 @@ def test_a_cpu_profile_and_uneven_hosts_are_refused() -> None:
         topology_text(8, 3)
 
 
-def test_a_users_flags_are_kept_but_for_the_cpu_and_ours() -> None:
+def test_user_flags_are_kept_except_cpu_flags_and_our_own() -> None:
     text = "--xla_force_host_platform_device_count=8 --xla_gpu_autotune_level=4 --xla_gpu_all_reduce_combine_threshold_bytes=1"
     assert compiler.own_flags(text) == ["--xla_gpu_all_reduce_combine_threshold_bytes=1"]
 
@@ -356,16 +356,16 @@ def test_every_gpu_profile_is_described_to_xla() -> None:
 
 
 class StandIn:
-    """A compiler that answers with what it is given, one step after the other."""
+    """A fake compiler that returns given steps in order."""
 
     def __init__(self, *steps: CompiledStep) -> None:
         self.steps = list(steps)
-        self.asked: list[tuple[int, int]] = []
+        self.compiled_for: list[tuple[int, int]] = []
         self.closed = 0
 
     def compile(self, module: bytes, profile: object, num_devices: int, num_hosts: int, **_: object) -> CompiledStep:
         assert module
-        self.asked.append((num_devices, num_hosts))
+        self.compiled_for.append((num_devices, num_hosts))
         return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
 
     def __enter__(self) -> StandIn:
@@ -381,7 +381,7 @@ TARGET = "def make():\n    import jax.numpy as jnp\n    return (lambda x: x * 2)
 def test_the_command_exits_with_1_where_a_figure_is_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With the compiler stood in for: it reports far more memory than the plan predicts."""
+    """A fake compiler reports far more memory than the plan predicts."""
     target, output = tmp_path / "train_verify.py", tmp_path / "out.json"
     target.write_text(TARGET)
     standin = StandIn(compiled_step())
@@ -389,7 +389,7 @@ def test_the_command_exits_with_1_where_a_figure_is_off(
     arguments = [f"{target}:make", "--mesh", "2", "--hardware", "h100-sxm"]
     assert main(["verify", *arguments, "--hosts", "2", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert standin.asked == [(2, 2)]
+    assert standin.compiled_for == [(2, 2)]
     assert standin.closed == 1
     assert document["topology"] == "1x2x1"
     assert not document["holds"]
@@ -424,60 +424,60 @@ def peak_of(num_bytes: float) -> CompiledStep:
     return compiled_step(argument_bytes=0.0, temp_bytes=num_bytes, output_bytes=0.0, alias_bytes=0.0)
 
 
-def test_a_plan_that_takes_more_than_the_budget_is_made_anew() -> None:
-    """XLA is made to take a fifth more than the budget at first, then less."""
+def test_a_plan_over_the_budget_is_replanned() -> None:
+    """The fake compiler first reports a fifth more memory than the budget, then less."""
     pinned = {"state/*": jax.sharding.PartitionSpec()}
     program = adam()
     whole = autopar.plan(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", pin=pinned)
     budget = 0.8 * whole.prediction.peak_bytes
     standin: Any = StandIn(peak_of(1.2 * budget), peak_of(0.9 * budget))
-    told = autopar.verify(
+    result = autopar.verify(
         program.step,
         *program.abstract_args(),
         mesh="8",
         hardware="h100-sxm",
         memory_budget_bytes=budget,
-        rematerialize=False,  # what is computed again leaves so little that nothing needs less
+        rematerialize=False,  # with rematerialization no plan would need less memory
         compiler=standin,
     )
-    first, second = told.attempts
-    assert told.fits
+    first, second = result.attempts
+    assert result.fits
     assert first.predicted_bytes is not None and first.predicted_bytes <= 0.95 * budget
     assert second.planned_for_bytes == pytest.approx(0.95 * first.predicted_bytes / 1.2)
     assert second.predicted_bytes is not None and second.predicted_bytes <= second.planned_for_bytes
-    assert told.plan.prediction.peak_bytes == second.predicted_bytes
-    assert told.plan.memory_budget_bytes == budget
-    assert "planned for" in told.plan.notes[-1]
-    assert "attempt" in str(told)
-    assert len(told.to_json()["memory_budget"]["attempts"]) == 2
+    assert result.plan.prediction.peak_bytes == second.predicted_bytes
+    assert result.plan.memory_budget_bytes == budget
+    assert "planned for" in result.plan.notes[-1]
+    assert "attempt" in str(result)
+    assert len(result.to_json()["memory_budget"]["attempts"]) == 2
 
 
-def test_a_budget_that_no_plan_keeps_to_ends_after_two_more_attempts() -> None:
+def test_replanning_stops_after_two_attempts() -> None:
     program = adam()
     standin: Any = StandIn(peak_of(80e9), peak_of(75e9), peak_of(78e9))
-    told = autopar.verify(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", compiler=standin)
-    assert not told.fits
-    assert "memory budget" in told.off
-    assert len(told.attempts) in (2, 3)
-    if told.attempts[-1].predicted_bytes is None:
-        assert "no plan on mesh 8 fits" in told.attempts[-1].words
-    assert told.compiled.peak_bytes == min(one.compiled_bytes or 1e12 for one in told.attempts)
-    assert "over the memory budget of 63.7 GB" in str(told)
+    result = autopar.verify(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", compiler=standin)
+    assert not result.fits
+    assert "memory budget" in result.off
+    assert len(result.attempts) in (2, 3)
+    if result.attempts[-1].predicted_bytes is None:
+        assert "no plan on mesh 8 fits" in result.attempts[-1].words
+    assert result.compiled.peak_bytes == min(one.compiled_bytes or 1e12 for one in result.attempts)
+    assert "over the memory budget of 63.7 GB" in str(result)
 
 
-def test_a_given_plan_is_not_made_anew() -> None:
+def test_a_given_plan_is_not_replanned() -> None:
     program = adam()
     plan = autopar.plan(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm")
     standin: Any = StandIn(peak_of(80e9))
-    told = autopar.verify(program.step, *program.abstract_args(), plan=plan, compiler=standin)
-    assert told.plan.decisions == plan.decisions
-    assert len(told.attempts) == 1
-    assert not told.fits
-    assert "plan anew with a budget of" in " ".join(str(told).split())
+    result = autopar.verify(program.step, *program.abstract_args(), plan=plan, compiler=standin)
+    assert result.plan.decisions == plan.decisions
+    assert len(result.attempts) == 1
+    assert not result.fits
+    assert "plan again with a budget of" in " ".join(str(result).split())
 
 
-def test_hosts_decide_what_the_plan_takes_for_one_host() -> None:
-    """Eight GPUs on two hosts: what crosses all of them crosses the network, and is priced so."""
+def test_hosts_determine_the_devices_per_host() -> None:
+    """Collectives over eight GPUs on two hosts are priced as crossing the network."""
     program = two_layers()
     standin: Any = StandIn(compiled_step())
     options: dict[str, Any] = {"mesh": "8", "hardware": "h100-sxm", "compiler": standin}
@@ -499,25 +499,25 @@ def test_a_saved_plan_takes_no_planning_options(tmp_path: Path, capsys: pytest.C
     assert "drop --mesh" in capsys.readouterr().err
 
 
-# -- devices that are here --------------------------------------------------------------------
+# -- local devices ----------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", [P("data", "model"), P("model", None), P(None, "data")])
 def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P, absent_gpus: Compiler) -> None:
-    """Gradients pending over both axes are scattered dim by dim, and kernels gathered so."""
+    """Unreduced gradients are reduce-scattered dim by dim over both axes, and kernels gathered likewise."""
     program = programs.mlp(batch=4096, width=1024, num_layers=3, optimizer="adam")
     pins = {"state/*/kernel": kernel, "batch/*": P(("data", "model"))}
-    told = autopar.verify(
+    result = autopar.verify(
         program.step, *program.abstract_args(), mesh="2x4", hardware="h100-sxm", pin=pins, compiler=absent_gpus
     )
-    assert all(match.figure.holds for match in told.collectives), str(told)
-    assert sum(match.compiled_bytes for match in told.collectives) > 1e7
+    assert all(match.figure.holds for match in result.collectives), str(result)
+    assert sum(match.compiled_bytes for match in result.collectives) > 1e7
 
 
-def test_a_sum_that_several_read_is_scattered_and_then_summed(absent_gpus: Compiler) -> None:
-    """As of a table of positions: summed over both axes, wanted split along one, by two moments of an optimizer. XLA
-    makes two steps of such a sum only beside others over the same devices, such as a weight's gradient."""
+def test_a_reduction_with_several_users_is_a_reduce_scatter_and_an_all_reduce(absent_gpus: Compiler) -> None:
+    """The gradient of a position table: unreduced over both axes, used by two optimizer moments that are sharded over
+    one. XLA makes two collectives of it only next to others over the same devices, such as a weight's gradient."""
 
     def step(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
         def loss(table: jax.Array, weights: jax.Array) -> jax.Array:
@@ -536,14 +536,14 @@ def test_a_sum_that_several_read_is_scattered_and_then_summed(absent_gpus: Compi
     rows = dict.fromkeys(("state/table", "state/mean", "state/square"), P(None, None, "model"))
     pins = {**rows, "state/weights": P(None, "model"), "batch": P(("data", "model"))}
     batch = jax.ShapeDtypeStruct((64, 512, 1024), jnp.float32)
-    told = autopar.verify(step, state, batch, mesh="2x4", hardware="h100-sxm", pin=pins, compiler=absent_gpus)
-    assert {one.kind for one in told.plan.collectives} >= {"reduce-scatter", "all-reduce"}, str(told)
-    assert all(match.figure.holds for match in told.collectives), str(told)
+    result = autopar.verify(step, state, batch, mesh="2x4", hardware="h100-sxm", pin=pins, compiler=absent_gpus)
+    assert {one.kind for one in result.plan.collectives} >= {"reduce-scatter", "all-reduce"}, str(result)
+    assert all(match.figure.holds for match in result.collectives), str(result)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
+def test_a_small_all_reduce_over_more_gpus_than_the_one_shot_kernel_supports() -> None:
     def step(weights: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def loss_of(weights: jax.Array) -> jax.Array:
             counted = batch["y"] > 0
@@ -554,7 +554,7 @@ def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
         return weights - 0.1 * gradient, loss
 
     shapes = {"x": jax.ShapeDtypeStruct((4096, 256), jnp.float32), "y": jax.ShapeDtypeStruct((4096,), jnp.int32)}
-    told = autopar.verify(
+    result = autopar.verify(
         step,
         jax.ShapeDtypeStruct((256, 256), jnp.float32),
         shapes,
@@ -562,12 +562,12 @@ def test_a_small_sum_over_more_gpus_than_xlas_own_kernel_compiles_for() -> None:
         hardware="h100-sxm",
         pin={"batch/*": P("data")},
     )
-    assert any(one.kind == "all-reduce" and one.num_bytes <= 8 for one in told.matched.compiled), str(told)
+    assert any(one.kind == "all-reduce" and one.num_bytes <= 8 for one in result.matched.compiled), str(result)
 
 
 @pytest.mark.usefixtures("gpu_compiler")
-def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU devices stand in for GPUs: the same process, the same messages; carried state goes round."""
+def test_local_devices_compile_and_run_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU devices in place of GPUs: the same worker and messages; carried state is fed back."""
     from autopar.jax_interop import compilation
     from autopar.runtime import jit as execute
     from autopar.verification.compile_plan import _arguments
@@ -593,8 +593,8 @@ def test_devices_that_are_here_compile_and_run_the_step(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("gpu_compiler")
-def test_other_devices_than_the_profiles_are_passed_over() -> None:
-    """A CPU where H100s are wanted: it compiles for absent ones, and to run is refused."""
+def test_local_devices_of_another_kind_are_ignored() -> None:
+    """On a CPU instead of H100s the compiler compiles for absent GPUs, and a run is an error."""
     with Compiler(platform="cpu") as process:
         assert not process.is_present(load("h100-sxm"), 8, 1)
         assert process.flags[-5:-1] == compiler.FLAGS
@@ -604,7 +604,7 @@ def test_other_devices_than_the_profiles_are_passed_over() -> None:
 
 
 @pytest.mark.usefixtures("gpu_compiler")
-def test_to_run_without_gpus_is_refused_before_planning(
+def test_run_without_gpus_fails_before_planning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     target = tmp_path / "train_run.py"
@@ -614,7 +614,7 @@ def test_to_run_without_gpus_is_refused_before_planning(
     assert "running the step needs GPUs on this machine" in capsys.readouterr().err
 
 
-def test_gpus_are_looked_for_where_nothing_forbids_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_detected_unless_the_environment_excludes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -626,18 +626,18 @@ def test_gpus_are_looked_for_where_nothing_forbids_them(monkeypatch: pytest.Monk
     assert compiler._platform_here() is None
 
 
-def test_what_was_measured_is_a_third_column() -> None:
+def test_measured_figures_are_a_third_column() -> None:
     ran = compiler.Measured(step_time_s=2e-3, runs_s=(2e-3,) * 3, peak_bytes=140e6)
     program = adam()
     standin: Any = StandIn(compiled_step(measured=ran))
-    told = autopar.verify(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", compiler=standin)
-    assert "measured" in str(told)
-    assert "140 MB" in str(told)
-    assert told.to_json()["measured"]["step_time_s"] == 2e-3
-    assert told.step_time.measured == 2e-3
+    result = autopar.verify(program.step, *program.abstract_args(), mesh="8", hardware="h100-sxm", compiler=standin)
+    assert "measured" in str(result)
+    assert "140 MB" in str(result)
+    assert result.to_json()["measured"]["step_time_s"] == 2e-3
+    assert result.step_time.measured == 2e-3
 
 
-# -- the real thing ---------------------------------------------------------------------------
+# -- with XLA's GPU compiler ------------------------------------------------------------------
 
 
 def two_layers() -> programs.Program:
@@ -646,29 +646,29 @@ def two_layers() -> programs.Program:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-def test_a_two_layer_mlp_under_eight_gpus_that_are_not_there(tmp_path: Path) -> None:
-    told = autopar.verify(two_layers().step, *two_layers().abstract_args(), mesh="8", hardware="h100-sxm")
-    rows = {row.name: row for row in told.memory}
+def test_a_two_layer_mlp_on_eight_absent_gpus(tmp_path: Path) -> None:
+    result = autopar.verify(two_layers().step, *two_layers().abstract_args(), mesh="8", hardware="h100-sxm")
+    rows = {row.name: row for row in result.memory}
     assert [name for name in ("arguments", "outputs", "shared by both") if not rows[name].holds] == []
-    assert told.collectives
-    assert [match.name for match in told.collectives if not match.figure.holds] == []
-    assert not told.unpredicted
-    assert told.step_time.compiled is not None
-    assert 0 < told.step_time.compiled < 1
-    assert 0 < told.overhead_s < 10  # a second where the machine has nothing else to do
-    assert "Verification of" in str(told)
-    assert json.loads(json.dumps(told.to_json()))["topology"] == "1x1x8"
-    autopar.write_report(told.plan, tmp_path / "report.html", verification=told)
+    assert result.collectives
+    assert [match.name for match in result.collectives if not match.figure.holds] == []
+    assert not result.unpredicted
+    assert result.step_time.compiled is not None
+    assert 0 < result.step_time.compiled < 1
+    assert 0 < result.overhead_s < 10  # about a second on an idle machine
+    assert "Verification of" in str(result)
+    assert json.loads(json.dumps(result.to_json()))["topology"] == "1x1x8"
+    autopar.write_report(result.plan, tmp_path / "report.html", verification=result)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Predicted beside compiled" in page and "XLA's own program for 1x1x8 GPUs" in page
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-def test_two_hosts_are_compiled_for_and_their_devices_numbered_as_the_mesh_does() -> None:
-    """16 GPUs on 2 hosts: the mesh's first axis is that of the hosts, and XLA's groups follow it."""
+def test_two_hosts_have_the_device_order_of_the_mesh() -> None:
+    """16 GPUs on 2 hosts: the first mesh axis spans the hosts, also in XLA's replica groups."""
     program = two_layers()
-    told = autopar.verify(
+    result = autopar.verify(
         program.step,
         *program.abstract_args(),
         mesh="host=2,gpu=8",
@@ -676,20 +676,20 @@ def test_two_hosts_are_compiled_for_and_their_devices_numbered_as_the_mesh_does(
         hardware="h100-sxm",
         pin={"batch/*": P(("host", "gpu"))},
     )
-    assert told.topology == "1x2x8"
-    assert told.compiled.hosts == (0,) * 8 + (1,) * 8
-    assert [match.name for match in told.collectives if match.axes is None] == []
-    compiled = [match for match in told.collectives if match.compiled_count]
+    assert result.topology == "1x2x8"
+    assert result.compiled.hosts == (0,) * 8 + (1,) * 8
+    assert [match.name for match in result.collectives if match.axes is None] == []
+    compiled = [match for match in result.collectives if match.compiled_count]
     assert any(match.crosses_hosts for match in compiled)
     for match in compiled:
         assert match.crosses_hosts == ("host" in (match.axes or ())), match.name
-    assert [match.name for match in told.collectives if not match.figure.holds] == []
+    assert [match.name for match in result.collectives if not match.figure.holds] == []
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-def test_the_command_says_nothing_of_the_plugin(tmp_path: Path) -> None:
-    """A saved plan of a target, in a process as a user's: the report, and no complaint of a missing GPU."""
+def test_the_command_prints_no_message_of_the_plugin(tmp_path: Path) -> None:
+    """The command in a process of its own prints the report, and no warning of a missing GPU."""
     root = Path(__file__).resolve().parent.parent
     (tmp_path / "t.py").write_text(
         "import jax, programs\np = programs.mlp(batch=4096, width=1024, num_layers=2)\n"
@@ -708,7 +708,7 @@ def test_the_command_says_nothing_of_the_plugin(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("gpu_compiler")
-def test_xla_s_refusal_is_quoted() -> None:
+def test_an_error_of_xla_is_quoted() -> None:
     with Compiler() as process, pytest.raises(VerifyError, match="XLA could not compile the planned step"):
         process.compile(b"no module", load("h100-sxm"), 8, 1)
     assert process._child.poll() is not None
@@ -716,7 +716,7 @@ def test_xla_s_refusal_is_quoted() -> None:
 
 
 @pytest.mark.usefixtures("gpu_compiler")
-def test_a_compiler_that_dies_early_is_told_of() -> None:
+def test_an_early_death_of_the_compiler_is_reported() -> None:
     with Compiler() as process:
         process._child.kill()
         process._child.wait()
@@ -737,8 +737,8 @@ def test_an_interrupt_while_compiling_leaves_no_process(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("gpu_compiler")
-def test_the_compiler_ends_with_whoever_started_it(tmp_path: Path) -> None:
-    """Killed, it cannot end its compiler; which sees that nobody asks any more, and tidies up."""
+def test_the_compiler_ends_with_its_parent(tmp_path: Path) -> None:
+    """A killed parent cannot end its compiler, which sees the end of its input and cleans up."""
     code = (
         "import os, sys, time\nfrom autopar.xla_compiler.compiler import Compiler\nc = Compiler()\n"
         "print(c._child.pid, c._folder.name, flush=True)\nos.kill(os.getpid(), 9)\n"
@@ -756,7 +756,7 @@ def test_the_compiler_ends_with_whoever_started_it(tmp_path: Path) -> None:
 
 
 def test_lowering_needs_no_device() -> None:
-    """What travels to the compiler's process: bytecode that names modules, made under an abstract mesh."""
+    """The serialized module, with source locations, is lowered under an abstract mesh."""
     program = two_layers()
     plan, traced = autopar.parallelize(mesh="2x8", hardware="h100-sxm")(program.step).planned(*program.abstract_args())
     from autopar.jax_interop import compilation

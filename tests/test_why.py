@@ -1,4 +1,4 @@
-"""What a runner-up would cost the whole step: planned again, and explained by the difference of the two plans."""
+"""The cost of a runner-up for the whole step, explained by the difference of two plans."""
 
 from __future__ import annotations
 
@@ -24,60 +24,61 @@ def of_mlp(path: str, **options: Any) -> Any:
 
 def test_a_parameter_costs_what_a_plan_with_it_pinned_costs() -> None:
     step, args = make()
-    told = why("params/up", step, *args, mesh="2x4", hardware=SLOW)
-    (one,) = told.decisions
+    result = why("params/up", step, *args, mesh="2x4", hardware=SLOW)
+    (one,) = result.decisions
     assert one.runner_up is not None
     pinned = autopar.plan(step, *args, mesh="2x4", hardware=SLOW, pin={"params/up": one.runner_up})
-    assert told.forced is not None
-    assert told.forced.prediction == pinned.prediction
-    assert told.extra_s == pytest.approx(pinned.prediction.step_time_s - told.plan.prediction.step_time_s)
-    assert f"params/up {one.sharding}" in told.words
-    assert f"forcing {one.runner_up}" in told.words
+    assert result.forced is not None
+    assert result.forced.prediction == pinned.prediction
+    assert result.extra_s == pytest.approx(pinned.prediction.step_time_s - result.plan.prediction.step_time_s)
+    assert f"params/up {one.sharding}" in result.words
+    assert f"forcing {one.runner_up}" in result.words
 
 
 def test_the_cause_is_the_difference_of_the_two_plans() -> None:
-    told = of_mlp("state/params/Dense_1/kernel")
-    assert told.forced is not None
-    seconds = {kind: told.forced.prediction.exposed_s.get(kind, 0.0) for kind in told.plan.prediction.exposed_s}
-    parts = told.forced.prediction.compute_s - told.plan.prediction.compute_s
-    parts += sum(told.forced.prediction.exposed_s.values()) - sum(told.plan.prediction.exposed_s.values())
-    assert parts == pytest.approx(told.extra_s, rel=1e-6, abs=1e-12)
-    assert seconds.keys() == told.plan.prediction.exposed_s.keys()
-    added = sum(one.num_bytes for one in told.more) - sum(one.num_bytes for one in told.fewer)
+    result = of_mlp("state/params/Dense_1/kernel")
+    assert result.forced is not None
+    seconds = {kind: result.forced.prediction.exposed_s.get(kind, 0.0) for kind in result.plan.prediction.exposed_s}
+    parts = result.forced.prediction.compute_s - result.plan.prediction.compute_s
+    parts += sum(result.forced.prediction.exposed_s.values()) - sum(result.plan.prediction.exposed_s.values())
+    assert parts == pytest.approx(result.extra_s, rel=1e-6, abs=1e-12)
+    assert seconds.keys() == result.plan.prediction.exposed_s.keys()
+    added = sum(one.num_bytes for one in result.more) - sum(one.num_bytes for one in result.fewer)
     totals = [
-        sum(use.bytes_per_step for use in plan.collectives if not use.combinable) for plan in (told.plan, told.forced)
+        sum(use.bytes_per_step for use in plan.collectives if not use.combinable)
+        for plan in (result.plan, result.forced)
     ]
-    if not any(use.combinable for plan in (told.plan, told.forced) for use in plan.collectives):
+    if not any(use.combinable for plan in (result.plan, result.forced) for use in plan.collectives):
         assert added == pytest.approx(totals[1] - totals[0])
 
 
-def test_what_a_module_makes_is_forced_there_and_nothing_else() -> None:
-    told = of_mlp("MLP/Dense_1")
-    (one,) = told.decisions
+def test_only_the_output_of_a_module_is_forced() -> None:
+    result = of_mlp("MLP/Dense_1")
+    (one,) = result.decisions
     assert (one.kind, one.phase, one.primitive) == ("activation", "forward", "dot_general")
-    assert told.forced is not None
-    after = next(d for d in told.forced.decisions if d.value == one.value)
+    assert result.forced is not None
+    after = next(d for d in result.forced.decisions if d.value == one.value)
     assert after.sharding == one.runner_up
-    assert told.extra_s >= -1e-9
+    assert result.extra_s >= -1e-9
 
 
 def test_a_glob_forces_all_at_once() -> None:
-    told = of_mlp("Dense_*/kernel")
-    assert [one.path for one in told.decisions] == [f"state/params/Dense_{n}/kernel" for n in range(3)]
-    assert told.forced is not None
-    lies = {tensor.path: tensor.sharding for tensor in told.forced.inputs}
-    assert all(lies[one.path] == one.runner_up for one in told.decisions)
-    assert "state/params/Dense_{0..2}/kernel" in told.words
+    result = of_mlp("Dense_*/kernel")
+    assert [one.path for one in result.decisions] == [f"state/params/Dense_{n}/kernel" for n in range(3)]
+    assert result.forced is not None
+    lies = {tensor.path: tensor.sharding for tensor in result.forced.inputs}
+    assert all(lies[one.path] == one.runner_up for one in result.decisions)
+    assert "state/params/Dense_{0..2}/kernel" in result.words
 
 
-def test_a_path_that_is_none_names_those_close_to_it() -> None:
+def test_an_unknown_path_is_an_error_that_names_similar_paths() -> None:
     with pytest.raises(
         PinError, match=r"has the path 'state/params/Dense_9/kernel'\. Paths look like .*Dense_\d/kernel"
     ):
         of_mlp("state/params/Dense_9/kernel")
 
 
-def test_what_is_pinned_has_no_runner_up() -> None:
+def test_a_pinned_tensor_has_no_runner_up() -> None:
     with pytest.raises(PinError, match=r"has a single possible sharding on mesh 2x4"):
         of_mlp("state/params/Dense_0/kernel", pin={"state/params/Dense_0/kernel": P()})
 
@@ -90,9 +91,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     text = capsys.readouterr().out
     assert text.startswith("`train_step` on mesh 2x4 (slow-gpu): ")
     assert main(["why", "params/up", "train.py:make", "--json", *planning]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["words"] in text
-    assert told["forced"]["step_time_s"] - told["plan"]["step_time_s"] == pytest.approx(told["extra_s"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["words"] in text
+    assert result["forced"]["step_time_s"] - result["plan"]["step_time_s"] == pytest.approx(result["extra_s"])
     step, args = make()
     autopar.plan(step, *args, mesh="2x4", hardware="h100-sxm").save("p.json")
     assert main(["why", "params/up", "train.py:make", "--plan", "p.json"]) == 0

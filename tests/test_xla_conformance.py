@@ -1,9 +1,8 @@
-"""XLA's passes as `autopar.xla_model` imitates them, held against XLA's own on every JAX that is supported.
+"""Conformance of `autopar.xla_model` with XLA's own passes, on every supported JAX release.
 
-Small steps with pinned inputs are planned for eight H100s, predicted pass by pass, and compiled for eight that are not
-there. Each pass is read off the compiled program where it shows: what is sent (SPMD partitioner), in how many operations
-(combiners), how many kernels there are (fusion), temporaries (buffer assignment), which collectives run beside kernels, and
-how long XLA thinks the step takes (latency hiding scheduler).
+Small steps with pinned inputs are planned for eight H100s, predicted pass by pass, and compiled for eight absent ones. The
+compiled program shows the effect of each pass: bytes sent (SPMD partitioner), number of collectives (combiners), number of
+kernels (fusion), temporaries (buffer assignment), hidden collectives and estimated step time (latency-hiding scheduler).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def layers(x: jax.Array, ws: dict[str, jax.Array]) -> jax.Array:
 
 
 def attention(x: jax.Array, ws: dict[str, jax.Array]) -> jax.Array:
-    """One head of eight sequences on each device, between norms."""
+    """Attention with one head and eight sequences per device, between norms."""
     y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
     q, k, v = (jnp.einsum("bsd,dh->bsh", y, ws[name]) for name in "qkv")
     weights = jax.nn.softmax(jnp.einsum("bqh,bkh->bqk", q, k) * 0.125)
@@ -108,11 +107,14 @@ CASES = {
 
 @dataclass(frozen=True)
 class Figures:
-    """What shows of each pass.
+    """The figures that show the effect of each pass.
 
     Args:
-        sent: bytes by kind of collective and mesh axes. collectives: operations by kind. kernels: that a device launches.
-        hidden: collectives beside which a kernel runs. seconds: by XLA's estimator.
+        sent: bytes by kind of collective and mesh axes.
+        collectives: operations by kind.
+        kernels: kernels that a device launches.
+        hidden: collectives that overlap with a kernel.
+        seconds: step time by XLA's estimator.
     """
 
     sent: dict[tuple[str, tuple[str, ...]], float]
@@ -152,7 +154,7 @@ _KERNELS = frozenset(["fusion", "custom-call", "copy", "async-start"])
 
 @dataclass(frozen=True)
 class Line:
-    """An instruction of XLA's text."""
+    """An HLO instruction."""
 
     name: str
     shape: str
@@ -176,7 +178,7 @@ def computations(text: str) -> dict[str, list[Line]]:
 
 
 def seen(made: CompiledStep, mesh: MeshShape) -> Figures:
-    """What XLA made; a scalar's collective and the kernels of a loop's own counter are left out."""
+    """The figures of XLA's program, without collectives of scalars and kernels of loop counters."""
     sent: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     collectives: Counter[str] = Counter()
     for one in hlo.collectives(made.hlo_text):
@@ -186,7 +188,7 @@ def seen(made: CompiledStep, mesh: MeshShape) -> Figures:
     inside = computations(made.hlo_text)
 
     def collective(line: Line) -> str:
-        """The kind that an instruction is of, perhaps in a computation of its own; else empty."""
+        """The kind of collective of an instruction, possibly wrapped in a computation; else empty."""
         if found := _COLLECTIVE.fullmatch(line.operation):
             return found[1]
         return next((kind for name in line.called for one in inside[name] if (kind := collective(one))), "")
@@ -209,7 +211,7 @@ def seen(made: CompiledStep, mesh: MeshShape) -> Figures:
     return Figures(dict(sent), dict(collectives), kernels, made.temp_bytes, dict(hidden), made.step_time_s)
 
 
-# -- held against each other -----------------------------------------------------------------
+# -- comparison ------------------------------------------------------------------------------
 
 
 def made_both_ways(case: Case, compiler: Compiler) -> tuple[Figures, Figures]:
@@ -225,38 +227,38 @@ def both(request: pytest.FixtureRequest, absent_gpus: Compiler) -> tuple[str, Fi
     return request.param, *made_both_ways(CASES[request.param], absent_gpus)
 
 
-#: Predicted over compiled, as measured with JAX 0.10, 0.11 and 0.12: what is predicted may lie between that and what is
-#: compiled, and `MARGIN` beyond either. Equal where nothing is said.
+#: Known ratio of predicted to compiled with JAX 0.10, 0.11 and 0.12; 1 where none is given. A prediction may be between the
+#: ratio and 1, and `MARGIN` beyond either.
 MARGIN = 0.02
 RELEASES = sorted({".".join(version.split(".")[:2]) for version in CHECKED})
 MEASURED: dict[str, dict[str, tuple[float, float, float]]] = {
     "kernels": {
-        # Weights that are split by columns leave the step in the layout that they came in: transposed, and copied.
+        # Weights sharded by columns are transposed and copied to leave the step in their input layout.
         "Megatron": (0.81, 0.81, 0.81),
-        # XLA makes one product of the three that read the same, and slices it; here they are three.
+        # XLA merges three matmuls of one operand and slices the result; the model has three.
         "attention": (1.06, 1.06, 1.06),
-        # A slice of a stack and the copy of what an iteration leaves are kernels of their own in XLA's loops.
+        # XLA's loops have separate kernels for slices of stacks and for copies of an iteration's results.
         "scan": (0.63, 0.61, 0.61),
     },
     "temporary_bytes": {
-        # The order of kernels decides which values are in memory together, and each release has another.
+        # The order of kernels, which differs between releases, determines which values are live together.
         "data parallel": (1.17, 0.70, 0.87),
         "FSDP": (0.89, 1.0, 0.89),
         "Megatron": (0.90, 1.0, 0.90),
-        # Not explained: XLA's loops take two to three values of an iteration more.
+        # Unexplained: XLA's loops keep two to three more values of an iteration.
         "scan": (0.92, 0.80, 0.83),
     },
     "seconds": {
-        # Of all-reduces, XLA's schedule leaves 125, 55 and 0 us exposed; 11 us are predicted.
+        # XLA's schedules expose 125, 55 and 0 us of all-reduces; 11 us are predicted.
         "data parallel": (0.61, 0.77, 0.91),
         # Exposed collectives agree; kernels take 34 us more in XLA's estimate, a sixth.
         "FSDP": (0.89, 0.89, 0.89),
         "Megatron": (0.94, 0.95, 0.94),
-        # Three products where XLA has one of three times the width.
+        # Three matmuls where XLA has one of three times the width.
         "attention": (1.09, 1.09, 1.09),
     },
 }
-#: 0.11 starts these so late that no kernel is left to run beside them.
+#: JAX 0.11 starts these too late to overlap with a kernel.
 NOT_HIDDEN = {
     ("FSDP", "0.11"): {"reduce-scatter"},
     ("Megatron", "0.11"): {"all-reduce"},
@@ -265,9 +267,9 @@ NOT_HIDDEN = {
 
 
 def release() -> str:
-    """The release whose figures are to hold; of a newer patch of one, that one."""
+    """The release whose figures apply: the tested one, or that of a newer patch."""
     found = ".".join(jax.__version__.split(".")[:2])
-    assert found in RELEASES, "hold xla_model against this JAX's XLA, then add it to xla_model/imitated.py"
+    assert found in RELEASES, "compare xla_model with the XLA of this JAX, then add it to xla_model/imitated.py"
     return found
 
 
@@ -278,7 +280,7 @@ def assert_close(figure: str, both: tuple[str, Figures, Figures]) -> None:
     assert min(measured, 1.0) - MARGIN <= ratio <= max(measured, 1.0) + MARGIN, (ours, xlas)
 
 
-def test_the_spmd_partitioner_sends_what_is_predicted(both: tuple[str, Figures, Figures]) -> None:
+def test_the_spmd_partitioner_makes_the_predicted_collectives(both: tuple[str, Figures, Figures]) -> None:
     _, ours, xlas = both
     assert ours.sent == xlas.sent
 
@@ -296,21 +298,21 @@ def test_buffer_assignment_takes_as_much_memory(both: tuple[str, Figures, Figure
     assert_close("temporary_bytes", both)
 
 
-def test_the_scheduler_runs_kernels_beside_the_same_collectives(both: tuple[str, Figures, Figures]) -> None:
+def test_the_scheduler_hides_the_same_collectives(both: tuple[str, Figures, Figures]) -> None:
     name, ours, xlas = both
     if CASES[name].model is scanned:
-        return  # XLA schedules a loop's body by itself, and the iterations' collectives are not those of the step
+        return  # XLA schedules a loop's body separately, so its collectives are not those of the step
     exposed = NOT_HIDDEN.get((name, release()), set())
     assert {kind: count for kind, count in ours.hidden.items() if kind not in exposed} == xlas.hidden
 
 
-def test_the_scheduler_thinks_the_step_takes_as_long(both: tuple[str, Figures, Figures]) -> None:
+def test_the_scheduler_estimates_the_same_step_time(both: tuple[str, Figures, Figures]) -> None:
     if CASES[both[0]].model is scanned:
         return  # XLA takes a loop for one short operation
     assert_close("seconds", both)
 
 
-def test_every_module_says_which_pass_it_imitates() -> None:
+def test_every_module_names_the_pass_it_models() -> None:
     folder = Path(autopar.xla_model.__file__).parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "imitated"}
     assert sorted(name for one in PASSES for name in one.modules) == sorted(modules)

@@ -43,7 +43,7 @@ from autopar.version import __version__
 
 #: Operations whose results an expert would constrain, because the SPMD partitioner has a choice there.
 _CHOICES = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "ragged_dot_general", "sort")
-_COPIED_FROM = "# The rest of this file is the same whatever the plan.\n"
+_COPIED_FROM = "# The rest of this file is the same for every plan.\n"
 _WIDTH = 118
 
 #: Constraints on a value: its shardings and collectives in order, the user's source line, whether an expert would write them.

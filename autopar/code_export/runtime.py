@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# The rest of this file is the same whatever the plan.
+# The rest of this file is the same for every plan.
 
 Specs = Mapping[str, PartitionSpec]
 #: A registered collective: its function on one device's shard, specs before and after, mesh axes, dims by name.

@@ -139,13 +139,10 @@ def compare_grid(
     progress: Progress | None = None,
     **options: Any,
 ) -> GridComparison:
-    """Plan every step for every kind and number of devices; a step that cannot be planned does not stop the others.
+    """Plan every step for every kind of device and number of them (`devices`).
 
     Args:
-        targets: steps by name.
-        devices: numbers of devices.
-        progress: callback with a stage's name and the fraction done.
-        options: further options of `fits`.
+        targets, progress, options: as in `compare`.
 
     Raises:
         MeshError: a number above a host's devices is not a multiple of them.

@@ -39,7 +39,9 @@ def plot_grid(comparison: GridComparison, path: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:  # ValueError: a file extension that matplotlib does not support
-        raise PlotError(f"cannot draw into {path!r}: {error}") from error
+        raise PlotError(
+            f"cannot draw into {path!r}: {error}; give a .png, .svg or .pdf file in a writable folder"
+        ) from error
 
 
 def _draw(grid: Compared, panels: Any) -> None:

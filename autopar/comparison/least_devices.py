@@ -331,6 +331,6 @@ class _Search:
 
 
 def _least(refused: Sequence[Refused]) -> Refused:
-    """The refusal with the least memory, with the reasons of all why some plans could not be tried."""
+    """The refusal with the lowest memory bound, combined with every reason why plans could not be tried."""
     reasons = " ".join(dict.fromkeys(one.without_plan for one in refused if one.without_plan))
     return replace(min(refused, key=lambda one: one.least_bytes), without_plan=reasons)

@@ -56,7 +56,7 @@ class PlanCheck:
     def failures(self) -> tuple[str, ...]:
         """The reasons why the check fails, one line each."""
         if self.now is None:
-            return (f"the step fits no more: {self.refused}",)
+            return (f"the step no longer fits: {self.refused}",)
         found = [f"a collective more: {_describe(use)}" for use in self.added]
         before, after = self.saved.prediction, self.now.prediction
         if self.memory is not None and after.peak_bytes > self.memory.of(before.peak_bytes):

@@ -29,7 +29,7 @@ from autopar.transforms.program import Program, program_of
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class CollectiveDifference:
     """Collectives of one kind over the same axes that only one of the two plans has."""
 
     kind: str
@@ -63,16 +63,16 @@ class Why:
         return self.forced.prediction.step_time_s - self.plan.prediction.step_time_s
 
     @property
-    def more(self) -> tuple[Sent, ...]:
+    def more(self) -> tuple[CollectiveDifference, ...]:
         """Collectives that only the forced plan has."""
-        return self._sent()[0]
+        return self._differences()[0]
 
     @property
-    def fewer(self) -> tuple[Sent, ...]:
+    def fewer(self) -> tuple[CollectiveDifference, ...]:
         """Collectives that only the best plan has."""
-        return self._sent()[1]
+        return self._differences()[1]
 
-    def _sent(self) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+    def _differences(self) -> tuple[tuple[CollectiveDifference, ...], tuple[CollectiveDifference, ...]]:
         if self.forced is None:
             return (), ()
         added, gone = unmatched_collectives(self.plan.collectives, self.forced.collectives)
@@ -114,12 +114,12 @@ class Why:
             for extra, text in parts
             if abs(extra) > least
         ]
-        causes += [f"it adds {_sent_text(one)}" for one in self.more]
-        causes += [f"it saves {_sent_text(one)}" for one in self.fewer]
+        causes += [f"it adds {_difference_text(one)}" for one in self.more]
+        causes += [f"it saves {_difference_text(one)}" for one in self.fewer]
         memory = after.peak_bytes - before.peak_bytes
         if abs(memory) > 0.001 * before.peak_bytes:
             causes.append(f"peak memory is {human_bytes(abs(memory))} {'more' if memory > 0 else 'less'}")
-        return "; ".join(causes) or "the two plans send the same and hold the same"
+        return "; ".join(causes) or "the two plans have the same collectives and peak memory"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -249,12 +249,12 @@ def _size(one: Decision) -> int:
     return size
 
 
-def _summed(uses: Sequence[CollectiveUse]) -> tuple[Sent, ...]:
+def _summed(uses: Sequence[CollectiveUse]) -> tuple[CollectiveDifference, ...]:
     by_key: dict[tuple[str, tuple[str, ...]], list[CollectiveUse]] = defaultdict(list)
     for use in uses:
         by_key[use.kind, use.axes].append(use)
     found = [
-        Sent(
+        CollectiveDifference(
             kind,
             axes,
             sum(use.num_times for use in own),
@@ -266,7 +266,7 @@ def _summed(uses: Sequence[CollectiveUse]) -> tuple[Sent, ...]:
     return tuple(sorted(found, key=lambda one: -one.time_s))
 
 
-def _sent_text(one: Sent) -> str:
+def _difference_text(one: CollectiveDifference) -> str:
     count = f"{one.count} {one.kind}{'s' if one.count > 1 else ''}"
     return f"{count} over {', '.join(one.axes)} ({human_bytes(one.num_bytes)}, {human_seconds(one.time_s)})"
 

@@ -82,7 +82,7 @@ class CompiledCosts:
     compiler: Compiler
     check: bool
 
-    def as_it_is(self) -> CompiledStep:
+    def as_is(self) -> CompiledStep:
         return self._compile(self.hand.lower("cuda"))
 
     def planned(self, plan: Plan) -> CompiledStep | None:
@@ -118,17 +118,17 @@ class CompiledCosts:
         counts: Counter[str] = Counter()
         for one in found.compiled:
             counts[one.kind] += one.num_times
-        nobody_meant: Counter[str] = Counter()
+        unintended: Counter[str] = Counter()
         for row in rows:
             if not row.is_sum:
-                nobody_meant[row.kind] += row.count
+                unintended[row.kind] += row.count
         made = Compiled(
             step_time_s=compiled.step_time_s if believable else None,
             exposed_s=compiled.exposed_s,
             peak_bytes=compiled.peak_bytes,
             sent_bytes=sum(one.num_bytes for one in found.compiled),
             counts=dict(counts),
-            unmeant_counts=dict(nobody_meant),
+            unmeant_counts=dict(unintended),
             unmeant_bytes=sum(row.num_bytes for row in rows if not row.is_sum),
         )
         cost = Cost(

@@ -113,8 +113,8 @@ class _Diagnosing:
     def diagnosis(self, share: float) -> Diagnosis:
         """Compile and plan the step, search for changes, and compile them."""
         hand, profile, budget = self.plans.hand, self.plans.profile, self.plans.budget
-        self.report("XLA compiles it as it is", 0.1)
-        compiled = self.compiling.as_it_is()
+        self.report("XLA compiles the step as is", 0.1)
+        compiled = self.compiling.as_is()
         self.report("plan", 0.3)
         kept, fits = self.plans.plan_or_unlimited(self.plans.own)
         best = self.plans.plan({}, rematerialize=True)

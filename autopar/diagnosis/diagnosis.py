@@ -166,9 +166,9 @@ def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         )
     )
     console.print(_costs(diagnosis))
-    console.print(Text(f"Collectives nobody meant: {_total(diagnosis.unmeant)}", "bold"), _extras(diagnosis.unmeant))
+    console.print(Text(f"Unintended collectives: {_total(diagnosis.unmeant)}", "bold"), _extras(diagnosis.unmeant))
     if diagnosis.sums:
-        head = f"Sums that another split of the values inside does not need: {_total(diagnosis.sums)}"
+        head = f"Reductions that other shardings of intermediate values would avoid: {_total(diagnosis.sums)}"
         console.print(Text(head, "bold"), _extras(diagnosis.sums))
     if diagnosis.changes:
         also = f", {100 * diagnosis.recovered_as_predicted:.0f} % as predicted" if diagnosis.by_xla else ""
@@ -208,7 +208,7 @@ def _costs(diagnosis: Diagnosis) -> RenderableType:
     exposed = diagnosis.as_is.compiled.exposed_s if diagnosis.as_is.compiled else {}
     if exposed:
         each = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in exposed.items())
-        grid.add_row(Text(f"as it is, hidden by no kernel, says XLA: {each}"))
+        grid.add_row(Text(f"as it is, exposed communication by XLA's estimate: {each}"))
     return Padding(grid, (0, 0, 1, 2))
 
 
@@ -244,14 +244,14 @@ def _changes(diagnosis: Diagnosis) -> RenderableType:
 def _tensor_lines(tensors: Sequence[TensorChange]) -> list[str]:
     """One line per changed tensor, and one line for the optimizer state that changes with them."""
     lines = [
-        f"{one.path}{f' x{one.count}' if one.count > 1 else ''}: {one.before or 'unsaid'} -> {one.after}"
+        f"{one.path}{f' x{one.count}' if one.count > 1 else ''}: {one.before or 'unspecified'} -> {one.after}"
         for one in tensors
         if one.role != "optimizer"
     ]
     others = [one for one in tensors if one.role == "optimizer"]
     if others and lines:
         return [*lines, f"and {sum(one.count for one in others)} tensors of the optimizer's state likewise"]
-    return lines + [f"{one.path} x{one.count}: {one.before or 'unsaid'} -> {one.after}" for one in others]
+    return lines + [f"{one.path} x{one.count}: {one.before or 'unspecified'} -> {one.after}" for one in others]
 
 
 def _place_lines(places: Sequence[Place]) -> list[str]:
@@ -270,7 +270,7 @@ def _after(cost: Cost) -> str:
     left = _counts(made.unmeant_counts) if made.unmeant_bytes else "none"
     return (
         f"then {human_seconds(cost.predicted_s)} a step{xla}; compiled: sends {human_bytes(made.sent_bytes)}, peak"
-        f" {human_bytes(made.peak_bytes)}, nobody meant: {left}"
+        f" {human_bytes(made.peak_bytes)}, unintended: {left}"
     )
 
 
@@ -281,7 +281,7 @@ def _total(rows: Sequence[Extra]) -> str:
     for row in rows:
         counts[row.kind] += row.count
     size, seconds = sum(row.num_bytes for row in rows), sum(row.time_s for row in rows)
-    return f"{_counts(counts)}; {human_bytes(size)} a device, {human_seconds(seconds)} one after the other"
+    return f"{_counts(counts)}; {human_bytes(size)} a device, {human_seconds(seconds)} without overlap"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

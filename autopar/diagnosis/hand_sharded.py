@@ -26,7 +26,7 @@ from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
 
 #: An expected mesh, or its number of devices.
 ExpectedMesh = str | int | MeshShape | Mesh | AbstractMesh | None
-#: Where a sharding stands in the program, and its mesh.
+#: The place of a sharding in the program, and its mesh.
 _Found = tuple[str, Any]
 
 

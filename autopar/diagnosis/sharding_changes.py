@@ -24,12 +24,7 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """The price of a set of pins.
-
-    Args:
-        step_time_s: predicted step time; `inf` where the plan does not fit.
-        shardings: resulting sharding of every input.
-    """
+    """The plan of a set of pins: its step time (`inf` where it does not fit), and the sharding of every input."""
 
     step_time_s: float
     shardings: tuple[TensorSharding, ...]
@@ -128,11 +123,9 @@ def search(
 
     Args:
         own: the user's pins.
-        groups: candidates.
-        price: planner as a function of pins.
+        price: the planner, as a function of pins.
         first_s: step time with the user's pins.
         to_recover_s: seconds to recover.
-        tensors: the program's inputs.
         trying: progress callback with the number of each plan.
     """
     return _Search(price, tensors, trying).run(dict(own), list(groups), first_s, to_recover_s)

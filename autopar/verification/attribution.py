@@ -51,12 +51,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """The match of compiled and predicted collectives, all by position.
-
-    Args:
-        predicted: compiled collective -> the predicted ones that it contains.
-        compiled_left, predicted_left: unmatched bytes.
-    """
+    """Position of a compiled collective -> positions of the predicted ones that it contains; and unmatched bytes by position."""
 
     predicted: dict[int, tuple[int, ...]]
     compiled_left: dict[int, float]
@@ -64,12 +59,7 @@ class Pairing:
 
 
 def pair(found: Sequence[Collective], uses: Sequence[tuple[int, CollectiveUse]], num_devices: int) -> Pairing:
-    """Match collectives of one kind over the same axes.
-
-    Args:
-        found: compiled collectives.
-        uses: predicted collectives with their positions in the plan.
-    """
+    """Match compiled collectives (`found`) with predicted ones (`uses`, with positions in the plan)."""
     parts = [
         Share(position, one.num_times * size, module_paths(one.op_name))
         for position, one in enumerate(found)

@@ -188,11 +188,11 @@ def render_verification(verification: Verification, console: Console) -> None:
     what = [f"{PREDICTED}: {PREDICTED_IS}"]
     if verification.step_time.name == SIMULATED:
         what.append(f"{SIMULATED}: {SIMULATED_IS}")
-    foreseen = plan.prediction.xla_exposed_s
-    for whose, times in (("simulated", foreseen), ("says XLA", compiled.exposed_s)):
+    simulated = plan.prediction.xla_exposed_s
+    for whose, times in (("simulated", simulated), ("XLA's estimate", compiled.exposed_s)):
         if times is not None:
             each = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in times.items())
-            what.append(f"hidden by no kernel, {whose}: {each or 'none'}")
+            what.append(f"exposed communication, {whose}: {each or 'none'}")
     console.print(*(Padding(Text(line), (0, 0, 0, 2)) for line in what))
     console.print()
     console.print(Text("XLA_FLAGS", "bold"), *(Padding(Text(flag), (0, 0, 0, 2)) for flag in compiled.flags))
@@ -238,7 +238,7 @@ def _budget(verification: Verification) -> RenderableType:
     if not verification.fits and len(verification.attempts) == 1:  # a given plan
         ratio = verification.budget_bytes / verification.compiled.peak_bytes
         tighter = verification.plan.prediction.peak_bytes * ratio
-        ways = f"plan anew with a budget of {human_bytes(tighter)}, or verify without a given plan, which does so"
+        ways = f"plan again with a budget of {human_bytes(tighter)}, or verify without a given plan, which does so"
     grid = Table.grid()
     grid.add_row(Text(kept if verification.fits else f"{over}: {ways}", "" if verification.fits else "red"))
     grid.add_row(table)
@@ -257,7 +257,7 @@ def _collectives(matches: Sequence[CollectiveMatch]) -> RenderableType:
             Text("\n".join(one.causes)),
         )
     starred = (
-        Text("* XLA may merge these into fewer: bytes are held, counts are not")
+        Text("* XLA may combine these into fewer: bytes are checked, counts are not")
         if any(one.combinable for one in matches)
         else Text()
     )

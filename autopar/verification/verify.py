@@ -117,14 +117,14 @@ class _Verifier:
         self.parallel, self.args, self.kwargs, self.hosts, self.run = parallel, args, kwargs, hosts, run
         self.options, self.compiler = options, compiler
         self.report: Callable[[str, float], None] = options.get("progress") or (lambda stage, fraction: None)
-        self.elsewhere_s = 0.0  # seconds of planning and of XLA, which are no overhead of verification
+        self.excluded_s = 0.0  # seconds of planning and of XLA, which are no overhead of verification
         self.attempts: list[Attempt] = []
 
     def verify(self) -> Verification | StagesVerification:
         """The verification, with `overhead_s` set to the time that is no overhead; the caller subtracts it."""
         before = time.perf_counter()
         plan, program = self.parallel.planned(*self.args, **self.kwargs)
-        self.elsewhere_s += time.perf_counter() - before
+        self.excluded_s += time.perf_counter() - before
         if isinstance(plan, PipelinePlan):
             return self._of_stages(plan, program)
         profile = _profile(self.options.get("hardware"), plan)
@@ -148,7 +148,7 @@ class _Verifier:
             self._num_hosts(made.plan, profile),
             budget_bytes=budget,
             attempts=self.attempts,
-            overhead_s=self.elsewhere_s,
+            overhead_s=self.excluded_s,
         )
 
     def _of_stages(self, plan: PipelinePlan, program: Program) -> StagesVerification:
@@ -158,8 +158,8 @@ class _Verifier:
                 " leave out --run (run=True)"
             )
         verification = verify_stages(plan, program, self.parallel.profiles(plan), self.compiler, self.report)
-        self.elsewhere_s += sum(one.compiled.compile_s for one in verification.verified)
-        return replace(verification, overhead_s=self.elsewhere_s)
+        self.excluded_s += sum(one.compiled.compile_s for one in verification.verified)
+        return replace(verification, overhead_s=self.excluded_s)
 
     def _num_hosts(self, plan: Plan, profile: HardwareProfile) -> int:
         return hosts_needed(plan, profile) if self.hosts is None else self.hosts
@@ -167,7 +167,7 @@ class _Verifier:
     def _compile(self, plan: Plan, program: Program, profile: HardwareProfile) -> CompiledStep:
         hosts = self._num_hosts(plan, profile)
         compiled = compile_plan(plan, program.of(plan), profile, hosts, self.compiler, self.report, run=self.run)
-        self.elsewhere_s += compiled.compile_s
+        self.excluded_s += compiled.compile_s
         return compiled
 
     def _replan(self, made: _Made, program: Program, limit: float) -> Plan | None:
@@ -190,7 +190,7 @@ class _Verifier:
             )
             return None
         finally:
-            self.elsewhere_s += time.perf_counter() - before
+            self.excluded_s += time.perf_counter() - before
         note = (
             f"planned for {human_bytes(MemoryBudget(limit).plan_bytes)} per device: XLA's program of a plan that predicted"
             f" {human_bytes(made.plan.prediction.peak_bytes)} took {human_bytes(made.compiled.peak_bytes)}"

@@ -125,9 +125,9 @@ def verify_stages(
             )
         stages.append(known[key])
     schedule = plan.tasks()
-    held = held_most(schedule, lambda stage: plan.stages[stage].cost.flight_bytes)
+    in_flight = held_most(schedule, lambda stage: plan.stages[stage].cost.flight_bytes)
     peaks, budgets = [], []
-    for submesh, most in enumerate(held):
+    for submesh, most in enumerate(in_flight):
         own = schedule.stages_on(submesh)
         one_in_flight = max(plan.stages[stage].cost.flight_bytes for stage in own)
         state = sum(plan.stages[stage].cost.state_bytes for stage in own)

@@ -70,10 +70,8 @@ class AllReduceReassociate:
         return None
 
     def _sum_of_sums(self, n: int, node: Node) -> int | None:
-        """Rewrite `all_reduce(x) + all_reduce(y)` over the same devices to `all_reduce(x + y)` in the result's dtype.
-
-        XLA does so where nothing else uses either all-reduce.
-        """
+        """Rewrite `all_reduce(x) + all_reduce(y)` over the same devices to `all_reduce(x + y)` in the result's dtype, as XLA does
+        where nothing else uses either."""
         left, right = (self._single_use_sum(n, index, value) for index, value in enumerate(node.operands))
         if left is None or right is None or left.at == right.at or left.order != right.order:
             return None

@@ -57,10 +57,7 @@ def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bo
 
 
 def _with_whole_barriers(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
-    """The operations with the pieces of each optimization barrier as one operation.
-
-    No operation after a barrier runs before all operations that the barrier depends on.
-    """
+    """Merge the pieces of each optimization barrier: all its operands are computed before any user of a result runs."""
     of_node = {node: n for n, (start, stop) in enumerate(graph.barriers) for node in range(start, stop)}
     first: dict[int, int] = {}
     barrier: dict[int, int] = {}  # piece -> first piece of its barrier
@@ -164,10 +161,8 @@ class _Builder:
         return is_free and self.instructions[first].num_bytes == one.num_bytes and self.last_read[first] == n
 
     def _in_place_roots(self, local: LocalProgram, carried: Sequence[tuple[int, int]]) -> set[int]:
-        """The chains of in-place writes that lead from carried state to its updated output.
-
-        A chain counts only if none of its writes needs a copy: its last result has to be in the buffer of the state.
-        """
+        """The in-place writes between carried state and its updated output. A chain of them counts only if none needs a copy,
+        since the last result has to be in the state's buffer."""
         found: set[int] = set()
         for before, after in carried:
             at, chain, is_free = local.outputs[after], list[int](), True

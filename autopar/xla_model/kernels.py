@@ -140,14 +140,7 @@ class KernelPrice:
             self.reread_bytes_per_s.append(self.bandwidth * speedup)
 
     def seconds(self, blocks: float, flops: float, operands: Mapping[int, float], written: float) -> float:
-        """Seconds of a kernel.
-
-        Args:
-            blocks: number of thread blocks; 0 where they occupy the whole device.
-            flops: FLOPs outside matrix units.
-            operands: position of each operand -> how often the kernel reads each element.
-            written: bytes of the results.
-        """
+        """Seconds of a kernel with `blocks` thread blocks (0: enough for the device), by FLOPs, reads per operand, bytes written."""
         rate, most = self.rate, math.inf
         if blocks:
             rate *= min(1.0, blocks / self.num_cores)

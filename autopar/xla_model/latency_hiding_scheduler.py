@@ -52,12 +52,7 @@ class ScheduleNodes:
 
     @classmethod
     def of(cls, tasks: Sequence[Task], instant: frozenset[int]) -> ScheduleNodes:
-        """Create the nodes of some tasks.
-
-        Args:
-            tasks: operations in program order.
-            instant: positions of collectives that take no time.
-        """
+        """Create the nodes of tasks in program order; `instant` has the positions of collectives that take no time."""
         nodes = cls([], [], [], [], [], [])
         ends: list[int] = []  # by task, its last node
         for position, task in enumerate(tasks):
@@ -140,11 +135,8 @@ def resource_of(op: Op, mesh: MeshShape, profile: HardwareProfile) -> str:
 
 
 class _Scheduler:
-    """Orders the nodes from the last to the first.
-
-    `clock` runs backwards from the end of the step. A start is ready, without stalling, once its collective's time has passed since
-    its end was placed.
-    """
+    """Orders the nodes from the last to the first. `clock` runs backwards from the end of the step; a start is ready, without
+    stalling, once its collective's time has passed since its end was placed."""
 
     def __init__(self, nodes: ScheduleNodes, prices: SchedulePrices) -> None:
         self.nodes, self.prices, count = nodes, prices, len(nodes.kinds)
@@ -190,11 +182,8 @@ class _Scheduler:
             self.queued[self.prices.resource[i]] += 1
 
     def _pop_best(self) -> int:
-        """Remove and return the ready node to place next.
-
-        Views come first, then ends of collectives if another may be in flight, then all others. Ties go to the node that is ready
-        earliest, then to starts (`_starts_in_turn`), then to the greatest asynchronous depth.
-        """
+        """Remove and return the ready node to place next: views first, then ends of collectives if another may be in flight, then
+        all others. Ties go to the earliest ready time, then by `_starts_in_turn`, then to the greatest asynchronous depth."""
         if self.views:
             return self.views.pop()
         free, resource, ready_at, depth, clock = self.free, self.prices.resource, self.ready_at, self.depth, self.clock
@@ -214,7 +203,8 @@ class _Scheduler:
         return best
 
     def _starts_in_turn(self, among: list[int], starts: list[int]) -> list[int]:
-        """Starts that block queued ends of their resource; else nodes that are no start or have collectives above them; else all."""
+        """Prefer starts whose resource has queued ends and no free slot; then nodes other than starts, and starts that depend on
+        other collectives; then all nodes."""
         resource = self.prices.resource
         backed_up = [i for i in starts if not self.free[resource[i]] and self.queued[resource[i]] > 0]
         is_start, depth = self.nodes.is_start, self.depth

@@ -27,10 +27,8 @@ class _Computed:
         self.program, self.graph = program, graph
 
     def nodes(self, kernel: Fused) -> tuple[int, ...]:
-        """The nodes between a kernel's operands and its results, in order.
-
-        Empty where the kernel also computes something without a node, such as the slice of a value to a device's shard.
-        """
+        """The nodes between a kernel's operands and its results, in order; empty where the kernel also computes something without
+        a node, such as the slice of a value to a device's shard."""
         producers = self.graph.producers
         inside, found = set(kernel.members), set[int]()
         left = [n for root in kernel.roots for n in self.program.nodes[root]]
@@ -95,10 +93,8 @@ class MultiOutputFusion:
         return one == other if one[1] == other[1] else True
 
     def _points(self, i: int) -> tuple[float, str, float] | None:
-        """The size of a kernel's iteration space, the emitter of its main root, and the points per result of a reduction.
-
-        None where the kernel cannot take part in multi-output fusion.
-        """
+        """The size of a kernel's iteration space, the emitter of its main root, and the points per result of a reduction; None
+        where multi-output fusion does not apply."""
         kernel = self.kernels[i]
         if kernel.tiled:
             return None

@@ -68,10 +68,7 @@ class Communications:
         return self._reordered(at, op) if op.is_inner and op.kind == "all-gather" else at
 
     def _node_of(self, at: int, value: int) -> int:
-        """The node that a collective of an instruction's result belongs to.
-
-        A loop writes its stacked result inside; the collective of the whole stack runs after the loop.
-        """
+        """The node that a collective of an instruction's result belongs to; for a loop's stacked result, the one after the loop."""
         producer = self.b.producers.get(value, -1)
         is_stack = producer >= 0 and self.b.graph.nodes[producer].primitive == "exit_stack"
         return producer if is_stack else self.b.program.instructions[at].node

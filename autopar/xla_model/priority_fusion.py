@@ -102,7 +102,7 @@ class PriorityFusion:
             members = (*self.kernels[i].members, *self.kernels[j].members)
             if any(self.instructions[m].primitive in NOT_TILED for m in members):
                 return False
-        elif self.kernels[i].reduces:  # what follows a reduction is a kernel of its own
+        elif self.kernels[i].reduces:  # XLA does not fuse a large reduction into its user
             return False
         return len(self.kernels[i].operands) + len(self.kernels[j].operands) <= MOST_OPERANDS
 

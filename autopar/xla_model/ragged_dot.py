@@ -1,6 +1,4 @@
-"""Lower a ragged dot to the dense matmul that XLA runs on GPUs.
-
-XLA copies every row once per group and masks the copies of other groups.
+"""Lower a ragged dot to the dense matmul that XLA runs on GPUs, with one masked copy of the rows per group.
 
 In: an equation's parameters and local shapes. Out: `DenseProduct`. Source: compiled programs of JAX 0.12 (openxla/xla,
 ragged_dot_rewriter.cc).
@@ -16,12 +14,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DenseProduct:
-    """`batch` matmuls [m, k] @ [k, n].
+    """`batch` matmuls [m, k] @ [k, n], with `copies` masked copies of each operand (0: the matmul reads the operand itself).
 
-    Args:
-        copies: masked copies of each of the two operands; 0 where the matmul reads the operand itself.
-        concatenated: whether the copies are concatenated along each row, which takes another pass; so it is where the
-            matmul sums over the groups.
+    A matmul that sums over the groups needs another pass, which concatenates the copies along each row (`concatenated`).
     """
 
     batch: int
@@ -35,12 +30,7 @@ class DenseProduct:
 def dense_product(
     params: Mapping[str, Any], left: Sequence[int], right: Sequence[int], result: Sequence[int]
 ) -> DenseProduct:
-    """The dense matmul of a ragged dot.
-
-    Args:
-        params: the equation's parameters.
-        left, right, result: local shapes.
-    """
+    """The dense matmul of a ragged dot, from the equation's parameters and local shapes."""
     numbers = params["ragged_dot_dimension_numbers"]
     (left_contracting, right_contracting), (left_batch, right_batch) = numbers["dot_dimension_numbers"]
     ragged, group_dims = set(numbers["lhs_ragged_dimensions"]), numbers["rhs_group_dimensions"]

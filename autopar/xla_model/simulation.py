@@ -57,7 +57,7 @@ class Simulation:
             body, skipped, last = [ops[i] for i in inside], set(inside), inside[-1]
             self._bodies.append((loop.start, loop.count, CollectiveCombiner(replace(program, ops=tuple(body)), mesh)))
             before = [op for i, op in enumerate(ops[:last]) if i not in skipped]
-            ops = [*before, _as_one(body, loop.start), *ops[last + 1 :]]
+            ops = [*before, _loop_op(body, loop.start), *ops[last + 1 :]]
         self._whole = CollectiveCombiner(replace(program, ops=tuple(ops)) if self._bodies else program, mesh)
         self._tasks: dict[tuple[int, float], tuple[Task, ...]] = {}
         self._nodes: dict[tuple[tuple[int, float], frozenset[int]], ScheduleNodes] = {}
@@ -111,11 +111,8 @@ class Simulation:
 
     @cached_property
     def unestimated_s(self) -> float:
-        """Seconds that XLA's estimator leaves out of kernels it prices alike at every size.
-
-        These are convolutions, library calls and the user's own kernels. The missing time is their time by the profile's rates
-        minus the estimator's price. A loop counts one iteration.
-        """
+        """Time by the profile's rates beyond XLA's estimate of kernels with a constant estimate: convolutions, library calls,
+        custom kernels. A loop counts one iteration."""
         (own, _), (estimated, _) = self._seconds_of(True), self._seconds_of(False)
         unknown = [op for op in self.program.ops if is_unestimated(op)]
         return sum(max(0.0, own(op) - estimated(op)) for op in unknown) if self._estimated.xla_estimator else 0.0
@@ -123,10 +120,8 @@ class Simulation:
     def _scheduled(
         self, merging: CollectiveCombiner, merge_bytes: float, done: Mapping[int, _Body], *, by_rates: bool
     ) -> Timeline:
-        """Schedule operations, and expand each loop to all iterations of its scheduled body.
-
-        Nothing overlaps with a loop: XLA's scheduler takes it for one short operation.
-        """
+        """Schedule operations, and expand each loop to all iterations of its scheduled body. Nothing overlaps with a loop, which
+        XLA's scheduler takes for one short operation."""
         seconds, profile = self._seconds_of(by_rates)
         is_gpu = profile.platform == "gpu"
         key = id(merging), merge_bytes
@@ -134,20 +129,18 @@ class Simulation:
         if tasks is None:
             tasks = self._tasks[key] = merging.tasks(merge_bytes, packs=is_gpu)
         if not is_gpu:
-            return _with_bodies(_one_after_another([task.op for task in tasks], seconds), done)
+            return _expand_loops(_sequential([task.op for task in tasks], seconds), done)
         times = [seconds(task.op) for task in tasks]
         instant = frozenset([i for i, task in enumerate(tasks) if task.op.kind == "collective" and not times[i] > 0])
         nodes = self._nodes.get((key, instant))
         if nodes is None:
             nodes = self._nodes[key, instant] = ScheduleNodes.of(tasks, instant)
         prices = SchedulePrices.of(nodes, tasks, times, self._mesh, profile)
-        return _with_bodies(scheduled(nodes, prices, tasks), done)
+        return _expand_loops(scheduled(nodes, prices, tasks), done)
 
     def _seconds_of(self, by_rates: bool) -> tuple[Callable[[Op], float], HardwareProfile]:
-        """A cached function from an operation to its seconds, and the profile it uses.
-
-        The cache is keyed by `id`: the program and its combiners keep every operation alive.
-        """
+        """A cached function from an operation to its seconds, and the profile it uses. The cache is keyed by `id`, since the
+        program and its combiners keep every operation alive."""
         known, profile = self._seconds[by_rates], self._by_rates if by_rates else self._estimated
 
         def seconds(op: Op) -> float:
@@ -159,7 +152,7 @@ class Simulation:
         return seconds, profile
 
 
-def _one_after_another(ops: Sequence[Op], seconds_of: Callable[[Op], float]) -> Timeline:
+def _sequential(ops: Sequence[Op], seconds_of: Callable[[Op], float]) -> Timeline:
     """The timeline on other platforms than GPUs: XLA runs each collective synchronously."""
     compute = clock = 0.0
     exposed: dict[str, float] = defaultdict(float)
@@ -193,7 +186,7 @@ class _Body:
     count: float
 
 
-def _with_bodies(timeline: Timeline, done: Mapping[int, _Body]) -> Timeline:
+def _expand_loops(timeline: Timeline, done: Mapping[int, _Body]) -> Timeline:
     """Replace each loop operation by all iterations of its body."""
     bodies = [done[op.node] for op in timeline.order if op.kind == "loop"]
     if not bodies:
@@ -213,7 +206,7 @@ def _with_bodies(timeline: Timeline, done: Mapping[int, _Body]) -> Timeline:
         else:
             ran.append(one._replace(start_s=one.start_s + later, end_s=one.end_s + later))
     all_of = [(1.0, timeline), *((body.count, body.timeline) for body in bodies)]
-    laid_open = (done[op.node].timeline.order if op.kind == "loop" else (op,) for op in timeline.order)
+    expanded = (done[op.node].timeline.order if op.kind == "loop" else (op,) for op in timeline.order)
     return Timeline(
         step_time_s=sum(count * one.step_time_s for count, one in all_of),
         compute_s=sum(count * one.compute_s for count, one in all_of),
@@ -222,11 +215,11 @@ def _with_bodies(timeline: Timeline, done: Mapping[int, _Body]) -> Timeline:
             k: round(n) for k, n in added([(count, one.num_collectives) for count, one in all_of]).items()
         },
         ran=tuple(ran),
-        order=tuple(op for ops in laid_open for op in ops),
+        order=tuple(op for ops in expanded for op in ops),
     )
 
 
-def _as_one(body: Sequence[Op], node: int) -> Op:
+def _loop_op(body: Sequence[Op], node: int) -> Op:
     """One operation that represents a loop in the schedule around it."""
     written = tuple(dict.fromkeys(b for op in body for b in op.writes))
     read = tuple(dict.fromkeys(b for op in body for b in op.reads))

@@ -183,10 +183,8 @@ class _Partitioner:
     def _arithmetic(
         self, n: int, node: Node, kind: InstructionKind, gemm: Gemm | None, elements: float
     ) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """FLOPs outside matrix units, and FLOPs inside by dtype.
-
-        An unfusible kernel counts by its sharding rule, so that the solver and this program agree. A matmul counts by its shape.
-        """
+        """FLOPs outside matrix units, and inside by dtype. An unfusible kernel counts by its sharding rule, so that the solver and
+        this program agree; a matmul counts by its shape."""
         if kind != "unfusible" or gemm is not None:
             return elements * self._flops_per_element(node), ()
         if n in self.works:

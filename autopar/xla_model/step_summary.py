@@ -44,8 +44,8 @@ def step_trace(graph: Graph, program: DeviceProgram, timeline: Timeline) -> Step
         return None
     kernels = [ran for ran in timeline.ran if ran.op.kind != "collective" and ran.end_s > ran.start_s]
     sent = [ran for ran in timeline.ran if ran.op.kind == "collective" and ran.end_s > ran.start_s]
-    of_kernels = _coarse_enough(kernels, graph, timeline.step_time_s * _PAUSE, lambda ran: ())
-    of_sent = _coarse_enough(sent, graph, timeline.step_time_s * _PAUSE, lambda ran: (ran.op.collective, ran.op.axes))
+    of_kernels = _grouped_runs(kernels, graph, timeline.step_time_s * _PAUSE, lambda ran: ())
+    of_sent = _grouped_runs(sent, graph, timeline.step_time_s * _PAUSE, lambda ran: (ran.op.collective, ran.op.axes))
     places = list(dict.fromkeys(run.place for run in (*of_kernels, *of_sent)))
     kinds = list(dict.fromkeys((run.ran[0].op.collective, run.ran[0].op.axes) for run in of_sent))
     return StepTrace(
@@ -85,25 +85,25 @@ class _Run:
         return sum(ran.end_s - ran.start_s for ran in self.ran)
 
 
-def _coarse_enough(
-    ran: Sequence[Ran], graph: Graph, pause_s: float, sort_of: Callable[[Ran], tuple[object, ...]]
+def _grouped_runs(
+    ran: Sequence[Ran], graph: Graph, pause_s: float, key_of: Callable[[Ran], tuple[object, ...]]
 ) -> list[_Run]:
     """Group operations into at most `MAX_RUNS` runs, by the longest prefix of module paths that allows it.
 
     Args:
-        sort_of: a further key that all operations of a run share.
+        key_of: a further key that all operations of a run share.
     """
     deepest = max((graph.nodes[one.op.node].path.count("/") + 1 for one in ran), default=1)
     runs: list[_Run] = []
     for depth in range(deepest, -1, -1):
-        runs = list(_runs(ran, graph, pause_s, sort_of, depth))
+        runs = list(_runs(ran, graph, pause_s, key_of, depth))
         if len(runs) <= MAX_RUNS:
             break
     return runs
 
 
 def _runs(
-    ran: Sequence[Ran], graph: Graph, pause_s: float, sort_of: Callable[[Ran], tuple[object, ...]], depth: int
+    ran: Sequence[Ran], graph: Graph, pause_s: float, key_of: Callable[[Ran], tuple[object, ...]], depth: int
 ) -> Iterable[_Run]:
     members: list[Ran] = []
     key: object = None
@@ -111,7 +111,7 @@ def _runs(
     for one in ran:
         node = graph.nodes[one.op.node]
         here: _Place = (node.phase, "/".join(node.path.split("/")[:depth]))
-        this = (here, sort_of(one))
+        this = (here, key_of(one))
         if members and (this != key or one.start_s - members[-1].end_s > pause_s):
             yield _Run(place, tuple(members))
             members = []
