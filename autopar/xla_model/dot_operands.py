@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.ir.device_program import Gemm
 from autopar.ir.graph import Node, Value
-from autopar.xla_model.instruction_kinds import sums_nothing
+from autopar.xla_model.instruction_kinds import is_outer_product
 from autopar.xla_model.local_program import Instruction
 from autopar.xla_model.partition_builder import PartitionBuilder
 from autopar.xla_model.ragged_dot import dense_product
@@ -110,7 +110,7 @@ class DotOperands:
             dense = dense_product(node.params, operands[0][1], operands[1][1], shapes[0])
             result = self.b.graph.values[node.results[0]].dtype
             return Gemm(dense.batch, dense.m, dense.n, dense.k, values[0].dtype, result)
-        if node.primitive != "dot_general" or len(operands) != 2 or sums_nothing(node):
+        if node.primitive != "dot_general" or len(operands) != 2 or is_outer_product(node):
             return None
         (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
         left, right = operands[0][1], operands[1][1]

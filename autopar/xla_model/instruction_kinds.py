@@ -28,7 +28,7 @@ class InstructionKinds:
             operands: position of each operand's instruction, and its local shape.
         """
         name, traits = node.primitive, traits_of(node.primitive)
-        if sums_nothing(node):
+        if is_outer_product(node):
             return "loop"
         if traits.library or node.effect or not node.results or self._is_opaque(node):
             return "unfusible"
@@ -72,7 +72,7 @@ class InstructionKinds:
         if value is None:
             return False
         one = self.b.program.instructions[self.b.at[value]]
-        return one.node >= 0 and one.value == value and sums_nothing(self.b.graph.nodes[one.node])
+        return one.node >= 0 and one.value == value and is_outer_product(self.b.graph.nodes[one.node])
 
     def _feeds_dots(self, value: int) -> bool:
         """Whether all users of a value are matmuls, possibly through reshapes and transposes."""
@@ -87,7 +87,7 @@ class InstructionKinds:
         return value in self.b.users
 
 
-def sums_nothing(node: Node) -> bool:
+def is_outer_product(node: Node) -> bool:
     """Whether a node is a `dot_general` without contracting dims: XLA rewrites it to a multiply (DotDecomposer)."""
     return node.primitive == "dot_general" and not node.params["dimension_numbers"][0][0]
 

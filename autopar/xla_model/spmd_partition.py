@@ -19,7 +19,7 @@ from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for, traits_of, unknown_rule
 from autopar.xla_model.all_reduce_reassociate import AllReduceReassociate
 from autopar.xla_model.dot_operands import DotOperands
-from autopar.xla_model.instruction_kinds import InstructionKinds, sums_nothing
+from autopar.xla_model.instruction_kinds import InstructionKinds, is_outer_product
 from autopar.xla_model.local_program import Instruction, InstructionKind, LocalProgram
 from autopar.xla_model.loop_borders import LoopBorders
 from autopar.xla_model.partition_builder import PartitionBuilder
@@ -136,7 +136,7 @@ class _Partitioner:
             kind,
             n,
             node.results[0] if node.results else -1,
-            "mul" if sums_nothing(node) else node.primitive,
+            "mul" if is_outer_product(node) else node.primitive,
             used,
             elements,
             num_bytes,
@@ -200,7 +200,7 @@ class _Partitioner:
     def _flops_per_element(self, node: Node) -> float:
         traits = traits_of(node.primitive)
         if traits.contraction or not node.results:
-            return self.b.f.profile.flops_per_element("mul", "") if sums_nothing(node) else 0.0
+            return self.b.f.profile.flops_per_element("mul", "") if is_outer_product(node) else 0.0
         if traits.moves:
             return 0.0
         dtype = self.b.graph.values[node.results[0]].dtype
