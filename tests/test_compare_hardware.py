@@ -358,7 +358,10 @@ def exit_code(argv: list[str]) -> Any:
     ("options", "words"),
     [
         (["--hardware", "h101"], "unknown hardware 'h101'"),
-        (["--hardware", " ,"], "there is no hardware to compare: give profiles, separated by commas, from a100-sxm-40,"),
+        (
+            ["--hardware", " ,"],
+            "there is no hardware to compare: give profiles, separated by commas, from a100-sxm-40,",
+        ),
         (["--hardware", "h200=8"], "`compare` plans one kind at a time"),
         (["--hardware", "h200", "--devices", "4", "--max-devices", "8"], "give one"),
         (["--hardware", "h200", "--plot", "p.svg"], "add --devices N,N"),
@@ -366,7 +369,9 @@ def exit_code(argv: list[str]) -> Any:
         (["--hardware", "h200", "-o", "p.json"], "unrecognized arguments: -o"),
     ],
 )
-def test_invalid_options_are_errors(folder: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_errors(
+    folder: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert exit_code(["compare", "train.py:few", *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -202,7 +202,7 @@ def _forced(decisions: Sequence[Decision], program: Program, plan: Plan, options
     if values:  # rematerialization would change the numbers of the values
         request = replace(request, rematerialize=False)
     form = program.of(replace(plan, recomputed=()))
-    return search_meshes(replace(form, whole=None), request, may_copy=False).plan
+    return search_meshes(replace(form, whole=None), request, may_fork=False).plan
 
 
 def decisions_at(path: str, decisions: Sequence[Decision]) -> list[Decision]:
