@@ -295,7 +295,7 @@ def test_plan_and_verify_use_the_same_names_for_step_times() -> None:
     assert shown["XLA's estimate, simulated"][:2] == ["2.50 ms", "1.00 ms"]
     for line in (
         "predicted step time: by the planner's own model",
-        "XLA's estimate, simulated: what XLA's latency estimator",
+        "XLA's estimate, simulated: expected of XLA's latency estimator",
     ):
         assert line in str(result)
     assert result.to_json()["predicted_step_time_s"] == 2.6e-3

@@ -113,7 +113,7 @@ class CompiledCosts:
         found = match_collectives(plan, compiled.hlo_text, compiled.hosts)
         rows = extras(found, self.hand.mesh, self.profile)
         over_s = max(0.0, sum(row.time_s for row in rows) - missing_time(found, plan))
-        # V100 and A100 have no such figures; and a loop XLA takes for one short operation.
+        # XLA has no matrix-unit description of V100 and A100, and takes a loop for one short operation.
         believable = "matrix_unit_description" in (self.profile.xla_target or {}) and not has_loops(compiled.hlo_text)
         counts: Counter[str] = Counter()
         for one in found.compiled:

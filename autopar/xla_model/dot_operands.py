@@ -66,7 +66,7 @@ class DotOperands:
         value = node.operands[index]
         assert value is not None
         whole = self.b.graph.values[value].shape
-        if all(whole[d] % max(shape[d], 1) == 0 for d in contracting[index]):  # of an empty batch there is none
+        if all(whole[d] % max(shape[d], 1) == 0 for d in contracting[index]):  # an empty batch has no padding
             return at
         source = self.b.program.instructions[at]
         copy = Instruction(

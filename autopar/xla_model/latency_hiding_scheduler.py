@@ -74,8 +74,8 @@ class ScheduleNodes:
         nodes.unlocks = [sum([len(users[j]) == 1 for j in waits_for]) for waits_for in nodes.waits_for]
         ended = [[is_end[j] for j in waits_for] for waits_for in nodes.waits_for]
         nodes.ends_before = [any(those) for those in ended]
-        # XLA schedules bitcasts ("views") too. Where the program lists none, we assume one between any two kernels, except
-        # between the end of a collective and its user.
+        # XLA schedules bitcasts ("views") too. Where the program lists none, we assume one before every kernel, except before
+        # those that read only arguments and results of collectives.
         nodes.direct = [has_views or (not kind and all(those)) for kind, those in zip(nodes.kinds, ended, strict=True)]
         return nodes
 

@@ -47,9 +47,7 @@ class _Partitioner:
         self.sums = AllReduceReassociate(self.b, self.sent, reassociate=reassociate)
         self.kinds, self.gemms = InstructionKinds(self.b), DotOperands(self.b)
         self.borders = LoopBorders(self.b, self.sent)
-        self.works: dict[
-            int, tuple[Work, float]
-        ] = {}  # node -> its work, and the points of it that one device computes
+        self.works: dict[int, tuple[Work, float]] = {}  # node -> its work, and its points on one device
         for decision, chosen in zip(f.decisions, explicit.choices, strict=True):
             if decision.kind != "group":
                 continue
