@@ -1,7 +1,7 @@
 """Calibrate this machine: devices -> samples -> fits -> a hardware profile and its samples, in two files.
 
-In: the devices of this process, a time budget. Out: a profile for `hardware=`, and its samples as JSON. The steps are in `measure`,
-`fit` and `calibration`.
+In: the devices of this process, a time budget. Out: a profile for `hardware=`, and its samples as JSON. The steps are
+in `measure`, `fit` and `calibration`.
 """
 
 from __future__ import annotations

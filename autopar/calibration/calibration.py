@@ -1,7 +1,7 @@
 """Represent a calibration: fit its samples, build the hardware profile, and write both to files.
 
-In: samples, a base profile for figures that were not measured, the machine. Out: a profile as described in `cost_models/README.md`,
-and JSON with all samples, coefficients and errors. No JAX.
+In: samples, a base profile for figures that were not measured, the machine. Out: a profile as described in
+`cost_models/README.md`, and JSON with all samples, coefficients and errors. No JAX.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _collectives(calibration: Calibration) -> dict[str, Any]:
 
 
 def _all_to_all_efficiency(calibration: Calibration) -> float | None:
-    """All-to-all bandwidth as a fraction of the link's, fitted with the link's launch and hop times fixed, as in the cost model."""
+    """All-to-all bandwidth as a fraction of the link's, fitted with the link's launch and hop times fixed."""
     link, rate = calibration.fit_of(_LINK), calibration.rate(_LINK, "bytes")
     samples = [sample for sample in calibration.samples if sample.group == "all-to-all"]
     if link is None or rate is None or not samples:

@@ -1,7 +1,6 @@
 """Fit cost coefficients to timings by non-negative least squares of relative errors, with cross-validation.
 
-In: `Sample`s, each a time and its counts (launches, FLOPs, bytes, hops). Out: a `Fit`, seconds per count. Numbers only: no JAX, no
-device.
+In: `Sample`s, each a time and its counts (launches, FLOPs, bytes, hops). Out: a `Fit`, seconds per count. No JAX.
 """
 
 from __future__ import annotations
@@ -101,8 +100,8 @@ def _held_out_errors(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray | No
 def _solve(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """The non-negative coefficients with the least sum of squared relative errors.
 
-    The search over all subsets of the few terms is exact: at the optimum, the positive coefficients solve the unconstrained problem
-    in their own columns.
+    The search over all subsets of the few terms is exact: at the optimum, the positive coefficients solve the
+    unconstrained problem in their own columns.
     """
     relative = counts / seconds[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), np.finfo(float).tiny)

@@ -2,9 +2,9 @@
 
 In: devices, sizes, a rough profile, a time budget. Out: `Sample`s.
 
-A program repeats its operation in a dependent chain, often enough to take ten times its dispatch. The dispatch of an empty program is
-subtracted. Programs are compiled and run twice as a warm-up. Then each runs once per round, so that a disturbance affects all
-programs equally. The sample is the median of the rounds.
+A program repeats its operation in a dependent chain, often enough to take ten times its dispatch. The dispatch of an
+empty program is subtracted. Programs are compiled and run twice as a warm-up. Then each runs once per round, so that a
+disturbance affects all programs equally. The sample is the median of the rounds.
 """
 
 from __future__ import annotations

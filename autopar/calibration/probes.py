@@ -1,8 +1,8 @@
 """Define the microbenchmarks of a calibration: small programs over shapes, dtypes, sizes and mesh axes.
 
-In: devices, `Sizes`, a rough profile. Out: `Point`s, each with a program to build and the counts (FLOPs, bytes, hops) of one
-repetition. Every program runs on all devices at once, each with its own data, as a sharded step does, because virtual CPU devices
-share cores and GPUs share a host.
+In: devices, `Sizes`, a rough profile. Out: `Point`s, each with a program to build and the counts (FLOPs, bytes, hops)
+of one repetition. Every program runs on all devices at once, each with its own data, as a sharded step does, because
+virtual CPU devices share cores and GPUs share a host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sizes:
         launches: numbers of small kernels in one program.
         payload_bytes: payloads of collectives.
         copy_bytes: sizes of copies between host and device.
-        convolutions: (batch, side, channels, kernel) of convolutions on square NHWC images with equal in and out channels.
+        convolutions: (batch, side, channels, kernel) on square NHWC images with equal in and out channels.
         attention: (batch, tokens, heads, head dim).
         dtypes: dtypes of matmuls, by the profile's names.
     """
@@ -223,8 +223,8 @@ _STREAMS: dict[str, tuple[Callable[[Any, Any], Any], float, float, bool]] = {
 def _tanhs(count: int, x: Any, y: Any) -> Any:
     """A sum of tanhs, for the vector FLOP/s.
 
-    Compute-bound elementwise operations of a model are transcendental functions; multiply-adds run several times faster per counted
-    FLOP. A nested chain would not do: XLA's CPU compiler computes its inner functions several times.
+    Compute-bound elementwise operations of a model are transcendental functions; multiply-adds run several times faster
+    per counted FLOP. A nested chain would not do: XLA's CPU compiler computes its inner functions several times.
     """
     for number in range(count):
         x = x + jnp.tanh(y * (0.25 + number))
@@ -354,7 +354,7 @@ def _to_device(array: np.ndarray, device: Any) -> Callable[[], object]:
 
 
 def _to_host(array: np.ndarray, device: Any) -> Callable[[], object]:
-    """Copies to the host. JAX caches an array's host copy, so each run copies a new array that reuses the device buffer."""
+    """Copies to the host. JAX caches an array's host copy, so each run copies a new array in the same buffer."""
     copy_in_place = jax.jit(lambda x: x, donate_argnums=0)
     current = [jax.device_put(array, device)]
 

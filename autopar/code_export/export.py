@@ -2,9 +2,9 @@
 
     Plan, step -> shardings by name -> the text of a file
 
-In: a plan, its step. Out: the text of the file. It has the mesh, the shardings of arguments and results as patterns of their names, the
-shardings of intermediate values by module and operation, and the code that applies them (`runtime`), which is the same in all files.
-A plan that needs more than shardings raises an error.
+In: a plan, its step. Out: the text of the file. It has the mesh, the shardings of arguments and results as patterns of
+their names, the shardings of intermediate values by module and operation, and the code that applies them (`runtime`),
+which is the same in all files. A plan that needs more than shardings raises an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CHOICES = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter
 _COPIED_FROM = "# The rest of this file is the same for every plan.\n"
 _WIDTH = 118
 
-#: Constraints on a value: its shardings and collectives in order, the user's source line, whether an expert would write them.
+#: Constraints on a value: shardings and collectives in order, the source line, whether an expert would write them.
 _Row = tuple[tuple[TensorSharding | Through, ...], str, bool]
 
 
@@ -63,7 +63,7 @@ class _Paths:
 
 
 def export(plan: AnyPlan, step: Callable[..., Any], *args: Any) -> str:
-    """Export a plan as a Python file that needs JAX only; its `shard(step, mesh, *args)` returns the step, jitted by the plan.
+    """Export a plan as a Python file that needs JAX only; its `shard(step, mesh, *args)` returns the jitted step.
 
     Args:
         plan: the plan.
@@ -95,11 +95,7 @@ def export(plan: AnyPlan, step: Callable[..., Any], *args: Any) -> str:
 
 
 def _of_one_program(plan: AnyPlan) -> Plan:
-    """Check that a plan has no pipeline stages.
-
-    Raises:
-        ExportError: it has stages.
-    """
+    """The plan; ExportError if it has pipeline stages."""
     if isinstance(plan, PipelinePlan):
         raise ExportError(
             f"the plan of `{plan.program.name}` has {len(plan.stages)} pipeline stages, but an exported file has a single"
@@ -109,11 +105,7 @@ def _of_one_program(plan: AnyPlan) -> Plan:
 
 
 def _check_plan(plan: Plan, program: Program) -> None:
-    """Check that a plan consists of shardings.
-
-    Raises:
-        ExportError: it has microbatches, rematerialization, split dims or regions.
-    """
+    """Raise ExportError for a plan with microbatches, rematerialization, split dims or regions."""
     name = plan.program.name
     run = "or run the plan by `autopar.parallelize(step, plan=...)`"
     if plan.microbatches is not None:
@@ -141,11 +133,7 @@ def _check_plan(plan: Plan, program: Program) -> None:
 
 
 def _check_call(call: Call) -> None:
-    """Check that a step is a function of positional pytrees.
-
-    Raises:
-        ExportError: it is not.
-    """
+    """Raise ExportError for a step that is no function of positional pytrees."""
     if call.objects.graph is not None or call.static or call.num_positional != len(call.all_names):
         raise ExportError(
             f"`{call.step.name}` changes objects in place, or has static or keyword arguments, but an exported file needs a"
@@ -332,11 +320,7 @@ def _collective_call(one: Through, functions: _Functions) -> str:
 
 
 def _functions(steps: Iterable[TensorSharding | Through]) -> _Functions:
-    """The functions of the registered collectives among some steps.
-
-    Raises:
-        ExportError: an exported file cannot import a function.
-    """
+    """The functions of the registered collectives among some steps; ExportError if a file cannot import one."""
     names = {one.name: one.like for one in steps if isinstance(one, Through)}
     found = {}
     for n, (name, like) in enumerate(names.items()):

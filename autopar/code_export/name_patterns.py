@@ -78,7 +78,7 @@ def _written(name: str, numbers: Sequence[str]) -> str:
 def inputs_as_patterns(tensors: Sequence[TensorPlan], paths: Sequence[str]) -> list[tuple[str, TensorSharding]]:
     """Patterns for the inputs that are not replicated; `paths` are the inputs' paths in the exported file.
 
-    The path of optimizer state often ends with its parameter's path. If both have the same sharding, one pattern matches both.
+    The path of optimizer state often ends with its parameter's path. With equal shardings, one pattern matches both.
     """
     split = {path: tensor.sharding for path, tensor in zip(paths, tensors, strict=True) if any(tensor.sharding.dims)}
     root = _root([path for path, tensor in zip(paths, tensors, strict=True) if tensor.role == "parameter"])

@@ -1,7 +1,7 @@
 """Run a step with the shardings of an exported file; `export` copies this code into every file that it writes.
 
-In: a step, a mesh, example arguments, `Tables`. Out: `ShardedStep`. The code needs JAX only and must not import autopar. Its
-lines are at most 120 characters, as those of the exported file.
+In: a step, a mesh, example arguments, `Tables`. Out: `ShardedStep`. The code needs JAX only and must not import
+autopar. Its lines are at most 120 characters, as those of the exported file.
 """
 
 from __future__ import annotations

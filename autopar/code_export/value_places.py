@@ -1,7 +1,8 @@
 """Map the values of a planned trace to the names that an exported file uses for them.
 
-In: a step's function, its planned trace. Out: `Places`: the name of each value and of each operand. The function is traced through
-the exported file's interpreter, which marks each value with its name; apart from the marks, the result is the planned trace.
+In: a step's function, its planned trace. Out: `Places`: the name of each value and of each operand. The function is
+traced through the exported file's interpreter, which marks each value with its name; apart from the marks, the result
+is the planned trace.
 """
 
 from __future__ import annotations

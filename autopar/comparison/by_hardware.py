@@ -1,8 +1,8 @@
 """Compare steps across kinds and numbers of devices: the fewest devices that fit, step time, memory, price.
 
-In: steps, hardware profiles, optional numbers of devices. Out: `Comparison`, with the fewest devices that fit (`Fit`) for each step
-and profile; or `GridComparison`, with a plan (`Cell`) for each number of devices as well. An interrupted comparison has the
-results so far.
+In: steps, hardware profiles, optional numbers of devices. Out: `Comparison`, with the fewest devices that fit (`Fit`)
+for each step and profile; or `GridComparison`, with a plan (`Cell`) for each number of devices as well. An interrupted
+comparison has the results so far.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cell:
 
     @property
     def usd_per_step(self) -> float | None:
-        """The price of all devices for the duration of a step; None without a plan, or without a price in the profile."""
+        """The price of all devices for one step; None without a plan, or without a price in the profile."""
         price = self.profile.usd_per_device_hour
         if price is None or self.plan is None:
             return None

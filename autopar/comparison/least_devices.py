@@ -2,9 +2,10 @@
 
     state of the step / budget -> candidate numbers of devices -> the first with a plan
 
-In: a traced step, hardware profiles. Out: one `Fit` per profile, as soon as it is found. A `Fit` records why each smaller number is
-refused: the state alone is too large, or the plans need more memory. A mesh that does not fit a larger memory does not fit a
-smaller one, so the search goes through the profiles from the largest memory down and skips known failures.
+In: a traced step, hardware profiles. Out: one `Fit` per profile, as soon as it is found. A `Fit` records why each
+smaller number is refused: the state alone is too large, or the plans need more memory. A mesh that does not fit a
+larger memory does not fit a smaller one, so the search goes through the profiles from the largest memory down and skips
+known failures.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ MAX_DEVICES = 1024
 class TrainingState:
     """The parameters, optimizer state and gradients of a step, in bytes over all devices.
 
-    The carried arguments of the step determine them: the forward pass reads parameters, and only the update reads optimizer state
-    (moments, a master copy). Each floating-point parameter counts one gradient of its dtype.
+    The carried arguments of the step determine them: the forward pass reads parameters, and only the update reads
+    optimizer state (moments, a master copy). Each floating-point parameter counts one gradient of its dtype.
     """
 
     num_parameters: int
@@ -129,8 +130,8 @@ def fits(
 ) -> Iterator[Fit]:
     """Find the fewest devices of each kind for a step, from the largest memory to the smallest.
 
-    The candidates are `numbers_of_devices`. For each number, the meshes of `meshes_of` are planned with the fewest microbatches that
-    fit, and the faster plan is kept.
+    The candidates are `numbers_of_devices`. For each number, the meshes of `meshes_of` are planned with the fewest
+    microbatches that fit, and the faster plan is kept.
 
     Args:
         max_devices: the most devices to try.
@@ -286,7 +287,7 @@ class _Search:
         return self._split(mesh, found.num_microbatches)
 
     def _fewest(self, mesh: MeshShape) -> Plan | Refused:
-        """Any plan with the fewest microbatches that fit, by bisection; none where neither one nor the most microbatches fit."""
+        """Any plan with the fewest microbatches that fit, by bisection; none if neither one nor the most fit."""
         refused, high = self._split(mesh, 1, any_that_fits=True), self._most_microbatches(mesh).bit_length() - 1
         if isinstance(refused, Plan) or high == 0:
             return refused

@@ -1,7 +1,7 @@
 """Check a changed step against its committed plan: added collectives, peak memory, step time.
 
-In: a saved plan, the current step. Out: `PlanCheck`, which passes or lists the failures by module and source line. The step is
-planned again with the options of the saved plan: its mesh, hardware, memory budget and pins.
+In: a saved plan, the current step. Out: `PlanCheck`, which passes or lists the failures by module and source line. The
+step is planned again with the options of the saved plan: its mesh, hardware, memory budget and pins.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def check_plan(
         saved: the saved plan.
         step, args: as in `autopar.plan`.
         memory, time: tolerated increase of the prediction; None for no check.
-        options: options of `autopar.plan` that replace the saved plan's: `hardware` for a profile file, `time_limit_s`, `cache`.
+        options: options of `autopar.plan` in place of the saved plan's: a profile file, `time_limit_s`, `cache`.
 
     Raises:
         PlanMismatchError: the plan has pipeline stages.
@@ -159,8 +159,9 @@ def unmatched_collectives(
 ) -> tuple[tuple[CollectiveUse, ...], tuple[CollectiveUse, ...]]:
     """Collectives of the second list without a match in the first, and the reverse.
 
-    Two collectives match if they have the same kind and place, whatever their bytes. Of the rest, two match if they differ only in
-    their place, because a module may have been renamed. A collective that XLA can combine with one in the other list also matches.
+    Two collectives match if they have the same kind and place, whatever their bytes. Of the rest, two match if they
+    differ only in their place, because a module may have been renamed. A collective that XLA can combine with one in
+    the other list also matches.
     """
     old, new = list(before), list(after)
     for key_of in (_by_place, _by_size):

@@ -1,7 +1,7 @@
 """Explain a sharding decision: plan the step again with the runner-up forced, and compare the two plans.
 
-In: a step, planning options, the path of a parameter or a module. Out: `Why`: both plans, the extra step time, its causes. A
-decision's own `runner_up_extra_s` keeps all other decisions fixed; here the planner may change them too.
+In: a step, planning options, the path of a parameter or a module. Out: `Why`: both plans, the extra step time, its
+causes. A decision's own `runner_up_extra_s` keeps all other decisions fixed; here the planner may change them too.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def why(path: str, step: Callable[..., Any], *args: Any, **options: Any) -> Why:
     """Plan a step with the runner-up of a decision forced, and compare.
 
     Args:
-        path: path of an input (`state/params/wq/kernel`), or of a module (`GPT/h_0/attn`) for the values it produces. A glob
-            forces all decisions that it matches at once.
+        path: path of an input (`state/params/wq/kernel`), or of a module (`GPT/h_0/attn`) for the values it produces. A
+            glob forces all decisions that it matches at once.
         step, args: as in `autopar.plan`.
         options: options of `autopar.plan` for one program.
 
@@ -208,8 +208,8 @@ def _forced(decisions: Sequence[Decision], program: Program, plan: Plan, options
 def decisions_at(path: str, decisions: Sequence[Decision]) -> list[Decision]:
     """The decisions that a path names.
 
-    These are inputs, restricted to parameters if any match. Otherwise they are the largest tensor that each matching module
-    produces, in the forward pass if it produces one there.
+    These are inputs, restricted to parameters if any match. Otherwise they are the largest tensor that each matching
+    module produces, in the forward pass if it produces one there.
 
     Raises:
         PinError: no decision matches; the text names similar paths.

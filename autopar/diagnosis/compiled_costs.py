@@ -1,7 +1,7 @@
 """Compile the programs of a diagnosis by XLA's GPU compiler, and compute their costs.
 
-In: a hand-sharded step, plans for it. Out: compiled steps of the user's program, of plans, and of the user's program with other input
-shardings; their `Cost`s, and the `Extra` collectives that no plan predicted.
+In: a hand-sharded step, plans for it. Out: compiled steps of the user's program, of plans, and of the user's program
+with other input shardings; their `Cost`s, and the `Extra` collectives that no plan predicted.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Cost:
     """The cost of a program's step.
 
     Args:
-        predicted_s: predicted step time; for a compiled program, plus the time of its extra collectives. Redundant computation
-            that XLA adds is not included.
+        predicted_s: predicted step time; for a compiled program, plus the time of its extra collectives. Redundant
+            computation that XLA adds is not included.
         predicted_peak_bytes: predicted peak memory per device.
         compiled: figures of the compiled program; None where it was not compiled.
     """

@@ -1,8 +1,8 @@
 """Diagnose a hand-sharded step: its cost, its unintended collectives, and the few changes that recover most time.
 
-In: a jitted function with its shardings, and arrays or shapes. Out: `Diagnosis`. XLA's GPU compiler compiles the program as is, for
-present or absent GPUs. A plan that is pinned to the user's shardings says which collectives these need. Every other compiled
-collective is extra. A search over plans finds the changes, which are then compiled.
+In: a jitted function with its shardings, and arrays or shapes. Out: `Diagnosis`. XLA's GPU compiler compiles the
+program as is, for present or absent GPUs. A plan that is pinned to the user's shardings says which collectives these
+need. Every other compiled collective is extra. A search over plans finds the changes, which are then compiled.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def diagnose(
     """Diagnose a hand-sharded step: its cost, its unintended collectives, and the few changes that recover most time.
 
     Args:
-        step: the result of `jax.jit(function, in_shardings=...)`, or a function with sharded arguments. The mesh of the shardings
-            may be an `AbstractMesh`, or consist of other devices than the target.
+        step: the result of `jax.jit(function, in_shardings=...)`, or a function with sharded arguments. The mesh of the
+            shardings may be an `AbstractMesh`, or consist of other devices than the target.
         args: positional arguments: arrays or `jax.ShapeDtypeStruct`s.
         mesh, num_devices: expected mesh of the shardings, or its size.
         hardware: name of a profile, path of a profile file, or a profile; by default that of the visible devices.
@@ -145,8 +145,8 @@ class _Diagnosing:
     ) -> tuple[list[Change], Plan]:
         """The changes, and the plan with all of them.
 
-        Constraints on intermediate values remove the collectives that XLA's partitioner inserted. They come first where those cost
-        much. Otherwise only input shardings change, and constraints follow only if XLA then inserts collectives.
+        Constraints on intermediate values remove the collectives that XLA's partitioner inserted. They come first where
+        those cost much. Otherwise input shardings change first, and constraints follow if XLA then inserts collectives.
         """
         over_s = as_is.predicted_s - kept.prediction.step_time_s
         difference = as_is.predicted_s - best.prediction.step_time_s

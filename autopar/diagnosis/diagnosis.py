@@ -32,8 +32,8 @@ class Change:
     """One change, on top of all earlier ones.
 
     Args:
-        kind: `constraints`: input shardings stay, and intermediate values are constrained to a plan's shardings; `shardings`:
-            input shardings change.
+        kind: `constraints`: input shardings stay, and intermediate values are constrained to a plan's shardings;
+            `shardings`: input shardings change.
         words: description of the change.
         tensors: changed inputs, of kind `shardings`.
         places: constrained values where it matters most, of kind `constraints`.
@@ -89,8 +89,7 @@ class Diagnosis:
 
     @property
     def sums(self) -> tuple[Extra, ...]:
-        """The extra reductions: they follow from shardings that XLA propagated, and other shardings of intermediate values
-        would need fewer or smaller ones."""
+        """The extra reductions, which other shardings of intermediate values than XLA's would avoid or shrink."""
         return tuple(row for row in self.extras if row.is_sum)
 
     @property

@@ -1,8 +1,8 @@
 """Read the mesh, shardings and donations of a hand-sharded step.
 
-In: a function jitted with `in_shardings`, or a function with sharded arguments; its arguments, arrays or shapes. Out: `HandSharded`:
-the mesh, the sharding of each input and output where the program gives one, the donated inputs; the program lowered for another
-platform. Nothing is compiled, and the mesh may have no devices.
+In: a function jitted with `in_shardings`, or a function with sharded arguments; its arguments, arrays or shapes. Out:
+`HandSharded`: the mesh, the sharding of each input and output where the program gives one, the donated inputs; the
+program lowered for another platform. Nothing is compiled, and the mesh may have no devices.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class HandSharded:
         mesh: the mesh of all shardings.
         inputs, outputs: sharding of each; None where the program leaves it to XLA.
         donated: positions of donated inputs.
-        names: names of the arguments.
-        paths: paths of the inputs in a plan's notation.
+        names, paths: names of the arguments, paths of the inputs in a plan's notation.
         named_mesh: the program's mesh object.
     """
 

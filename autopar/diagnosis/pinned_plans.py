@@ -1,6 +1,7 @@
 """Make and cache plans of a hand-sharded step for different sets of pinned shardings.
 
-In: a traced step, the user's pins, the mesh, the hardware. Out: `Plan`s; their prices for the search of `sharding_changes`.
+In: a traced step, the user's pins, the mesh, the hardware. Out: `Plan`s; their prices for the search of
+`sharding_changes`.
 """
 
 from __future__ import annotations

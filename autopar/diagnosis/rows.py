@@ -34,7 +34,7 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """An intermediate value, in every layer, where XLA inserted unintended collectives; and the sharding to constrain it to."""
+    """An intermediate value at an unintended collective, in every layer; and the sharding to constrain it to."""
 
     path: str
     primitive: str

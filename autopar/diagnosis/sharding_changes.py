@@ -1,7 +1,7 @@
 """Search for the few sharding changes that recover most of the time lost to an unconstrained plan.
 
-In: a program's inputs with the user's shardings (pins), and a function that prices a set of pins. Out: groups of inputs to change
-together, and the `Repin`s to apply. The module sees shardings and prices only; the caller does the planning.
+In: a program's inputs with the user's shardings (pins), and a function that prices a set of pins. Out: groups of inputs
+to change together, and the `Repin`s to apply. The module sees shardings and prices only; the caller does the planning.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def groups_of(tensors: Sequence[TensorPlan]) -> tuple[Group, ...]:
 
 
 def _owners(tensors: Sequence[TensorPlan], parameters: Sequence[int]) -> dict[int, int]:
-    """Map each parameter to itself, and optimizer state to its parameter: the one with the longest common path suffix."""
+    """Map parameters to themselves, and optimizer state to the parameter with the longest common path suffix."""
     by_ending: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
     for n in parameters:
         parts = tensors[n].path.split("/")
@@ -117,9 +117,9 @@ def search(
 ) -> tuple[Repin, ...]:
     """Greedily change the group that saves most time until enough time is recovered.
 
-    To price a group, unpin it: the planner then chooses its best shardings, with all other pins in place. The sharding that most
-    layers get becomes the change. Where no single group helps, change all remaining groups together, except those that are not
-    needed for the same gain.
+    To price a group, unpin it: the planner then chooses its best shardings, with all other pins in place. The sharding
+    that most layers get becomes the change. Where no single group helps, change all remaining groups together, except
+    those that are not needed for the same gain.
 
     Args:
         own: the user's pins.
@@ -170,7 +170,7 @@ class _Search:
         return self.repinned(pins, needed, self.freed(pins, needed), now)
 
     def repinned(self, pins: Pins, groups: Sequence[Group], free: Priced, now: float) -> Repin | None:
-        """Pin groups to the shardings of the free plan: the majority's in all layers, or each layer's own if that gains nothing."""
+        """Pin groups to shardings of the free plan: the same in all layers, or if that gains nothing, each its own."""
         members = [n for group in groups for n in group.members]
         for to in (
             _same_in_every_layer(members, pins, free.shardings, self.tensors),

@@ -1,9 +1,10 @@
 """Find the collectives of a compiled program that its shardings do not need, grouped by origin.
 
-In: compiled collectives that no decision of a plan with the same shardings predicted. Out: `Extra` rows with bytes and time by a
-hardware profile. A row merges the collectives of one kind and the same axes that come from the same code in every layer.
-A reduction follows from the sharding of a matmul, although another sharding may need none. A collective that only moves data (an
-all-to-all, a permute, a gather of a sharded value) is unintended: XLA's SPMD partitioner inserted it.
+In: compiled collectives that no decision of a plan with the same shardings predicted. Out: `Extra` rows with bytes and
+time by a hardware profile. A row merges the collectives of one kind and the same axes that come from the same code in
+every layer. A reduction follows from the sharding of a matmul, although another sharding may need none. A collective
+that only moves data (an all-to-all, a permute, a gather of a sharded value) is unintended: XLA's partitioner inserted
+it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ class Extra:
     Args:
         axes: mesh axes; None for groups that span no set of mesh axes.
         path: origin in XLA's metadata, such as `jvp(GPT)/h/{0..11}/attn/split`.
-        source: source line in the user's code.
-        library_source: innermost source line outside JAX and Flax, possibly in a model library.
+        source, library_source: source line in the user's code, and the innermost one outside JAX and Flax.
         count: executions per step.
         num_bytes: bytes that one device sends per step.
         time_s: total seconds per step by the hardware profile, without overlap.

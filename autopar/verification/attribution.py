@@ -1,8 +1,9 @@
 """Match compiled collectives with the decisions that predicted them.
 
-In: predicted and compiled collectives of one kind over the same mesh axes. Out: for each compiled collective, the predicted ones that
-it contains; the unmatched bytes on both sides. XLA combines collectives and rarely splits them, so one compiled collective matches
-many decisions. The match goes by bytes, and by module path where several predictions have the same bytes.
+In: predicted and compiled collectives of one kind over the same mesh axes. Out: for each compiled collective, the
+predicted ones that it contains; the unmatched bytes on both sides. XLA combines collectives and rarely splits them, so
+one compiled collective matches many decisions. The match goes by bytes, and by module path where several predictions
+have the same bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Position of a compiled collective -> positions of the predicted ones that it contains; and unmatched bytes by position."""
+    """Compiled collective -> predicted ones that it contains; unmatched bytes. All by position."""
 
     predicted: dict[int, tuple[int, ...]]
     compiled_left: dict[int, float]
@@ -168,7 +169,7 @@ def module_paths(op_name: str) -> tuple[str, ...]:
 
 
 def describe_origin(op_name: str) -> str:
-    """Describe an `op_name` in one line: `transpose(jvp(MLP))/Dense_0/dot_general`, or the common prefix of several paths.
+    """Describe an `op_name`: `transpose(jvp(MLP))/Dense_0/dot_general`, or the common prefix of several paths.
 
     >>> describe_origin("jit(run)/transpose(jvp(MLP))/(a/dot_general:b/add)")
     'MLP/*'

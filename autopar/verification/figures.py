@@ -1,7 +1,7 @@
 """Compare predicted with compiled memory, collectives and step time.
 
-In: a plan, its compiled step. Out: figures with tolerances. The predictions come from the plan alone and never from the compiled
-program.
+In: a plan, its compiled step. Out: figures with tolerances. The predictions come from the plan alone and never from the
+compiled program.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autopar.xla_compiler.hlo_metadata import mesh_axes
 
 #: Shapes and shardings alone determine arguments, outputs and donated outputs.
 EXACT_TOLERANCE = 0.005
-#: The peak depends on XLA's fusion, buffer reuse and scratch memory, which a plan only estimates; a memory budget keeps a larger
-#: margin. Temporaries have no tolerance of their own: the peak contains them.
+#: The peak depends on XLA's fusion, buffer reuse and scratch memory, which a plan only estimates; a memory budget keeps
+#: a larger margin. Temporaries have no tolerance of their own: the peak contains them.
 PEAK_TOLERANCE = 0.12
 #: Shapes determine the bytes sent; XLA adds padding when it combines.
 WIRE_TOLERANCE = 0.02
@@ -137,7 +137,7 @@ class Collectives:
     Args:
         matches: collectives by kind and mesh axes.
         compiled: compiled collectives one by one.
-        missing: position in `Plan.collectives` of each predicted collective that XLA's program lacks, and its bytes sent per device.
+        missing: position in `Plan.collectives` of each predicted collective without a compiled one, and its bytes.
     """
 
     matches: tuple[CollectiveMatch, ...]
@@ -178,9 +178,9 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
 def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Figure:
     """Compare the step time with XLA's estimate.
 
-    The prediction is the plan's model of XLA's estimate, or without one, its own step time. The figure is checked only where XLA's
-    description of the device has matrix units (`believable`). A program with loops has no estimate: XLA takes a loop for one
-    short operation.
+    The prediction is the plan's model of XLA's estimate, or without one, its own step time. The figure is checked only
+    where XLA's description of the device has matrix units (`believable`). A program with loops has no estimate: XLA
+    takes a loop for one short operation.
     """
     estimate = None if has_loops(compiled.hlo_text) else compiled.step_time_s
     tolerance = STEP_TIME_TOLERANCE if believable else None

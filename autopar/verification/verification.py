@@ -41,8 +41,8 @@ class Attempt:
     """One planning attempt of `verify`. Bytes are per device.
 
     Args:
-        planned_for_bytes: memory limit of the attempt: the budget minus the margin, or less after an attempt whose compiled
-            program exceeded the budget.
+        planned_for_bytes: memory limit of the attempt: the budget minus the margin, or less after an attempt whose
+            compiled program exceeded the budget.
         predicted_bytes, compiled_bytes: peak memory; None where no plan fits.
         step_time_s: predicted step time.
         words: description of the plan, or the reason why there is none.
@@ -64,13 +64,13 @@ class Verification:
         topology: XLA's `slices x hosts x GPUs per host` of the target.
         memory: bytes per device of arguments, temporaries, outputs, donated outputs, and the peak.
         matched: all collectives: by kind and mesh axes, and one by one with the decisions that predicted them.
-        step_time: the plan's prediction of the estimate by XLA's scheduler, and that estimate. Without estimator figures in the
-            profile, the prediction is the plan's own step time.
+        step_time: the plan's prediction of the estimate by XLA's scheduler, and that estimate. Without estimator
+            figures in the profile, the prediction is the plan's own step time.
         compiled: the compiled step with its HLO text.
         budget_bytes: the memory budget that the compiled peak must meet.
         attempts: all planning attempts, the verified plan among them.
-        overhead_s: seconds beyond tracing, planning and XLA's compile: lowering, the worker's startup where planning did not hide
-            it, transfer of the module, parsing the HLO, comparison. Printing is not included.
+        overhead_s: seconds beyond tracing, planning and XLA's compile: lowering, the worker's startup where planning
+            did not hide it, transfer of the module, parsing the HLO, comparison. Printing is not included.
     """
 
     plan: Plan
@@ -95,7 +95,7 @@ class Verification:
 
     @property
     def off(self) -> tuple[str, ...]:
-        """Names of the figures out of tolerance, and `memory budget` where XLA's program exceeds it; empty where all hold."""
+        """Names of the figures out of tolerance, and `memory budget` where XLA's program exceeds it."""
         names = names_off([*self.memory, *(match.figure for match in self.collectives), self.step_time])
         return names if self.fits else (*names, "memory budget")
 

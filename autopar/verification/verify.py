@@ -1,7 +1,7 @@
 """Verify a plan: compile it by XLA, without a GPU, and compare memory, collectives and step time with the predictions.
 
-In: a step, its arguments, a plan or the options to make one. Out: `Verification`, which prints as text. This process traces, plans
-and lowers the step. A worker process (`xla_compiler`) compiles it. The step is not executed unless `run` is given.
+In: a step, its arguments, a plan or the options to make one. Out: `Verification`, which prints as text. This process
+traces, plans and lowers the step. A worker process (`xla_compiler`) compiles it. Only `run` executes the step.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def verify(
 ) -> Any:
     """Compile the planned step for its GPUs, which may be absent, and compare the result with the plan.
 
-    If the compiled program exceeds the memory budget, a plan made here is replaced by one for a tighter budget, at most twice. A
-    plan with pipeline stages has every stage's program compiled and returns `StagesVerification`.
+    If the compiled program exceeds the memory budget, a plan made here is replaced by one for a tighter budget, at most
+    twice. A plan with pipeline stages has every stage's program compiled and returns `StagesVerification`.
 
     Args:
         step: a function as for `autopar.plan`, or a step made by `autopar.parallelize`, whose plan and
@@ -79,8 +79,7 @@ def verify(
         options: options of `autopar.plan`. With `plan`, `hardware` is the target of the compile.
 
     Raises:
-        VerifyError: the CUDA wheels are missing, XLA fails to compile the program, or `run` is given and the GPUs
-            are not local.
+        VerifyError: the CUDA wheels or, with `run`, the GPUs are missing; or XLA fails to compile the program.
         AutoparError: as `autopar.plan` raises.
     """
     started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Verify a plan with pipeline stages: compile each stage's program by XLA, and compare it with the stage's plan.
 
-In: a `PipelinePlan`, its program, hardware profiles. Out: `StagesVerification`. Each stage is compiled with the microbatch loop that
-it was planned in. Equal stages are compiled once.
+In: a `PipelinePlan`, its program, hardware profiles. Out: `StagesVerification`. Each stage is compiled with the
+microbatch loop that it was planned in. Equal stages are compiled once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class StagesVerification:
     Args:
         plan: the verified plan.
         stages: verification of each stage; equal stages share one.
-        peak_bytes: per submesh, peak memory of a device by XLA's programs, with the microbatches that the schedule keeps in flight.
+        peak_bytes: per submesh, peak memory of a device by XLA's programs, with the microbatches that the schedule
+            keeps in flight.
         budget_bytes: per submesh, the memory budget of a device.
         overhead_s: as in `Verification`.
     """

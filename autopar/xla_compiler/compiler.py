@@ -1,9 +1,10 @@
 """Run XLA's compiler in a worker process that starts ahead of the work.
 
-In: a lowered step as bytes, a hardware profile, the numbers of devices and hosts. Out: `CompiledStep`: the optimized HLO as text,
-its memory, and the step time that XLA's scheduler estimates. A separate process (`worker_deviceless`, `worker_local`) is
-necessary: XLA reads its flags once per process and writes its estimate only to the log, and JAX warns about a missing GPU unless
-JAX_PLATFORMS selects the CPU. The worker starts early so that it imports JAX while the step is planned.
+In: a lowered step as bytes, a hardware profile, the numbers of devices and hosts. Out: `CompiledStep`: the optimized
+HLO as text, its memory, and the step time that XLA's scheduler estimates. A separate process (`worker_deviceless`,
+`worker_local`) is necessary: XLA reads its flags once per process and writes its estimate only to the log, and JAX
+warns about a missing GPU unless JAX_PLATFORMS selects the CPU. The worker starts early so that it imports JAX while the
+step is planned.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from autopar.errors import VerifyError
 from autopar.system.source_paths import PACKAGE
 from autopar.xla_compiler.gpu_target import require_wheels, target_text, topology_text
 
-#: XLA flags of every compile, in addition to the user's own XLA_FLAGS: the latency-hiding scheduler with its analytical estimator.
+#: XLA flags of every compile, besides the user's XLA_FLAGS: the latency-hiding scheduler with its analytical estimator.
 SCHEDULER_FLAGS = (
     "--xla_gpu_enable_latency_hiding_scheduler=true",
     "--xla_gpu_enable_analytical_sol_latency_estimator=true",
 )
-#: XLA flags of a compile for absent GPUs. Autotuning is off because it runs kernels. Split-K is off because autotuning seldom
-#: chooses it and the estimator prices it far too high.
+#: XLA flags of a compile for absent GPUs. Autotuning is off because it runs kernels. Split-K is off because autotuning
+#: seldom chooses it and the estimator prices it far too high.
 FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_experimental_force_split_k=1", *SCHEDULER_FLAGS)
 #: Without this flag the estimator charges every collective between hosts 5 ms; with it, a time by bytes and latency.
 _GPUS_PER_HOST_FLAG = "--xla_gpu_analytical_latency_estimator_options=partition_size="
 _GPUS_PER_HOST = 8
 
-#: XLA runs a small all-reduce by its own one-shot kernel, and fails to compile that for 64 GPUs (JAX 0.12.0.1). The log then names
-#: the kernel, and the flag makes XLA call NCCL instead.
+#: XLA runs a small all-reduce by its own one-shot kernel, and fails to compile that for 64 GPUs (JAX 0.12.0.1). The log
+#: then names the kernel, and the flag makes XLA call NCCL instead.
 _OWN_KERNEL, _NO_OWN_KERNEL_FLAG = "TRITON_ONE_SHOT", "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
 
 #: The lowest log level at which XLA's scheduler logs its estimate; level 2 costs seconds and 20 MB of log.
@@ -118,12 +119,12 @@ class _OwnKernelError(VerifyError):
 class Compiler:
     """A worker process that compiles; it starts at once and ends with `close`.
 
-    On a machine with GPUs the worker first opens those. If they differ from the profile's, or are too few, it compiles for absent
-    GPUs instead. The worker ends when this process ends, for whatever reason. Use it in a `with` statement.
+    On a machine with GPUs the worker first opens those. If they differ from the profile's, or are too few, it compiles
+    for absent GPUs instead. The worker ends when this process ends, for whatever reason. Use it in a `with` statement.
 
     Args:
-        platform: JAX's name of the local devices to use; None for absent devices. By default GPUs, where the machine seems to
-            have any and JAX_PLATFORMS allows them.
+        platform: JAX's name of the local devices to use; None for absent devices. By default GPUs, where the machine
+            seems to have any and JAX_PLATFORMS allows them.
 
     Raises:
         VerifyError: the wheels are missing.
@@ -168,7 +169,7 @@ class Compiler:
             )
 
     def is_present(self, profile: HardwareProfile, num_devices: int, num_hosts: int) -> bool:
-        """Whether the target devices are local. If not, the worker restarts and compiles for absent devices from now on."""
+        """Whether the target devices are local. If not, the worker restarts to compile for absent devices."""
         if self._platform is None:
             return False
         here = self._here
@@ -200,8 +201,8 @@ class Compiler:
             options: XLA compile options of this step.
 
         Raises:
-            VerifyError: XLA fails to compile the program, XLA assigns devices to hosts differently from the mesh, or `arguments`
-                are given and the devices are not local.
+            VerifyError: XLA fails to compile the program, XLA assigns devices to hosts differently from the mesh, or
+                `arguments` are given and the devices are not local.
             HardwareError: the profile has no description of the GPU for XLA.
             MeshError: the devices do not divide evenly among the hosts.
         """
@@ -333,7 +334,7 @@ class Compiler:
 
 
 def _platform_here() -> str | None:
-    """`cuda` where the machine seems to have GPUs and the environment allows them; only a process that opens them knows."""
+    """`cuda` where the machine seems to have GPUs and the environment allows them; else None."""
     allowed = os.environ.get("JAX_PLATFORMS", "")
     forbidden = (allowed and not {"cuda", "gpu"} & set(allowed.split(","))) or (
         os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
@@ -342,7 +343,7 @@ def _platform_here() -> str | None:
 
 
 def _check_hosts(hosts: tuple[int, ...], num_hosts: int) -> None:
-    """Check that XLA assigns the mesh's devices to hosts as the plan assumes: in order, the first ones to the first host."""
+    """Check that XLA assigns the mesh's devices to hosts in order, as the plan assumes."""
     wanted = tuple(n * num_hosts // len(hosts) for n in range(len(hosts)))
     numbers = {host: n for n, host in enumerate(dict.fromkeys(hosts))}
     if tuple(numbers[host] for host in hosts) != wanted:
@@ -352,7 +353,7 @@ def _check_hosts(hosts: tuple[int, ...], num_hosts: int) -> None:
 
 
 def read_times(log: str) -> tuple[float | None, dict[str, float]]:
-    """Parse the last estimate in XLA's log, which is that of the whole step: seconds, and exposed seconds by kind of collective.
+    """Parse the last estimate in XLA's log, that of the step: seconds, and exposed seconds by kind of collective.
 
     The scheduler logs "cycles" that are microseconds.
     """

@@ -1,7 +1,7 @@
 """Describe absent GPUs to XLA's compiler.
 
-In: a hardware profile, the numbers of devices and hosts. Out: XLA's texts for a GPU target and a topology; an error where the
-compiler's wheels are missing.
+In: a hardware profile, the numbers of devices and hosts. Out: XLA's texts for a GPU target and a topology; an error
+where the compiler's wheels are missing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parse the collectives in optimized HLO, so that a plan's predictions can be compared with them.
 
-In: the HLO text of XLA's CPU or GPU compiler. Out: one `Collective` per operation that communicates. A combined (tuple-shaped)
-operation counts once. So does an async pair, which is read at its `-done`: its shape is the result's, while a `-start` lists operands
-and results.
+In: the HLO text of XLA's CPU or GPU compiler. Out: one `Collective` per operation that communicates. A combined
+(tuple-shaped) operation counts once. So does an async pair, which is read at its `-done`: its shape is the result's,
+while a `-start` lists operands and results.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Collective:
         return sum(self.result_bytes)
 
     def payloads(self, num_devices: int) -> tuple[float, ...]:
-        """Payload bytes of each buffer it combines, by the convention of `cost.collectives`: gathered or not yet scattered."""
+        """Payload bytes of each combined buffer, by the convention of `cost.collectives`."""
         if self.kind == "reduce-scatter":
             return tuple(self.group_size(num_devices) * size for size in self.result_bytes)
         # An all-to-all may list the parts of one buffer as a tuple.
@@ -210,7 +210,7 @@ def _collective(
 def _concatenated(
     issued: _Instruction, known: Mapping[tuple[str, str], _Instruction], concatenates: Mapping[str, _Instruction]
 ) -> tuple[float, ...]:
-    """Bytes of the parts that a concatenated operand consists of; XLA's combiner emits a fusion with the concatenate alone."""
+    """Bytes of the parts of a concatenated operand; XLA's combiner emits a fusion with the concatenate alone."""
     operand = known.get((issued.computation, issued.mentioned[0])) if issued.mentioned else None
     if operand is not None and operand.opcode == "parameter" and issued.computation in concatenates:
         caller = concatenates[issued.computation]  # XLA may wrap an async collective in a computation

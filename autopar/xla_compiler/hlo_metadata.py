@@ -1,7 +1,7 @@
 """Parse the replica groups and stack frames of collectives in optimized HLO.
 
-In: XLA's text for replica groups, in any of its notations, and its tables of stack frames. Out: groups of device numbers, their
-mesh axes, and lines of the user's code.
+In: XLA's text for replica groups, in any of its notations, and its tables of stack frames. Out: groups of device
+numbers, their mesh axes, and lines of the user's code.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def mesh_axes(groups: Groups, mesh: MeshShape, *, pairs: bool = False) -> tuple[
 def read_sources(hlo_text: str) -> dict[int, tuple[str, str]]:
     """Map each stack frame to two source lines `file.py:12`.
 
-    The first is of the innermost frame outside installed libraries and autopar; the second, of the innermost frame outside JAX,
-    Flax and Optax, possibly in a model library. XLA writes the tables before the first computation; each refers to the previous one.
+    The first is of the innermost frame outside installed libraries and autopar; the second, of the innermost frame
+    outside JAX, Flax and Optax, possibly in a model library. XLA writes the tables before the first computation; each
+    refers to the previous one.
     """
     files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(hlo_text, "FileNames"), re.M)}
     entry = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.M)

@@ -1,8 +1,8 @@
-"""Compile steps for absent GPUs in the worker process of `Compiler`: `python -m autopar.xla_compiler.worker_deviceless FOLDER`.
+"""Compile steps for absent GPUs in the worker process of `Compiler`: `python -m MODULE FOLDER`.
 
-In: one line per job on standard input, the name of a folder with `module`, `options`, `target`, `topology`. Out: files `program`
-and `figures` in that folder, then the same line on standard output. The worker exits at the end of standard input, even during a
-compile, since its parent process is gone.
+In: one line per job on standard input, the name of a folder with `module`, `options`, `target`, `topology`. Out: files
+`program` and `figures` in that folder, then the same line on standard output. The worker exits at the end of standard
+input, even during a compile, since its parent process is gone.
 """
 
 from __future__ import annotations

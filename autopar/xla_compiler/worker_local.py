@@ -1,7 +1,7 @@
-"""Compile and run steps on local devices in the worker process of `Compiler`: `python -m autopar.xla_compiler.worker_local FOLDER`.
+"""Compile and run steps on local devices in the worker process of `Compiler`: `python -m MODULE FOLDER`.
 
-In and out: as `worker_deviceless`, without `target` and `topology`. The worker first prints its devices as one line of JSON. It runs
-and times a job that has a file `arguments`, on random inputs.
+In and out: as `worker_deviceless`, without `target` and `topology`. The worker first prints its devices as one line of
+JSON. It runs and times a job that has a file `arguments`, on random inputs.
 """
 
 from __future__ import annotations

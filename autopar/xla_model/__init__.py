@@ -1,4 +1,4 @@
-"""Models of XLA's GPU passes: SPMD partitioner, fusion, buffer assignment, collective combiner, latency-hiding scheduler.
+"""Model XLA's GPU passes: SPMD partitioner, fusion, buffer assignment, collective combiner, latency hiding.
 
 In: a `Graph`, shardings, a hardware profile.
 Out: a `DeviceProgram`, its peak memory, its timeline.

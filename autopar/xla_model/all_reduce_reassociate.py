@@ -1,7 +1,7 @@
 """Fold additions as XLA does: reassociate the sum of two all-reduces, and scatter into an addend.
 
-In: an addition. Out: the instruction that replaces it. Source: openxla/xla, xla/service/all_reduce_reassociate.cc and XLA's
-algebraic simplifier.
+In: an addition. Out: the instruction that replaces it. Source: openxla/xla, xla/service/all_reduce_reassociate.cc and
+XLA's algebraic simplifier.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AllReduceReassociate:
         return self._sum_of_sums(n, node) if scattered is None and self.reassociate else scattered
 
     def _scattered_sum(self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
-        """Rewrite `x + scatter(zeros, …)` to `scatter(x, …)` where nothing else uses the scatter, as XLA's simplifier does."""
+        """Rewrite `x + scatter(zeros, …)` to `scatter(x, …)` if nothing else uses the scatter, as XLA does."""
         for (at, _), (other, _), value in (
             (*operands, node.operands[0]),
             (*reversed(operands), node.operands[1]),
@@ -70,8 +70,8 @@ class AllReduceReassociate:
         return None
 
     def _sum_of_sums(self, n: int, node: Node) -> int | None:
-        """Rewrite `all_reduce(x) + all_reduce(y)` over the same devices to `all_reduce(x + y)` in the result's dtype, as XLA does
-        where nothing else uses either."""
+        """Rewrite `all_reduce(x) + all_reduce(y)` over the same devices to `all_reduce(x + y)` in the result's
+        dtype."""
         left, right = (self._single_use_sum(n, index, value) for index, value in enumerate(node.operands))
         if left is None or right is None or left.at == right.at or left.order != right.order:
             return None

@@ -1,7 +1,7 @@
 """Build the program of one device from a plan, and assign buffers as XLA's buffer assignment does.
 
-In: a formulation, an explicit program. Out: `DeviceProgram`: partitioned (`spmd_partition`), fused (`fusion_pipeline`), with a buffer
-for every value in memory. Source: openxla/xla, xla/service/buffer_assignment.cc.
+In: a formulation, an explicit program. Out: `DeviceProgram`: partitioned (`spmd_partition`), fused (`fusion_pipeline`),
+with a buffer for every value in memory. Source: openxla/xla, xla/service/buffer_assignment.cc.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _with_whole_barriers(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
 class _Builder:
     """Assigns a buffer to every value in memory.
 
-    An in-place operation shares the buffer of its first operand if nothing reads that later: a temporary, or carried state that
-    the operation updates.
+    An in-place operation shares the buffer of its first operand if nothing reads that later: a temporary, or carried
+    state that the operation updates.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class _Builder:
         return is_free and self.instructions[first].num_bytes == one.num_bytes and self.last_read[first] == n
 
     def _in_place_roots(self, local: LocalProgram, carried: Sequence[tuple[int, int]]) -> set[int]:
-        """The in-place writes between carried state and its updated output. A chain of them counts only if none needs a copy,
-        since the last result has to be in the state's buffer."""
+        """The in-place writes between carried state and its updated output. A chain of them counts only if none needs a
+        copy, since the last result has to be in the state's buffer."""
         found: set[int] = set()
         for before, after in carried:
             at, chain, is_free = local.outputs[after], list[int](), True

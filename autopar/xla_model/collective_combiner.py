@@ -1,7 +1,7 @@
 """Combine small collectives into larger ones as XLA's collective combiners do.
 
-In: a `DeviceProgram`, the mesh, a combine threshold in bytes. Out: `Task`s in topological order. The dependencies and XLA's
-traversal order do not depend on the threshold and are computed once. Source: openxla/xla,
+In: a `DeviceProgram`, the mesh, a combine threshold in bytes. Out: `Task`s in topological order. The dependencies and
+XLA's traversal order do not depend on the threshold and are computed once. Source: openxla/xla,
 xla/backends/gpu/transforms/collectives/all_reduce_combiner.cc and the combiners of the other collectives.
 """
 
@@ -22,8 +22,8 @@ from autopar.ir.mesh import MeshShape
 class Task:
     """An operation, and the positions of the tasks that it depends on.
 
-    The buffers do not give the dependencies: a buffer that is written in place has several writers, and only the program's
-    original order tells which of them an operation reads.
+    The buffers do not give the dependencies: a buffer that is written in place has several writers, and only the
+    program's original order tells which of them an operation reads.
     """
 
     op: Op
@@ -49,9 +49,9 @@ class CollectiveCombiner:
     def tasks(self, merge_bytes: float, *, packs: bool) -> tuple[Task, ...]:
         """The operations after combining, in topological order that otherwise keeps the program's.
 
-        The combiner visits collectives in a post-order walk from the outputs. It combines those of one kind over the same axes
-        (and of one dtype, for reductions) until their results would exceed the threshold or one depends on another. The
-        combined collective takes the position of its last member.
+        The combiner visits collectives in a post-order walk from the outputs. It combines those of one kind over the
+        same axes (and of one dtype, for reductions) until their results would exceed the threshold or one depends on
+        another. The combined collective takes the position of its last member.
 
         Args:
             merge_bytes: combine threshold.
@@ -178,7 +178,7 @@ def _combined(ops: Sequence[Op]) -> Op:
 
 
 def _packed(ops: Sequence[Op], buffer: int) -> list[Op]:
-    """A combined all-reduce with its copies: XLA packs the operands into one buffer, and unpacks the results from another.
+    """A combined all-reduce with its copies: XLA packs the operands into one buffer and unpacks the results.
 
     Args:
         buffer: the first of two unused buffer positions.

@@ -1,4 +1,4 @@
-"""Prepare the operands of a matmul on one device: batch dims outermost, padding masked, one copy per group of a ragged dot.
+"""Prepare the operands of a matmul on one device: transpose batch dims outwards, mask padding, copy ragged groups.
 
 In: a `dot_general` or `ragged_dot_general` node and its operands. Out: the prepared operands; `Gemm`.
 """

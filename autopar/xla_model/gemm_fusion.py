@@ -35,8 +35,8 @@ _READ_THROUGH = frozenset(
 def fuse_into_gemms(kernels: Kernels) -> None:
     """Fuse prologues and epilogues into matmuls.
 
-    A prologue (a cast to a wider dtype, a scaling) fuses unless it shrinks the operand. An epilogue fuses if it is the matmul's
-    only user and shrinks the result (a cast to a narrower dtype).
+    A prologue (a cast to a wider dtype, a scaling) fuses unless it shrinks the operand. An epilogue fuses if it is the
+    matmul's only user and shrinks the result (a cast to a narrower dtype).
     """
     _GemmFusion(kernels).run()
     kernels.drop_dead()

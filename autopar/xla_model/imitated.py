@@ -1,8 +1,8 @@
 """List the XLA passes that this package models, by module, and the JAX releases against whose XLA it is tested.
 
-In: nothing. Out: `PASSES`, `CHECKED`. `tests/test_xla_conformance.py` compares each pass with XLA's own on each release, and
-fails on a release that has no patch in `CHECKED`. XLA's cost models of kernels and collectives are in `cost/kernel_time` and
-`cost/xla_latency_estimator`: the solver needs them before a program exists.
+In: nothing. Out: `PASSES`, `CHECKED`. `tests/test_xla_conformance.py` compares each pass with XLA's own on each
+release, and fails on a release that has no patch in `CHECKED`. XLA's cost models of kernels and collectives are in
+`cost/kernel_time` and `cost/xla_latency_estimator`: the solver needs them before a program exists.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Fused:
         members: positions of all instructions it computes; other kernels may compute them too.
         reduces: whether it computes a large reduction.
         tiled: whether it processes one row at a time, so that the reduction of a row and its users share the kernel.
-        separate: nodes to compute for this kernel alone, behind an optimization barrier, so that XLA does not fuse it with
-            another kernel; usually empty.
+        separate: nodes to compute for this kernel alone, behind an optimization barrier, so that XLA does not fuse it
+            with another kernel; usually empty.
     """
 
     roots: list[int]
@@ -140,7 +140,7 @@ class KernelPrice:
             self.reread_bytes_per_s.append(self.bandwidth * speedup)
 
     def seconds(self, blocks: float, flops: float, operands: Mapping[int, float], written: float) -> float:
-        """Seconds of a kernel with `blocks` thread blocks (0: enough for the device), by FLOPs, reads per operand, bytes written."""
+        """Seconds of a kernel, by thread blocks (0: enough for the device), FLOPs, reads per operand, bytes written."""
         rate, most = self.rate, math.inf
         if blocks:
             rate *= min(1.0, blocks / self.num_cores)

@@ -1,8 +1,9 @@
 """Schedule a device's program as XLA's latency-hiding scheduler does.
 
-In: operations with combined collectives (`Task`), and their seconds. Out: the `Timeline` of the schedule. A list scheduler builds it
-backwards, from the last operation to the first: it picks the ready operation that leaves most time to hide collectives. Source:
-openxla/xla, xla/service/latency_hiding_scheduler.cc and xla/service/gpu/gpu_latency_hiding_scheduler.cc.
+In: operations with combined collectives (`Task`), and their seconds. Out: the `Timeline` of the schedule. A list
+scheduler builds it backwards, from the last operation to the first: it picks the ready operation that leaves most time
+to hide collectives. Source: openxla/xla, xla/service/latency_hiding_scheduler.cc and
+xla/service/gpu/gpu_latency_hiding_scheduler.cc.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class ScheduleNodes:
         nodes.unlocks = [sum([len(users[j]) == 1 for j in waits_for]) for waits_for in nodes.waits_for]
         ended = [[is_end[j] for j in waits_for] for waits_for in nodes.waits_for]
         nodes.ends_before = [any(those) for those in ended]
-        # XLA schedules bitcasts ("views") too. Where the program lists none, we assume one before every kernel, except before
-        # those that read only arguments and results of collectives.
+        # XLA schedules bitcasts ("views") too. Where the program lists none, we assume one before every kernel, except
+        # before those that read only arguments and results of collectives.
         nodes.direct = [has_views or (not kind and all(those)) for kind, those in zip(nodes.kinds, ended, strict=True)]
         return nodes
 
@@ -135,8 +136,8 @@ def resource_of(op: Op, mesh: MeshShape, profile: HardwareProfile) -> str:
 
 
 class _Scheduler:
-    """Orders the nodes from the last to the first. `clock` runs backwards from the end of the step; a start is ready, without
-    stalling, once its collective's time has passed since its end was placed."""
+    """Orders the nodes from the last to the first. `clock` runs backwards from the end of the step; a start is ready,
+    without stalling, once its collective's time has passed since its end was placed."""
 
     def __init__(self, nodes: ScheduleNodes, prices: SchedulePrices) -> None:
         self.nodes, self.prices, count = nodes, prices, len(nodes.kinds)
@@ -182,8 +183,9 @@ class _Scheduler:
             self.queued[self.prices.resource[i]] += 1
 
     def _pop_best(self) -> int:
-        """Remove and return the ready node to place next: views first, then ends of collectives if another may be in flight, then
-        all others. Ties go to the earliest ready time, then by `_starts_in_turn`, then to the greatest asynchronous depth."""
+        """Remove and return the ready node to place next: views first, then ends of collectives if another may be in
+        flight, then all others. Ties go to the earliest ready time, then by `_starts_in_turn`, then to the greatest
+        asynchronous depth."""
         if self.views:
             return self.views.pop()
         free, resource, ready_at, depth, clock = self.free, self.prices.resource, self.ready_at, self.depth, self.clock
@@ -203,8 +205,7 @@ class _Scheduler:
         return best
 
     def _starts_in_turn(self, among: list[int], starts: list[int]) -> list[int]:
-        """Prefer starts whose resource has queued ends and no free slot; then nodes other than starts, and starts that depend on
-        other collectives; then all nodes."""
+        """Prefer starts whose resource has queued ends and no free slot; then all but starts of depth 0; then all."""
         resource = self.prices.resource
         backed_up = [i for i in starts if not self.free[resource[i]] and self.queued[resource[i]] > 0]
         is_start, depth = self.nodes.is_start, self.depth

@@ -11,9 +11,10 @@ from typing import Literal
 
 from autopar.ir.device_program import Gemm
 
-#: `alias`: a bitcast, the same memory under another shape. `loop`: computes one output element at a time. `reduce`: reduces many
-#: elements to one. `inplace`: writes into its first operand. `unfusible`: a kernel that no elementwise operation is fused into.
-#: `border`: a value that enters or leaves a loop or a branch, in the same memory; nothing is fused across it.
+#: `alias`: a bitcast, the same memory under another shape. `loop`: computes one output element at a time. `reduce`:
+#: reduces many elements to one. `inplace`: writes into its first operand. `unfusible`: a kernel that no elementwise
+#: operation is fused into. `border`: a value that enters or leaves a loop or a branch, in the same memory; nothing is
+#: fused across it.
 InstructionKind = Literal["argument", "alias", "loop", "reduce", "inplace", "unfusible", "border", "collective"]
 
 

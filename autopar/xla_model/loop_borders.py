@@ -1,7 +1,7 @@
 """Create the instructions for values that enter and leave loops and branches on one device.
 
-In: the border nodes of a loop in the graph. Out: `border` instructions, slices of stacked operands, and the live ranges of values
-that stay in memory while a loop runs.
+In: the border nodes of a loop in the graph. Out: `border` instructions, slices of stacked operands, and the live ranges
+of values that stay in memory while a loop runs.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class _Computed:
         self.program, self.graph = program, graph
 
     def nodes(self, kernel: Fused) -> tuple[int, ...]:
-        """The nodes between a kernel's operands and its results, in order; empty where the kernel also computes something without
-        a node, such as the slice of a value to a device's shard."""
+        """The nodes between a kernel's operands and its results, in order; empty where the kernel also computes
+        something without a node, such as the slice of a value to a device's shard."""
         producers = self.graph.producers
         inside, found = set(kernel.members), set[int]()
         left = [n for root in kernel.roots for n in self.program.nodes[root]]
@@ -50,8 +50,8 @@ class _Computed:
 class MultiOutputFusion:
     """Fuses kernels over the same iteration space, from the last value to the first.
 
-    Siblings (kernels that read the same value) fuse at any price. A loop fuses with a user of its result if no third kernel lies on
-    a path between them and the fusion takes no longer.
+    Siblings (kernels that read the same value) fuse at any price. A loop fuses with a user of its result if no third
+    kernel lies on a path between them and the fusion takes no longer.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class MultiOutputFusion:
         return one == other if one[1] == other[1] else True
 
     def _points(self, i: int) -> tuple[float, str, float] | None:
-        """The size of a kernel's iteration space, the emitter of its main root, and the points per result of a reduction; None
-        where multi-output fusion does not apply."""
+        """The size of a kernel's iteration space, the emitter of its main root, and the points per result of a
+        reduction; None where multi-output fusion does not apply."""
         kernel = self.kernels[i]
         if kernel.tiled:
             return None

@@ -1,6 +1,6 @@
 """Collect the instructions of one device's program as the SPMD partitioner creates them.
 
-In: a formulation, an explicit program. Out: `PartitionBuilder`; every module of the partitioner adds instructions to it.
+In: a formulation, an explicit program. Out: `PartitionBuilder`; the partitioner's modules add instructions to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class PartitionBuilder:
 
     Attributes:
         local: value -> the sharding in which it is computed.
-        known: key of a computation -> its instruction; XLA computes a repeated one once (common-subexpression elimination).
+        known: key of a computation -> its instruction (common-subexpression elimination).
         cheap_flops: FLOPs per element of the cheapest elementwise operation.
     """
 

@@ -1,7 +1,7 @@
 """Turn the collectives of the explicit program into instructions of one device, each placed before its first user.
 
-In: a `PartitionBuilder`. Out: the instruction of each operand after resharding and halo exchange, and the collectives that a node
-itself needs.
+In: a `PartitionBuilder`. Out: the instruction of each operand after resharding and halo exchange, and the collectives
+that a node itself needs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Communications:
         return self._reordered(at, op) if op.is_inner and op.kind == "all-gather" else at
 
     def _node_of(self, at: int, value: int) -> int:
-        """The node that a collective of an instruction's result belongs to; for a loop's stacked result, the one after the loop."""
+        """The node of a collective of an instruction's result; for a loop's stacked result, the one after the loop."""
         producer = self.b.producers.get(value, -1)
         is_stack = producer >= 0 and self.b.graph.nodes[producer].primitive == "exit_stack"
         return producer if is_stack else self.b.program.instructions[at].node

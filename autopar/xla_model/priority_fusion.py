@@ -2,9 +2,9 @@
 
 In: `Kernels`. Out: fewer kernels, each with the instructions fused into it and its operands.
 
-XLA fuses a producer into all its users or into none. It writes a producer to memory if a user cannot fuse with it (a matmul, a
-collective, an output of the step). A roofline model with XLA's constants gives the profit, so XLA computes an expensive function
-of a large value once, and a cheap one again in each user. Source: openxla/xla,
+XLA fuses a producer into all its users or into none. It writes a producer to memory if a user cannot fuse with it (a
+matmul, a collective, an output of the step). A roofline model with XLA's constants gives the profit, so XLA computes an
+expensive function of a large value once, and a cheap one again in each user. Source: openxla/xla,
 xla/backends/gpu/transforms/priority_fusion.cc, read in November 2026.
 """
 
@@ -26,8 +26,8 @@ class PriorityFusion:
         self.price = KernelPrice(kernels.instructions, profile)
         self.times: dict[int, float] = {}
         self.blocks: dict[int, float] = {}  # thread blocks, where they do not depend on the operands
-        #: Per producer: the seconds that fusing it into each user saves, and the users it cannot fuse with. An entry is valid
-        #: until either kernel changes.
+        #: Per producer: the seconds that fusing it into each user saves, and the users it cannot fuse with. An entry is
+        #: valid until either kernel changes.
         self.savings: dict[int, dict[int, float]] = defaultdict(dict)
         self.barred: dict[int, set[int]] = defaultdict(set)
         self.version = [0] * len(kernels.instructions)

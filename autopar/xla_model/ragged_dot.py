@@ -14,9 +14,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DenseProduct:
-    """`batch` matmuls [m, k] @ [k, n], with `copies` masked copies of each operand (0: the matmul reads the operand itself).
+    """`batch` matmuls [m, k] @ [k, n], with `copies` masked copies of each operand (0: it is read directly).
 
-    A matmul that sums over the groups needs another pass, which concatenates the copies along each row (`concatenated`).
+    A matmul that sums over the groups needs another pass that concatenates the copies of a row (`concatenated`).
     """
 
     batch: int

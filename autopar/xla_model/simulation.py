@@ -1,8 +1,8 @@
 """Simulate one step of a device's program, by the profile's rates and by XLA's latency estimator.
 
 In: a `DeviceProgram`, the mesh, a hardware profile. Out: `Timeline`. On GPUs kernels run in sequence on one stream, and
-collectives run in sequence on another, concurrently with the kernels (`latency_hiding_scheduler`). A loop's body is scheduled by
-itself; nothing overlaps with the loop.
+collectives run in sequence on another, concurrently with the kernels (`latency_hiding_scheduler`). A loop's body is
+scheduled by itself; nothing overlaps with the loop.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from autopar.xla_model.timeline import Ran, Timeline, Timelines
 def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
     """Schedule a program and return its timeline.
 
-    Only GPUs hide collectives. A profile with `xla_estimator` yields XLA's own estimate of the step; any other profile yields an
-    estimate by its rates.
+    Only GPUs hide collectives. A profile with `xla_estimator` yields XLA's own estimate of the step; any other profile
+    yields an estimate by its rates.
     """
     return Simulation(program, mesh, profile).timeline()
 
@@ -97,7 +97,7 @@ class Simulation:
         return Timelines(self.timeline(by_rates=True, merge_bytes=merge_bytes), estimated)
 
     def least_s(self, *, by_rates: bool = False) -> float:
-        """A lower bound of the step time for every combine threshold: the busier of the two streams, kernels or collectives.
+        """A lower bound of the step time for every combine threshold: the time of the busier stream.
 
         Small collectives, for which XLA emits its own kernels, may run two at a time. A loop counts one iteration.
         """
@@ -111,8 +111,8 @@ class Simulation:
 
     @cached_property
     def unestimated_s(self) -> float:
-        """Time by the profile's rates beyond XLA's estimate of kernels with a constant estimate: convolutions, library calls,
-        custom kernels. A loop counts one iteration."""
+        """Time by the profile's rates beyond XLA's estimate of kernels with a constant estimate: convolutions, library
+        calls, custom kernels. A loop counts one iteration."""
         (own, _), (estimated, _) = self._seconds_of(True), self._seconds_of(False)
         unknown = [op for op in self.program.ops if is_unestimated(op)]
         return sum(max(0.0, own(op) - estimated(op)) for op in unknown) if self._estimated.xla_estimator else 0.0
@@ -120,8 +120,8 @@ class Simulation:
     def _scheduled(
         self, merging: CollectiveCombiner, merge_bytes: float, done: Mapping[int, _Body], *, by_rates: bool
     ) -> Timeline:
-        """Schedule operations, and expand each loop to all iterations of its scheduled body. Nothing overlaps with a loop, which
-        XLA's scheduler takes for one short operation."""
+        """Schedule operations, and expand each loop to all iterations of its scheduled body. Nothing overlaps with a
+        loop, which XLA's scheduler takes for one short operation."""
         seconds, profile = self._seconds_of(by_rates)
         is_gpu = profile.platform == "gpu"
         key = id(merging), merge_bytes
@@ -139,8 +139,8 @@ class Simulation:
         return _expand_loops(scheduled(nodes, prices, tasks), done)
 
     def _seconds_of(self, by_rates: bool) -> tuple[Callable[[Op], float], HardwareProfile]:
-        """A cached function from an operation to its seconds, and the profile it uses. The cache is keyed by `id`, since the
-        program and its combiners keep every operation alive."""
+        """A cached function from an operation to its seconds, and the profile it uses. The cache is keyed by `id`,
+        since the program and its combiners keep every operation alive."""
         known, profile = self._seconds[by_rates], self._by_rates if by_rates else self._estimated
 
         def seconds(op: Op) -> float:

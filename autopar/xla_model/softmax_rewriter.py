@@ -1,7 +1,7 @@
 """Fuse softmax and normalization diamonds into tiled kernels, as XLA's softmax rewriter does.
 
-In: `Kernels`. Out: the same object with each diamond fused: a value, the reduction of its rows, and the operation that uses both.
-Source: openxla/xla, xla/backends/gpu/transforms/softmax_rewriter_triton.cc.
+In: `Kernels`. Out: the same object with each diamond fused: a value, the reduction of its rows, and the operation that
+uses both. Source: openxla/xla, xla/backends/gpu/transforms/softmax_rewriter_triton.cc.
 """
 
 from __future__ import annotations

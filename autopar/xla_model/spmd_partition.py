@@ -1,7 +1,8 @@
 """Partition the planned step into the program of one device, as XLA's SPMD partitioner does.
 
-In: a formulation, an explicit program. Out: `LocalProgram`: instructions in program order, about one per equation of the step
-(`xla_model/fusion_pipeline.py` fuses them into kernels). Source: openxla/xla, xla/service/spmd/spmd_partitioner.cc.
+In: a formulation, an explicit program. Out: `LocalProgram`: instructions in program order, about one per equation of
+the step (`xla_model/fusion_pipeline.py` fuses them into kernels). Source: openxla/xla,
+xla/service/spmd/spmd_partitioner.cc.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from autopar.xla_model.loop_borders import LoopBorders
 from autopar.xla_model.partition_builder import PartitionBuilder
 from autopar.xla_model.partition_communication import Communications
 
-#: Reads of the operand per element that XLA's cost analysis counts, during fusion, for operations that it expands to polynomials.
-#: A producer fused into one counts as often, so fusion stores the operand if anything else uses it. The final kernel reads the
-#: operand once.
+#: Reads of the operand per element that XLA's cost analysis counts, during fusion, for operations that it expands to
+#: polynomials. A producer fused into one counts as often, so fusion stores the operand if anything else uses it. The
+#: final kernel reads the operand once.
 EXPANDED: Mapping[str, float] = {"erf": 25.0, "erfc": 25.0, "erf_inv": 25.0}
 
 
@@ -181,8 +182,8 @@ class _Partitioner:
     def _arithmetic(
         self, n: int, node: Node, kind: InstructionKind, gemm: Gemm | None, elements: float
     ) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """FLOPs outside matrix units, and inside by dtype. An unfusible kernel counts by its sharding rule, so that the solver and
-        this program agree; a matmul counts by its shape."""
+        """FLOPs outside matrix units, and inside by dtype. An unfusible kernel counts by its sharding rule, so that the
+        solver and this program agree; a matmul counts by its shape."""
         if kind != "unfusible" or gemm is not None:
             return elements * self._flops_per_element(node), ()
         if n in self.works:
@@ -215,7 +216,7 @@ class _Partitioner:
         return at
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
-        """Add an instruction unless an identical one exists, and return its position; one with a literal operand is always added."""
+        """The position of an instruction, which is added unless an identical one without literal operands exists."""
         literal = any(value is None for value in node.operands) and node.primitive != "convert_element_type"
         if literal or not operands or instruction.kind not in ("loop", "reduce") or node.effect:
             return self.b.add(instruction)

@@ -1,7 +1,7 @@
 """Summarize one device's schedule for the plan: a trace of the step, and memory use over time.
 
-In: a graph, its `DeviceProgram`, its `Timeline`. Out: `StepTrace` and `MemoryOverStep`. Consecutive kernels or collectives of one
-module form one entry. Where that leaves too many entries, they are grouped by the enclosing module.
+In: a graph, its `DeviceProgram`, its `Timeline`. Out: `StepTrace` and `MemoryOverStep`. Consecutive kernels or
+collectives of one module form one entry. Where that leaves too many entries, they are grouped by the enclosing module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.xla_model.timeline import Ran, Timeline
 
 #: Number of equal intervals of the step for which a plan records live bytes.
 NUM_PARTS = 160
-#: The most runs of kernels, and of collectives, that a plan records; exceeded only if one run per phase is still too many.
+#: The most runs of kernels, and of collectives, that a plan records, unless the runs of whole phases are still more.
 MAX_RUNS = 500
 #: The idle time that ends a run, as a fraction of the step.
 _PAUSE = 1 / 400
@@ -207,8 +207,8 @@ def _ends(
 ) -> list[float]:
     """The end of each operation as a fraction of the step.
 
-    The kernels together take the compute time, and each kind of collective takes its exposed time. The order decides where a
-    collective is hidden, but it does not change these totals.
+    The kernels together take the compute time, and each kind of collective takes its exposed time. The order decides
+    where a collective is hidden, but it does not change these totals.
     """
     seconds = [op_seconds(op, mesh, profile) * _trip_count(op.node, loops) for op in order]
     whole: dict[str, float] = defaultdict(float)

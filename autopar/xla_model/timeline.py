@@ -48,7 +48,7 @@ class Timeline:
         num_collectives: kind of collective -> count after combining.
         temporary_bytes: peak of live temporaries (neither arguments nor outputs) in this order.
         ran: operations by start time, without collectives that take no time.
-        order: operations in scheduled order, with loop bodies expanded; a collective occurs twice, as its start and its end.
+        order: operations in scheduled order, with loop bodies expanded and both the start and the end of a collective.
     """
 
     step_time_s: float
