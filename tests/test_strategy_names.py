@@ -21,7 +21,7 @@ def planned(program: programs.Program, hardware: str = "h100-sxm", **options: An
     return autopar.plan(program.step, *program.abstract_args(), hardware=hardware, **options)
 
 
-def bert(**sizes: int) -> programs.Program:
+def bert(**sizes: Any) -> programs.Program:
     return programs.bert_layers(**{"batch": 64, "seq": 64, "hidden": 512, "heads": 8} | sizes)
 
 

@@ -36,7 +36,7 @@ from autopar.ir.sharding import TensorSharding
 from autopar.ir.sharding_changes import moved
 from autopar.ir.verifier import check_explicit
 from autopar.planner.cache.function_text import function_text
-from autopar.planner.cache.key import maker
+from autopar.planner.cache.key import planner_digest
 from autopar.planner.program_groups import program_groups
 from autopar.plans.plan import Plan
 from autopar.report.html.document import write_report
@@ -194,7 +194,7 @@ def test_the_key_of_kept_plans_follows_what_is_registered() -> None:
     def times(factor: float) -> Callable[..., float]:
         return lambda num_bytes, num_devices, link: factor * num_bytes
 
-    keys = [maker()[0]]
+    keys = [planner_digest()[0]]
     changes: list[dict[str, Any]] = [
         {},
         {"time_s": times(1.0)},
@@ -203,12 +203,12 @@ def test_the_key_of_kept_plans_follows_what_is_registered() -> None:
     ]
     for options in changes:
         register(**options)
-        keys.append(maker()[0])
+        keys.append(planner_digest()[0])
     register("another")
-    keys.append(maker()[0])
+    keys.append(planner_digest()[0])
     assert len(set(keys)) == len(keys)
     register("another")
-    assert maker()[0] == keys[-1]
+    assert planner_digest()[0] == keys[-1]
 
 
 def test_the_text_of_a_function_has_no_address() -> None:

@@ -195,7 +195,7 @@ def _forced(asked: Sequence[Decision], program: Program, plan: Plan, options: Ma
     if values:  # their numbers are of this form of the program
         request = replace(request, rematerialize=False)
     form = program.of(replace(plan, recomputed=()))
-    return search_meshes(replace(form, whole=None), request, may_copy=False).plan
+    return search_meshes(replace(form, whole=None), request, may_fork=False).plan
 
 
 def asked_about(path: str, decisions: Sequence[Decision]) -> list[Decision]:
