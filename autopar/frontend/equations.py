@@ -6,8 +6,8 @@ a branch; `items_of` and `laid` turn one form into the other, and `without_dead`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autopar.ir.graph import Phase
@@ -39,6 +39,9 @@ class LiteralOperand:
     value: Any
 
 
+Atom = int | LiteralOperand
+
+
 @dataclass(frozen=True, slots=True)
 class Equation:
     """One primitive application, or one piece of a region; operands and results are positions in `Trace.avals`.
@@ -50,7 +53,7 @@ class Equation:
     """
 
     source: Any  # JAX's own equation: primitive, parameters, context
-    operands: tuple[int | LiteralOperand, ...]
+    operands: tuple[Atom, ...]
     results: tuple[int, ...]
     name_stack: Any
     path: str
@@ -71,6 +74,16 @@ class Equation:
     @property
     def effects(self) -> bool:
         return bool(self.source.effects) and self.piece is None
+
+    def reading(self, stands: Mapping[int, Atom] | Callable[[int], Atom], **changes: Any) -> Equation:
+        """The same equation of other operands.
+
+        Args:
+            stands: what stands for a value; in a mapping, a value that is missing stands for itself.
+            changes: of its other fields.
+        """
+        of = stands if callable(stands) else lambda value: stands.get(value, value)
+        return replace(self, operands=tuple(of(a) if isinstance(a, int) else a for a in self.operands), **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,12 @@ class Region:
             elif section == (0 if equations[n].piece == "predicate" else len(self.sections) - 1):
                 yield n, 0
 
+    def carries(self, equations: Sequence[Equation]) -> tuple[tuple[int, int], ...]:
+        """The pieces that what a loop carries enters and leaves by."""
+        enters = (n for n in range(*self.enter) if equations[n].piece == "enter_carry")
+        leaves = (n for n in range(*self.exit) if equations[n].piece == "exit_carry")
+        return tuple(zip(enters, leaves, strict=True))
+
 
 @dataclass(slots=True)
 class Nest:
@@ -109,9 +128,9 @@ class Nest:
 
     kind: RegionKind
     source: Any
-    enter: list[Equation]
-    sections: list[list[Equation | Nest]]
-    exit: list[Equation]
+    enter: list[Equation] = field(default_factory=list)
+    sections: list[list[Equation | Nest]] = field(default_factory=list)
+    exit: list[Equation] = field(default_factory=list)
 
 
 Item = Equation | Nest
@@ -148,7 +167,7 @@ def _living(nest: Nest, live: set[int]) -> Nest | None:
     if nest.kind == "barrier":
         enter = [piece for piece in nest.enter if piece.results[0] in live]
         live.update(v for piece in enter for v in piece.reads)
-        return Nest(nest.kind, nest.source, enter, [], []) if enter else None
+        return Nest(nest.kind, nest.source, enter) if enter else None
     acts = nest.source.effects or any(equation.effects for equation in equations_of(nest))
     if not acts and not any(r in live for piece in nest.exit for r in piece.results):
         return None
