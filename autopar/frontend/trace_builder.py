@@ -7,7 +7,7 @@ its regions laid, and checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -61,6 +61,27 @@ class TraceBuilder:
         return self.new(self.avals[value], self.repeats[value] * times)
 
     # -- equations ---------------------------------------------------------------------------
+
+    def copy(
+        self,
+        equation: Equation,
+        stands: Mapping[int, Atom] | Callable[[int], Atom],
+        *,
+        types: Callable[[int], Any] | None = None,
+        times: float = 1.0,
+        **changes: Any,
+    ) -> Equation:
+        """An equation of other operands that makes new values; it is for the caller to append.
+
+        Args:
+            stands: as in `Equation.reading`.
+            types: of its results, by those of the equation; by default they stay.
+            times: how many times as often it runs.
+            changes: of its other fields.
+        """
+        copied = equation.reading(stands, repeat=equation.repeat * times, **changes)
+        of = types or self.avals.__getitem__
+        return replace(copied, results=tuple(self.new(of(v), self.repeats[v] * times) for v in equation.results))
 
     def add(self, *items: Item) -> None:
         """Append equations, or regions as a whole."""
