@@ -40,6 +40,14 @@ class LiteralOperand:
 
 
 Atom = int | LiteralOperand
+#: What stands for a value; in a mapping, a value that is missing stands for itself.
+Substitution = Mapping[int, Atom] | Callable[[int], Atom]
+
+
+def substituted(atoms: Sequence[Atom], stands: Substitution) -> tuple[Atom, ...]:
+    """Operands or results of a program, with other values."""
+    of = stands if callable(stands) else lambda value: stands.get(value, value)
+    return tuple(of(atom) if isinstance(atom, int) else atom for atom in atoms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +83,9 @@ class Equation:
     def effects(self) -> bool:
         return bool(self.source.effects) and self.piece is None
 
-    def reading(self, stands: Mapping[int, Atom] | Callable[[int], Atom], **changes: Any) -> Equation:
-        """The same equation of other operands.
-
-        Args:
-            stands: what stands for a value; in a mapping, a value that is missing stands for itself.
-            changes: of its other fields.
-        """
-        of = stands if callable(stands) else lambda value: stands.get(value, value)
-        return replace(self, operands=tuple(of(a) if isinstance(a, int) else a for a in self.operands), **changes)
+    def reading(self, stands: Substitution, **changes: Any) -> Equation:
+        """The same equation of other operands, as `substituted` has them; `changes` are of its other fields."""
+        return replace(self, operands=substituted(self.operands, stands), **changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ its regions laid, and checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,8 +20,10 @@ from autopar.frontend.equations import (
     Item,
     LiteralOperand,
     Piece,
+    Substitution,
     equations_of,
     laid,
+    substituted,
     without_dead,
 )
 from autopar.frontend.trace import Trace
@@ -65,7 +67,7 @@ class TraceBuilder:
     def copy(
         self,
         equation: Equation,
-        stands: Mapping[int, Atom] | Callable[[int], Atom],
+        stands: Substitution,
         *,
         types: Callable[[int], Any] | None = None,
         times: float = 1.0,
@@ -74,7 +76,6 @@ class TraceBuilder:
         """An equation of other operands that makes new values; it is for the caller to append.
 
         Args:
-            stands: as in `Equation.reading`.
             types: of its results, by those of the equation; by default they stay.
             times: how many times as often it runs.
             changes: of its other fields.
@@ -243,7 +244,7 @@ def renumbered(trace: Trace) -> Trace:
         avals=tuple(trace.avals[value] for value in order),
         repeats=tuple(trace.repeats[value] for value in order),
         inputs=tuple(number[value] for value in trace.inputs),
-        outputs=tuple(number[atom] if isinstance(atom, int) else atom for atom in trace.outputs),
+        outputs=substituted(trace.outputs, number),
         constants=tuple((number[value], constant) for value, constant in trace.constants),
     )
 
