@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from autopar.frontend.accumulators import Sums
+from autopar.frontend.accumulators import sums_of
 from autopar.frontend.equations import (
     Equation,
     Item,
@@ -113,7 +113,6 @@ class _Unstacking:
         self.at = (0, 0)  # the origin of that
         self.parts: dict[int, list[Atom]] = {}  # of a value, for each part of the stack
         self.wholes: dict[int, Atom] = {}  # what stands for a value
-        self.sums = Sums(self.trace.equations)
         self.region_at = {region.enter[0]: region for region in self.trace.regions}
         #: The inputs that come in parts; those that were in parts before stay as they are.
         self.split = {p for p in stack.dims.inputs if before.inputs[p].rows is None}
@@ -219,12 +218,9 @@ class _Unstacking:
     # -- regions -----------------------------------------------------------------------------
 
     def _loop(self, region: Region, nest: Nest) -> None:
-        enters, leaves = (
-            [n for n in range(*span) if self.trace.equations[n].piece == piece]
-            for span, piece in ((region.enter, "enter_carry"), (region.exit, "exit_carry"))
-        )
-        summed = {enter for enter, _ in self.sums.of(region, list(zip(enters, leaves, strict=True)))}
-        adds = [enter in summed for enter in enters]
+        carries, summed = region.carries(self.trace.equations), sums_of(self.trace, region)
+        enters, leaves = [enter for enter, _ in carries], [leave for _, leave in carries]
+        adds = [pair in summed for pair in carries]
         carry = [self._whole(self.trace.equations[n].operands[0]) for n in enters]
         terms: list[list[Atom]] = [[] for _ in carry]
         stacks: dict[int, list[Atom]] = {}
