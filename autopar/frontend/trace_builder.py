@@ -19,6 +19,7 @@ from autopar.frontend.equations import (
     Equation,
     Item,
     LiteralOperand,
+    Nest,
     Piece,
     Substitution,
     equations_of,
@@ -29,6 +30,7 @@ from autopar.frontend.equations import (
 from autopar.frontend.trace import Trace
 from autopar.jax_interop import compat as jax_compat
 
+_Item = TypeVar("_Item", bound=Item)
 _Part = TypeVar("_Part")
 
 
@@ -76,13 +78,30 @@ class TraceBuilder:
         """An equation of other operands that makes new values; it is for the caller to append.
 
         Args:
-            types: of its results, by those of the equation; by default they stay.
+            types: of its results, by those of the equation; by default the same.
             times: how many times as often it runs.
             changes: of its other fields.
         """
-        copied = equation.reading(stands, repeat=equation.repeat * times, **changes)
+        copied = equation.reading(stands, **{"repeat": equation.repeat * times} | changes)
         of = types or self.avals.__getitem__
         return replace(copied, results=tuple(self.new(of(v), self.repeats[v] * times) for v in equation.results))
+
+    def copies(self, items: Iterable[_Item], env: dict[int, Atom], times: float = 1.0) -> list[_Item]:
+        """Copies of items that read and make other values.
+
+        Args:
+            env: what stands for the values that they read, and then for those that they make.
+        """
+        return [self._copied(item, env, times) for item in items]
+
+    def _copied(self, item: Any, env: dict[int, Atom], times: float) -> Any:
+        if isinstance(item, Nest):
+            enter = self.copies(item.enter, env, times)
+            sections = [self.copies(section, env, times) for section in item.sections]
+            return Nest(item.kind, item.source, enter, sections, self.copies(item.exit, env, times))
+        new = self.copy(item, env, times=times)
+        env.update(zip(item.results, new.results, strict=True))
+        return new
 
     def add(self, *items: Item) -> None:
         """Append equations, or regions as a whole."""
