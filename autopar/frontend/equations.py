@@ -40,13 +40,13 @@ class LiteralOperand:
 
 
 Atom = int | LiteralOperand
-#: What stands for a value; in a mapping, a value that is missing stands for itself.
+#: What replaces a value. A mapping keeps the values that it lacks.
 Substitution = Mapping[int, Atom] | Callable[[int], Atom]
 
 
-def substituted(atoms: Sequence[Atom], stands: Substitution) -> tuple[Atom, ...]:
-    """Operands or results of a program, with other values."""
-    of = stands if callable(stands) else lambda value: stands.get(value, value)
+def substituted(atoms: Sequence[Atom], substitution: Substitution) -> tuple[Atom, ...]:
+    """Operands, or a program's results, with values replaced."""
+    of = substitution if callable(substitution) else lambda value: substitution.get(value, value)
     return tuple(of(atom) if isinstance(atom, int) else atom for atom in atoms)
 
 
@@ -83,9 +83,9 @@ class Equation:
     def effects(self) -> bool:
         return bool(self.source.effects) and self.piece is None
 
-    def reading(self, stands: Substitution, **changes: Any) -> Equation:
-        """The same equation of other operands, as `substituted` has them; `changes` are of its other fields."""
-        return replace(self, operands=substituted(self.operands, stands), **changes)
+    def reading(self, substitution: Substitution, **changes: Any) -> Equation:
+        """The equation with operands replaced, and `changes` to other fields."""
+        return replace(self, operands=substituted(self.operands, substitution), **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Region:
                 yield n, 0
 
     def carries(self, equations: Sequence[Equation]) -> tuple[tuple[int, int], ...]:
-        """The pieces that what a loop carries enters and leaves by."""
+        """For each value that a loop carries, the pieces by which it enters and leaves."""
         enters = (n for n in range(*self.enter) if equations[n].piece == "enter_carry")
         leaves = (n for n in range(*self.exit) if equations[n].piece == "exit_carry")
         return tuple(zip(enters, leaves, strict=True))

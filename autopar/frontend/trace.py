@@ -1,7 +1,7 @@
-"""A step as equations over numbered values, as `tracing` makes it and each rewriter makes it anew.
+"""Represent a traced step as equations over numbered values.
 
-In: written by `trace_builder`. Out: `Trace`: loops and branches laid open, values numbered, with the pytree paths of arguments
-and results. The graph is made from it, and `execute` replays it.
+In: equations and regions, from `trace_builder`. Out: `Trace`. Loops and branches are laid open, and arguments and results have
+their pytree paths. The graph is made from a trace, and a plan is run by replaying it.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Trace:
 
     @cached_property
     def producers(self) -> Mapping[int, int]:
-        """Of each value that an equation makes, the equation."""
+        """The equation that makes each value."""
         return {value: n for n, equation in enumerate(self.equations) for value in equation.results}
 
     @cached_property
     def users(self) -> Mapping[int, list[int]]:
-        """Of each value that an equation reads, those that do, in order; twice where it reads it twice."""
+        """The equations that read each value, in order; an equation with the value as two operands is listed twice."""
         found: dict[int, list[int]] = defaultdict(list)
         for n, equation in enumerate(self.equations):
             for value in equation.reads:
@@ -77,11 +77,11 @@ class Trace:
 
     @cached_property
     def region_at(self) -> Mapping[int, Region]:
-        """The regions, by the equation that each begins with."""
+        """The regions, by their first equations."""
         return {region.enter[0]: region for region in self.regions}
 
     def walk(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, Region | None]]:
-        """What stands in a span, in order: equations, and regions as a whole, as [start, stop) and the region."""
+        """The equations and whole regions of a span, in order: [start, stop), and the region or None."""
         end = len(self.equations) if stop is None else stop
         while start < end:
             region = self.region_at.get(start)

@@ -1,8 +1,7 @@
-"""The one builder of traces, for the front end and for all that rewrites a trace.
+"""Build traces: number values, append and copy equations, write loops, drop dead code.
 
-In: a trace, whose values keep their numbers. Out: `TraceBuilder`. It numbers new values, appends equations, writes new ones as
-functions of arrays under the name and at the place of another equation, and finishes a trace: without what nothing reads,
-its regions laid, and checked.
+In: a trace, whose values keep their numbers. Out: `TraceBuilder`, with which the front end and each rewriter of a trace writes
+equations, and `LoopBuilder`, with which they write a loop. `TraceBuilder.finish` gives the new trace.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ _Part = TypeVar("_Part")
 
 
 class TraceBuilder:
-    """Writes a trace; mutable, as a list of equations is while it is made.
+    """Collects the equations of a new trace.
 
     Args:
-        trace: what the new one has unless it is changed; its values come first.
+        trace: its values keep their numbers, and the new trace has its fields where `finish` is given no others.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.avals, self.repeats = list(trace.avals), list(trace.repeats)
         self.constants = dict(trace.constants)
-        #: Where equations are appended.
+        #: The list that equations are appended to.
         self.items: list[Item] = []
-        #: What the equations that are appended stand for; None of what is new.
+        #: The origin of the equations that are appended from here on; None for those that have none.
         self.origin: Any = None
         self._origins: dict[int, tuple[Equation, Any]] = {}  # by id; the equation is kept, so that no id is given twice
         self._traced: dict[tuple[Any, ...], Any] = {}
@@ -55,13 +54,13 @@ class TraceBuilder:
     # -- values ------------------------------------------------------------------------------
 
     def new(self, aval: Any, repeat: float = 1.0) -> int:
-        """A new value, and how often a step makes it."""
+        """Number a new value, which a step makes `repeat` times."""
         self.avals.append(aval)
         self.repeats.append(repeat)
         return len(self.avals) - 1
 
     def like(self, value: int, times: float = 1.0) -> int:
-        """A new value of the type of another, made so many times as often."""
+        """Number a new value of another's type, made `times` times as often."""
         return self.new(self.avals[value], self.repeats[value] * times)
 
     # -- equations ---------------------------------------------------------------------------
@@ -69,28 +68,28 @@ class TraceBuilder:
     def copy(
         self,
         equation: Equation,
-        stands: Substitution,
+        substitution: Substitution,
         *,
         types: Callable[[int], Any] | None = None,
         times: float = 1.0,
         **changes: Any,
     ) -> Equation:
-        """An equation of other operands that makes new values; it is for the caller to append.
+        """A copy of an equation with other operands and new results. The caller appends it.
 
         Args:
-            types: of its results, by those of the equation; by default the same.
-            times: how many times as often it runs.
-            changes: of its other fields.
+            types: the type of the new result, for each result of the equation; by default its own type.
+            times: how many times as often the copy runs.
+            changes: to other fields.
         """
-        copied = equation.reading(stands, **{"repeat": equation.repeat * times} | changes)
+        copied = equation.reading(substitution, **{"repeat": equation.repeat * times} | changes)
         of = types or self.avals.__getitem__
         return replace(copied, results=tuple(self.new(of(v), self.repeats[v] * times) for v in equation.results))
 
     def copies(self, items: Iterable[_Item], env: dict[int, Atom], times: float = 1.0) -> list[_Item]:
-        """Copies of items that read and make other values.
+        """Copies of equations and regions, with new results throughout.
 
         Args:
-            env: what stands for the values that they read, and then for those that they make.
+            env: the values that replace their operands. The new results are added to it.
         """
         return [self._copied(item, env, times) for item in items]
 
@@ -104,19 +103,19 @@ class TraceBuilder:
         return new
 
     def add(self, *items: Item) -> None:
-        """Append equations, or regions as a whole."""
+        """Append equations and regions."""
         self.items += items
         if self.origin is not None:
             for equation in (one for item in items for one in equations_of(item)):
                 self.mark(equation, self.origin)
 
     def mark(self, equation: Equation, origin: Any) -> None:
-        """Say what an equation stands for."""
+        """Record the origin of an equation, for `origins_of`."""
         self._origins[id(equation)] = equation, origin
 
     @contextmanager
     def at(self, items: list[Item]) -> Iterator[list[Item]]:
-        """While entered, equations are appended to another list."""
+        """Append to another list while the context is entered."""
         outside, self.items = self.items, items
         try:
             yield items
@@ -124,7 +123,7 @@ class TraceBuilder:
             self.items = outside
 
     def sections(self, parts: Iterable[_Part], write: Callable[[_Part], Any]) -> list[list[Item]]:
-        """The sections of a region, each as it is written of its part."""
+        """The sections of a region: what `write` appends for each part."""
         found: list[list[Item]] = []
         for part in parts:
             with self.at([]) as items:
@@ -135,13 +134,14 @@ class TraceBuilder:
     def write(
         self, like: Equation, what: Any, atoms: Sequence[Atom], function: Callable[[list[Any]], Sequence[Any]]
     ) -> list[Atom]:
-        """Append what a function of operands does, under an equation's name; traced once for each kind of operands.
+        """Append the equations of a function of arrays. They take name, source line and repeat from another equation.
 
         Args:
-            what: tells this function from others of equations of the same primitive.
+            what: a key that distinguishes this function from others. A function is traced once for each key, primitive of
+                `like` and types of operands.
 
         Returns:
-            what stands for its results.
+            the function's results.
         """
         values = [atom for atom in atoms if isinstance(atom, int)]
         avals = [self.avals[value] for value in values]
@@ -152,10 +152,10 @@ class TraceBuilder:
         return self.inline(like, self._traced[key], values)
 
     def inline(self, like: Equation, jaxpr: Any, atoms: Sequence[Atom]) -> list[Atom]:
-        """Append the equations of a jaxpr, and of what it calls, under an equation's name.
+        """Append the equations of a jaxpr, with calls inlined. They take name, source line and repeat from another equation.
 
         Returns:
-            what stands for its results.
+            the jaxpr's results.
         """
 
         def append(source: Any, operands: Sequence[Atom]) -> Sequence[Atom]:
@@ -170,7 +170,7 @@ class TraceBuilder:
         return inlined(jaxpr, dict(zip(jaxpr.invars, atoms, strict=True)), append)
 
     def name(self, made: Atom, value: int) -> None:
-        """Let what has been appended last make a value of the trace."""
+        """Give the result of the equation appended last the number of an old value."""
         last = self.items[-1]
         assert isinstance(last, Equation) and last.results == (made,)
         self.items[-1] = replace(last, results=(value,))
@@ -178,20 +178,21 @@ class TraceBuilder:
     # -- the trace ---------------------------------------------------------------------------
 
     def drop_dead(self, outputs: Iterable[Atom]) -> set[int]:
-        """Drop what nothing reads. An effect always stays.
+        """Drop equations whose results nothing reads. An equation with an effect stays.
 
         Returns:
-            the values that are read.
+            the live values.
         """
         live = {atom for atom in outputs if isinstance(atom, int)}
         self.items = without_dead(self.items, live)
         return live
 
     def finish(self, outputs: Sequence[Atom] | None = None, **changes: Any) -> Trace:
-        """The trace: what has been appended, without what nothing reads.
+        """The new trace, without dead code and checked.
 
         Args:
-            outputs: by default those of the trace. changes: of its other fields.
+            outputs: by default those of the old trace.
+            changes: to other fields.
         """
         outputs = self.trace.outputs if outputs is None else tuple(outputs)
         live = self.drop_dead(outputs)
@@ -210,26 +211,60 @@ class TraceBuilder:
         return made
 
     def origins_of(self, trace: Trace) -> list[Any]:
-        """Of each equation of a trace that has been finished, what it stands for."""
+        """The origin of each equation of a finished trace; None where it has none."""
         return [self._origins.get(id(equation), (None, None))[1] for equation in trace.equations]
 
 
-def piece_of(like: Equation, source: Any, piece: Piece, operand: Atom, result: int, repeat: float = 1.0) -> Equation:
-    """A piece of a region, under the name and at the place of another equation.
+class LoopBuilder:
+    """Collects a loop: the pieces that enter and leave it, and its body.
 
     Args:
-        source: JAX's equation that is the region.
+        source: JAX's equation of the `scan`.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.trip_count = source, float(source.params["length"])
+        self.given: list[Equation] = []
+        self.carries: list[tuple[Equation, Equation]] = []
+        self.stacks: list[Equation] = []
+        self.body: list[Item] = []
+
+    def give(self, like: Equation, piece: Piece, operand: Atom, inside: int) -> None:
+        """Give a value to the body: whole in each iteration (`enter_const`), or one slice of it (`enter_slice`)."""
+        repeat = self.trip_count if piece == "enter_slice" else 1.0
+        self.given.append(piece_of(like, self.source, piece, operand, inside, repeat))
+
+    def carry(self, like: Equation, start: Atom, inside: int, end: Atom, result: int) -> None:
+        """Carry a value: `inside` at the start of an iteration, `end` at its end; `result` after the loop."""
+        enter = piece_of(like, self.source, "enter_carry", start, inside)
+        self.carries.append((enter, piece_of(like, self.source, "exit_carry", end, result)))
+
+    def stack(self, like: Equation, made: Atom, result: int) -> None:
+        """Stack what each iteration makes."""
+        self.stacks.append(piece_of(like, self.source, "exit_stack", made, result, self.trip_count))
+
+    def nest(self) -> Nest:
+        """The loop, to be appended."""
+        enter, leave = [one for one, _ in self.carries], [one for _, one in self.carries]
+        return Nest("scan", self.source, self.given + enter, [self.body], leave + self.stacks)
+
+
+def piece_of(like: Equation, source: Any, piece: Piece, operand: Atom, result: int, repeat: float = 1.0) -> Equation:
+    """A piece of a region, with name and source line of another equation.
+
+    Args:
+        source: JAX's equation of the region.
     """
     placed = jax_compat.placed_as(source, like.source)
     return replace(like, source=placed, operands=(operand,), results=(result,), repeat=repeat, piece=piece)
 
 
 def inlined(jaxpr: Any, env: dict[Any, Atom], append: Callable[[Any, tuple[Atom, ...]], Sequence[Atom]]) -> list[Atom]:
-    """What stands for the results of a jaxpr, its equations appended one by one.
+    """The results of a jaxpr whose equations are appended one by one.
 
     Args:
-        env: what stands for its variables. It is one call's own: JAX shares variables between calls of a cached jaxpr.
-        append: of JAX's equation and its operands: what stands for its results.
+        env: the values of its variables. Each call needs its own: JAX shares variables between calls of a cached jaxpr.
+        append: appends JAX's equation with the operands given, and returns its results.
     """
 
     def read(atom: Any) -> Atom:
@@ -241,7 +276,7 @@ def inlined(jaxpr: Any, env: dict[Any, Atom], append: Callable[[Any, tuple[Atom,
 
 
 def flat_border(inputs: Sequence[tuple[int, str]], outputs: Sequence[tuple[Atom, str]]) -> dict[str, Any]:
-    """The fields of a trace whose arguments and results, each with its path, are single arrays."""
+    """The fields of a trace whose arguments and results are single arrays, each with its path."""
     return {
         "inputs": tuple(value for value, _ in inputs),
         "input_paths": tuple(path for _, path in inputs),
@@ -253,7 +288,7 @@ def flat_border(inputs: Sequence[tuple[int, str]], outputs: Sequence[tuple[Atom,
 
 
 def renumbered(trace: Trace) -> Trace:
-    """The trace with its values numbered in the order in which they are made: equal programs are equal traces then."""
+    """The trace with values numbered in the order in which they are made, so that equal programs are equal traces."""
     order = dict.fromkeys((*trace.inputs, *dict(trace.constants)))
     order.update(dict.fromkeys(value for equation in trace.equations for value in equation.results))
     number = {value: i for i, value in enumerate(order)}
@@ -279,7 +314,7 @@ def _check(trace: Trace) -> None:
 
 
 def _of_arrays(function: Callable[[list[Any]], Sequence[Any]], atoms: Sequence[Atom]) -> Callable[..., Sequence[Any]]:
-    """A function of all operands as one of those that are no literals."""
+    """The function with its literal operands bound."""
 
     def of_arrays(*arrays: Any) -> Sequence[Any]:
         values = iter(arrays)

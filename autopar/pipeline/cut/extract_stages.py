@@ -16,7 +16,7 @@ from typing import Literal
 
 from autopar.frontend.equations import Atom, Equation, Item, Nest, equations_of, items_of
 from autopar.frontend.trace import Trace
-from autopar.frontend.trace_builder import TraceBuilder, flat_border, piece_of, renumbered
+from autopar.frontend.trace_builder import LoopBuilder, TraceBuilder, flat_border, renumbered
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.rules.table import traits_of
 
@@ -243,27 +243,26 @@ class _Cutting:
     # -- a stage's trace ---------------------------------------------------------------------
 
     def _finished(self, s: int, stage: _Stage) -> StageTrace:
-        builder, source, repeats = TraceBuilder(self.trace), self.loop.source, self.trace.repeats
+        builder, loop = TraceBuilder(self.trace), LoopBuilder(self.loop.source)
+        loop.given += self.shared_enters
+        loop.carries += stage.carries
+        loop.stacks += stage.stacks
+        loop.body += stage.body
         taken = [(Port("argument", i), v) for i, v in enumerate(self.trace.inputs) if self._may_take(s, stage, v)]
         taken += [(Port("outside", v), v) for v in stage.outside if v not in self.trace.inputs]
         given = [(Port("result", i), atom) for i, atom in enumerate(self.trace.outputs) if self._gives(s, atom)]
         given += [(Port("outside", v), v) for v in stage.sent_outside]
-        enter, leave = list(self.shared_enters), []
         for value, reader in stage.inside.items():
             outer = builder.new(builder.avals[value])
-            enter.append(piece_of(reader, source, "enter_const", outer, value))
+            loop.give(reader, "enter_const", outer, value)
             taken.append((Port("inside", value), outer))
-        for begin, end in stage.carries:
-            enter.append(begin)
-            leave.append(end)
         for value, maker in stage.sent_inside.items():
-            buffer, within, last = (builder.new(builder.avals[value], times) for times in (1.0, repeats[value], 1.0))
-            enter.append(piece_of(maker, source, "enter_carry", buffer, within))
-            leave.append(piece_of(maker, source, "exit_carry", value, last))
+            repeats = (1.0, builder.repeats[value], 1.0)
+            buffer, within, last = (builder.new(builder.avals[value], repeat) for repeat in repeats)
+            loop.carry(maker, buffer, within, value, last)
             taken.append((Port("buffer", value), buffer))
             given.append((Port("inside", value), last))
-        loop = Nest(self.loop.kind, source, enter, [list(stage.body)], [*leave, *stage.stacks])
-        builder.add(*stage.before, loop, *stage.after)
+        builder.add(*stage.before, loop.nest(), *stage.after)
         live = builder.drop_dead(atom for _, atom in given)
         taken = [one for one in taken if one[1] in live]
         border = flat_border(

@@ -20,7 +20,7 @@ from autopar.errors import MicrobatchError
 from autopar.frontend.equations import Atom, Equation, Item, Nest, Piece, Region, items_of
 from autopar.frontend.from_jaxpr import graph_of
 from autopar.frontend.trace import Trace
-from autopar.frontend.trace_builder import TraceBuilder, piece_of
+from autopar.frontend.trace_builder import LoopBuilder, TraceBuilder
 from autopar.ir.graph import Graph
 from autopar.jax_interop import compat as jax_compat
 from autopar.transforms.microbatch import slices as parts
@@ -91,12 +91,9 @@ class _Rewriting:
         self.trace, self.graph, self.places, self.split, self.m = trace, graph, places, split, m
         self.builder = TraceBuilder(trace)
         self.avals = self.builder.avals
+        self.loop = LoopBuilder(jax_compat.scan_of(m))
         self.before: list[Item] = []
-        self.body: list[Item] = []
         self.after: list[Item] = []
-        self.loop = Nest("scan", jax_compat.scan_of(m))
-        self.carried: list[tuple[Equation, Equation]] = []
-        self.stacks: list[Equation] = []
         self.inner: dict[int, Atom] = {}  # value -> what stands for it inside
         self.entered: dict[int, int] = {}  # value from outside -> the same, or a part of it, inside
         self.own: dict[int, Atom] = {}  # sum -> what a microbatch takes in its place
@@ -115,10 +112,7 @@ class _Rewriting:
                 self._inside(start, stop)
             if start in self.split.after:
                 self.after.append(item)
-        self.loop.enter += [enter for enter, _ in self.carried]
-        self.loop.sections.append(self.body)
-        self.loop.exit += [leave for _, leave in self.carried] + self.stacks
-        self.builder.add(*self.before, self.loop, *self.after)
+        self.builder.add(*self.before, self.loop.nest(), *self.after)
         return self.builder.finish(microbatches=self.loop.source)
 
     def _wanted(self) -> set[int]:
@@ -132,7 +126,7 @@ class _Rewriting:
     # -- what runs inside --------------------------------------------------------------------
 
     def _inside(self, start: int, stop: int) -> None:
-        with self.builder.at(self.body):
+        with self.builder.at(self.loop.body):
             self._span(start, stop)
             for value in (v for n in range(start, stop) for v in self.trace.equations[n].results):
                 if value in self.split.own:
@@ -244,7 +238,7 @@ class _Rewriting:
         maker = None if n is None else self.trace.equations[n]
         if maker is not None and maker.piece is None and not maker.reads:
             # What is made from nothing is made inside too, rather than kept.
-            self.body.append(again := self.builder.copy(maker, {}, times=self.m))
+            self.loop.body.append(again := self.builder.copy(maker, {}, times=self.m))
             self.entered.update(zip(maker.results, again.results, strict=True))
             return self.entered[value]
         self.entered[value] = self._enter("enter_const", value, equation, self.trace.avals[value])
@@ -256,8 +250,8 @@ class _Rewriting:
 
     def _enter(self, piece: Piece, value: int, equation: Equation, aval: Any) -> int:
         """A value from outside, inside; a piece has the place of its first reader."""
-        inside, repeat = self.builder.new(aval, float(self.m)), float(self.m) if piece == "enter_slice" else 1.0
-        self.loop.enter.append(piece_of(equation, self.loop.source, piece, value, inside, repeat))
+        inside = self.builder.new(aval, float(self.m))
+        self.loop.give(equation, piece, value, inside)
         return inside
 
     def _enter_parts(self, value: int, equation: Equation) -> int:
@@ -269,7 +263,9 @@ class _Rewriting:
         apart = self._outside(self.before, once, ("apart", repr(cut)), [value], cut.apart)
         assert isinstance(apart, int)
         entered, j = self._enter("enter_const", apart, equation, self.avals[apart]), self._trip(equation)
-        part = self._outside(self.body, inside, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape))
+        part = self._outside(
+            self.loop.body, inside, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape)
+        )
         assert isinstance(part, int)
         self.entered[value] = part
         return part
@@ -294,7 +290,7 @@ class _Rewriting:
             assert cut is not None
             aval = self.trace.avals[value]
             stack = self.builder.new(aval.update(shape=(self.m, *self._local(value).shape)), 1.0)
-            self.stacks.append(self._leaves("exit_stack", made, stack, equation))
+            self.loop.stack(equation, made, stack)
             self._named(value, once, ("joined", repr(cut), aval.shape), stack, lambda x: cut.joined(x, aval.shape))
         elif kind in PARTIAL:
             self._accumulate(value, kind, once)
@@ -333,12 +329,7 @@ class _Rewriting:
     def _carry(self, start: Atom, step: Callable[[int], Atom], result: int, once: Equation) -> None:
         """A value carried from trip to trip; `result` is what the last one leaves."""
         inside = self.builder.new(self.avals[result], float(self.m))
-        enter = piece_of(once, self.loop.source, "enter_carry", start, inside)
-        self.carried.append((enter, self._leaves("exit_carry", step(inside), result, once)))
-
-    def _leaves(self, piece: Piece, made: Atom, result: int, equation: Equation) -> Equation:
-        repeat = float(self.m) if piece == "exit_stack" else 1.0
-        return piece_of(equation, self.loop.source, piece, made, result, repeat)
+        self.loop.carry(once, start, inside, step(inside), result)
 
     def _take_own(self, value: int) -> None:
         """A microbatch takes its own sum, times their number, for that of the batch: the divisor of a mean was traced
