@@ -75,6 +75,11 @@ class Equation:
         return self.piece or self.source.primitive.name
 
     @property
+    def params_text(self) -> str:
+        """Its parameters as text, the same for equal ones."""
+        return repr(sorted(self.source.params.items(), key=lambda item: item[0]))
+
+    @property
     def reads(self) -> tuple[int, ...]:
         """The values among its operands."""
         return tuple(v for v in self.operands if isinstance(v, int))

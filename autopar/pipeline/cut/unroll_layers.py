@@ -89,6 +89,45 @@ def unstacked(before: Unstacked, places: Places, stack: Stack, starts: Sequence[
     return _Unstacking(before, places, stack, starts).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerSlices:
+    """Slices of a dim that counts layers, as functions of arrays.
+
+    Args:
+        num_layers: of the whole. bounds: first and last layer of each slice.
+    """
+
+    num_layers: int
+    bounds: tuple[tuple[int, int], ...]
+
+    def local(self, shape: Sequence[int], place: Place, bounds: tuple[int, int]) -> tuple[int, ...]:
+        """The shape of a slice."""
+        size = shape[place.dim] // self.num_layers * (bounds[1] - bounds[0])
+        return (*shape[: place.dim], size, *shape[place.dim + 1 :])
+
+    def _apart(self, shape: Sequence[int], place: Place) -> tuple[tuple[int, ...], int]:
+        """A shape in which layers are a dim of their own, and its position."""
+        dim, minor = place.dim, place.minor
+        of_layers = shape[dim] // minor
+        major = max(1, of_layers // self.num_layers)
+        outer = (*shape[:dim], *(size for size in (major,) if size > 1))
+        inner = (*(size for size in (minor,) if size > 1), *shape[dim + 1 :])
+        return (*outer, of_layers // major, *inner), len(outer)
+
+    def cut(self, whole: Any, place: Place, bounds: tuple[int, int]) -> Any:
+        """One slice of the whole."""
+        shape, at = self._apart(whole.shape, place)
+        part = lax.slice_in_dim(lax.reshape(whole, shape), *bounds, axis=at)
+        return lax.reshape(part, self.local(whole.shape, place, bounds))
+
+    def joined(self, slices: Sequence[Any], place: Place, shape: tuple[int, ...]) -> Any:
+        """The whole, of this shape, from all slices."""
+        apart, at = self._apart(shape, place)
+        shapes = [(*apart[:at], stop - start, *apart[at + 1 :]) for start, stop in self.bounds]
+        parts = [lax.reshape(value, one) for value, one in zip(slices, shapes, strict=True)]
+        return lax.reshape(lax.concatenate(parts, at), shape)
+
+
 class _Unstacking:
     """Writes the step anew; the one mutable object of this module. The origin of its builder's equations is that of
     `Unstacked`."""
@@ -97,6 +136,7 @@ class _Unstacking:
         self.before, self.trace, self.places, self.dims = before, before.trace, places, stack.dims
         self.loops = frozenset(stack.loops)
         self.bounds = tuple(itertools.pairwise((*starts, stack.length)))
+        self.slices = _LayerSlices(stack.length, self.bounds)
         self.builder = TraceBuilder(self.trace)
         self.like = self.trace.equations[0]  # what is being written now
         self.parts: dict[int, list[Atom]] = {}  # of a value, for each part of the stack
@@ -175,10 +215,9 @@ class _Unstacking:
             new = self.builder.copy(part, {}, types=types.__getitem__)
             self.builder.add(new)
             return new.results
-        params = sorted(equation.source.params.items(), key=lambda item: item[0])
         shapes = [aval.shape for aval in types.values()]
         made = self._write(
-            ("part", repr(params), repr(whole), repr(shapes)),
+            ("part", equation.params_text, repr(whole), repr(shapes)),
             part.operands,
             lambda values: resized(equation.source, values, whole, shapes),
         )
@@ -279,7 +318,7 @@ class _Unstacking:
             place, shape = self.dims.of(atom), self.trace.avals[atom].shape
             assert place is not None
             (self.wholes[atom],) = self._write(
-                ("join", place, shape), self.parts[atom], lambda values: [self._joined(values, place, shape)]
+                ("join", place, shape), self.parts[atom], lambda values: [self.slices.joined(values, place, shape)]
             )
         return self.wholes[atom]
 
@@ -294,10 +333,10 @@ class _Unstacking:
     def _part_at(self, value: int, place: Place, i: int) -> Atom:
         if value in self.parts and self.dims.of(value) == place:
             return self.parts[value][i]
-        (start, stop), whole, origin = self.bounds[i], self._whole(value), self.builder.origin
-        self._stand_at_layer(start)
+        bounds, whole, origin = self.bounds[i], self._whole(value), self.builder.origin
+        self._stand_at_layer(bounds[0])
         (part,) = self._write(
-            ("slice", place, start, stop), [whole], lambda values: [self._cut(values[0], place, start, stop)]
+            ("slice", place, bounds), [whole], lambda values: [self.slices.cut(values[0], place, bounds)]
         )
         self.builder.origin = origin
         return part
@@ -305,30 +344,7 @@ class _Unstacking:
     def _part_aval(self, value: int, bounds: tuple[int, int]) -> Any:
         place, aval = self.dims.of(value), self.trace.avals[value]
         assert place is not None
-        size = aval.shape[place.dim] // self.dims.size * (bounds[1] - bounds[0])
-        return aval.update(shape=(*aval.shape[: place.dim], size, *aval.shape[place.dim + 1 :]))
-
-    def _apart(self, shape: Sequence[int], place: Place) -> tuple[tuple[int, ...], int]:
-        """A shape in which layers are a dim of their own, and its position."""
-        dim, minor = place.dim, place.minor
-        of_layers = shape[dim] // minor
-        major = max(1, of_layers // self.dims.size)
-        outer = (*shape[:dim], *(size for size in (major,) if size > 1))
-        inner = (*(size for size in (minor,) if size > 1), *shape[dim + 1 :])
-        return (*outer, of_layers // major, *inner), len(outer)
-
-    def _cut(self, value: Any, place: Place, start: int, stop: int) -> Any:
-        shape, at = self._apart(value.shape, place)
-        part = lax.slice_in_dim(lax.reshape(value, shape), start, stop, axis=at)
-        size = value.shape[place.dim] // self.dims.size * (stop - start)
-        return lax.reshape(part, (*value.shape[: place.dim], size, *value.shape[place.dim + 1 :]))
-
-    def _joined(self, values: Sequence[Any], place: Place, shape: tuple[int, ...]) -> Any:
-        apart, at = self._apart(shape, place)
-        lengths = (stop - start for start, stop in self.bounds)
-        shapes = [(*apart[:at], length, *apart[at + 1 :]) for length in lengths]
-        parts = [lax.reshape(value, one) for value, one in zip(values, shapes, strict=True)]
-        return lax.reshape(lax.concatenate(parts, at), shape)
+        return aval.update(shape=self.slices.local(aval.shape, place, bounds))
 
     def _write(self, what: Any, atoms: Sequence[Atom], function: Any) -> list[Atom]:
         return self.builder.write(self.like, what, atoms, function)
@@ -361,23 +377,10 @@ class _Unstacking:
                 inputs.append((leaf, value, path))
             if position in state:
                 carried += zip(range(start, len(inputs)), given[state[position]], strict=True)
-        return self._with(inputs, outputs, carried)
-
-    def _with(
-        self,
-        inputs: Sequence[tuple[Leaf, Atom, str]],
-        outputs: Sequence[tuple[Leaf, Atom, str]],
-        carried: Sequence[tuple[int, int]],
-    ) -> Unstacked:
-        given = [(value, path) for _, value, path in inputs if isinstance(value, int)]
-        trace = self.builder.finish(**flat_border(given, [(atom, path) for _, atom, path in outputs]))
-        return Unstacked(
-            trace,
-            tuple(leaf for leaf, *_ in inputs),
-            tuple(leaf for leaf, *_ in outputs),
-            tuple(carried),
-            tuple(self.builder.origins_of(trace)),
-        )
+        taken = [(value, path) for _, value, path in inputs if isinstance(value, int)]
+        trace = self.builder.finish(**flat_border(taken, [(atom, path) for _, atom, path in outputs]))
+        leaves_in, leaves_out = (tuple(leaf for leaf, *_ in side) for side in (inputs, outputs))
+        return Unstacked(trace, leaves_in, leaves_out, tuple(carried), tuple(self.builder.origins_of(trace)))
 
     def _rows(self, leaf: Leaf, place: Place, values: Sequence[Atom], path: str) -> Iterator[tuple[Leaf, Atom, str]]:
         for (start, stop), value in zip(self.bounds, values, strict=True):

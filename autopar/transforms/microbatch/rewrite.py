@@ -200,11 +200,10 @@ class _Rewriting:
         local = [self._local(value) for value in equation.results]
         operands = [*(self._value(atom, n) if isinstance(atom, int) else atom for atom in atoms), *others]
         places = [self.split.batch.of(v) for v in (*atoms, *equation.results) if isinstance(v, int)]
-        params = sorted(equation.source.params.items(), key=lambda item: item[0])
         whole = [self.trace.avals[v] for v in equation.results]
         made = self.builder.write(
             replace(equation, repeat=self.m * equation.repeat),
-            (what, repr(params), repr(places), repr(whole)),
+            (what, equation.params_text, repr(places), repr(whole)),
             operands,
             function,
         )

@@ -130,7 +130,7 @@ class _Rewriting:
         source, rebuild = equation.source, REBUILD[equation.primitive]
         made, results = self._emit(
             replace(equation, operands=tuple(operands)),
-            repr(sorted(source.params.items(), key=lambda item: item[0])),
+            equation.params_text,
             [*before, *after],
             lambda values: rebuild(source, values, before, after),
         )
