@@ -132,11 +132,17 @@ class TraceBuilder:
         return found
 
     def write(
-        self, like: Equation, what: Any, atoms: Sequence[Atom], function: Callable[[list[Any]], Sequence[Any]]
+        self,
+        like: Equation,
+        what: Any,
+        atoms: Sequence[Atom],
+        function: Callable[[list[Any]], Sequence[Any]],
+        repeat: float | None = None,
     ) -> list[Atom]:
-        """Append the equations of a function of arrays. They take name, source line and repeat from another equation.
+        """Append the equations of a function of arrays. They take name and source line from another equation.
 
         Args:
+            repeat: how often a step runs them; by default as often as the other equation.
             what: a key that distinguishes this function from others. A function is traced once for each key, primitive of
                 `like` and types of operands.
 
@@ -149,22 +155,20 @@ class TraceBuilder:
         key = (what, like.source.primitive.name, repr(avals), literals, tuple(isinstance(a, int) for a in atoms))
         if key not in self._traced:
             self._traced[key] = jax_compat.staged(_of_arrays(function, atoms), avals)
-        return self.inline(like, self._traced[key], values)
+        return self.inline(like, self._traced[key], values, repeat)
 
-    def inline(self, like: Equation, jaxpr: Any, atoms: Sequence[Atom]) -> list[Atom]:
-        """Append the equations of a jaxpr, with calls inlined. They take name, source line and repeat from another equation.
-
-        Returns:
-            the jaxpr's results.
-        """
+    def inline(self, like: Equation, jaxpr: Any, atoms: Sequence[Atom], repeat: float | None = None) -> list[Atom]:
+        """Append the equations of a jaxpr, with calls inlined, as `write` does; the jaxpr's results."""
+        repeat = like.repeat if repeat is None else repeat
 
         def append(source: Any, operands: Sequence[Atom]) -> Sequence[Atom]:
             called = jax_compat.called(source, operands)
             if called is not None:
-                return self.inline(like, jax_compat.open_jaxpr(called[0])[0], called[1])
-            results = tuple(self.new(var.aval, like.repeat) for var in source.outvars)
+                return self.inline(like, jax_compat.open_jaxpr(called[0])[0], called[1], repeat)
+            results = tuple(self.new(var.aval, repeat) for var in source.outvars)
             placed = jax_compat.placed_as(source, like.source)
-            self.add(replace(like, source=placed, operands=tuple(operands), results=results, piece=None))
+            made = replace(like, source=placed, operands=tuple(operands), results=results, repeat=repeat, piece=None)
+            self.add(made)
             return results
 
         return inlined(jaxpr, dict(zip(jaxpr.invars, atoms, strict=True)), append)

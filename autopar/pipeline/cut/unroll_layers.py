@@ -164,7 +164,7 @@ class _Unstacking:
         return self._finished()
 
     def _stand_at(self, n: int) -> None:
-        self.like = replace(self.trace.equations[n], repeat=1.0, piece=None)
+        self.like = self.trace.equations[n]
         self.builder.origin = self.before.origins[n]
 
     def _stand_at_layer(self, layer: int) -> None:
@@ -347,7 +347,7 @@ class _Unstacking:
         return aval.update(shape=self.slices.local(aval.shape, place, bounds))
 
     def _write(self, what: Any, atoms: Sequence[Atom], function: Any) -> list[Atom]:
-        return self.builder.write(self.like, what, atoms, function)
+        return self.builder.write(self.like, what, atoms, function, repeat=1.0)
 
     # -- the step's border -------------------------------------------------------------------
 

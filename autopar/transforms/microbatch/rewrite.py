@@ -9,7 +9,6 @@ where it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -149,16 +148,13 @@ class _Rewriting:
 
     def _equation(self, n: int) -> None:
         factor = self.split.factors.get(n)
-        if factor is None or self._is_as_written(n):
+        equation = self.trace.equations[n]
+        if factor is None or (equation.piece is None and is_as_written(equation.source)):
             self.builder.add(self._copied(n))
         elif self.places.created(n, factor):
             self._made(n)
         else:
             self._resized(n)
-
-    def _is_as_written(self, n: int) -> bool:
-        equation = self.trace.equations[n]
-        return equation.piece is None and is_as_written(equation.source)
 
     def _copied(self, n: int) -> Equation:
         """An equation whose parameters hold no size of the batch."""
@@ -202,10 +198,11 @@ class _Rewriting:
         places = [self.split.batch.of(v) for v in (*atoms, *equation.results) if isinstance(v, int)]
         whole = [self.trace.avals[v] for v in equation.results]
         made = self.builder.write(
-            replace(equation, repeat=self.m * equation.repeat),
+            equation,
             (what, equation.params_text, repr(places), repr(whole)),
             operands,
             function,
+            self.m * equation.repeat,
         )
         for value, one, expected in zip(equation.results, made, local, strict=True):
             aval = self.avals[one] if isinstance(one, int) else jax_compat.shape_struct(one.value)
@@ -258,13 +255,10 @@ class _Rewriting:
         value."""
         cut, shape = self._cut(value), self.trace.avals[value].shape
         assert cut is not None
-        once, inside = (replace(equation, repeat=times, piece=None) for times in (1.0, float(self.m)))
-        apart = self._outside(self.before, once, ("apart", repr(cut)), [value], cut.apart)
+        apart = self._at(self.before, equation, ("apart", repr(cut)), [value], cut.apart)
         assert isinstance(apart, int)
         entered, j = self._enter("enter_const", apart, equation, self.avals[apart]), self._trip(equation)
-        part = self._outside(
-            self.loop.body, inside, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape)
-        )
+        part = self._at(self.loop.body, equation, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape))
         assert isinstance(part, int)
         self.entered[value] = part
         return part
@@ -272,8 +266,7 @@ class _Rewriting:
     def _trip(self, equation: Equation) -> int:
         """The number of the microbatch."""
         if self.counter is None:
-            once = replace(equation, repeat=1.0, piece=None)
-            counts = self._outside(self.before, once, "trips", [], lambda: lax.broadcasted_iota("uint32", (self.m,), 0))
+            counts = self._at(self.before, equation, "trips", [], lambda: lax.broadcasted_iota("uint32", (self.m,), 0))
             assert isinstance(counts, int)
             self.counter = self._enter("enter_slice", counts, equation, self.avals[counts].update(shape=()))
         return self.counter
@@ -283,24 +276,23 @@ class _Rewriting:
     def _leave(self, value: int) -> None:
         equation = self.trace.equations[self.trace.producers[value]]
         kind, made = self.split.kinds[value], self.inner[value]
-        once = replace(equation, repeat=1.0, piece=None)
         if kind == "rows":
             cut = self._cut(value)
             assert cut is not None
             aval = self.trace.avals[value]
-            stack = self.builder.new(aval.update(shape=(self.m, *self._local(value).shape)), 1.0)
+            stack = self.builder.new(aval.update(shape=(self.m, *self._local(value).shape)))
             self.loop.stack(equation, made, stack)
-            self._named(value, once, ("joined", repr(cut), aval.shape), stack, lambda x: cut.joined(x, aval.shape))
+            self._named(value, equation, ("joined", repr(cut), aval.shape), stack, lambda x: cut.joined(x, aval.shape))
         elif kind in PARTIAL:
-            self._accumulate(value, kind, once)
+            self._accumulate(value, kind, equation)
         else:  # the same in each: that of the last
             aval = self.trace.avals[value]
-            start = self._outside(
-                self.before, once, ("zeros", repr(aval)), [], lambda: jnp.zeros(aval.shape, aval.dtype)
+            start = self._at(
+                self.before, equation, ("zeros", repr(aval)), [], lambda: jnp.zeros(aval.shape, aval.dtype)
             )
-            self._carry(start, lambda _: made, value, once)
+            self._carry(start, lambda _: made, value, equation)
 
-    def _accumulate(self, value: int, kind: str, once: Equation) -> None:
+    def _accumulate(self, value: int, kind: str, equation: Equation) -> None:
         """Terms are combined from trip to trip: those of narrow floating-point numbers in float32, as a product sums
         them within itself."""
         aval, term = self.trace.avals[value], self.inner[value]
@@ -308,27 +300,25 @@ class _Rewriting:
         narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 and kind in ("sum", "prod")
         wide = jnp.dtype("float32") if narrow else dtype
         begin = (kind, aval.shape, str(wide))
-        start = self._outside(self.before, once, begin, [], lambda: parts.identity(*begin))
-        inside = replace(once, repeat=float(self.m))
+        start = self._at(self.before, equation, begin, [], lambda: parts.identity(*begin))
 
         def add(carry: int) -> Atom:
-            one = term
+            one, body = term, self.loop.body
             if narrow:
-                (one,) = self.builder.write(inside, ("wide",), [one], lambda x: [lax.convert_element_type(x[0], wide)])
-            (total,) = self.builder.write(inside, ("combine", kind), [carry, one], lambda x: [parts.COMBINE[kind](*x)])
-            return total
+                one = self._at(body, equation, ("wide",), [one], lambda x: lax.convert_element_type(x, wide))
+            return self._at(body, equation, ("combine", kind), [carry, one], parts.COMBINE[kind])
 
         if not narrow:
-            self._carry(start, add, value, once)
+            self._carry(start, add, value, equation)
             return
-        total = self.builder.new(aval.update(dtype=wide), 1.0)
-        self._carry(start, add, total, once)
-        self._named(value, once, ("narrow", str(dtype)), total, lambda x: lax.convert_element_type(x, dtype))
+        total = self.builder.new(aval.update(dtype=wide))
+        self._carry(start, add, total, equation)
+        self._named(value, equation, ("narrow", str(dtype)), total, lambda x: lax.convert_element_type(x, dtype))
 
-    def _carry(self, start: Atom, step: Callable[[int], Atom], result: int, once: Equation) -> None:
+    def _carry(self, start: Atom, step: Callable[[int], Atom], result: int, equation: Equation) -> None:
         """A value carried from trip to trip; `result` is what the last one leaves."""
         inside = self.builder.new(self.avals[result], float(self.m))
-        self.loop.carry(once, start, inside, step(inside), result)
+        self.loop.carry(equation, start, inside, step(inside), result)
 
     def _take_own(self, value: int) -> None:
         """A microbatch takes its own sum, times their number, for that of the batch: the divisor of a mean was traced
@@ -336,8 +326,7 @@ class _Rewriting:
         made = self.inner[value]
         if self.split.kinds[value] == "sum":
             equation = self.trace.equations[self.trace.producers[value]]
-            inside = replace(equation, repeat=float(self.m), piece=None)
-            (made,) = self.builder.write(inside, ("own",), [made], lambda x: [x[0] * np.dtype(x[0].dtype).type(self.m)])
+            made = self._at(self.loop.body, equation, ("own",), [made], lambda x: x * np.dtype(x.dtype).type(self.m))
         self.own[value] = made
 
     # -- equations ---------------------------------------------------------------------------
@@ -351,14 +340,15 @@ class _Rewriting:
         aval, cut = self.trace.avals[value], self._cut(value)
         return aval if cut is None else aval.update(shape=cut.local(aval.shape))
 
-    def _outside(self, to: list[Item], equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> Atom:
-        """Write what a function of operands does before the loop, or after it."""
+    def _at(self, to: list[Item], equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> Atom:
+        """Write what a function of operands does before the loop, in its body or after it."""
+        repeat = float(self.m) if to is self.loop.body else 1.0
         with self.builder.at(to):
-            (made,) = self.builder.write(equation, what, atoms, lambda values: [function(*values)])
+            (made,) = self.builder.write(equation, what, atoms, lambda values: [function(*values)], repeat)
         return made
 
     def _named(self, value: int, equation: Equation, what: Any, operand: int, function: Any) -> None:
         """Write what a function does after the loop, and call its result by a value of the trace."""
-        made = self._outside(self.after, equation, what, [operand], function)
+        made = self._at(self.after, equation, what, [operand], function)
         with self.builder.at(self.after):
             self.builder.name(made, value)

@@ -111,11 +111,11 @@ class _Rewriting:
             return made
         if (value, shape) not in self.known:
             # A piece stands at a border, and its operand on one side of it.
-            equation = replace(reader, operands=(made,), repeat=self.trace.repeats[value], piece=None)
-            made, (self.known[value, shape],) = self._emit(
+            equation = replace(reader, operands=(made,), repeat=self.trace.repeats[value])
+            written, (self.known[value, shape],) = self._emit(
                 equation, "reshape", [shape], lambda values: [jax.lax.reshape(values[0], shape)]
             )
-            self._note(made, None, (None,), self.loops_of[value])
+            self._note(written, None, (None,), self.loops_of[value])
         return self.known[value, shape]
 
     def _rebuild(self, equation: Equation, seen: Sequence[Factored]) -> None:
