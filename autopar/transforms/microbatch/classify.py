@@ -10,6 +10,7 @@ is none that microbatches could run one after another, and is refused by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -352,13 +353,8 @@ class _Classifier:
     def _add_inside(self) -> None:
         """Add terms to one another before they are summed over the microbatches, where only their sum is read: one
         accumulator in place of two."""
-        readers: dict[int, int] = {}
-        for item in self.items:
-            for value in item.operands:
-                readers[value] = readers.get(value, 0) + 1
-        for output in self.graph.outputs:
-            if output is not None:
-                readers[output] = readers.get(output, 0) + 1
+        readers = Counter(value for item in self.items for value in item.operands)
+        readers.update(output for output in self.graph.outputs if output is not None)
 
         def chain(value: int) -> list[int] | None:
             """Items from a term to a value that nothing else reads."""
