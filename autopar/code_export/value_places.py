@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from autopar.code_export import runtime as export_runtime
 from autopar.errors import ExportError
 from autopar.frontend.equations import Equation
-from autopar.frontend.trace import Trace, trace
+from autopar.frontend.trace import Trace
+from autopar.frontend.tracing import trace
 
 
 @dataclass(frozen=True, slots=True)

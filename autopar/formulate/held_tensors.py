@@ -103,13 +103,9 @@ def held_arguments(graph: Graph, made: Mapping[int, tuple[int, Shardings]], mesh
 def _last_uses(graph: Graph) -> dict[int, int]:
     """By value, the last node that reads it, or the last one of the innermost loop that holds it."""
     ends = {n: loop.stop - 1 for loop in reversed(graph.loops) for n in range(loop.start, loop.stop)}
-    last: dict[int, int] = {}
-    for n, node in enumerate(graph.nodes):
-        until = ends.get(n, n) if node.primitive in HELD_BY_LOOPS else n
-        for value in node.operands:
-            if value is not None:
-                last[value] = max(until, last.get(value, 0))
-    for value in graph.outputs:
-        if value is not None:
-            last[value] = len(graph.nodes)
-    return last
+
+    def until(n: int) -> int:
+        return ends.get(n, n) if graph.nodes[n].primitive in HELD_BY_LOOPS else n
+
+    last = {value: max(until(n) for n, _ in users) for value, users in graph.users.items()}
+    return last | {value: len(graph.nodes) for value in graph.outputs if value is not None}

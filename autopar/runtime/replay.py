@@ -71,7 +71,6 @@ class Replay:
             self.awaited[one.node].append(one)
         self.scattered = _scattered_as_read(plan)
         self.manual = {region.node: region for region in plan.regions}
-        self.region_at = {region.enter[0]: region for region in trace.regions}
         self.as_written = as_written(trace, split_dims(plan.constraints))
         separate = (one for one in plan.separate if self.as_written.keys().isdisjoint(one.nodes))
         self.separate = {n: one for one in separate for n in _sums(one, trace)}
@@ -96,16 +95,12 @@ class Replay:
         return Part(self, _Scope({**dict(self.trace.constants), **given}, forgets=False))
 
     def _span(self, scope: _Scope, start: int, stop: int) -> None:
-        n = start
-        while n < stop:
-            region = self.region_at.get(n)
+        for n, after, region in self.trace.walk(start, stop):
             if region is None:
                 self._equation(scope, n)
-                n += 1
             else:
                 self._region(scope, region)
-                n = region.exit[1]
-            for position in self.remaining.get(n - 1, ()) if scope.forgets else ():
+            for position in self.remaining.get(after - 1, ()) if scope.forgets else ():
                 scope.values.pop(position, None)
                 scope.resharded.pop(position, None)
 
@@ -158,7 +153,7 @@ class Replay:
         """The values from which a separate sum is computed."""
         found, left = set[int](), [n]
         while left:
-            atoms = [atom for atom in self.trace.equations[left.pop()].operands if isinstance(atom, int)]
+            atoms = self.trace.equations[left.pop()].reads
             inside = [atom for atom in atoms if self.trace.producers.get(atom) in one.nodes]
             left += [self.trace.producers[atom] for atom in inside]
             found.update(set(atoms) - set(inside))
@@ -422,7 +417,7 @@ def _axes(sharding: TensorSharding) -> set[str]:
 
 def _sums(one: Separate, trace: Trace) -> list[int]:
     """The equations among those that none of them reads."""
-    read = {atom for n in one.nodes for atom in trace.equations[n].operands if isinstance(atom, int)}
+    read = {value for n in one.nodes for value in trace.equations[n].reads}
     return [n for n in one.nodes if read.isdisjoint(trace.equations[n].results)]
 
 
@@ -432,11 +427,7 @@ def _last_reads(trace: Trace, awaited: Sequence[Awaited], behind: Mapping[int, s
     Args:
         behind: of separate sums, what they are computed from.
     """
-    last: dict[int, int] = {}
-    for n, equation in enumerate(trace.equations):
-        for atom in equation.operands:
-            if isinstance(atom, int):
-                last[atom] = n
+    last = {value: users[-1] for value, users in trace.users.items()}
     for one in awaited:
         last |= {value: max(last.get(value, 0), one.node) for value in one.values}
     for n, values in behind.items():

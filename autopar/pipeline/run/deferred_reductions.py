@@ -90,11 +90,12 @@ def partial_sums(layout: Layout, replay: Replay, mesh: MeshShape) -> dict[int, P
 class _Finding:
     def __init__(self, layout: Layout, replay: Replay, mesh: MeshShape) -> None:
         self.layout, self.replay, self.mesh = layout, replay, mesh
-        equations = layout.trace.equations
-        self.producers = layout.trace.producers
-        self.readers = Counter(v for equation in equations for v in equation.reads)
-        self.readers.update(v for v in layout.trace.outputs if isinstance(v, int))
-        self.nested = {n for region in layout.region_at.values() for n in range(region.enter[0], region.exit[1])}
+        trace = layout.trace
+        self.producers = trace.producers
+        self.readers = Counter({value: len(users) for value, users in trace.users.items()})
+        self.readers.update(v for v in trace.outputs if isinstance(v, int))
+        nested = (region for region in trace.regions if region is not layout.loop)
+        self.nested = {n for region in nested for n in range(region.enter[0], region.exit[1])}
         self.phases = layout.phases(splits_backward=True)
 
     def run(self) -> dict[int, PartialSum]:

@@ -10,6 +10,7 @@ is none that microbatches could run one after another, and is refused by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -87,7 +88,6 @@ class _Classifier:
         self.alone = alone
         self.batch = _batch_or_none(places) if alone else places.batch()
         self.words = Refusals(graph, places, self.batch, own_statistics)
-        self.region_at = {region.enter[0]: region for region in trace.regions}
         self.items = list(units_of(trace, graph))
         self.maker = {value: i for i, item in enumerate(self.items) for value in item.results}
         self.sides: dict[str, set[int]] = {"before": set(), "inside": set(), "after": set()}
@@ -273,15 +273,12 @@ class _Classifier:
         return found
 
     def _span(self, start: int, stop: int, found: dict[int, Kind], of: Callable[[int], Kind]) -> None:
-        while start < stop:
-            region = self.region_at.get(start)
-            if region is None:
-                for value in self.graph.nodes[start].results:
-                    found[value] = self._kind(start, of)
-                start += 1
-            else:
+        for n, _, region in self.trace.walk(start, stop):
+            if region is not None:
                 self._region(region, found, of)
-                start = region.exit[1]
+                continue
+            for value in self.graph.nodes[n].results:
+                found[value] = self._kind(n, of)
 
     def _region(self, region: Region, found: dict[int, Kind], of: Callable[[int], Kind]) -> None:
         """A loop's carry may turn from zeros to terms in its first trip, so its body is looked at again."""
@@ -356,13 +353,8 @@ class _Classifier:
     def _add_inside(self) -> None:
         """Add terms to one another before they are summed over the microbatches, where only their sum is read: one
         accumulator in place of two."""
-        readers: dict[int, int] = {}
-        for item in self.items:
-            for value in item.operands:
-                readers[value] = readers.get(value, 0) + 1
-        for output in self.graph.outputs:
-            if output is not None:
-                readers[output] = readers.get(output, 0) + 1
+        readers = Counter(value for item in self.items for value in item.operands)
+        readers.update(output for output in self.graph.outputs if output is not None)
 
         def chain(value: int) -> list[int] | None:
             """Items from a term to a value that nothing else reads."""
