@@ -199,7 +199,7 @@ class _Partitioner:
         traits = traits_of(node.primitive)
         if traits.contraction or not node.results:
             return self.b.f.profile.flops_per_element("mul", "") if sums_nothing(node) else 0.0
-        if traits.moves:
+        if traits.moves == "fixed":
             return 0.0
         dtype = self.b.graph.values[node.results[0]].dtype
         return self.b.f.profile.flops_per_element(node.primitive, dtype)
