@@ -67,6 +67,11 @@ class Traits:
         return (self.one_to_one or self.uniform) and bool(self.view or self.moves or self.casts)
 
     @property
+    def scatters_sum(self) -> bool:
+        """Whether it adds to places of what it is written into."""
+        return self.in_place == "scatter" and self.linear == "written"
+
+    @property
     def joins(self) -> bool:
         """Whether its operands are parts of its result."""
         return bool(self.moves) and self.linear == "all"

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from autopar.ir.device_program import Gemm
 from autopar.ir.graph import Node, Value
+from autopar.rules.table import traits_of
 from autopar.xla_model.instruction_kinds import sums_nothing
 from autopar.xla_model.local_program import Instruction
 from autopar.xla_model.partition_builder import PartitionBuilder
@@ -55,7 +56,8 @@ class DotOperands:
     def _only_operand(self, at: int) -> int | None:
         """What an elementwise operation without any other operand of its size reads."""
         one = self.b.program.instructions[at]
-        if one.primitive not in ("convert_element_type", "mul", "div", "neg") or not one.operands:
+        traits = traits_of(one.primitive)
+        if not (traits.casts or traits.scales) or not one.operands:
             return None
         full = [o for o in one.operands if self.b.program.instructions[o].elements == one.elements]
         small = all(o in full or self.b.program.instructions[o].elements <= 1.0 for o in one.operands)

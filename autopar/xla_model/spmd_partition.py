@@ -172,9 +172,7 @@ class _Partitioner:
             )
 
     def _utilization(self, node: Node, kind: InstructionKind, elements: float, operand: float) -> float:
-        if kind in ("reduce", "hero", "inplace") or operand == 0.0:
-            return 1.0
-        if node.primitive in ("pad", "concatenate"):
+        if kind in ("reduce", "hero", "inplace") or operand == 0.0 or traits_of(node.primitive).joins:
             return 1.0
         return elements / operand * EXPANDED.get(node.primitive, 1.0)
 
@@ -216,7 +214,7 @@ class _Partitioner:
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
         """The instruction, or the same one made before; one that reads a literal is not compared."""
-        literal = any(value is None for value in node.operands) and node.primitive != "convert_element_type"
+        literal = any(value is None for value in node.operands) and not traits_of(node.primitive).casts
         if literal or not operands or instruction.kind not in ("loop", "reduce") or node.effect:
             return self.b.add(instruction)
         key = (node.primitive, operands, repr(sorted(node.params.items())), instruction.elements, instruction.dtype)

@@ -196,9 +196,8 @@ class _Classifier:
 
     def _is_summand(self, node: int, value: int) -> bool:
         """Whether a scatter adds to a value that is itself a term."""
-        one, traits = self.graph.nodes[node], traits_of(self.graph.nodes[node].primitive)
-        adds = traits.in_place == "scatter" and traits.linear == "written"
-        return adds and one.operands[0] == value and value not in one.operands[1:]
+        one = self.graph.nodes[node]
+        return traits_of(one.primitive).scatters_sum and one.operands[0] == value and value not in one.operands[1:]
 
     def _compute_before(self, values: Sequence[int], last: int | None = None) -> bool:
         """Compute values on the whole batch, before the loop, where they depend on the data alone.
