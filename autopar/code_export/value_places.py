@@ -18,6 +18,7 @@ from autopar.code_export import runtime as export_runtime
 from autopar.errors import ExportError
 from autopar.frontend.equations import Equation
 from autopar.frontend.trace import Trace, trace
+from autopar.rules.table import traits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +92,4 @@ def _placed(marked: Trace, planned: Trace) -> Places:
 
 def _of_scalars(equation: Equation) -> bool:
     """Whether an operation converts a scalar that is written into the program."""
-    return equation.primitive == "convert_element_type" and not isinstance(equation.operands[0], int)
+    return traits_of(equation.primitive).casts and not isinstance(equation.operands[0], int)

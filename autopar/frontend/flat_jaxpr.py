@@ -30,6 +30,7 @@ from autopar.frontend.equations import (
 from autopar.frontend.gather_gradient import as_comparison
 from autopar.ir.graph import UNKNOWN_TRIPS, Phase
 from autopar.jax_interop import compat as jax_compat
+from autopar.rules.table import traits_of
 
 
 class Flattener:
@@ -77,7 +78,9 @@ class Flattener:
             return self._call(compared, operands, stack)
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)
-        if (source.primitive.name == "broadcast_in_dim" and _is_zero(operands[0])) or (of_zeros and _is_name(source)):
+        if (traits_of(source.primitive.name).uniform and any(map(_is_zero, operands[:1]))) or (
+            of_zeros and _is_name(source)
+        ):
             self.zeros.update(results)
         self.items.append(self._made(source, tuple(operands), results, stack))
         return results

@@ -210,7 +210,7 @@ SHAPE: dict[str, RuleFunction] = {
 SHAPE_TRAITS = with_traits(
     SHAPE,
     {
-        "reshape": Traits(view=True, linear="one", one_to_one=True),
+        "reshape": Traits(view=True, reshapes=True, linear="one", one_to_one=True),
         "squeeze": Traits(view=True, linear="one", one_to_one=True),
         "transpose": Traits(moves="fixed", linear="one", one_to_one=True, permutes=True),
         "broadcast_in_dim": Traits(moves="fixed", linear="one", uniform=True),

@@ -30,6 +30,7 @@ class Traits:
         elementwise: each element of the result follows from those at its place, whatever the shape, by the same parameters.
         moves, reduces, in_place: how, if it does.
         casts: the same elements in another dtype.
+        reshapes: dims split or merged, in order.
         permutes: the dims in the order that its parameter `permutation` says.
         uniform: along a loop that no operand has, the result is everywhere the same.
         adds: the sum of two.
@@ -40,6 +41,7 @@ class Traits:
         independent: a loop that its rule calls manual is one of independent problems.
         contraction: it multiplies matrices, in units of their own where the device has them.
         library: a kernel that nothing is fused with: of a library, a sort, a program of its own.
+        held: a loop holds what it takes as long as it runs.
         opaque: it holds a program that was traced for one set of shapes, or that splits itself.
     """
 
@@ -47,6 +49,7 @@ class Traits:
     elementwise: bool = False
     moves: Moves = ""
     casts: bool = False
+    reshapes: bool = False
     permutes: bool = False
     uniform: bool = False
     adds: bool = False
@@ -59,6 +62,7 @@ class Traits:
     in_place: InPlace = ""
     contraction: bool = False
     library: bool = False
+    held: bool = False
     opaque: bool = False
 
     @property

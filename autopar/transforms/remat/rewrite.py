@@ -22,11 +22,10 @@ from autopar.frontend.equations import Equation, Item, Nest, items_of, laid, wit
 from autopar.frontend.trace import Rewritten, Trace
 from autopar.jax_interop import compat as jax_compat
 from autopar.plans.records import Again
+from autopar.rules.table import traits_of
 
 #: A gradient of so few elements may be known long before the others.
 _FEW = 64
-#: What only lays out anew: behind the barrier it still becomes part of the kernels that read it.
-_LAYS_OUT = frozenset(["broadcast_in_dim", "transpose", "convert_element_type", "reshape", "squeeze", "copy"])
 
 
 def recompute(trace: Trace, agains: Sequence[Again]) -> Trace:
@@ -250,9 +249,10 @@ class _Rewriting:
         return out
 
     def _as_made(self, value: int, body: _Body) -> tuple[int, list[Equation]]:
-        """What a value was before it was laid out anew, and the equations that do that; perhaps none."""
+        """What a value was before it was laid out anew, and the equations that do that; perhaps none. Behind the barrier
+        they still become part of the kernels that read them."""
         chain: list[Equation] = []
-        while (maker := body.makers.get(value)) is not None and maker.primitive in _LAYS_OUT:
+        while (maker := body.makers.get(value)) is not None and traits_of(maker.primitive).lays_out:
             source = maker.operands[0]
             if not isinstance(source, int) or not body.made.get(source, False) or source in self.accumulated:
                 break
