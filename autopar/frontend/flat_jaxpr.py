@@ -78,9 +78,8 @@ class Flattener:
             return self._call(compared, operands, stack)
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)
-        if (traits_of(source.primitive.name).uniform and any(map(_is_zero, operands[:1]))) or (
-            of_zeros and _is_name(source)
-        ):
+        is_named = of_zeros and source.primitive.name == "name"  # for `jax.checkpoint`'s policies, and nothing more
+        if is_named or (traits_of(source.primitive.name).uniform and any(map(_is_zero, operands[:1]))):
             self.zeros.update(results)
         self.items.append(self._made(source, tuple(operands), results, stack))
         return results
@@ -238,11 +237,6 @@ class _Repeated:
 
     def __exit__(self, *exception: object) -> None:
         self.flattener.repeat = self.before
-
-
-def _is_name(source: Any) -> bool:
-    """Whether it gives a value a name for `jax.checkpoint`'s policies, and does nothing."""
-    return bool(source.primitive.name == "name")
 
 
 def _is_zero(operand: Any) -> bool:

@@ -12,25 +12,8 @@ from autopar.rules.table import traits_of
 from autopar.xla_model.kernels import Kernels
 
 _TOLERATED_BYTES = 1024  # by which a product's operand may be larger before what it takes in than after
-#: What a product's kernel computes as it reads an operand.
-_READ_THROUGH = frozenset(
-    [
-        "convert_element_type",
-        "mul",
-        "div",
-        "neg",
-        "abs",
-        "max",
-        "min",
-        "exp",
-        "log",
-        "tanh",
-        "sqrt",
-        "rsqrt",
-        "slice",
-        "integer_pow",
-    ]
-)
+#: What a product's kernel computes as it reads an operand, beside casts and scalings.
+_READ_THROUGH = frozenset(["abs", "max", "min", "exp", "log", "tanh", "sqrt", "rsqrt", "slice", "integer_pow"])
 
 
 def fuse_into_gemms(kernels: Kernels) -> None:
@@ -59,7 +42,8 @@ class _GemmFusion:
     def _read_through(self, at: int) -> int | None:
         """The one large operand of an instruction that a product computes as it reads."""
         one = self.all.instructions[at]
-        if one.kind != "loop" or one.primitive not in _READ_THROUGH:
+        traits = traits_of(one.primitive)
+        if one.kind != "loop" or not (traits.casts or traits.scales or one.primitive in _READ_THROUGH):
             return None
         read = sum(self.all.instructions[o].num_bytes for o in one.operands)
         if not one.operands or read - one.num_bytes > _TOLERATED_BYTES:

@@ -104,12 +104,9 @@ class _Partitioner:
             for value in node.results:
                 self.b.at[value] = operands[0][0]
             return
-        if node.primitive == "dot_general" and kind == "hero":
-            operands = [(self.gemms.in_batch_order(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
-            operands = [(self.gemms.masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         shapes = [self.b.local_shape(v, self.b.sharding(v)) for v in node.results]
-        if node.primitive == "ragged_dot_general":
-            operands = self.gemms.masked_rows(n, node, operands, shapes[0])
+        if kind == "hero":
+            operands = self.gemms.prepared(n, node, operands, shapes)
         elements = float(sum(math.prod(s) for s in shapes))
         infos = [self.b.graph.values[v] for v in node.results]
         num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))

@@ -84,11 +84,8 @@ def _together(ways: dict[str, int]) -> str:
 
 def _logits(plan: Plan) -> list[tuple[str, str]]:
     for decision in plan.decisions:
-        if (
-            decision.kind == "activation"
-            and decision.path.endswith(".logits")
-            and traits_of(decision.primitive).contraction
-        ):
+        is_made = decision.kind == "activation" and traits_of(decision.primitive).contraction
+        if is_made and decision.path.endswith(".logits"):
             names = [*["rows"] * (len(decision.shape) - 1), "vocabulary"]
             return [("logits", split_in_words(names, decision.sharding, plan))]
     return []

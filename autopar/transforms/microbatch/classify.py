@@ -381,10 +381,9 @@ class _Classifier:
 
         for i in sorted(self.sides["after"]):
             item = self.items[i]
-            node = self.graph.nodes[item.start]
+            node, traits = self.graph.nodes[item.start], traits_of(self.graph.nodes[item.start].primitive)
             if item.region is not None or i not in self.sides["after"] or i in self.sides["inside"]:
                 continue
-            traits = traits_of(node.primitive)
             adds = traits.elementwise and traits.linear == "all" and len(set(item.operands)) == 2
             chains = [chain(v) for v in item.operands] if adds else [None]
             if any(one is None for one in chains) or node.effect or self._meets_layers(item):

@@ -19,11 +19,10 @@ def adds_up(equation: Equation, kinds: Sequence[str]) -> bool:
     Args:
         kinds: of each operand, `sum` for a term, `zero` for zeros, anything else for what is the same for all terms.
     """
-    traits = traits_of(equation.primitive)
+    traits, linear = traits_of(equation.primitive), traits_of(equation.primitive).linear
     terms = [kind in ("sum", "zero") for kind in kinds]
     if any(kind not in ("sum", "zero", "same") for kind in kinds):
         return False
-    linear = traits.linear
     if linear == "one":
         return _keeps_sums(equation)
     if linear == "all":
@@ -35,7 +34,7 @@ def adds_up(equation: Equation, kinds: Sequence[str]) -> bool:
     if linear == "cases":
         return all(terms[1:]) and kinds[0] != "sum"
     if linear == "written":
-        values = (0, 1 if traits.in_place == "slice" else 2)  # of a scatter, the indices are between
+        values = 0, 1 if traits.in_place == "slice" else 2  # of a scatter, the indices are between
         return all(terms[i] if i in values else kind != "sum" for i, kind in enumerate(kinds))
     return False
 

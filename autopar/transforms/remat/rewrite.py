@@ -249,8 +249,7 @@ class _Rewriting:
         return out
 
     def _as_made(self, value: int, body: _Body) -> tuple[int, list[Equation]]:
-        """What a value was before it was laid out anew, and the equations that do that; perhaps none. Behind the barrier
-        they still become part of the kernels that read them."""
+        """What a value was before it was laid out anew, and the equations that do that: part of the kernels that read it."""
         chain: list[Equation] = []
         while (maker := body.makers.get(value)) is not None and traits_of(maker.primitive).lays_out:
             source = maker.operands[0]
