@@ -19,6 +19,7 @@ from autopar.errors import ExportError
 from autopar.frontend.equations import Equation
 from autopar.frontend.trace import Trace
 from autopar.frontend.tracing import trace
+from autopar.rules.table import traits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +93,4 @@ def _placed(marked: Trace, planned: Trace) -> Places:
 
 def _of_scalars(equation: Equation) -> bool:
     """Whether an operation converts a scalar that is written into the program."""
-    return equation.primitive == "convert_element_type" and not isinstance(equation.operands[0], int)
+    return traits_of(equation.primitive).casts and not isinstance(equation.operands[0], int)

@@ -33,8 +33,5 @@ def _is_zero(trace: Trace, atom: Atom) -> bool:
     if isinstance(atom, LiteralOperand):
         value = np.asarray(atom.value)
         return value.size == 1 and not np.any(value)
-    maker = trace.equations[trace.producers[atom]] if atom in trace.producers else None
-    return maker is not None and maker.primitive in _OF_ZEROS and _is_zero(trace, maker.operands[0])
-
-
-_OF_ZEROS = frozenset(["broadcast_in_dim", "convert_element_type", "reshape", "transpose", "enter_const"])
+    producer = trace.equations[trace.producers[atom]] if atom in trace.producers else None
+    return producer is not None and traits_of(producer.primitive).linear == "one" and _is_zero(trace, producer.operands[0])

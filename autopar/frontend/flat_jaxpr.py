@@ -21,6 +21,7 @@ from autopar.frontend.gather_gradient import as_comparison
 from autopar.frontend.trace_builder import TraceBuilder, inlined
 from autopar.ir.graph import UNKNOWN_TRIPS, Phase
 from autopar.jax_interop import compat as jax_compat
+from autopar.rules.table import traits_of
 
 
 class Flattener:
@@ -75,7 +76,8 @@ class Flattener:
             return self._call(compared, operands, stack)
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)
-        if (source.primitive.name == "broadcast_in_dim" and _is_zero(operands[0])) or (of_zeros and _is_name(source)):
+        is_named = of_zeros and source.primitive.name == "name"  # for `jax.checkpoint`'s policies, and nothing more
+        if is_named or (traits_of(source.primitive.name).uniform and any(map(_is_zero, operands[:1]))):
             self.zeros.update(results)
         self.builder.add(self._made(source, tuple(operands), results, stack))
         return results
@@ -214,11 +216,6 @@ class _Repeated:
 
     def __exit__(self, *exception: object) -> None:
         self.flattener.repeat = self.before
-
-
-def _is_name(source: Any) -> bool:
-    """Whether it gives a value a name for `jax.checkpoint`'s policies, and does nothing."""
-    return bool(source.primitive.name == "name")
 
 
 def _is_zero(operand: Any) -> bool:

@@ -24,6 +24,7 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import Plan
 from autopar.plans.records import Awaited, Separate, split_dims
+from autopar.rules.table import traits_of
 from autopar.runtime.manual.region import run_region
 from autopar.runtime.registered_collectives import Through, steps_of
 from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
@@ -134,7 +135,7 @@ class Replay:
             return run_shard_map(equation.source, operands, self.mesh)
         if equation.primitive in ("sharding_constraint", "reshard"):  # the plan says the same, over its own mesh
             return operands
-        if equation.primitive == "dynamic_update_slice" and self.is_on_cpu:
+        if self.is_on_cpu and traits_of(equation.primitive).in_place == "slice":
             # XLA's CPU compiler fuses an update with a slice of a microbatch in place, and then reads what it has
             # written. Behind a barrier the update is in memory first.
             operands = [operands[0], jax.lax.optimization_barrier(operands[1]), *operands[2:]]

@@ -20,28 +20,8 @@ MOST_OPERANDS = 96
 _PARALLEL = 0.95  # how much of the shorter of arithmetic and traffic the longer one hides
 _NEAR_CACHE_SPEEDUP, _CACHE_SPEEDUP = 20.0, 2.5  # what fits them is read again so much faster, as XLA takes it
 _LARGE_REDUCTION = 16  # elements to one; smaller ones are emitted like any loop
-#: What no kernel can do that works row by row.
-NOT_TILED = frozenset(
-    [
-        "cut",
-        "pad",
-        "gather",
-        "concatenate",
-        "slice",
-        "dynamic_slice",
-        "scatter-add",
-        "scatter",
-        "rev",
-        "threefry2x32",
-        "random_bits",
-        "reduce_precision",
-        "dynamic_update_slice",
-        "argmax",
-        "argmin",
-        "cumsum",
-        "sort",
-    ]
-)
+#: What no kernel can do that works row by row, beside what `is_tiled` knows by traits.
+_NOT_TILED = frozenset(["cut", "slice", "rev", "threefry2x32", "random_bits", "reduce_precision", "sort"])
 
 
 @dataclass(slots=True)
@@ -102,6 +82,13 @@ class Kernels:
     def only_reader(self, i: int) -> int | None:
         """What alone reads an instruction; None where several do, or the step returns it."""
         return next(iter(self.users[i])) if len(self.users[i]) == 1 and i not in self.outputs else None
+
+
+def is_tiled(primitive: str) -> bool:
+    """Whether a kernel that works row by row can compute an operation."""
+    traits = traits_of(primitive)
+    moves = traits.in_place or traits.joins or traits.moves == "indexed" or traits.reduces in ("position", "running")
+    return not moves and primitive not in _NOT_TILED
 
 
 def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operands: Iterable[int]) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from autopar.ir.sharding import TensorSharding
 from autopar.plans.plan import Plan
+from autopar.rules.table import traits_of
 
 #: The dims of an array by what its path ends with, the first that fits.
 _DIMS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -83,7 +84,8 @@ def _together(ways: dict[str, int]) -> str:
 
 def _logits(plan: Plan) -> list[tuple[str, str]]:
     for decision in plan.decisions:
-        if decision.kind == "activation" and decision.path.endswith(".logits") and decision.primitive == "dot_general":
+        is_made = decision.kind == "activation" and traits_of(decision.primitive).contraction
+        if is_made and decision.path.endswith(".logits"):
             names = [*["rows"] * (len(decision.shape) - 1), "vocabulary"]
             return [("logits", split_in_words(names, decision.sharding, plan))]
     return []

@@ -28,9 +28,6 @@ from autopar.rules.table import traits_of
 from autopar.runtime.registered_collectives import reached
 from autopar.runtime.replay import Part, Replay
 
-#: What may stand between the contraction and the sum: linear, element by element.
-_BETWEEN = frozenset(["convert_element_type", "neg", "copy", "transpose"])
-
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
@@ -121,9 +118,9 @@ class _Finding:
             equation = equations[chain[0]]
             if equation.primitive in ("dot_general", "reduce_sum"):
                 return self._split(carry, leave, tuple(chain))
-            if equation.primitive not in _BETWEEN:
+            traits, value = traits_of(equation.primitive), equation.operands[0]
+            if not traits.one_to_one or not (traits.elementwise or traits.permutes):
                 return None
-            value = equation.operands[0]
         return None
 
     @property
@@ -153,7 +150,7 @@ class _Finding:
             return None
         axes, dims = made
         for n in chain[1:]:
-            if trace.equations[n].primitive == "transpose":
+            if traits_of(trace.equations[n].primitive).permutes:
                 dims = tuple(dims[i] for i in trace.equations[n].source.params["permutation"])
         planned = self.replay.at_definition.get(carry, (TensorSharding(((),) * len(dims)),))[-1]
         sharding, shape = TensorSharding(dims), trace.avals[carry].shape

@@ -197,7 +197,7 @@ class _Classifier:
     def _is_summand(self, node: int, value: int) -> bool:
         """Whether a scatter adds to a value that is itself a term."""
         one = self.graph.nodes[node]
-        return one.primitive == "scatter-add" and one.operands[0] == value and value not in one.operands[1:]
+        return traits_of(one.primitive).scatters_sum and one.operands[0] == value and value not in one.operands[1:]
 
     def _compute_before(self, values: Sequence[int], last: int | None = None) -> bool:
         """Compute values on the whole batch, before the loop, where they depend on the data alone.
@@ -373,10 +373,10 @@ class _Classifier:
 
         for i in sorted(self.sides["after"]):
             item = self.items[i]
-            node = self.graph.nodes[item.start]
+            node, traits = self.graph.nodes[item.start], traits_of(self.graph.nodes[item.start].primitive)
             if item.region is not None or i not in self.sides["after"] or i in self.sides["inside"]:
                 continue
-            adds = node.primitive in ("add", "add_any", "sub") and len(set(item.operands)) == 2
+            adds = traits.elementwise and traits.linear == "all" and len(set(item.operands)) == 2
             chains = [chain(v) for v in item.operands] if adds else [None]
             if any(one is None for one in chains) or node.effect or self._meets_layers(item):
                 continue

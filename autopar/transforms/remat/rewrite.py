@@ -24,11 +24,10 @@ from autopar.frontend.trace import Rewritten, Trace
 from autopar.frontend.trace_builder import TraceBuilder, piece_of
 from autopar.jax_interop import compat as jax_compat
 from autopar.plans.records import Again
+from autopar.rules.table import traits_of
 
 #: A gradient of so few elements may be known long before the others.
 _FEW = 64
-#: What only lays out anew: behind the barrier it still becomes part of the kernels that read it.
-_LAYS_OUT = frozenset(["broadcast_in_dim", "transpose", "convert_element_type", "reshape", "squeeze", "copy"])
 
 
 def recompute(trace: Trace, agains: Sequence[Again]) -> Trace:
@@ -212,9 +211,9 @@ class _Rewriting:
         return self.trace.users.get(value, (-1,))[-1] >= n or value in self.returned
 
     def _as_made(self, value: int, body: _Body) -> tuple[int, list[Equation]]:
-        """What a value was before it was laid out anew, and the equations that do that; perhaps none."""
+        """What a value was before it was laid out anew, and the equations that do that: part of the kernels that read it."""
         chain: list[Equation] = []
-        while (maker := body.makers.get(value)) is not None and maker.primitive in _LAYS_OUT:
+        while (maker := body.makers.get(value)) is not None and traits_of(maker.primitive).lays_out:
             source = maker.operands[0]
             if not isinstance(source, int) or not body.made.get(source, False) or source in self.accumulated:
                 break
