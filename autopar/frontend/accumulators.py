@@ -34,4 +34,6 @@ def _is_zero(trace: Trace, atom: Atom) -> bool:
         value = np.asarray(atom.value)
         return value.size == 1 and not np.any(value)
     producer = trace.equations[trace.producers[atom]] if atom in trace.producers else None
-    return producer is not None and traits_of(producer.primitive).linear == "one" and _is_zero(trace, producer.operands[0])
+    return (
+        producer is not None and traits_of(producer.primitive).linear == "one" and _is_zero(trace, producer.operands[0])
+    )
