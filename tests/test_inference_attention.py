@@ -55,7 +55,7 @@ class Case:
         pool = np.full((self.tables.size + 1, page, *rows.shape[2:]), np.nan, np.float32)
         pool[self.tables.reshape(-1)] = rows.reshape(-1, page, *rows.shape[2:])
         pool[-1] = 0
-        for row in np.flatnonzero(self.starts < 0):  # an idle slot's table is filled up with the waste page
+        for row in np.flatnonzero(self.starts < 0):  # an idle slot's table is padded with the scratch page
             self.tables[row] = len(pool) - 1
         return jnp.asarray(pool)
 

@@ -93,7 +93,7 @@ def attend_paged(
         backend: a name in `BACKENDS`.
         queries: `[rows, tokens, heads, head_dim]`; head h reads head h // (heads / kv_heads) of the keys.
         pages: of one layer, in the queries' dtype or another.
-        tables: int32 `[rows, pages of a sequence]`, filled up with the waste page.
+        tables: int32 `[rows, pages of a sequence]`, padded with the scratch page.
         positions: int32 `[rows, tokens]`; what comes out where they are negative is of no worth, but a number.
         scale: of the scores; by default 1 / sqrt(head_dim).
 

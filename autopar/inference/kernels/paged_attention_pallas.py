@@ -51,7 +51,7 @@ def attend(
 
     Args:
         queries: `[rows, tokens, heads, head_dim]`.
-        keys, values: `[num_pages + 1, page_size, kv_heads, head_dim]`, the last page for waste.
+        keys, values: `[num_pages + 1, page_size, kv_heads, head_dim]`, the last page is scratch.
         tables: int32 `[rows, pages of a sequence]`. positions: int32 `[rows, tokens]`, negative where idle.
         interpret: without a GPU.
 

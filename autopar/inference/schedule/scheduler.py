@@ -197,7 +197,7 @@ class Scheduler:
             if table is None:
                 return
             if not self._is_room(tokens, table):
-                self.cache.end(table)
+                self.cache.release(table)
                 return
             self._waiting.popleft()
             self._attempts += 1
@@ -216,14 +216,14 @@ class Scheduler:
             return table
         best, source = (table.num_tokens, True), None
         for sequence in self._running.values():
-            num = self.cache.num_common(tokens, sequence.tokens, table.num_tokens)
+            num = self.cache.num_shareable(tokens, sequence.tokens, table.num_tokens)
             if (num, num <= sequence.num_sent) > best:
                 best, source = (num, num <= sequence.num_sent), sequence
             if best == (len(tokens) - 1, True):
                 break
         if source is None:
             return table
-        self.cache.end(table)
+        self.cache.release(table)
         num, is_sent = best
         return self.cache.fork(source.table, num) if is_sent else None
 
@@ -236,7 +236,7 @@ class Scheduler:
         return self.cache.num_needed(table, len(tokens) + 1) + promised <= self.cache.pool.num_available
 
     def _remove(self, sequence: _Sequence) -> None:
-        self.cache.end(sequence.table)
+        self.cache.release(sequence.table)
         self._slots.append(sequence.slot)
         del self._running[sequence.request.name]
 
@@ -365,12 +365,12 @@ class Scheduler:
             if ended:
                 break
         if result.ended is None:  # else what is in its pages may be what it is ended for
-            self.cache.keep(sequence.table, sequence.tokens[:num_done])
+            self.cache.insert_prefix(sequence.table, sequence.tokens[:num_done])
         if ended:
             self._remove(sequence)
             self._names.remove(sequence.request.name)
         elif shape.width > 1:
-            self.cache.cut(sequence.table, sequence.num_sent)
+            self.cache.truncate(sequence.table, sequence.num_sent)
         return Progress(sequence.request.name, tuple(new), ended) if new or ended else None
 
     def _ended(self, sequence: _Sequence, token: int) -> str | None:

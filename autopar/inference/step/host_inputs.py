@@ -25,7 +25,7 @@ class Rows(NamedTuple):
         start: int32 `[rows]`, the position of the first. num_tokens: int32 `[rows]`, so many count; of none, 0.
         slots: int32 `[rows]`, which slot's last token comes out; the number of slots where none does.
         sampling: of each row.
-        tables: int32 `[rows, pages of a sequence]`, filled up with the waste page.
+        tables: int32 `[rows, pages of a sequence]`, padded with the scratch page.
     """
 
     tokens: Any
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     tables: Any
 
     @classmethod
-    def empty(cls, num: int, width: int, pages_of_sequence: int, waste_page: int, no_slot: int) -> Rows:
+    def empty(cls, num: int, width: int, pages_of_sequence: int, scratch_page: int, no_slot: int) -> Rows:
         """In which nothing is to be done, on the host."""
         zeros = np.zeros(num, np.int32)
         return cls(
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
             sampling=SamplingParams(
                 np.zeros(num, np.float32), zeros.copy(), np.ones(num, np.float32), np.zeros(num, np.uint32)
             ),
-            tables=np.full((num, pages_of_sequence), waste_page, np.int32),
+            tables=np.full((num, pages_of_sequence), scratch_page, np.int32),
         )
 
     def packed(self) -> NDArray[np.int32]:

@@ -148,7 +148,7 @@ def copy_pages(resident: Resident, copies: jax.Array) -> Resident:
     """Contents of pages to others.
 
     Args:
-        copies: int32 `[2, num]`, sources and targets, filled up with the waste page.
+        copies: int32 `[2, num]`, sources and targets, padded with the scratch page.
     """
     return resident._replace(pages=tuple(kv_pages.copy(pages, *copies) for pages in resident.pages))
 
