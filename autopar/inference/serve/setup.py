@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from autopar.api.planned_function import Compiled, Planned, shardings_of
 from autopar.errors import InferenceError, ModelError
 from autopar.inference.kernels.paged_attention import REFERENCE, backend_named
-from autopar.inference.kernels.select_backend import Chosen, Problem, choose_backend
+from autopar.inference.kernels.select_backend import BackendChoice, Problem, choose_backend
 from autopar.inference.model.async_load import Load, Progress, Reading
 from autopar.inference.model.checkpoint import Checkpoint
 from autopar.inference.model.config import DecoderConfig
@@ -255,7 +255,7 @@ def served_of(
     return Served(Decoder(config), params, options, page_size, dtype, attention)
 
 
-def attention_for(served: Served, mesh: Any) -> Chosen:
+def attention_for(served: Served, mesh: Any) -> BackendChoice:
     """The backend that is fastest here for a token of each slot, with the heads that a device gets if they are split."""
     (shape,), config, options = (
         requested_meshes(mesh or f"model={jax.device_count()}", None),
