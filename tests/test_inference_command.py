@@ -63,7 +63,7 @@ def test_it_prints_what_the_engine_says(model: str, capsys: pytest.CaptureFixtur
         (("--prompt", "ab", "--temperature", "-1"), "temperature is -1.0"),
         (("--prompt", "ab", "--dtype", "float8"), "'float8' is none of float32"),
         (("--tokens", "1,x"), "'1,x' is no list of tokens"),
-        (("--tokens", "1,900"), "token 900, and the model's are 0 to 299"),
+        (("--tokens", "1,900"), "token 900, but the model's tokens are 0 to 299"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, tuple) else "",
 )
@@ -88,8 +88,8 @@ def test_folders_that_are_no_models_are_refused(
     monkeypatch.setattr("autopar.inference.serve.engine.opened", lambda *_: pytest.fail("it is planned"))
     for folder, arguments, why in (
         ("nowhere", ("--prompt", "a"), "config.json cannot be read"),
-        ("bare", ("--prompt", "a"), "tokenizer.json is not there"),
-        ("bare", ("--tokens", "1", "--stop", "x"), "tokenizer.json is not there"),
+        ("bare", ("--prompt", "a"), "tokenizer.json does not exist"),
+        ("bare", ("--tokens", "1", "--stop", "x"), "tokenizer.json does not exist"),
     ):
         code, _, err = run(capsys, str(tmp_path / folder), *arguments)
         assert code == 2 and why in err

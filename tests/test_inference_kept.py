@@ -25,7 +25,7 @@ from tiny_models import OPTIONS, opened, write_model
 from autopar.api.planned_function import Compiled
 from autopar.errors import InferenceError
 from autopar.inference import Checkpoint, Engine, Options
-from autopar.inference.model.async_load import Reading
+from autopar.inference.model.async_load import BackgroundLoad
 from autopar.inference.serve.layout import Key, Layout
 from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
 from autopar.inference.serve.setup import served_of
@@ -293,9 +293,9 @@ def test_weights_are_read_beside_and_their_reader_tells() -> None:
         go_on.set()
 
     for wide in (False, True):
-        with jax.enable_x64(wide), Reading(load, "where", 100) as reading:
+        with jax.enable_x64(wide), BackgroundLoad(load, "where", 100) as reading:
             reading.check()
-            shardings, thread, dtype = reading.weights(progress)
+            shardings, thread, dtype = reading.result(progress)
         assert shardings == "where" and thread != threading.get_ident()
         assert dtype == (jnp.float64 if wide else jnp.float32), "JAX's settings are a thread's own"
     assert set(told) == {("read weights", 0.3, threading.get_ident())}
@@ -310,7 +310,7 @@ def test_who_stops_opening_does_not_wait_for_the_weights() -> None:
             part_read(1)
             time.sleep(0.01)
 
-    with pytest.raises(KeyboardInterrupt), Reading(load, None, 1000):
+    with pytest.raises(KeyboardInterrupt), BackgroundLoad(load, None, 1000):
         raise KeyboardInterrupt
     assert len(read) < 100
     num = len(read)
@@ -322,7 +322,7 @@ def test_what_is_wrong_with_weights_is_said_before_all_is_compiled() -> None:
     def load(*_: Any) -> None:
         raise InferenceError("they are of no use")
 
-    with pytest.raises(InferenceError, match="of no use"), Reading(load, None, 1) as reading:
+    with pytest.raises(InferenceError, match="of no use"), BackgroundLoad(load, None, 1) as reading:
         for _ in range(1000):
             reading.check()
             time.sleep(0.01)

@@ -20,7 +20,7 @@ from autopar.api.planned_function import Compiled, Planned, shardings_of
 from autopar.errors import InferenceError, ModelError
 from autopar.inference.kernels.paged_attention import REFERENCE, backend_named
 from autopar.inference.kernels.select_backend import BackendChoice, Problem, choose_backend
-from autopar.inference.model.async_load import Load, Progress, Reading
+from autopar.inference.model.async_load import BackgroundLoad, Load, Progress
 from autopar.inference.model.checkpoint import Checkpoint
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
@@ -102,13 +102,13 @@ def _with_weights(
     leaves, structure = jax.tree.flatten(served.params)
     shardings = jax.tree.unflatten(structure, shardings_of(home.plan, home.mesh)[: len(leaves)])
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    with Reading(load, shardings, num_bytes) as reading:
+    with BackgroundLoad(load, shardings, num_bytes) as weights:
         for number, (key, program) in enumerate(layout.programs.items()):
             if progress is not None:
                 progress("compile programs", number / len(layout.programs))
             programs[key] = program.compiled()
-            reading.check()
-        return replace(layout, programs=programs), reading.weights(progress)
+            weights.check()
+        return replace(layout, programs=programs), weights.result(progress)
 
 
 def planned_for(
