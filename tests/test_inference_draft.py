@@ -21,7 +21,7 @@ from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
 from autopar.inference.schedule.requests import Options, Request, Result, Run, Shape
 from autopar.inference.schedule.scheduler import Scheduler
-from autopar.inference.schedule.speculation_policy import Asked
+from autopar.inference.schedule.speculation_policy import DraftRequest
 from autopar.inference.serve.draft_model import DraftModel, Jitted
 from autopar.inference.step.sampling import params_of
 from autopar.inference.step.verify_draft import verify
@@ -117,13 +117,13 @@ def test_guesses_are_what_the_model_says_without_a_cache(
                 tokens[slot] = list(more[0])
             elif what == "shorter":
                 tokens[slot] = tokens[slot][: max(1, len(tokens[slot]) - more[0])]
-        asked = [Asked(slot, tokens[slot], most) for slot, event in enumerate(events) if event[0] != "rests"]
+        asked = [DraftRequest(slot, tokens[slot], most) for slot, event in enumerate(events) if event[0] != "rests"]
         guesses = [[] for _ in range(SLOTS)]
         for each, guess in zip(asked, draft.propose(asked), strict=True):
             guesses[each.slot] = list(guess)
             small.check(each.tokens, guesses[each.slot])
             assert len(guess) in (0, min(most, max(0, LENGTH + 1 - len(each.tokens))))
-    asked = [Asked(slot, tokens[slot][-LENGTH:], 1) for slot in range(SLOTS)]
+    asked = [DraftRequest(slot, tokens[slot][-LENGTH:], 1) for slot in range(SLOTS)]
     found = [draft.propose(asked) for _ in range(SLOTS * LENGTH // CHUNK[1])]  # as if a chunk were of one only
     assert all(len(guess) == 1 for guess in found[-1]), "in the end all have caught up"
 
@@ -149,7 +149,7 @@ def test_a_draft_that_is_the_model_is_always_right(small: Small) -> None:
             if run in iteration.decodes and iteration.shape.width > 1:
                 widths.append(run.num_tokens)
                 assert len(results[run.name].tokens) == run.num_tokens, "a guess was rejected"
-        for each in scheduler.took(iteration, results):
+        for each in scheduler.update(iteration, results):
             texts[each.name] += each.tokens
     assert scheduler.num_running == scheduler.num_waiting == 0 and len(attempts) > len(requests), "some are preempted"
     for request in requests:
@@ -177,7 +177,7 @@ def test_a_planned_draft_guesses_the_same(tmp_path: Path) -> None:
         lying.update({tensor.path: partition_spec(tensor.sharding) for tensor in inputs})
         return program
 
-    asked = [Asked(slot, list(range(slot, 7 * slot + 1)), PROPOSALS) for slot in range(SLOTS)]
+    asked = [DraftRequest(slot, list(range(slot, 7 * slot + 1)), PROPOSALS) for slot in range(SLOTS)]
     guesses = [
         DraftModel(
             checkpoint.model, checkpoint.load(), SLOTS, LENGTH, PROPOSALS, vocab_size=1024, chunk=CHUNK, prepare=prepare

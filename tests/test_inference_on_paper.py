@@ -83,7 +83,7 @@ def simulated(options: Options, prompt: int, output: int, num_requests: int) -> 
         if len(on_their_way) > (iteration is not None):  # one ahead, as the engine
             done = on_their_way.popleft()
             results = {run.name: Result((1,) if run.samples else ()) for run in done.runs}
-            ended += [len(sent) for one in scheduler.took(done, results) if one.ended]
+            ended += [len(sent) for one in scheduler.update(done, results) if one.ended]
     first = len(sent) // 4
     num = len(sent) - first
     return sum(at > first for at in ended) / num, sum(bool(each.chunks) for each in sent[first:]) / num

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from autopar.errors import InferenceError
 from autopar.inference.model.attention import AttendContiguous, ContiguousCache
 from autopar.inference.model.decoder import Decoder
-from autopar.inference.schedule.speculation_policy import Asked
+from autopar.inference.schedule.speculation_policy import DraftRequest
 
 
 class Prepared(Protocol):
@@ -110,7 +110,7 @@ class DraftModel:
         lie = jax.tree.unflatten(jax.tree.structure(resident), guess.shardings[: len(jax.tree.leaves(resident))])
         self._params, self._cache = jax.device_put(params, lie[0]), jax.jit(empty, out_shardings=lie[1])()
 
-    def propose(self, asked: Sequence[Asked]) -> list[Sequence[int]]:
+    def propose(self, asked: Sequence[DraftRequest]) -> list[Sequence[int]]:
         """As `Proposer` says; what the model itself would say next, where it has caught up."""
         short = [each for each in asked if len(each.tokens) <= self._length]
         for slot, tokens, _ in short:
@@ -141,11 +141,11 @@ class DraftModel:
             for leaf in jax.tree.leaves((self._params, self._cache))
         )
 
-    def _num_behind(self, asked: Asked) -> int:
+    def _num_behind(self, asked: DraftRequest) -> int:
         """Tokens to be computed before the last two."""
         return len(asked.tokens) - 2 - len(self._held[asked.slot])
 
-    def _catch_up_with(self, behind: Sequence[Asked]) -> None:
+    def _catch_up_with(self, behind: Sequence[DraftRequest]) -> None:
         """A chunk of each, as far as there are rows: the oldest first, as they are asked for."""
         if not behind:
             return
@@ -161,7 +161,7 @@ class DraftModel:
             held += new
         self._cache = self._catch_up(self._params, self._cache, slots, tokens, positions)
 
-    def _guesses(self, ready: Sequence[Asked]) -> dict[int, list[int]]:
+    def _guesses(self, ready: Sequence[DraftRequest]) -> dict[int, list[int]]:
         """By slot."""
         tokens, positions = _padding(len(self._held), 2)
         for slot, known, _ in ready:

@@ -27,11 +27,11 @@ from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.tokenizer import load_tokenizer, text_stream, tokens_of
 from autopar.inference.schedule.requests import Iteration, Options, Request
 from autopar.inference.schedule.scheduler import Scheduler
-from autopar.inference.schedule.speculation_policy import Payoff, Proposer
+from autopar.inference.schedule.speculation_policy import Proposer, SpeculationPolicy
 from autopar.inference.schedule.stop_strings import TextUntilStop
 from autopar.inference.serve.generation import Generation
 from autopar.inference.serve.runner import PageMemory, Runner, Running
-from autopar.inference.serve.setup import Opened, Propose, opened, payoff_of, proposer_of, served_of, stop_tokens_of
+from autopar.inference.serve.setup import Opened, Propose, opened, policy_of, proposer_of, served_of, stop_tokens_of
 from autopar.inference.step.sampling import SamplingOptions
 from autopar.jax_interop.compat import shape_struct
 
@@ -103,7 +103,7 @@ class Engine:
         stop_tokens: that end every request which does not say otherwise.
         beside: another model's engine, whose pages this one's are too; `runner` was made with its memory.
         num_pages: at most so many are used; by default as many as there are.
-        proposer: guesses tokens to be verified, where the programs take proposals. payoff: says when it is asked.
+        proposer: guesses tokens to be verified, where the programs take proposals. policy: says when it is asked.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Engine:
         num_pages: int | None = None,
         shares_prefixes: bool = True,
         proposer: Proposer | None = None,
-        payoff: Payoff | None = None,
+        policy: SpeculationPolicy | None = None,
     ) -> None:
         self.runner, self.tokenizer = runner, tokenizer
         self.proposer = proposer
@@ -124,7 +124,7 @@ class Engine:
         self.pool = beside.pool if beside is not None else PagePool(num_pages or runner.layout.num_pages)
         served = runner.served
         cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes)
-        self._scheduler = Scheduler(cache, served.options, proposer, payoff)
+        self._scheduler = Scheduler(cache, served.options, proposer, policy)
         self._generations: dict[str, Generation] = {}
         self._on_their_way: deque[Running] = deque()
         self._lock = beside._lock if beside is not None else threading.RLock()
@@ -209,7 +209,7 @@ class Engine:
                 raise
             found.kept.say_damaged(error)
             runner = _warm(opened(*asked, anew=True), memory)
-        payoff = payoff_of(runner.seconds(), proposing.seconds) if served.options.num_proposals else None
+        policy = policy_of(runner.seconds(), proposing.seconds) if served.options.num_proposals else None
         shares = serving.get("shares_prefixes", True)
         return cls(
             runner,
@@ -218,7 +218,7 @@ class Engine:
             beside,
             shares_prefixes=shares,
             proposer=proposing.proposer,
-            payoff=payoff,
+            policy=policy,
         )
 
     @property
@@ -345,7 +345,7 @@ class Engine:
 
     def _take(self, running: Running) -> None:
         results, told = running.results({name: each.num_best for name, each in self._generations.items()})
-        for progress in self._scheduler.took(running.iteration, results):
+        for progress in self._scheduler.update(running.iteration, results):
             generation = self._generations[progress.name]
             before = len(generation.tokens)
             generation.take(progress.tokens, told[progress.name], progress.ended)

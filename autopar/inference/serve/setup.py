@@ -25,7 +25,7 @@ from autopar.inference.model.checkpoint import Checkpoint
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options, Shape
-from autopar.inference.schedule.speculation_policy import NGram, Payoff, Proposer
+from autopar.inference.schedule.speculation_policy import NGram, Proposer, SpeculationPolicy
 from autopar.inference.serve.draft_model import DraftModel
 from autopar.inference.serve.layout import Key, Layout, Served, laid_out, pins_of_pages
 from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
@@ -187,13 +187,13 @@ def proposer_of(propose: Propose, served: Served, place: Mapping[str, Any]) -> P
     return Proposing(draft, draft.warm_up(), draft.held_bytes)
 
 
-def payoff_of(seconds: Mapping[Shape, float], guess_s: float) -> Payoff | None:
+def policy_of(seconds: Mapping[Shape, float], guess_s: float) -> SpeculationPolicy | None:
     """When to propose, by the seconds of each program and those of a guess; None where nothing is proposed."""
     verified = next((time for shape, time in seconds.items() if shape.width > 1), None)
     if verified is None:
         return None
     plain = min(time / shape.steps for shape, time in seconds.items() if shape.width == 1 and not shape.rows)
-    return Payoff((verified + guess_s) / plain)
+    return SpeculationPolicy((verified + guess_s) / plain)
 
 
 def options_for(config: DecoderConfig, options: Options | None) -> Options:
