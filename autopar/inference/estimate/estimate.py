@@ -24,7 +24,7 @@ from autopar.inference.kv_cache.device_pages import page_bytes
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options
-from autopar.inference.serve.layout import Layout, PlanAlone, Served, laid_out
+from autopar.inference.serve.layout import Layout, PlanOnly, Served, plan_layout
 from autopar.ir.mesh import MeshShape
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.planner.request import Progress, requested_meshes, requested_profile
@@ -111,7 +111,7 @@ class Replicas:
 
     num: int
     mesh: MeshShape
-    layout: Layout[PlanAlone] | None = field(default=None, repr=False)
+    layout: Layout[PlanOnly] | None = field(default=None, repr=False)
     figures: ReplicaFigures | None = None
     refused: str = ""
 
@@ -209,11 +209,11 @@ def _planned(
             f" {human_bytes(room)}",
         )
 
-    def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> PlanAlone:
-        return PlanAlone(plan_of(function, arguments, {**options, "mesh": mesh, "pin": pins}, carry))
+    def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> PlanOnly:
+        return PlanOnly(plan_of(function, arguments, {**options, "mesh": mesh, "pin": pins}, carry))
 
     try:
-        layout = laid_out(served, make, budget, progress=progress)
+        layout = plan_layout(served, make, budget, progress=progress)
     except (BudgetError, InferenceError) as error:
         return Replicas(num=number, mesh=mesh, refused=str(error))
     figures = figures_of(served, layout, case.prompt, case.output, options["hardware"])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.schedule.steady_state import num_chunks, steady_state
-from autopar.inference.serve.layout import Layout, PlanAlone, Served
+from autopar.inference.serve.layout import Layout, PlanOnly, Served
 from autopar.plans.plan import Plan
 
 _LAYER = re.compile(r"\blayers_(\d+)(?=/|\.|$)")
@@ -85,7 +85,7 @@ class ReplicaFigures:
 
 
 def figures_of(
-    served: Served, layout: Layout[PlanAlone], prompt: int, output: int, profile: HardwareProfile
+    served: Served, layout: Layout[PlanOnly], prompt: int, output: int, profile: HardwareProfile
 ) -> ReplicaFigures:
     """All that is told of one replica.
 
@@ -127,7 +127,7 @@ def bytes_of(plan: Plan, prefix: str) -> float:
     return sum(tensor.num_bytes for tensor in plan.inputs if tensor.path.startswith(prefix))
 
 
-def _parts(served: Served, layout: Layout[PlanAlone], decode: Plan, profile: HardwareProfile) -> DecodeParts:
+def _parts(served: Served, layout: Layout[PlanOnly], decode: Plan, profile: HardwareProfile) -> DecodeParts:
     looked_up = [] if served.model.config.tied else ["/embed/"]  # of these a row for each token is read
     looked_up += ["/embed_positions/"]
     products = [
