@@ -1,4 +1,4 @@
-"""An engine on paper, for people and for programs.
+"""Render the predicted figures of serving as console tables and as JSON.
 
 In: `InferenceOnPaper`. Out: tables on a console; JSON types.
 """
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autopar.inference.estimate.estimate import InferenceOnPaper, Replicas
 from autopar.inference.estimate.figures import ReplicaFigures
-from autopar.inference.estimate.layout_text import layout_in_words
+from autopar.inference.estimate.layout_text import describe_layout
 from autopar.inference.schedule.requests import Shape
 from autopar.plans.plan import Plan
 from autopar.report.explain import explain_json
@@ -38,14 +38,14 @@ _PARTS = (
 )
 
 
-def render_inference(told: InferenceOnPaper, console: Console) -> None:
-    """Print it."""
-    case, profile = told.case, told.profile
+def render_inference(estimate: InferenceOnPaper, console: Console) -> None:
+    """Print the tables on a console."""
+    case, profile = estimate.case, estimate.profile
     config = case.config
-    devices = "device" if told.num_devices == 1 else "devices"
+    devices = "device" if estimate.num_devices == 1 else "devices"
     console.print(
         Text(
-            f"Inference of a {config.family} of {_weights_in_words(told)} in {case.dtype} on {told.num_devices}"
+            f"Inference of a {config.family} of {_weights_text(estimate)} in {case.dtype} on {estimate.num_devices}"
             f" {profile.name} {devices}, on paper",
             "bold",
         )
@@ -59,32 +59,32 @@ def render_inference(told: InferenceOnPaper, console: Console) -> None:
         ),
         "",
     )
-    _print_replicas(told, console)
-    assert told.chosen.figures is not None
-    assert told.chosen.layout is not None
-    _print_layout(told, told.chosen.layout.programs[Shape()].plan, told.chosen.figures, console)
-    _print_memory(told, told.chosen.figures, console)
-    _print_parts(told, told.chosen.figures, console)
+    _print_replicas(estimate, console)
+    assert estimate.chosen.figures is not None
+    assert estimate.chosen.layout is not None
+    _print_layout(estimate, estimate.chosen.layout.programs[Shape()].plan, estimate.chosen.figures, console)
+    _print_memory(estimate, estimate.chosen.figures, console)
+    _print_parts(estimate, estimate.chosen.figures, console)
 
 
-def _weights_in_words(told: InferenceOnPaper) -> str:
-    elements = num_weights(told)
+def _weights_text(estimate: InferenceOnPaper) -> str:
+    elements = num_weights(estimate)
     return f"{elements / 1e9:.3g} billion weights" if elements >= 1e9 else f"{elements / 1e6:.3g} million weights"
 
 
-def num_weights(told: InferenceOnPaper) -> int:
-    """Of the model."""
-    layout = told.chosen.layout
+def num_weights(estimate: InferenceOnPaper) -> int:
+    """The number of weights of the model."""
+    layout = estimate.chosen.layout
     assert layout is not None
     inputs = layout.programs[Shape()].plan.inputs
     return sum(math.prod(tensor.shape) for tensor in inputs if tensor.path.startswith("params/"))
 
 
-def _print_replicas(told: InferenceOnPaper, console: Console) -> None:
+def _print_replicas(estimate: InferenceOnPaper, console: Console) -> None:
     numbers = ("replicas", "TPOT", "loaded", "TTFT", "tokens/s", "peak")
     table = new_table("replicas", "of", *numbers[1:], "", right=numbers)
-    for one in told.options:
-        mark = " *" if one is told.chosen else ""
+    for one in estimate.options:
+        mark = " *" if one is estimate.chosen else ""
         left = (f"{one.num}{mark}", one.mesh.describe())
         if one.figures is None:
             table.add_row(*map(Text, (*left, *["-"] * 5, "does not fit")))
@@ -92,37 +92,39 @@ def _print_replicas(told: InferenceOnPaper, console: Console) -> None:
         figures = one.figures
         seconds = (figures.tpot_s, figures.tpot_loaded_s, figures.ttft_s)
         cells = (*map(human_seconds, seconds), human_number(one.tokens_per_s), human_bytes(figures.peak_bytes))
-        table.add_row(*map(Text, (*left, *cells, told.verdicts.get(one.num, ""))))
-    by = "the shortest TPOT" if told.case.objective == "latency" else "most tokens/s"
-    legend = _REPLICAS.format(batch=told.case.batch, prompt=told.case.prompt, objective=f"{by}{_bounds(told)}")
+        table.add_row(*map(Text, (*left, *cells, estimate.verdicts.get(one.num, ""))))
+    by = "the shortest TPOT" if estimate.case.objective == "latency" else "most tokens/s"
+    legend = _REPLICAS.format(
+        batch=estimate.case.batch, prompt=estimate.case.prompt, objective=f"{by}{_bounds(estimate)}"
+    )
     console.print(*section("Replicas", table, legend), sep="\n")
-    if told.missed:
-        console.print(inset(Text(told.missed[0].upper() + told.missed[1:] + ".")), "")
-    for one in told.options:
+    if estimate.missed:
+        console.print(inset(Text(estimate.missed[0].upper() + estimate.missed[1:] + ".")), "")
+    for one in estimate.options:
         if one.refused:
             console.print(inset(Text(f"{one.num} on {one.mesh.num_devices}: {one.refused}")), "")
 
 
-def _bounds(told: InferenceOnPaper) -> str:
-    bounds = {"TTFT": told.case.ttft_s, "TPOT": told.case.tpot_s}
+def _bounds(estimate: InferenceOnPaper) -> str:
+    bounds = {"TTFT": estimate.case.ttft_s, "TPOT": estimate.case.tpot_s}
     given = [f"{name} of at most {human_seconds(bound)}" for name, bound in bounds.items() if math.isfinite(bound)]
     return f" with a {' and a '.join(given)}" if given else ""
 
 
-def _print_layout(told: InferenceOnPaper, decode: Plan, figures: ReplicaFigures, console: Console) -> None:
+def _print_layout(estimate: InferenceOnPaper, decode: Plan, figures: ReplicaFigures, console: Console) -> None:
     table = new_table("what", "how each device has it")
-    for what, how in layout_in_words(decode):
-        table.add_row(Text(what), Text(how))
+    for row in describe_layout(decode):
+        table.add_row(*map(Text, row))
     layers = ", ".join(f"{_times(count)} {kind}" for kind, count in figures.per_layer.items()) or "nothing"
     others = ", ".join(f"{count} {kind}" for kind, count in figures.outside.items()) or "nothing"
     legend = f"Sent when each slot generates a token: in a layer {layers}; besides {others}."
-    devices = told.chosen.mesh.num_devices
+    devices = estimate.chosen.mesh.num_devices
     title = f"How a replica lies on {devices} device{'s' * (devices > 1)}"
     console.print(*section(title, table, legend), sep="\n")
 
 
-def _print_memory(told: InferenceOnPaper, figures: ReplicaFigures, console: Console) -> None:
-    free = max(0.0, told.room_bytes - figures.peak_bytes)
+def _print_memory(estimate: InferenceOnPaper, figures: ReplicaFigures, console: Console) -> None:
+    free = max(0.0, estimate.room_bytes - figures.peak_bytes)
     rows = [
         ("weights", figures.weight_bytes),
         ("cache", figures.cache_bytes),
@@ -131,19 +133,19 @@ def _print_memory(told: InferenceOnPaper, figures: ReplicaFigures, console: Cons
     ]
     table = new_table("memory", "bytes", "of the room", right=("bytes", "of the room"))
     for name, size in rows:
-        table.add_row(*map(Text, (name, human_bytes(size), share_text(size, told.room_bytes))))
+        table.add_row(*map(Text, (name, human_bytes(size), share_text(size, estimate.room_bytes))))
     legend = _MEMORY.format(
-        room=human_bytes(told.room_bytes),
+        room=human_bytes(estimate.room_bytes),
         pages=figures.num_pages,
-        size=told.case.page_size,
+        size=estimate.case.page_size,
         tokens=figures.num_tokens,
         longest=figures.num_longest,
-        max_length=told.case.max_length,
+        max_length=estimate.case.max_length,
     )
     console.print(*section("Memory", table, legend), sep="\n")
 
 
-def _print_parts(told: InferenceOnPaper, figures: ReplicaFigures, console: Console) -> None:
+def _print_parts(estimate: InferenceOnPaper, figures: ReplicaFigures, console: Console) -> None:
     parts = figures.parts
     rows = [
         ("weights and cache read", parts.memory_s),
@@ -152,7 +154,7 @@ def _print_parts(told: InferenceOnPaper, figures: ReplicaFigures, console: Conso
         ("the rest", parts.rest_s),
     ]
     legend = _PARTS.format(
-        limit=parts.limit, steps=told.case.served.options.steps, many=human_seconds(figures.tpot_many_s)
+        limit=parts.limit, steps=estimate.case.served.options.steps, many=human_seconds(figures.tpot_many_s)
     )
     table = bars(rows, figures.tpot_s, human_seconds)
     console.print(*section(f"Where the {human_seconds(figures.tpot_s)} of a token go", table, legend), sep="\n")
@@ -166,9 +168,9 @@ def _times(count: float) -> str:
     return f"{count:.3g}"
 
 
-def inference_json(told: InferenceOnPaper) -> dict[str, Any]:
-    """As JSON types: raw seconds and bytes, and the chosen plan of a decode iteration as `explain` gives it."""
-    case, chosen = asdict(told.case), told.chosen
+def inference_json(estimate: InferenceOnPaper) -> dict[str, Any]:
+    """The figures as JSON types, in seconds and bytes, with the plan of a decode iteration as `explain` gives it."""
+    case, chosen = asdict(estimate.case), estimate.chosen
     assert chosen.layout is not None
     decode = chosen.layout.programs[Shape()].plan
     return finite(
@@ -176,26 +178,26 @@ def inference_json(told: InferenceOnPaper) -> dict[str, Any]:
             "format": "autopar-inference-on-paper",
             "version": 1,
             "inference": case,
-            "num_weights": num_weights(told),
-            "hardware": told.profile.name,
-            "num_devices": told.num_devices,
-            "room_bytes": told.room_bytes,
+            "num_weights": num_weights(estimate),
+            "hardware": estimate.profile.name,
+            "num_devices": estimate.num_devices,
+            "room_bytes": estimate.room_bytes,
             "chosen": chosen.num,
-            "missed": told.missed or None,
-            "replicas": [_replicas_json(told, one) for one in told.options],
-            "layout": dict(layout_in_words(decode)),
+            "missed": estimate.missed or None,
+            "replicas": [_replicas_json(estimate, one) for one in estimate.options],
+            "layout": dict(describe_layout(decode)),
             "plan": explain_json(decode),
         }
     )
 
 
-def _replicas_json(told: InferenceOnPaper, one: Replicas) -> dict[str, Any]:
+def _replicas_json(estimate: InferenceOnPaper, one: Replicas) -> dict[str, Any]:
     figures = asdict(one.figures) | {"limit": one.figures.parts.limit} if one.figures else None
     return {
         "num": one.num,
         "mesh": one.mesh.describe(),
         "tokens_per_s": one.tokens_per_s,
         "refused": one.refused or None,
-        "verdict": told.verdicts.get(one.num),
+        "verdict": estimate.verdicts.get(one.num),
         "figures": figures,
     }
