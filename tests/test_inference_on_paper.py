@@ -185,8 +185,8 @@ def test_describe_layout() -> None:
     shardings = dict(describe_layout(one.layout.programs[Shape()].plan))
     assert shardings["cache: keys, values"] == "heads over 2"
     assert shardings["logits"] == "vocabulary over 2"
-    assert shardings["weights: attention_norm, mlp_norm, norm"] == "whole on each"
-    assert set(dict(describe_layout(two.layout.programs[Shape()].plan)).values()) == {"whole on each"}
+    assert shardings["weights: attention_norm, mlp_norm, norm"] == "replicated"
+    assert set(dict(describe_layout(two.layout.programs[Shape()].plan)).values()) == {"replicated"}
 
 
 @pytest.mark.slow
@@ -223,7 +223,13 @@ def test_the_command_prints_tables_or_json_and_saves_the_plan(model: Path, capsy
     small = ("--prompt-tokens", "20", "--output-tokens", "10", "--batch", "2")
     assert run(model, *small, "-o", plan) == 0
     text = capsys.readouterr().out
-    for part in ("Replicas", "TPOT", "How a replica lies on 1 device", "sequences of 32 at once", "Where the"):
+    for part in (
+        "Replicas",
+        "TPOT",
+        "Shardings of a replica on 1 device",
+        "sequences of 32 at once",
+        "Time of a decode step",
+    ):
         assert part in text
     saved = load_plan(plan)
     assert isinstance(saved, Plan)

@@ -43,7 +43,7 @@ class DecodeParts:
             "memory bandwidth": self.memory_s,
             "arithmetic": self.arithmetic_s,
             "collectives": self.collectives_s,
-            "starts of kernels, and intermediates": self.rest_s,
+            "kernel launches and intermediates": self.rest_s,
         }
         return max(parts, key=lambda name: parts[name])
 

@@ -25,7 +25,7 @@ _DIMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"pages/\d+/(keys|values)", ("pages", "tokens of a page", "heads", "head dim")),
 )
 _LAYER = re.compile(r"(?<=/)layers_\d+/|(?<=pages/)\d+/")
-_WHOLE = "whole on each"
+_REPLICATED = "replicated"
 
 
 def describe_layout(plan: Plan) -> list[tuple[str, str]]:
@@ -45,7 +45,7 @@ def describe_layout(plan: Plan) -> list[tuple[str, str]]:
     for (group, kind), counts in kinds.items():
         equal[group, _over_layers(counts)].append(kind)
     rows = [(f"{group}: {', '.join(sorted(names))}", text) for (group, text), names in equal.items()]
-    rows.sort(key=lambda row: (row[0].startswith("cache"), row[1] == _WHOLE, row))
+    rows.sort(key=lambda row: (row[0].startswith("cache"), row[1] == _REPLICATED, row))
     return [*rows, *_logits(plan)]
 
 
@@ -62,7 +62,7 @@ def describe_sharding(names: Sequence[str], sharding: TensorSharding, plan: Plan
         for name, axes in zip(names, sharding.dims, strict=True)
         if plan.mesh.sizes(axes) > 1
     ]
-    return ", ".join(parts) or _WHOLE
+    return ", ".join(parts) or _REPLICATED
 
 
 def _kind(path: str) -> tuple[str, str]:
