@@ -112,8 +112,8 @@ def _options() -> Any | None:
 
 def _splits(num_blocks: int, num_programs: int) -> tuple[int, int]:
     """The number of splits of a row's page blocks, and the blocks per split."""
-    wanted = min(num_blocks, max(1, _NUM_PROGRAMS // num_programs))
-    per_split = pl.cdiv(num_blocks, wanted)
+    most = min(num_blocks, max(1, _NUM_PROGRAMS // num_programs))
+    per_split = pl.cdiv(num_blocks, most)
     return pl.cdiv(num_blocks, per_split), per_split
 
 

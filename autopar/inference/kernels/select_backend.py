@@ -155,9 +155,9 @@ def _differences(problem: Problem, names: Sequence[str], rejected: dict[str, str
 
 def _difference(name: str, arrays: Sequence[Any]) -> float:
     """The largest difference from the reference; infinite if an output is NaN or infinite."""
-    got, wanted = (np.asarray(_attend(each, *arrays), np.float32) for each in (name, REFERENCE))
+    got, expected = (np.asarray(_attend(each, *arrays), np.float32) for each in (name, REFERENCE))
     is_real = np.asarray(arrays[-1]) >= 0
-    difference = np.abs(got - wanted)[is_real].max(initial=0.0)
+    difference = np.abs(got - expected)[is_real].max(initial=0.0)
     return float(difference) if np.isfinite(difference) else math.inf
 
 

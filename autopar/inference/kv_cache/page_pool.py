@@ -89,7 +89,7 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference to each page, the last page first: later pages of a sequence are evicted earlier."""
         for page in reversed(list(pages)):
-            assert self._references[page], f"page {page} is released, but nobody holds it"
+            assert self._references[page], f"page {page} is released but not held"
             self._references[page] -= 1
             if self._references[page]:
                 continue

@@ -86,7 +86,7 @@ class Generation:
         return len(self.request.prompt)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Iterate over pieces as they are generated. Closing the iterator aborts the request; slow readers block nobody.
+        """Iterate over pieces as they are generated. Closing the iterator aborts the request. A slow reader blocks no request.
 
         Raises:
             InferenceError: the logits were NaN or infinite.

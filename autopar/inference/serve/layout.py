@@ -252,8 +252,8 @@ def _page_bytes(plan: Plan, num_pages: int) -> float:
 def _fit_pages(served: Served, make: MakeProgram[Program], budget_bytes: float) -> tuple[int, dict[Key, Program]]:
     """Find the number of pages that fit, and return it with the programs planned for it, the primary one first."""
     least = served.pages_of_sequence
-    wanted = served.options.num_slots * least
-    most = _MAX_POOL_FACTOR * wanted
+    all_slots = served.options.num_slots * least
+    most = _MAX_POOL_FACTOR * all_slots
     num_pages = most
     while True:
         try:
@@ -269,7 +269,7 @@ def _fit_pages(served: Served, make: MakeProgram[Program], budget_bytes: float) 
             # If memory is nearly full, a plan with fewer pages may have faster shardings.
             if num_pages < most or peak <= _UNCONSTRAINED * budget_bytes:
                 break
-        num_pages = wanted if num_pages == most else max(least, num_pages // 2)
+        num_pages = all_slots if num_pages == most else max(least, num_pages // 2)
     key, program = next(iter(programs.items()))
     spare = MemoryBudget(budget_bytes).plan_bytes - peak
     found = min(num_pages + int(max(0.0, spare) // _page_bytes(program.plan, num_pages)), most)

@@ -31,8 +31,8 @@ class SamplingParams(NamedTuple):
     Args:
         temperature: f32; 0 selects the largest logit, and the first of equal ones.
         top_k: int32, the number of largest logits to sample from, at most the number of candidates; 0 for all tokens.
-        top_p: f32, the probability mass to sample from: the smallest set of most probable tokens that reaches it, at this
-            temperature and after `top_k`; 1 for all. The set is cut at the number of candidates.
+        top_p: f32, the mass of the nucleus: the fewest most probable tokens whose probabilities, after temperature and
+            `top_k`, reach it; 1 for all tokens. A nucleus of more tokens than candidates is cut.
         seed: uint32.
     """
 
