@@ -41,7 +41,6 @@ class PaperInference:
     """A model, a serving workload, and an objective.
 
     Args:
-        config: the model's configuration.
         batch: the slots of a replica, which are the sequences that run at once.
         prompt, output: the tokens of each prompt, and the tokens generated for it.
         max_length: the tokens of the longest sequence; by default `prompt + output`, in whole pages.
@@ -108,7 +107,6 @@ class Replicas:
     """The devices divided into a number of replicas, each with an engine of its own.
 
     Args:
-        num: the number of replicas.
         mesh: the mesh of one replica.
         layout, figures: the plans and the predicted figures of one replica; None if it does not fit.
         refused: the reason if a replica does not fit.
@@ -131,7 +129,6 @@ class InferenceOnPaper:
     """The predicted figures of serving a model, for every number of replicas.
 
     Args:
-        case: the model, the workload and the objective.
         profile: the hardware. num_devices: the number of devices.
         room_bytes: the memory of one device that a plan may use.
         options: the candidates, one for each number of replicas.
@@ -154,8 +151,6 @@ def inference_on_paper(case: PaperInference, *, progress: Progress | None = None
     """Plan every number of replicas, and choose the best one.
 
     Args:
-        case: the model, the workload and the objective.
-        progress: called with a stage's name and the fraction done.
         options: options of `autopar.plan`: num_devices, to be divided into replicas, or mesh, for a single replica;
             hardware, memory_budget_bytes, time_limit_s, cache.
 

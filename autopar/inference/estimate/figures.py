@@ -65,7 +65,6 @@ class ReplicaFigures:
         peak_bytes: the peak memory of the program that needs the most.
         num_pages, num_tokens: the capacity of the cache in pages and in tokens.
         num_longest: the number of sequences of `max_length` tokens that fit in the cache.
-        parts: the parts of a decode iteration's time.
         per_layer: the collectives of a decode iteration per layer, by kind; the average if layers differ.
         outside: the collectives outside of layers, by kind.
     """
@@ -95,10 +94,7 @@ def figures_of(
     """Compute the figures of one replica.
 
     Args:
-        served: the model and its static sizes.
-        layout: the plans of its programs.
         prompt, output: the tokens of each prompt and of its output.
-        profile: the hardware.
     """
     options = served.options
     plans = {key: program.plan for key, program in layout.programs.items()}

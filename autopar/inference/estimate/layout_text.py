@@ -54,7 +54,6 @@ def describe_sharding(names: Sequence[str], sharding: TensorSharding, plan: Plan
 
     Args:
         names: the names of its dims.
-        sharding: its sharding.
         plan: the plan, for the sizes of mesh axes.
     """
     parts = [

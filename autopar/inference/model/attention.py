@@ -26,7 +26,6 @@ class Attend(Protocol):
 
         Args:
             cache: the cache that the layer before returned.
-            layer: the index of the layer.
             queries: [batch, tokens, heads, head_dim], after the rotary embedding; not scaled.
             keys, values: [batch, tokens, kv_heads, head_dim] of the same tokens. Query head h reads key head
                 h // (heads / kv_heads).

@@ -131,7 +131,6 @@ def write_checkpoint(
     Args:
         folder: the folder to create. A failed write leaves no folder.
         fields: the fields of its `config.json`.
-        seed: the seed of the random weights.
         dtype: "F32", "BF16", "F16" or "F64".
         max_file_bytes: the largest size of one file; larger models have several files.
 

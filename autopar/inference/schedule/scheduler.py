@@ -69,7 +69,6 @@ class Scheduler:
 
     Args:
         cache: the page tables of the model.
-        options: the static sizes of iterations.
         proposer: the source of draft tokens; used if `options.num_proposals` is not 0.
         policy: decides when to speculate; by default always.
     """

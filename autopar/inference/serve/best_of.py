@@ -28,7 +28,6 @@ class Chain:
     """One chain of thought.
 
     Attributes:
-        number: the index of the chain.
         prompt: the tokens of the prompt.
         tokens: all later tokens, with the answers of tools.
         text: the text of `tokens` if the model has a tokenizer, with tool calls and their answers.
@@ -110,9 +109,6 @@ def best_of(
     """Sample n chains of thought for one prompt, and score each when it ends.
 
     Args:
-        engine: the engine of the model.
-        prompt: text, or tokens.
-        n: the number of chains.
         verifier: the function from a chain to its score; by default the mean logprob of its tokens. Its exceptions are
             stored in the chain, and the other chains continue.
         accept: a sufficient score: when a chain reaches it, all unfinished chains are stopped.

@@ -38,12 +38,10 @@ class Generation:
 
     Args:
         request: the request in the scheduler.
-        sampling: the sampling options.
         num_best: the number of most probable tokens to record for each token.
         decode: a function from a token to its text, which is "" until a character is complete; None without a tokenizer.
         advance: the function that runs the engine's next step; it returns False if there is none.
         drop: the function that aborts the request by its name.
-        stops: the text up to a stop string.
 
     Attributes:
         text: the text so far, without the stop string.

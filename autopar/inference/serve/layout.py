@@ -131,11 +131,9 @@ def plan_layout(
     """Plan all programs.
 
     Args:
-        served: the model and its static sizes.
         make: the function that plans one program.
         budget_bytes: the memory budget of one device.
         num_pages: the number of pages; by default as many as fit, up to four times what all slots need.
-        progress: called with a stage's name and the fraction done.
         shared: the layout of another model whose pages this model uses.
 
     Raises:

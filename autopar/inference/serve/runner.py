@@ -96,7 +96,6 @@ class Runner:
     """Run the programs of an engine on the devices.
 
     Args:
-        served: the model and its static sizes.
         layout: the compiled programs.
         params: the weights, in the shardings of the plans.
         memory: the pages of another model to share; by default the runner allocates its own.
@@ -139,7 +138,6 @@ class Runner:
         """Dispatch an iteration to the devices, without waiting for it.
 
         Args:
-            iteration: the scheduler's decision.
             sampling: the sampling options of each run, by name.
         """
         self._copy(iteration.copies)

@@ -68,7 +68,6 @@ def open_model(
     """Load a model's programs from the cache, or plan, compile and cache them; and read its weights.
 
     Args:
-        served: the model and its static sizes.
         attention: an attention backend; None selects the fastest one.
         load: the function that reads the weights.
         place, num_pages, progress, reserved_bytes, shared: as for `planned_for`.
@@ -127,7 +126,6 @@ def planned_for(
     """Plan all programs for the visible devices.
 
     Args:
-        served: the model and its static sizes.
         place: mesh, hardware, memory_budget_bytes and cache, as for `autopar.plan`; by default a 1D mesh of all devices.
         num_pages, progress, shared: as for `plan_layout`.
         reserved_bytes: memory of each device that something else uses.
@@ -260,12 +258,10 @@ def served_of(
     """Make the model's static sizes from the user's options.
 
     Args:
-        config: the model's configuration.
         params: the shapes and dtypes of its weights. Keys and values have the dtype of the embedding.
         options: the scheduler's options; by default those for the model.
         page_size: tokens per page.
         propose: the source of draft tokens. If it is given, four tokens are drafted unless the options set another number.
-        attention: an attention backend.
     """
     options = options_for(config, options)
     if propose is not None and not options.num_proposals:

@@ -130,7 +130,6 @@ def sample(
 
     Args:
         logits: `[slots, vocabulary]`.
-        params: the sampling parameters of each slot.
         positions: int32 `[slots]`, the positions of the sampled tokens in their sequences.
         num_candidates: the largest number of tokens that `top_k` or `top_p` can keep; static.
     """
@@ -185,9 +184,6 @@ def gumbel(seed: Any, positions: jax.Array, vocabulary: int, purpose: int = 0) -
     """Gumbel noise `[slots, vocabulary]`: the argmax of logits plus noise is a sample from their softmax.
 
     Args:
-        seed: uint32 `[slots]`.
-        positions: int32 `[slots]`.
-        vocabulary: the size of the vocabulary.
         purpose: a number that makes independent draws for the same position.
     """
     keys = keys_of(seed, positions, purpose)

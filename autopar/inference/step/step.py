@@ -68,7 +68,6 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
     """Return the function `(params, resident, slots[, chunks]) -> (resident, out)` of a shape, on packed rows.
 
     Args:
-        model: the decoder.
         shape: the static sizes of the iteration.
         attention: a backend of `paged_attention`.
     """
@@ -154,7 +153,6 @@ def copy_pages(resident: Resident, copies: jax.Array) -> Resident:
     """Copy pages to other pages, in all layers.
 
     Args:
-        resident: the state on the devices.
         copies: int32 `[2, num]`, sources and targets, padded with the scratch page.
     """
     return resident._replace(pages=tuple(kv_pages.copy(pages, *copies) for pages in resident.pages))

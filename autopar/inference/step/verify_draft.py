@@ -51,11 +51,9 @@ def verify(
             draft token.
         proposed: int32 `[slots, proposals]`, the draft tokens.
         num_proposed: int32 `[slots]`, the number of valid draft tokens.
-        params: the sampling parameters of each slot.
         positions: int32 `[slots]`, the position of the first new token.
         draft: f32 `[slots, proposals, vocabulary]`, the probabilities that the draft tokens were sampled with, after the
             draft model's temperature; None if they were not sampled, and `q` is 1.
-        num_candidates: as in `sample`.
     """
     slots, width, vocabulary = logits.shape
     rows = SamplingParams(*(jnp.repeat(each, width) for each in params))
