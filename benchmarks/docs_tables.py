@@ -135,10 +135,15 @@ def _known(rows: Sequence[Row], error_of: _Error) -> list[tuple[float, str]]:
     """Errors with the names of their cases; cases without a compiled figure are left out."""
     errors = [(error_of(row), row) for row in rows]
     return [
-        (error, str(row.get("case") or row.get("budget") or f"{row['model']}@{row['gpus']}"))
+        (error, str(row.get("case") or _budget(row) or f"{row['model']}@{row['gpus']}"))
         for error, row in errors
         if error is not None
     ]
+
+
+def _budget(row: Row) -> str:
+    budget = str(row.get("budget") or "")
+    return f"budget of {budget}" if budget.endswith("%") else budget
 
 
 def _named(one: tuple[float, str]) -> str:
