@@ -22,7 +22,8 @@ def planned(program: programs.Program, hardware: str = "h100-sxm", **options: An
 
 
 def bert(**sizes: Any) -> programs.Program:
-    return programs.bert_layers(**{"batch": 64, "seq": 64, "hidden": 512, "heads": 8} | sizes)
+    usual: dict[str, Any] = {"batch": 64, "seq": 64, "hidden": 512, "heads": 8}
+    return programs.bert_layers(**usual | sizes)
 
 
 @pytest.mark.parametrize(
