@@ -1,4 +1,4 @@
-"""Tables of the documentation, from the newest committed results: how far predictions are off, and what is kept.
+"""Print tables of the documentation from the newest committed results: prediction errors, budgets met, start times.
 
 Usage: `python -m benchmarks.docs_tables predictions` (or `together`, `plans`, `experts`, `starts`). Out: a table in Markdown. The figures are the
 median and the worst over all cases of a benchmark; nothing is measured here, and no case is left out.
@@ -19,22 +19,24 @@ _Error = Callable[[Row], float | None]
 
 
 def predictions() -> str:
-    """Predicted beside what XLA's GPU compiler makes of the same plans."""
+    """Predicted figures against XLA's GPU compiler, one line per figure and group of models."""
     proof = done(newest_rows("proof"))
-    errors: Mapping[str, tuple[Sequence[Row], Mapping[str, _Error]]] = {
-        "models fitted to": ([row for row in proof if row["fitted"]], _PROOF),
-        "models held out": ([row for row in proof if not row["fitted"]], _PROOF),
-        "models of others": (done(newest_rows("zoo")), _ZOO),
-        "smaller and smaller budgets": (newest_rows("memory_sweep"), _SWEEP),
+    groups: Mapping[str, tuple[Sequence[Row], Mapping[str, _Error]]] = {
+        "fitted models": ([row for row in proof if row["fitted"]], _PROOF),
+        "held-out models": ([row for row in proof if not row["fitted"]], _PROOF),
+        "third-party models": (done(newest_rows("zoo")), _ZOO),
+        "shrinking memory budgets": (newest_rows("memory_sweep"), _SWEEP),
     }
-    header = ["median error", *(f"{name}, {len(rows)} plans" for name, (rows, _) in errors.items())]
-    lines = [
-        [figure, *(_median_and_worst(rows, of[figure]) if figure in of else "-" for rows, of in errors.values())]
-        for figure in _PROOF
-    ]
-    least = [_named(min(_known(rows, of["peak memory"]))) for rows, of in errors.values()]
-    lines.insert(1, ["of it too little, at most", *least])
-    return table(header, lines)
+    lines = []
+    for figure in _PROOF:
+        known = {name: _known(rows, of[figure]) for name, (rows, of) in groups.items() if figure in of}
+        for name, errors in known.items():
+            median = percent(statistics.median(abs(error) for error, _ in errors))
+            worst = max(errors, key=lambda pair: abs(pair[0]))
+            lines.append([f"{figure}, {name} ({len(groups[name][0])} plans)", median, _named(worst)])
+        if figure == "peak memory":
+            lines += [[f"largest underestimate, {name}", "", _named(min(errors))] for name, errors in known.items()]
+    return table(["figure", "median error", "worst error, and its case"], lines)
 
 
 _PROOF: Mapping[str, _Error] = {
@@ -54,18 +56,18 @@ _SWEEP: Mapping[str, _Error] = {
 
 
 def together() -> str:
-    """The same in three lines: all real models, whoever split or wrote them."""
+    """Prediction errors over all real models, one line per figure."""
     proof, zoo = done(newest_rows("proof")), done(newest_rows("zoo"))
     lines = []
     for figure in _PROOF:
         errors = [abs(error) for error, _ in _known(proof, _PROOF[figure]) + _known(zoo, _ZOO[figure])]
         near = sum(error <= 0.1 for error in errors) / len(errors)
         lines.append([figure, str(len(errors)), *map(percent, (statistics.median(errors), near, max(errors)))])
-    return table(["", "plans", "median error", "off by at most 10 %", "worst"], lines)
+    return table(["", "plans", "median error", "within 10 %", "worst"], lines)
 
 
 def plans() -> str:
-    """What a plan should be, and in how many cases it was."""
+    """In how many cases a plan is fastest, fits its budget and sends only what it predicts."""
     proof, zoo = done(newest_rows("proof")), done(newest_rows("zoo"))
     own = [row for row in proof if row["recipe"] == OWN and row["step_xla_s"]]
     ratios = [row["step_xla_s"] / _best_by_hand(row, proof) for row in own]
@@ -73,20 +75,26 @@ def plans() -> str:
     measured = next(row for row in newest_rows("step_time") if row["sharding"] == OWN)
     lines = [
         [
-            "its own plan is the fastest but for 2 %, by XLA's estimate",
+            "fastest plan, within 2 %, by XLA's estimate",
             _of(own_rank(row, proof)[0] == 1 for row in own),
         ],
-        ["its time over the best by hand, by XLA's estimate", f"{statistics.median(ratios):.2f} ({max(ratios):.2f})"],
-        ["the same, measured on 8 virtual CPU devices, of one model", f"{measured['autopar_over_best']:.2f}"],
-        ["XLA's program keeps to the memory budget", _of(bool(row["keeps"]) for row in budgets)],
-        ["models of others fit in 80 GB, as compiled", _of(bool(row["fits"]) for row in zoo)],
-        ["and send nothing over 1 MB that no decision foresaw", _of(not row["unpredicted"] for row in zoo)],
+        [
+            "step time relative to the best hand-written plan, by XLA's estimate",
+            f"{statistics.median(ratios):.2f} ({max(ratios):.2f})",
+        ],
+        ["the same, measured on 8 virtual CPU devices, one model", f"{measured['autopar_over_best']:.2f}"],
+        ["compiled program fits the memory budget", _of(bool(row["keeps"]) for row in budgets)],
+        ["third-party models fit in 80 GB, as compiled", _of(bool(row["fits"]) for row in zoo)],
+        [
+            "third-party models send nothing over 1 MB that the plan did not predict",
+            _of(not row["unpredicted"] for row in zoo),
+        ],
     ]
-    return table(["of autopar's plans", "cases, or median (worst)"], lines)
+    return table(["autopar's plans", "cases, or median (worst)"], lines)
 
 
 def experts() -> str:
-    """Autopar's plans beside sharding by hand, setting by setting: how many times as fast, where both ran."""
+    """Speedup of autopar's plans over the best hand-written sharding, per setting."""
     rows = newest_rows("plans")
     cases = cases_of(rows)
     lines = []
@@ -97,12 +105,18 @@ def experts() -> str:
             mean = statistics.geometric_mean(value for value, _ in known)
             least, most = (f"{value:.2f} ({model})" for value, model in (min(known), max(known)))
             lines.append([setting, str(len(known)), f"{mean:.2f}", least, most])
-    header = ["GPUs and batch", "models", "times as fast as the best by hand, mean", "least", "most"]
+    header = [
+        "GPUs and batch",
+        "models",
+        "speedup over the best hand-written plan, geometric mean",
+        "lowest",
+        "highest",
+    ]
     return table(header, lines)
 
 
 def starts() -> str:
-    """What a first and a second start take."""
+    """Time of a first and of a second start."""
     (row,) = newest_rows("second_start")
     parts = {"the plan": "plan_", "`init`": "init_", "the first step": "first_step_", "together": ""}
     keys = ("first_{}s", "second_{}s", "first_{}cpu_s", "second_{}cpu_s")
@@ -117,24 +131,23 @@ def _best_by_hand(own: Row, rows: Iterable[Row]) -> float:
     return min(row["step_xla_s"] for row in by_hand if row["step_xla_s"])
 
 
-def _median_and_worst(rows: Sequence[Row], error_of: _Error) -> str:
-    known = _known(rows, error_of)
-    median = statistics.median(abs(error) for error, _ in known)
-    return f"{percent(median)}, worst {_named(max(known, key=lambda pair: abs(pair[0])))}"
-
-
 def _known(rows: Sequence[Row], error_of: _Error) -> list[tuple[float, str]]:
-    """Errors with the names of their cases, without those that nothing is known to hold against."""
+    """Errors with the names of their cases; cases without a compiled figure are left out."""
     errors = [(error_of(row), row) for row in rows]
     return [
-        (error, str(row.get("case") or row.get("budget") or f"{row['model']}@{row['gpus']}"))
+        (error, str(row.get("case") or _budget(row) or f"{row['model']}@{row['gpus']}"))
         for error, row in errors
         if error is not None
     ]
 
 
+def _budget(row: Row) -> str:
+    budget = str(row.get("budget") or "")
+    return f"budget of {budget}" if budget.endswith("%") else budget
+
+
 def _named(one: tuple[float, str]) -> str:
-    return f"{percent(one[0], signed=True)}<br>{one[1]}"
+    return f"{percent(one[0], signed=True)}<br>{one[1].replace('/', '/<wbr>')}"  # a place to break on a phone
 
 
 def _of(cases: Iterable[bool]) -> str:

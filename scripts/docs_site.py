@@ -1,8 +1,8 @@
-"""A hook of mkdocs: files beside `docs/` that the documentation links to are pages of its site, too.
+"""A hook of mkdocs: add files outside `docs/` that the documentation links to as pages of the site.
 
 mkdocs reads `docs/` alone, and its pages link to result tables, profiles and examples by paths that GitHub follows. Each
-such file, and what it links to in turn, comes onto the site under `repository/`, and links are turned to where it stands
-there. Programs are shown as they are. In `nav`, `decisions/*.md` is all of them.
+such file, and what it links to in turn, becomes a page under `repository/`, and links are rewritten to it. Programs are
+shown as code. In `nav`, `decisions/*.md` stands for all decisions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = "repository/"
+_DECISIONS = "decisions/"
 _WIDE = f"{_OUTSIDE}benchmarks/results/"  # tables that take all the room there is
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
 # Links outside of blocks and spans of code; the path, then the anchor.
@@ -51,8 +52,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links from or to files beside `docs/` to where these are on the site; make room for wide tables."""
     uri = page.file.src_uri
-    if uri.startswith(_OUTSIDE):
-        page.meta.setdefault("search", {"boost": 0.2})  # guides are found first
+    if uri.startswith((_OUTSIDE, _DECISIONS)):
+        page.meta.setdefault("search", {"boost": 0.2})  # the search lists guides first
     if uri.startswith(_WIDE):
         page.meta.setdefault("hide", ["toc"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 import pkgutil
 import re
@@ -331,6 +332,29 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
     for sheet in site.rglob("*.css"):
         elsewhere = re.findall(r"(?:url\(|@import)[\s\"']*((?:\w+:)?//[^\s)]*)", sheet.read_text(encoding="utf-8"))
         assert not elsewhere, f"{sheet.relative_to(site)} fetches {elsewhere}"
+
+
+#: What engineers search for, and the page that must have it in a heading: Material's search ranks headings first.
+SEARCHES = {
+    "FSDP": "memory.html",
+    "OOM": "memory.html",
+    "rematerialization": "memory.html",
+    "activation checkpointing": "memory.html",
+    "gradient accumulation": "memory.html",
+    "MFU": "diagnose.html",
+    "overlap": "cost-model.html",
+    "prefetch": "cost-model.html",
+    "all-reduce": "collectives.html",
+    "microbatches": "pipelines.html",
+    "1F1B": "schedules.html",
+}
+
+
+@pytest.mark.parametrize("term", SEARCHES)
+def test_a_search_finds_the_page_on_a_term(site: Path, term: str) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    headings = [one["title"] for one in index["docs"] if one["location"].split("#")[0] == SEARCHES[term]]
+    assert any(term.lower() in heading.lower() for heading in headings), f"no heading of {SEARCHES[term]} has {term}"
 
 
 def test_every_error_has_an_anchor_on_the_site(site: Path) -> None:

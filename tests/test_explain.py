@@ -294,6 +294,7 @@ def test_summary_is_the_head_alone() -> None:
     assert "Predicted step time: 2.60 ms" in text
     assert "Notes" in text
     assert "Parameters:" not in text
+    assert "Parameters:" not in explain(make_plan()).summary
 
 
 def test_json_is_for_programs() -> None:

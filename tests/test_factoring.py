@@ -21,7 +21,8 @@ from jax import lax
 import autopar
 from autopar.frontend.equations import LiteralOperand
 from autopar.frontend.from_jaxpr import graph_of
-from autopar.frontend.trace import Trace, trace
+from autopar.frontend.trace import Trace
+from autopar.frontend.tracing import trace
 from autopar.ir.verifier import check
 from autopar.jax_interop import compat as jax_compat
 from autopar.runtime import jit as execute

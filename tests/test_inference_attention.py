@@ -1,5 +1,8 @@
-"""Attention over pages: every backend gives what NumPy does, whatever lies behind a sequence's end; devices that hold some of
-the heads need no pages of others; and what is wrong, raises or is slow is not chosen, and told."""
+"""Test paged attention and the selection of its backend.
+
+Every backend gives NumPy's result, whatever is in a page after a sequence's end. A device with some of the heads needs no
+pages of other devices. A backend that is wrong, raises or is slow is rejected with a reason.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ DIM = 16
 
 
 class Case:
-    """Rows of several lengths, the shortest, the longest and an idle one among them, in shuffled pages; NaNs wherever
-    nothing was written."""
+    """Rows of several lengths, also the shortest, the longest and an idle one, in shuffled pages. Entries that were never
+    written are NaN."""
 
     def __init__(self, heads: int, kv_heads: int, tokens: int = 1, page: int = 8, num: int = 5, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
@@ -55,12 +58,12 @@ class Case:
         pool = np.full((self.tables.size + 1, page, *rows.shape[2:]), np.nan, np.float32)
         pool[self.tables.reshape(-1)] = rows.reshape(-1, page, *rows.shape[2:])
         pool[-1] = 0
-        for row in np.flatnonzero(self.starts < 0):  # an idle slot's table is filled up with the waste page
+        for row in np.flatnonzero(self.starts < 0):  # an idle slot's table is padded with the scratch page
             self.tables[row] = len(pool) - 1
         return jnp.asarray(pool)
 
     def expected(self) -> Any:
-        """Head by head, in float64; zeros of the idle row."""
+        """NumPy's attention of each head, in float64; zeros for the idle row."""
         found = np.zeros(self.queries.shape)
         rows, tokens, heads, _ = self.queries.shape
         group = heads // self.keys.shape[2]
@@ -85,8 +88,8 @@ class Case:
 @pytest.mark.contract
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(8, 2, 1), (4, 4, 1), (8, 1, 1), (8, 2, 3), (4, 2, 20)])
-def test_every_backend_gives_what_numpy_does(backend: str, heads: int, kv_heads: int, tokens: int) -> None:
-    """Pallas in interpret mode. Idle rows give numbers."""
+def test_every_backend_equals_numpy(backend: str, heads: int, kv_heads: int, tokens: int) -> None:
+    """Pallas runs in interpret mode. The outputs of idle rows are finite."""
     case = Case(heads, kv_heads, tokens)
     got = case.attended(backend)
     assert np.isfinite(got).all()
@@ -96,15 +99,15 @@ def test_every_backend_gives_what_numpy_does(backend: str, heads: int, kv_heads:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_short_floats(backend: str) -> None:
+def test_every_backend_in_bfloat16(backend: str) -> None:
     case = Case(8, 2, page=16)
     is_real = case.positions >= 0
     np.testing.assert_allclose(case.attended(backend, jnp.bfloat16)[is_real], case.expected()[is_real], atol=2e-2)
 
 
 @pytest.mark.slow
-def test_a_row_of_pages_may_be_cut_into_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows and long tables: what the parts of the pages give is put together."""
+def test_pallas_splits_the_pages_of_a_row_over_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few rows and long tables, the partial results of the splits are combined."""
     monkeypatch.setattr(paged_kernel, "_BLOCK_TOKENS", 16)
     for num_programs in (1, 24, 1000):
         monkeypatch.setattr(paged_kernel, "_NUM_PROGRAMS", num_programs)
@@ -114,8 +117,8 @@ def test_a_row_of_pages_may_be_cut_into_several_programs(monkeypatch: pytest.Mon
         np.testing.assert_allclose(case.attended("pallas")[is_real], case.expected()[is_real], atol=1e-5)
 
 
-def test_blocks_give_a_row_the_same_bits_whoever_is_beside_it() -> None:
-    """However long the others are, and wherever its pages lie."""
+def test_blocks_give_a_row_the_same_bits_in_any_batch() -> None:
+    """The lengths of other rows and the numbers of its pages do not matter."""
     case = Case(8, 2, page=16, num=20)
     attend = jax.jit(lambda *arrays: attend_paged("blocks", *arrays))
     alone = np.where(np.arange(len(case.starts))[:, None] == 3, case.positions, -1)
@@ -154,8 +157,8 @@ def step_arguments(num_pages: int, heads: int, kv_heads: int, rows: int = 8, pag
 @pytest.mark.contract
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
-def test_devices_with_some_of_the_heads_need_no_pages_of_others(backend: str, mesh: str) -> None:
-    """The planner splits the pool by heads, nothing is sent, and the step gives on 8 devices what it gives on one."""
+def test_attention_split_by_heads_needs_no_collective(backend: str, mesh: str) -> None:
+    """The planner splits the pool by heads, and the step gives on 8 devices what it gives on one."""
     arguments = step_arguments(256, 16, 8)
     plan = autopar.plan(step(backend), *jax.eval_shape(lambda *x: x, *arguments), mesh=mesh, hardware="h100-sxm")
     assert isinstance(plan, Plan) and plan.notes == ()
@@ -165,8 +168,8 @@ def test_devices_with_some_of_the_heads_need_no_pages_of_others(backend: str, me
     np.testing.assert_allclose(run(*arguments)[1], step("gather")(*arguments)[1], atol=1e-5)
 
 
-def test_no_more_of_a_larger_pool_is_predicted_to_be_read() -> None:
-    """Without donation it is copied, which takes as much longer whatever attends."""
+def test_predicted_attention_time_does_not_grow_with_the_pool() -> None:
+    """The pool is not donated, so it is copied. The copy adds the same time for each backend."""
 
     def predicted(backend: str, num_pages: int) -> float:
         arguments = jax.eval_shape(lambda *x: x, *step_arguments(num_pages, 4, 2))
@@ -179,8 +182,8 @@ def test_no_more_of_a_larger_pool_is_predicted_to_be_read() -> None:
 
 
 @pytest.mark.contract
-def test_a_loop_over_blocks_moves_no_pool() -> None:
-    """The donated pool is written where it lies, and read there."""
+def test_blocks_copy_no_pool() -> None:
+    """The donated pool is written and read in place."""
     num_pages = 4096
     arguments = step_arguments(num_pages, 4, 2)
     compiled = jax.jit(step("blocks"), donate_argnums=0).lower(*arguments).compile()
@@ -193,8 +196,8 @@ def test_a_loop_over_blocks_moves_no_pool() -> None:
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.slow
-def test_the_kernel_is_compiled_for_a_gpu_and_moves_no_pool(absent_gpus: Any) -> None:
-    """XLA compiles it for an H100 that is not there; the pool stays where it lies."""
+def test_pallas_compiles_for_an_absent_gpu_and_copies_no_pool(absent_gpus: Any) -> None:
+    """XLA compiles the kernel for an absent H100, with the pool updated in place."""
     arguments = jax.eval_shape(lambda *x: x, *step_arguments(4096, 8, 2))
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
@@ -222,7 +225,7 @@ def _wrong(*operands: Any, scale: float) -> jax.Array:
 
 
 def _reads_on(queries: Any, keys: Any, values: Any, tables: Any, positions: Any, *, scale: float) -> jax.Array:
-    """Masks scores alone."""
+    """Mask the scores, but not the values."""
     keys, values = kv_pages.gather(KVPages(keys, values), tables)
     is_read = jnp.arange(keys.shape[1]) <= positions[:, None, :, None]
     return jax.nn.dot_product_attention(queries, keys, values, mask=is_read, scale=scale)
@@ -236,7 +239,7 @@ def _raises(*operands: Any, scale: float) -> jax.Array:
 def backends(monkeypatch: pytest.MonkeyPatch) -> None:
     more = {
         name: Backend(("cpu",), run)
-        for name, run in {"wrong": _wrong, "reads on": _reads_on, "raises": _raises, "twin": _blocks}.items()
+        for name, run in {"wrong": _wrong, "reads on": _reads_on, "raises": _raises, "equal": _blocks}.items()
     }
     odd = Backend(("cpu",), _blocks, lambda page_size, head_dim: f"page_size is {page_size}")
     table = MappingProxyType({**BACKENDS, **more, "odd": odd})
@@ -246,36 +249,38 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def timed(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     monkeypatch.setattr(
-        choose_attention, "_seconds", lambda problem, names, not_taken: {name: seconds[name] for name in names}
+        choose_attention, "_seconds", lambda problem, names, rejected: {name: seconds[name] for name in names}
     )
 
 
-def test_what_is_wrong_or_raises_is_told_and_not_taken(backends: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, gather=2.0, twin=1.0)
-    chosen = choose_backend(SMALL, ["gather", "wrong", "reads on", "raises", "twin", "odd", "pallas"])
-    assert chosen.name == "twin" and chosen.differences["twin"] <= 1e-5
-    assert "differs by" in chosen.not_taken["wrong"] and "may by 1e-05" in chosen.not_taken["wrong"]
-    assert "differs by inf" in chosen.not_taken["reads on"], "a NaN behind a sequence's end comes out"
-    assert chosen.not_taken["raises"] == "RuntimeError: no such kernel"
-    assert chosen.not_taken["odd"] == "page_size is 8"
-    assert chosen.not_taken["pallas"] == "it runs on gpu, and this is cpu"
-    assert chosen.not_taken["gather"] == "twin is 2.00 times as fast"
-    assert str(chosen).splitlines()[:2] == ["attention by twin (1,000,000 us)", "  not odd: page_size is 8"]
+def test_a_backend_that_is_wrong_or_raises_is_rejected_with_a_reason(
+    backends: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, gather=2.0, equal=1.0)
+    chosen = choose_backend(SMALL, ["gather", "wrong", "reads on", "raises", "equal", "odd", "pallas"])
+    assert chosen.name == "equal" and chosen.differences["equal"] <= 1e-5
+    assert "differs by" in chosen.rejected["wrong"] and "tolerance is 1e-05" in chosen.rejected["wrong"]
+    assert "differs by inf" in chosen.rejected["reads on"], "a stale NaN after a sequence's end reaches the output"
+    assert chosen.rejected["raises"] == "RuntimeError: no such kernel"
+    assert chosen.rejected["odd"] == "page_size is 8"
+    assert chosen.rejected["pallas"] == "it runs on gpu, and this device is a cpu"
+    assert chosen.rejected["gather"] == "equal is 2.00 times as fast"
+    assert str(chosen).splitlines()[:2] == ["attention by equal (1,000,000 us)", "  not odd: page_size is 8"]
 
 
-def test_what_is_not_clearly_faster_is_not_taken(backends: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, gather=1.0, blocks=0.95, twin=3.0)
-    chosen = choose_backend(SMALL, ["gather", "blocks", "twin"])
+def test_a_backend_that_is_not_clearly_faster_is_rejected(backends: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, gather=1.0, blocks=0.95, equal=3.0)
+    chosen = choose_backend(SMALL, ["gather", "blocks", "equal"])
     assert chosen.name == "gather"
-    assert chosen.not_taken["blocks"] == "it is 1.05 times as fast as gather, and has to be 1.1 times as fast"
-    timed(monkeypatch, gather=1.0, blocks=0.5, twin=0.6)
-    assert choose_backend(SMALL, ["blocks", "twin"]).not_taken["twin"].endswith("and blocks is faster")
+    assert chosen.rejected["blocks"] == "it is 1.05 times as fast as gather, and must be 1.1 times as fast"
+    timed(monkeypatch, gather=1.0, blocks=0.5, equal=0.6)
+    assert choose_backend(SMALL, ["blocks", "equal"]).rejected["equal"].endswith("and blocks is faster")
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("rows", [1, 3])
-def test_by_default_all_that_are_of_use_here_are_tried(rows: int) -> None:
-    """On a CPU no kernel is interpreted."""
+def test_by_default_all_backends_of_the_platform_are_tried(rows: int) -> None:
+    """On a CPU the Pallas kernel is not a candidate."""
     problem = Problem(rows, 2, 4, 2, DIM, page_size=8, pages_per_sequence=4, dtype=jnp.bfloat16)
     chosen = choose_backend(problem)
     assert chosen.name in ("gather", "blocks")
@@ -283,7 +288,7 @@ def test_by_default_all_that_are_of_use_here_are_tried(rows: int) -> None:
     assert choose_backend(problem, ["gather"]).seconds == {}
 
 
-def test_names_that_are_none() -> None:
+def test_unknown_backends_and_unsupported_sizes_are_refused() -> None:
     with pytest.raises(InferenceError, match="no attention backend 'triton'; there are gather, blocks, pallas"):
         choose_backend(SMALL, ["triton"])
     assert paged_kernel.refused(24, 64) == "page_size is 24, and must be a power of two"

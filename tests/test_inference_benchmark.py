@@ -1,4 +1,4 @@
-"""The benchmark of the engine: steps counted by hand, gates, the page; no times."""
+"""Test the benchmark of the engine: step counts, gates, the page; no times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.inference import page, parts, scheduling, speculation
 from benchmarks.inference.rows import row
 
 
-def test_a_gate_is_met_on_its_own_side() -> None:
+def test_gates_are_upper_or_lower_bounds() -> None:
     assert row("ratio", 1.25, at_most=1.25) == {
         "what": "ratio",
         "value": 1.25,
@@ -23,8 +23,9 @@ def test_a_gate_is_met_on_its_own_side() -> None:
     assert row("time", 3.0, "ms")["gate"] == row("time", 3.0, "ms")["met"] == ""
 
 
-def test_steps_are_those_counted_by_hand() -> None:
-    """Static batches: 9 and 5. Continuous: at least the longest, and fewer; one request: a chunk, and the tokens after it."""
+def test_steps_equal_those_counted_by_hand() -> None:
+    """Static batches take 9 and 5 steps. Continuous batching takes fewer, but at least those of the longest request. One
+    request takes a step for its chunk, and one for each later token."""
     assert scheduling.static_steps([9, 2, 5, 1], 2) == 14
     found = scheduling.simulated([9, 2, 5, 1], slots=2, prompt=4)
     assert 9 <= found.steps < 14
@@ -33,14 +34,14 @@ def test_steps_are_those_counted_by_hand() -> None:
     assert alone.steps == 16
 
 
-def test_tokens_of_a_verified_step_follow_the_formula() -> None:
+def test_tokens_per_verified_step_follow_the_formula() -> None:
     assert speculation.tokens_per_step(0.8, 4, draws=20_000) == pytest.approx((1 - 0.8**5) / (1 - 0.8), rel=0.02)
 
 
-def test_every_part_is_there_and_told() -> None:
+def test_every_part_exists_and_is_reported() -> None:
     rows = [{"part": "scheduling", **row("ratio", 2.5, at_least=2)}, {"part": "scheduling", **row("steps", 14)}]
-    told = page.summary(rows)
-    assert "| scheduling | ratio | 2.5 |  | >= 2 | yes |" in told and "128 requests" in told and "| steps |" not in told
+    text = page.summary(rows)
+    assert "| scheduling | ratio | 2.5 |  | >= 2 | yes |" in text and "128 requests" in text and "| steps |" not in text
     assert page.page_table(rows).splitlines()[-1] == "| steps | 14 |  |  |  |"
     here = Path(parts.__file__).parent
     benchmark = run.BENCHMARKS["inference"]

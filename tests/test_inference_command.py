@@ -1,4 +1,4 @@
-"""`autopar generate`: what it prints, and what it refuses before a model is opened."""
+"""Test `autopar generate`: its output, and its errors before a model is opened."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         code = cli.main(["generate", *arguments])
     except SystemExit as exit:
         code = exit.code
-    told = capsys.readouterr()
-    return int(code or 0), told.out, told.err
+    captured = capsys.readouterr()
+    return int(code or 0), captured.out, captured.err
 
 
 @pytest.mark.slow
-def test_it_prints_what_the_engine_says(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    how = ("--mesh", "model=8", "--attention", "gather", "--slots", "2")
-    code, out, err = run(capsys, model, "--tokens", "1,2,3", "--prompt", "ab", *how, "--max-tokens", "6", "--json")
+def test_it_prints_the_output_of_the_engine(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--mesh", "model=8", "--attention", "gather", "--slots", "2")
+    code, out, err = run(capsys, model, "--tokens", "1,2,3", "--prompt", "ab", *options, "--max-tokens", "6", "--json")
     assert code == 0, err
-    told = {str(each["prompt"]): each for each in json.loads(out)}
-    assert [len(each["tokens"]) for each in told.values()] == [6, 6]
-    code, out, err = run(capsys, model, "--prompt", "ab", *how, "--max-tokens", "6")
-    assert (code, out) == (0, told["ab"]["text"] + "\n")
+    outputs = {str(each["prompt"]): each for each in json.loads(out)}
+    assert [len(each["tokens"]) for each in outputs.values()] == [6, 6]
+    code, out, err = run(capsys, model, "--prompt", "ab", *options, "--max-tokens", "6")
+    assert (code, out) == (0, outputs["ab"]["text"] + "\n")
     assert "6 tokens in" in err
-    code, out, _ = run(capsys, model, "--prompt", "ab", *how, "--json")
+    code, out, _ = run(capsys, model, "--prompt", "ab", *options, "--json")
     (whole,) = json.loads(out)
     assert code == 0 and len(whole["tokens"]) == LENGTH - 2, (
-        "all that the longest text leaves, where that is less than 128"
+        "max_tokens defaults to 128, or less if max_length requires it"
     )
-    code, out, _ = run(capsys, model, "--prompt", "ab", *how, "--best-of", "3", "--max-tokens", "4")
+    code, out, _ = run(capsys, model, "--prompt", "ab", *options, "--best-of", "3", "--max-tokens", "4")
     assert code == 0 and out
 
 
@@ -57,17 +57,17 @@ def test_it_prints_what_the_engine_says(model: str, capsys: pytest.CaptureFixtur
         (("--prompt", "ab", "--max-tokens", "0"), "--max-tokens is 0: give 1 or more"),
         (("--prompt", "ab", "--best-of", "0"), "--best-of is 0: give 1 or more"),
         (("--prompt", "ab", "--slots", "0"), "--slots is 0: give 1 or more"),
-        (("--prompt", "ab", "--max-length", "500"), "max_length is 500, and the model was made for 128"),
+        (("--prompt", "ab", "--max-length", "500"), "max_length is 500, but the model has 128 positions"),
         (("--prompt", "ab", "--stop", ""), "stop string is empty"),
         (("--prompt", "ab", "--top-p", "0"), "top_p is 0.0"),
         (("--prompt", "ab", "--temperature", "-1"), "temperature is -1.0"),
         (("--prompt", "ab", "--dtype", "float8"), "'float8' is none of float32"),
         (("--tokens", "1,x"), "'1,x' is no list of tokens"),
-        (("--tokens", "1,900"), "token 900, and the model's are 0 to 299"),
+        (("--tokens", "1,900"), "token 900, but the model's tokens are 0 to 299"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, tuple) else "",
 )
-def test_what_makes_no_sense_is_refused_before_the_model_is_opened(
+def test_invalid_arguments_are_refused_before_the_model_is_opened(
     arguments: tuple[str, ...],
     why: str,
     model: str,
@@ -81,15 +81,15 @@ def test_what_makes_no_sense_is_refused_before_the_model_is_opened(
     assert re.search(why, err), err
 
 
-def test_folders_that_are_no_models_are_refused(
+def test_folders_without_a_valid_model_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "bare", CONFIG)
-    monkeypatch.setattr("autopar.inference.serve.engine.opened", lambda *_: pytest.fail("it is planned"))
+    monkeypatch.setattr("autopar.inference.serve.engine.open_model", lambda *_: pytest.fail("it is planned"))
     for folder, arguments, why in (
         ("nowhere", ("--prompt", "a"), "config.json cannot be read"),
-        ("bare", ("--prompt", "a"), "tokenizer.json is not there"),
-        ("bare", ("--tokens", "1", "--stop", "x"), "tokenizer.json is not there"),
+        ("bare", ("--prompt", "a"), "tokenizer.json does not exist"),
+        ("bare", ("--tokens", "1", "--stop", "x"), "tokenizer.json does not exist"),
     ):
         code, _, err = run(capsys, str(tmp_path / folder), *arguments)
         assert code == 2 and why in err

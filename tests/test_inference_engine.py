@@ -1,4 +1,4 @@
-"""The engine: a small model with random weights, against the same model computed anew for every token."""
+"""Test the engine: its output equals that of the same model recomputed for every token, without a cache."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def compiled(folder: Path) -> Engine:
 
 @pytest.fixture
 def engine(compiled: Engine) -> Engine:
-    """With nothing in its cache, and no programs of its own."""
+    """An engine with an empty cache, and the programs of `compiled`."""
     return Engine(compiled.runner, compiled.tokenizer)
 
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Any:
-    """Logits after a sequence, by the whole model over all of it."""
+    """A function to the logits after a sequence, which computes the whole sequence."""
     checkpoint = Checkpoint.open(folder)
     model: Any = checkpoint.model
     params = checkpoint.load()
@@ -57,11 +57,11 @@ def prompts(num: int, seed: int = 0, longest: int = 100) -> list[list[int]]:
     return [[chance.randrange(BAD) for _ in range(chance.randrange(1, longest))] for _ in range(num)]
 
 
-# -- what comes out ----------------------------------------------------------------------------
+# -- tokens ------------------------------------------------------------------------------------
 
 
-def test_tokens_and_logprobs_are_those_of_the_model_computed_anew(engine: Engine, oracle: Any) -> None:
-    """Prompts of all lengths, in chunks, beside others, in slots that others had."""
+def test_tokens_and_logprobs_equal_those_without_a_cache(engine: Engine, oracle: Any) -> None:
+    """Prompts have all lengths, are prefilled in chunks in a batch, and reuse slots."""
     given = prompts(9)
     for prompt, generation in zip(given, engine.generate(given, max_tokens=11, num_best=3), strict=True):
         tokens = list(prompt)
@@ -77,8 +77,8 @@ def test_tokens_and_logprobs_are_those_of_the_model_computed_anew(engine: Engine
 
 
 @pytest.mark.slow
-def test_a_request_does_not_depend_on_its_batch_mates_or_its_slot(folder: Path) -> None:
-    """Tokens, and to the bit their logprobs: alone, and as the fifth among others. Drawn ones, too."""
+def test_a_request_does_not_depend_on_its_batch_or_its_slot(folder: Path) -> None:
+    """Tokens are equal, and logprobs to the bit, alone and as the fifth of a batch; also with sampling."""
     engine = opened(folder, options=Options(num_slots=4, max_length=LENGTH, chunks=((2, 16),), steps=1))
     prompt = prompts(1, seed=5, longest=40)[0]
     for sampling in (SamplingOptions(), SamplingOptions(0.9, top_k=30, top_p=0.9, seed=7)):
@@ -94,21 +94,21 @@ def test_a_request_does_not_depend_on_its_batch_mates_or_its_slot(folder: Path) 
 
 @pytest.mark.slow
 @pytest.mark.contract
-def test_eight_devices_give_what_one_gives(folder: Path, engine: Engine) -> None:
+def test_eight_devices_give_the_same_tokens_as_one(folder: Path, engine: Engine) -> None:
     given = prompts(6, seed=1)
-    asked: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"sampling": SamplingOptions()},
         {"sampling": SamplingOptions(0.7, top_p=0.8, seed=1)},
     ]
     several = opened(folder, num_devices=8, options=Options(num_slots=4, max_length=LENGTH, chunks=((1, 48),), steps=1))
-    for each in asked:
+    for each in options:
         one = engine.generate(given, max_tokens=9, **each)
         assert [g.tokens for g in several.generate(given, max_tokens=9, **each)] == [g.tokens for g in one]
     assert is_idle(several)
 
 
-def test_prefixes_are_found_again_and_change_nothing(engine: Engine) -> None:
-    """Pages of 16 tokens: of a prompt of 40 two pages are there the second time, and of what was generated more."""
+def test_cached_prefixes_are_found_and_change_no_token(engine: Engine) -> None:
+    """Pages have 16 tokens. A repeated prompt of 40 tokens finds two pages; a prompt with the generated tokens finds more."""
     first = prompts(1, seed=2)[0][:3] + list(range(37))
     longer = [*first, *engine.submit(first, max_tokens=30).result().tokens, 1, 2]
     assert engine.submit(first, max_tokens=3).result().num_cached == 32
@@ -121,7 +121,7 @@ def test_prefixes_are_found_again_and_change_nothing(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_every_backend_of_attention_serves(folder: Path, engine: Engine) -> None:
-    """What is chosen here by default, and what is asked for."""
+    """The selected backend and a requested one give the same tokens."""
     given = prompts(4, seed=14)
     expected = [generation.tokens for generation in engine.generate(given, max_tokens=9)]
     options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1)
@@ -133,8 +133,8 @@ def test_every_backend_of_attention_serves(folder: Path, engine: Engine) -> None
         opened(folder, attention="fastest")
 
 
-def test_what_is_preempted_is_computed_again(engine: Engine) -> None:
-    """Pages for one long sequence and a half: all get theirs, one after the other."""
+def test_preempted_requests_are_recomputed(engine: Engine) -> None:
+    """There are pages for one and a half long sequences."""
     given = prompts(8, seed=3, longest=60)
     expected = [generation.tokens for generation in engine.generate(given, max_tokens=60)]
     small = Engine(engine.runner, num_pages=12)
@@ -142,7 +142,7 @@ def test_what_is_preempted_is_computed_again(engine: Engine) -> None:
     assert is_idle(small)
 
 
-# -- no request makes a program ----------------------------------------------------------------
+# -- compilation -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_text_comes_in_pieces_and_ends_before_a_stop_string(engine: Engine) -> N
     assert is_idle(engine)
 
 
-def test_the_models_own_stop_tokens_are_read(tmp_path: Path) -> None:
+def test_the_models_stop_tokens_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert stop_tokens_of(tmp_path) == {7}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
@@ -201,40 +201,40 @@ def test_the_models_own_stop_tokens_are_read(tmp_path: Path) -> None:
         stop_tokens_of(tmp_path)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------
 
 
-def test_logits_that_are_no_numbers_end_their_own_request(engine: Engine) -> None:
+def test_non_finite_logits_end_their_own_request(engine: Engine) -> None:
     given = prompts(5, seed=8, longest=30)
     expected = [generation.tokens for generation in engine.generate(given, max_tokens=6)]
     others = [engine.submit(prompt, max_tokens=6) for prompt in given]
     bad = engine.submit([1, 2, BAD], max_tokens=6, name="bad one")
     assert [other.result().tokens for other in others] == expected
-    with pytest.raises(InferenceError, match=r"'bad one'.*no numbers"):
+    with pytest.raises(InferenceError, match=r"'bad one'.*NaN or infinite"):
         bad.result()
-    with pytest.raises(InferenceError, match="no numbers"):
+    with pytest.raises(InferenceError, match="NaN or infinite"):
         list(bad)
     assert is_idle(engine)
-    assert engine.submit([1, 2, 3] * 6, max_tokens=2).result().ended == "length", "nothing of it is found again"
+    assert engine.submit([1, 2, 3] * 6, max_tokens=2).result().ended == "length", "its pages are not cached"
 
 
-def test_whoever_stops_reading_leaves_nothing_and_others_go_on(engine: Engine) -> None:
+def test_closing_an_iterator_aborts_its_request_and_others_continue(engine: Engine) -> None:
     given = prompts(3, seed=9)
     expected = [generation.tokens for generation in engine.generate(given, max_tokens=10)]
     unread = engine.submit(given[0], max_tokens=25)
     left = engine.submit(given[1], max_tokens=25)
     reading = iter(left)
     next(reading)
-    kept = [engine.submit(prompt, max_tokens=10) for prompt in given]
+    others = [engine.submit(prompt, max_tokens=10) for prompt in given]
     reading.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert left.ended == "aborted"
-    assert [generation.result().tokens for generation in kept] == expected
+    assert [generation.result().tokens for generation in others] == expected
     engine.run()
     assert len(unread.tokens) == 25
     assert is_idle(engine)
 
 
-def test_a_burst_of_ten_times_what_there_is_room_for_waits(engine: Engine) -> None:
+def test_ten_times_as_many_requests_as_slots_wait_and_are_served(engine: Engine) -> None:
     generations = [engine.submit(prompt, max_tokens=4) for prompt in prompts(40, seed=10, longest=30)]
     assert engine.stats.num_waiting == 40
     assert all(generation.result().ended == "length" for generation in generations)
@@ -259,18 +259,18 @@ def test_several_threads_read_at_once(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("options", "why"),
     [
         ({"prompt": [1] * 120, "max_tokens": 20}, "at most 128"),
-        ({"prompt": []}, "at least one of each"),
+        ({"prompt": []}, "both must be positive"),
         ({"prompt": [1, 300]}, r"token 300.*0 to 299"),
         ({"prompt": [1], "stop": [""]}, "stop string is empty"),
         ({"prompt": [1], "num_best": 99}, "num_best is 99"),
     ],
 )
-def test_what_cannot_be_served_is_refused(engine: Engine, asked: dict[str, Any], why: str) -> None:
+def test_invalid_requests_are_refused(engine: Engine, options: dict[str, Any], why: str) -> None:
     with pytest.raises(InferenceError, match=why):
-        engine.submit(asked.pop("prompt"), **asked)
+        engine.submit(options.pop("prompt"), **options)
     assert is_idle(engine)
 
 
@@ -283,16 +283,16 @@ def test_text_without_a_tokenizer_is_refused(folder: Path, engine: Engine) -> No
 
 
 @pytest.mark.slow
-def test_sizes_that_cannot_be_are_refused(folder: Path) -> None:
-    with pytest.raises(InferenceError, match="made for 128 positions"):
+def test_invalid_sizes_are_refused(folder: Path) -> None:
+    with pytest.raises(InferenceError, match="has 128 positions"):
         opened(folder, options=Options(max_length=256))
-    with pytest.raises(InferenceError, match="does not fit beside the model"):
+    with pytest.raises(InferenceError, match="does not fit in memory with the model"):
         opened(folder, num_pages=None, memory_budget_bytes=1e5)
 
 
 @pytest.mark.slow
-def test_the_cache_takes_what_the_weights_leave(engine: Engine) -> None:
-    """Of a small budget all but what the programs need; of a large one four times what all slots need."""
+def test_the_cache_gets_the_memory_that_weights_leave(engine: Engine) -> None:
+    """With a small budget it gets all that the programs do not need; with a large one, four times what all slots need."""
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
 
@@ -306,8 +306,8 @@ def test_the_cache_takes_what_the_weights_leave(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_proposals_change_no_token_and_save_steps(folder: Path, engine: Engine) -> None:
-    """Of the model itself as its own draft all are accepted; of n-grams those of a text that repeats itself."""
+def test_speculative_decoding_changes_no_token_and_saves_steps(folder: Path, engine: Engine) -> None:
+    """If the model is its own draft model, all draft tokens are accepted. N-grams work on a text that repeats itself."""
     given = [*prompts(3, seed=12, longest=40), [1, 2, 3, 4, 5] * 5]
     expected = [generation.tokens for generation in engine.generate(given, max_tokens=40)]
     options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1, num_proposals=3)
@@ -315,7 +315,7 @@ def test_proposals_change_no_token_and_save_steps(folder: Path, engine: Engine) 
     assert proposing.stats.num_compiled == len(options.shapes) + 1
     always = Engine(proposing.runner, proposer=proposing.proposer)
     assert [generation.tokens for generation in always.generate(given, max_tokens=40)] == expected
-    assert always.stats.num_steps < 16, "four tokens each, after the prompt's one"
+    assert always.stats.num_steps < 16, "four tokens per step, after the first token"
     repeated = expected[3][:4] * 6
     plain = Engine(proposing.runner).submit(repeated, max_tokens=40).result().tokens
     by_n_grams = Engine(proposing.runner, proposer=NGram())
@@ -327,7 +327,7 @@ def test_proposals_change_no_token_and_save_steps(folder: Path, engine: Engine) 
 
 @pytest.mark.slow
 def test_two_models_share_one_pool(folder: Path, tmp_path: Path) -> None:
-    """One with fewer layers lives in the pages of the other; both wait for what the other holds, and nothing is mixed up."""
+    """The second model has fewer layers. Each waits for pages that the other holds, and both give their own tokens."""
     write_checkpoint(tmp_path / "small", CONFIG | {"num_hidden_layers": 1, "intermediate_size": 64}, seed=1)
     options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1)
     large = opened(folder, options=options, num_pages=14)
@@ -336,8 +336,8 @@ def test_two_models_share_one_pool(folder: Path, tmp_path: Path) -> None:
     assert small.pool is large.pool
     given = prompts(6, seed=13, longest=60)
     expected = [[g.tokens for g in Engine(each.runner).generate(given, max_tokens=40)] for each in (large, alone)]
-    under_way = [[engine.submit(prompt, max_tokens=40) for prompt in given] for engine in (large, small)]
-    assert [[g.result().tokens for g in generations] for generations in under_way] == expected
+    running = [[engine.submit(prompt, max_tokens=40) for prompt in given] for engine in (large, small)]
+    assert [[g.result().tokens for g in generations] for generations in running] == expected
     assert is_idle(large)
     assert is_idle(small)
     with pytest.raises(InferenceError, match="cannot share pages: in layer 1"):

@@ -1,4 +1,4 @@
-"""Decoders and their checkpoints: logits held against `transformers`' own models on the same files."""
+"""Test decoders and their checkpoints: logits equal those of `transformers`' models on the same files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each family; that of qwen2 in several files."""
+    """A checkpoint of each family. The one of qwen2 has several files."""
     root = tmp_path_factory.mktemp("models")
     for name, fields in {**FAMILIES, "untied-gpt2": UNTIED_GPT2}.items():
         write_checkpoint(root / name, fields, max_file_bytes=20_000 if name == "qwen2" else 1 << 30)
@@ -66,7 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "untied-gpt2", "llama"])
-def test_logits_are_those_of_transformers_in_flax(name: str, folders: dict[str, Path]) -> None:
+def test_logits_equal_those_of_transformers_in_flax(name: str, folders: dict[str, Path]) -> None:
     from transformers import FlaxGPT2LMHeadModel, FlaxLlamaForCausalLM
 
     kind: Any = FlaxLlamaForCausalLM if name == "llama" else FlaxGPT2LMHeadModel
@@ -90,8 +90,8 @@ for folder in sys.argv[2:]:
 """
 
 
-def test_logits_are_those_of_transformers_in_torch(folders: dict[str, Path], tmp_path: Path) -> None:
-    """All families, each loaded from the same file; `AUTOPAR_TORCH_PYTHON` is a Python with torch and transformers."""
+def test_logits_equal_those_of_transformers_in_torch(folders: dict[str, Path], tmp_path: Path) -> None:
+    """All families load the same files. `AUTOPAR_TORCH_PYTHON` is a Python with torch and transformers."""
     python = os.environ.get("AUTOPAR_TORCH_PYTHON")
     if not python:
         pytest.skip("AUTOPAR_TORCH_PYTHON names no Python with torch and transformers")
@@ -116,35 +116,35 @@ def test_logits_are_those_of_transformers_in_torch(folders: dict[str, Path], tmp
 @pytest.mark.sampled(6)
 @pytest.mark.contract
 @pytest.mark.parametrize("name", FAMILIES)
-def test_chunks_and_single_tokens_against_a_cache_give_the_same_logits(name: str, folders: dict[str, Path]) -> None:
-    """A chunk, a shorter one, then token by token; sequences at different positions, and a slot without one."""
+def test_chunked_prefill_and_decode_with_a_cache_give_the_same_logits(name: str, folders: dict[str, Path]) -> None:
+    """Two chunks, then token by token. The sequences are at different positions, and one slot has no sequence."""
     checkpoint = Checkpoint.open(folders[name])
     model, params = checkpoint.model, checkpoint.load()
     tokens = tokens_of(LLAMA, batch=3, length=14)
     whole = np.asarray(model.apply(params, tokens)[0])  # pyright: ignore[reportIndexIssue]
-    behind = np.array([0, 3, 0])  # the second sequence is three tokens ahead from the second call on
+    offsets = np.array([0, 3, 0])  # the second sequence is three tokens ahead from the second call on
 
     @jax.jit
     def step(params: Any, cache: Any, tokens: Any, positions: Any) -> Any:
         return model.apply(params, tokens, positions, AttendContiguous(positions), cache)
 
     cache = ContiguousCache.empty(checkpoint.config, batch=3, length=16)
-    places = np.broadcast_to(np.arange(8), (3, 8))
-    logits, cache = step(params, cache, tokens[:, :8], places)
+    positions = np.broadcast_to(np.arange(8), (3, 8))
+    logits, cache = step(params, cache, tokens[:, :8], positions)
     np.testing.assert_allclose(logits, whole[:, :8], atol=1e-5)
     for start, length in ((5, 3), (8, 1), (9, 1), (10, 1)):
-        places = start + behind[:, None] + np.arange(length)
-        given = np.take_along_axis(tokens, places, axis=1)
-        empty = np.where(np.arange(3)[:, None] == 2, -1, places)  # padding: nothing is written
-        logits, cache = step(params, cache, given, empty)
+        positions = start + offsets[:, None] + np.arange(length)
+        new = np.take_along_axis(tokens, positions, axis=1)
+        padded = np.where(np.arange(3)[:, None] == 2, -1, positions)  # padding is not written
+        logits, cache = step(params, cache, new, padded)
         for row in (0, 1):
-            np.testing.assert_allclose(logits[row], whole[row, places[row]], atol=1e-5)
+            np.testing.assert_allclose(logits[row], whole[row, positions[row]], atol=1e-5)
     for stored in (*cache.keys, *cache.values):
         np.testing.assert_array_equal(stored[2, 8:], 0)
 
 
-def test_pages_are_another_cache(folders: dict[str, Path]) -> None:
-    """The decoder over pages gives, bit by bit, what it gives over a contiguous cache."""
+def test_a_paged_cache_gives_the_same_bits_as_a_contiguous_one(folders: dict[str, Path]) -> None:
+    """The decoder's logits are equal, with prefill and decode steps."""
     checkpoint = Checkpoint.open(folders["llama"])
     model: Any = checkpoint.model
     params, tokens = checkpoint.load(), tokens_of(LLAMA, batch=2, length=10)
@@ -183,7 +183,7 @@ def test_logits_of_chosen_tokens_alone(folders: dict[str, Path]) -> None:
 
 
 def test_frequencies_of_llama_3() -> None:
-    """Short wavelengths stay, long ones are stretched by the factor, those between by degrees."""
+    """Short wavelengths stay, long ones are stretched by the factor, and the others are interpolated."""
     plain = Rotary(500000.0).frequencies(128)
     scaled = Rotary(500000.0, 8.0, Llama3Scaling(1.0, 4.0, 8192)).frequencies(128)
     wavelengths = 2 * np.pi / plain
@@ -194,8 +194,8 @@ def test_frequencies_of_llama_3() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_says_where_weights_lie(tmp_path: Path) -> None:
-    """Memory for six tenths of the weights on each of 8 devices: the planner splits them, and logits are those of one device."""
+def test_weights_load_in_the_shardings_of_a_plan(tmp_path: Path) -> None:
+    """The budget of each of 8 devices is 60 % of the weights, so the planner splits them. Logits equal those of one device."""
     write_checkpoint(tmp_path / "model", {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8})
     checkpoint = Checkpoint.open(tmp_path / "model")
     model: Any = checkpoint.model
@@ -215,15 +215,15 @@ def test_a_plan_says_where_weights_lie(tmp_path: Path) -> None:
     params = checkpoint.load(shardings[0])
     for leaf, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings[0]), strict=True):
         assert leaf.sharding == sharding
-    on_one = sum(leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(params))
-    assert on_one < 0.5 * weights
+    local_bytes = sum(leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(params))
+    assert local_bytes < 0.5 * weights
     run = jax.jit(forward, in_shardings=shardings, out_shardings=plan.out_shardings(mesh))
     np.testing.assert_allclose(run(params, tokens), forward(checkpoint.load(), tokens), atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.contract
-def test_a_plan_lays_out_a_step_against_a_cache(tmp_path: Path) -> None:
+def test_a_plan_splits_a_step_with_a_cache(tmp_path: Path) -> None:
     """The planner splits the cache by its heads, and the step gives on 8 devices what it gives on one."""
     write_checkpoint(tmp_path / "model", {**LLAMA, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8})
     checkpoint = Checkpoint.open(tmp_path / "model")
@@ -252,7 +252,7 @@ def test_a_plan_lays_out_a_step_against_a_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_weights_are_never_whole_on_the_host(dtype: Any, tmp_path: Path) -> None:
-    """One slice is read at once, and each once; no more memory than that is taken for it."""
+    """Each slice is read once, one at a time, and the host's memory grows by no more than a slice."""
     write_checkpoint(tmp_path / "model", {**LLAMA, "hidden_size": 256, "vocab_size": 8192, "intermediate_size": 1024})
     checkpoint = Checkpoint.open(tmp_path / "model")
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
@@ -261,7 +261,7 @@ def test_weights_are_never_whole_on_the_host(dtype: Any, tmp_path: Path) -> None
         checkpoint.abstract_params(),
     )
     read: list[int] = []
-    taken: list[int] = []  # bytes at the peak beyond those held when the slice before had been read
+    taken: list[int] = []  # peak bytes beyond those in use after the previous slice
     held = [0]
 
     def on_slice(path: str, size: int) -> None:
@@ -271,7 +271,7 @@ def test_weights_are_never_whole_on_the_host(dtype: Any, tmp_path: Path) -> None
         held[0] = now
         tracemalloc.reset_peak()
 
-    checkpoint.load(split, dtype)  # whatever is imported or compiled once
+    checkpoint.load(split, dtype)  # warm up imports and compiles
     tracemalloc.start()
     params = checkpoint.load(split, dtype, progress=on_slice)
     tracemalloc.stop()
@@ -292,8 +292,8 @@ def test_weights_do_not_change_with_their_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_read_is_what_the_library_reads(name: str, folders: dict[str, Path]) -> None:
-    """Each parameter held against its tensor as `safetensors` gives it; each is a view of the file."""
+def test_parameters_equal_the_tensors_of_the_safetensors_library(name: str, folders: dict[str, Path]) -> None:
+    """Each parameter is a view of the file, and equals its tensor as `safetensors` reads it."""
     from safetensors.numpy import load_file
 
     stored = {key: array for file in folders[name].glob("*.safetensors") for key, array in load_file(file).items()}
@@ -321,8 +321,8 @@ def test_other_dtypes(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits, model.apply(wide, tokens)[0], atol=0.2)
 
 
-def test_a_bare_model_and_buffers_beside_weights_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
-    """As the first GPT-2 checkpoints are: no prefix, and each layer's mask."""
+def test_a_bare_model_with_buffers_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The first GPT-2 checkpoints have no prefix, and hold each layer's mask."""
     from safetensors.numpy import load_file, save_file
 
     bare = {
@@ -354,7 +354,7 @@ def test_a_bare_model_and_buffers_beside_weights_are_read(folders: dict[str, Pat
         ({key: value for key, value in LLAMA.items() if key != "vocab_size"}, "no `vocab_size`"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         DecoderConfig.of(fields)
 
@@ -372,7 +372,7 @@ def test_damaged_folders_name_the_tensor_and_the_file(folders: dict[str, Path], 
 
     refused("neither model.safetensors nor")
     save_file({**tensors, key: tensors[key][:8]}, file)
-    refused(rf"{file}: `{key}` has the shape \[8, 32\], and by config.json it has \[16, 32\]")
+    refused(rf"{file}: `{key}` has the shape \[8, 32\], but config.json requires \[16, 32\]")
     save_file({name: tensor for name, tensor in tensors.items() if name != key}, file)
     refused(rf"lacks `{key}` of the shape \[16, 32\]")
     save_file({**tensors, "model.layers.1.self_attn.k_proj.bias": tensors["model.norm.weight"]}, file)
@@ -380,26 +380,26 @@ def test_damaged_folders_name_the_tensor_and_the_file(folders: dict[str, Path], 
     save_file(tensors, file)
     whole = file.read_bytes()
     for size, message in (
-        (len(whole) - 1, "cut short within `.*weight`"),
+        (len(whole) - 1, "truncated within `.*weight`"),
         (100, "within its header"),
         (0, "no safetensors"),
     ):
         file.write_bytes(whole[:size])
         refused(message)
     file.write_bytes(whole + b"0")
-    refused("are tensors")
+    refused("its header and tensors take")
     file.write_bytes(whole.replace(b'"dtype":"F32"', b'"dtype":"F16"', 1))
-    refused("is damaged: its header says that `")
+    refused("is damaged: its header gives `")
     file.write_bytes(len(whole[8:]).to_bytes(8, "little") + whole[8:])
     refused("header cannot be read")
     save_file({**tensors, key: tensors[key].astype(np.int8)}, file)
-    with pytest.raises(ModelError, match=rf"`{key}` is of I8"):
+    with pytest.raises(ModelError, match=rf"dtype of `{key}` is I8"):
         Checkpoint.open(tmp_path).load()
     (tmp_path / "config.json").write_text("{")
     refused("is no JSON")
 
 
-def test_several_files_that_do_not_fit_together(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_files_that_contradict_their_index_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     for file in folders["qwen2"].glob("model*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
@@ -412,7 +412,7 @@ def test_several_files_that_do_not_fit_together(folders: dict[str, Path], tmp_pa
     with pytest.raises(ModelError, match=f"{other} has no `{name}`"):
         Checkpoint.open(tmp_path)
     index.write_text(json.dumps({"weight_map": {name: "../model.safetensors"}}))
-    with pytest.raises(ModelError, match="no file of its folder"):
+    with pytest.raises(ModelError, match="not a file in its folder"):
         Checkpoint.open(tmp_path)
     index.write_text(json.dumps(about))
     (tmp_path / other).unlink()
@@ -427,7 +427,7 @@ def test_wrong_shardings_are_refused(folders: dict[str, Path]) -> None:
 
 def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "model", GPT2)
-    with pytest.raises(ModelError, match="there already"):
+    with pytest.raises(ModelError, match="already exists"):
         write_checkpoint(tmp_path / "model", GPT2)
     with pytest.raises(ModelError, match="'int8'"):
         write_checkpoint(tmp_path / "other", GPT2, dtype="int8")
@@ -444,12 +444,12 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch
 def test_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    with pytest.raises(ModelError, match=r"tokenizer\.json is not there"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(tmp_path)
-    tokenizer = Tokenizer(models.WordLevel({"where": 0, "weights": 1, "lie": 2, "?": 3}, unk_token="?"))
+    tokenizer = Tokenizer(models.WordLevel({"where": 0, "weights": 1, "are": 2, "?": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path).encode("where weights lie").ids == [0, 1, 2]
+    assert load_tokenizer(tmp_path).encode("where weights are").ids == [0, 1, 2]
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "tokenizers", None)
         with pytest.raises(ModelError, match=r"autopar\[inference\]"):

@@ -1,4 +1,4 @@
-"""`autopar estimate inference`: seconds from plans, the steady state from the scheduler itself, and every wrong argument."""
+"""Test `autopar estimate inference`: figures from plans, the steady state against the scheduler, invalid arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.cli.main import main
 from autopar.cost.hardware_profile import load
 from autopar.errors import BudgetError, InferenceError
 from autopar.inference.estimate.estimate import InferenceOnPaper, PaperInference, choose, inference_on_paper, verdict
-from autopar.inference.estimate.layout_text import layout_in_words
+from autopar.inference.estimate.layout_text import describe_layout
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
 from autopar.inference.model.config import DecoderConfig
@@ -40,7 +40,7 @@ FIELDS: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "torch_dtype": "bfloat16",
 }
-#: A small one.
+#: A small model.
 SMALL = {
     **FIELDS,
     "vocab_size": 8192,
@@ -57,8 +57,8 @@ def case(fields: dict[str, Any] = FIELDS, **more: Any) -> PaperInference:
 
 
 @cache
-def told() -> InferenceOnPaper:
-    """By the default objective, on two devices."""
+def estimate() -> InferenceOnPaper:
+    """The figures for the default objective on two devices."""
     return inference_on_paper(case(), num_devices=2, hardware="h100-sxm")
 
 
@@ -66,24 +66,27 @@ def told() -> InferenceOnPaper:
 
 
 def simulated(options: Options, prompt: int, output: int, num_requests: int) -> tuple[float, float]:
-    """Sequences that end in an iteration, and the part of iterations with chunks; outputs of half to one and a half times
-    as many tokens. The first quarter of the iterations is left out, and what comes when none waits."""
+    """Simulate the scheduler, and return the sequences that end per iteration and the share of iterations with chunks.
+
+    Outputs have 50 % to 150 % of `output` tokens. The first quarter of the iterations is left out, and so are those after
+    the last request has started.
+    """
     scheduler = Scheduler(PagedCache(PagePool(100_000), 16, shares_prefixes=False), options)
     for n in range(num_requests):
         length = output // 2 + n * 7919 % (output + 1)
         scheduler.submit(Request(str(n), (n,) * prompt, length))
     sent: list[Iteration] = []
     ended: list[int] = []
-    on_their_way: deque[Iteration] = deque()
+    in_flight: deque[Iteration] = deque()
     while scheduler.num_waiting:
         iteration = scheduler.next()
         if iteration is not None:
             sent.append(iteration)
-            on_their_way.append(iteration)
-        if len(on_their_way) > (iteration is not None):  # one ahead, as the engine
-            done = on_their_way.popleft()
+            in_flight.append(iteration)
+        if len(in_flight) > (iteration is not None):  # one iteration ahead, as in the engine
+            done = in_flight.popleft()
             results = {run.name: Result((1,) if run.samples else ()) for run in done.runs}
-            ended += [len(sent) for one in scheduler.took(done, results) if one.ended]
+            ended += [len(sent) for one in scheduler.update(done, results) if one.ended]
     first = len(sent) // 4
     num = len(sent) - first
     return sum(at > first for at in ended) / num, sum(bool(each.chunks) for each in sent[first:]) / num
@@ -94,7 +97,7 @@ def simulated(options: Options, prompt: int, output: int, num_requests: int) -> 
     [(500, 120, 8, 0.05), (128, 100, 16, 0.05), (1000, 10, 16, 0.05), (2048, 128, 16, 0.1)],
     ids=["few prompts", "short prompts", "prompts alone", "nearly all prompts"],
 )
-def test_the_steady_state_is_that_of_the_scheduler(prompt: int, output: int, slots: int, within: float) -> None:
+def test_the_steady_state_equals_that_of_the_scheduler(prompt: int, output: int, slots: int, within: float) -> None:
     options = Options(num_slots=slots, max_length=4096)
     formula = steady_state(options, prompt, output, slots)
     ended, mixed = simulated(options, prompt, output, 8 * slots)
@@ -106,11 +109,11 @@ def test_the_steady_state_is_that_of_the_scheduler(prompt: int, output: int, slo
 
 
 @pytest.mark.slow
-def test_bytes_are_those_of_the_model_and_of_its_pages() -> None:
-    """Of two devices: all of the model but its norms is split, a page is 16 tokens of keys and values in both layers."""
+def test_bytes_equal_those_of_the_weights_and_pages() -> None:
+    """On two devices all weights but the norms are split. A page has keys and values of 16 tokens in both layers."""
     layer = 4096 * (32 * 128 * 2 + 8 * 128 * 2 + 14336 * 3)
     norms = 5 * 4096
-    one, two = told().options
+    one, two = estimate().options
     assert one.figures is not None
     assert two.figures is not None
     weights = 2 * (2 * 128256 * 4096 + 2 * layer)
@@ -127,8 +130,8 @@ def test_bytes_are_those_of_the_model_and_of_its_pages() -> None:
 
 
 @pytest.mark.slow
-def test_seconds_are_those_of_the_plans() -> None:
-    one, _ = told().options
+def test_times_are_predictions_of_the_plans() -> None:
+    one, _ = estimate().options
     assert one.layout is not None
     assert one.figures is not None
     seconds = {key: made.plan.prediction.step_time_s for key, made in one.layout.programs.items()}
@@ -147,47 +150,47 @@ def test_seconds_are_those_of_the_plans() -> None:
     assert one.figures.per_layer == {"all-reduce": 2.0}
 
 
-def test_latency_takes_all_devices_for_one_replica_and_throughput_one_for_each() -> None:
-    one, two = told().options
+def test_latency_chooses_one_replica_and_throughput_one_per_device() -> None:
+    one, two = estimate().options
     fast, many = case(), case(objective="throughput")
     assert choose(fast, [one, two]) == (one, "")
     assert choose(many, [one, two]) == (two, "")
-    assert told().chosen is one
-    assert told().verdicts == {2: verdict(fast, two, one)}
+    assert estimate().chosen is one
+    assert estimate().verdicts == {2: verdict(fast, two, one)}
     assert "x the TPOT" in verdict(fast, two, one)
     assert "x the tokens/s" in verdict(many, one, two)
     assert verdict(fast, replace(two, figures=None, refused="too large"), one) == "too large"
 
 
-def test_what_is_slower_than_a_bound_is_not_chosen_while_another_keeps_to_it() -> None:
-    one, two = told().options
+def test_a_candidate_that_misses_a_bound_is_not_chosen_if_another_meets_it() -> None:
+    one, two = estimate().options
     assert one.figures is not None
     bounded = case(objective="throughput", tpot_s=1.05 * one.figures.tpot_loaded_s)
     assert choose(bounded, [one, two]) == (one, "")
     assert verdict(bounded, two, one).startswith("TPOT is")
     nearest, missed = choose(case(ttft_s=1e-6), [one, two])
     assert nearest is one
-    assert "no number of replicas keeps to the bounds" in missed
+    assert "no number of replicas meets the bounds" in missed
 
 
-def test_what_does_not_fit_is_told_with_the_least_devices_that_would() -> None:
-    with pytest.raises(BudgetError, match=r"not even one replica on 2: .*at least 4 devices"):
+def test_a_model_that_does_not_fit_is_an_error_with_the_number_of_devices_needed() -> None:
+    with pytest.raises(BudgetError, match=r"not even as one replica on 2: .*at least 4 devices"):
         inference_on_paper(case(), num_devices=2, hardware="h100-sxm", memory_budget_bytes=1e9)
 
 
-def test_a_layout_in_words() -> None:
-    one, two = told().options
+def test_describe_layout() -> None:
+    one, two = estimate().options
     assert one.layout is not None
     assert two.layout is not None
-    words = dict(layout_in_words(one.layout.programs[Shape()].plan))
-    assert words["cache: keys, values"] == "heads over 2"
-    assert words["logits"] == "vocabulary over 2"
-    assert words["weights: attention_norm, mlp_norm, norm"] == "whole on each"
-    assert set(dict(layout_in_words(two.layout.programs[Shape()].plan)).values()) == {"whole on each"}
+    shardings = dict(describe_layout(one.layout.programs[Shape()].plan))
+    assert shardings["cache: keys, values"] == "heads over 2"
+    assert shardings["logits"] == "vocabulary over 2"
+    assert shardings["weights: attention_norm, mlp_norm, norm"] == "replicated"
+    assert set(dict(describe_layout(two.layout.programs[Shape()].plan)).values()) == {"replicated"}
 
 
 @pytest.mark.slow
-def test_a_real_decode_step_over_eight_devices_sums_twice_a_layer_and_gathers_no_cache_and_no_vocabulary() -> None:
+def test_a_compiled_decode_step_has_two_all_reduces_per_layer_and_gathers_no_cache_and_no_vocabulary() -> None:
     served = case(prompt=1024, output=1024).served
     function, arguments = served.program(Shape(), 2048)
     profile = load("h100-sxm")
@@ -197,7 +200,7 @@ def test_a_real_decode_step_over_eight_devices_sums_twice_a_layer_and_gathers_no
     large = Counter(one.kind for one in found if one.num_elements >= 16 * 4096 / 8)
     assert large["all-reduce"] == 2 * 2
     gathered = [one.num_elements for one in found if one.kind == "all-gather"]
-    assert max(gathered) <= 16 * 4096  # what enters the first layer
+    assert max(gathered) <= 16 * 4096  # the input of the first layer
     assert jax.device_count() == 8
 
 
@@ -220,8 +223,14 @@ def test_the_command_prints_tables_or_json_and_saves_the_plan(model: Path, capsy
     small = ("--prompt-tokens", "20", "--output-tokens", "10", "--batch", "2")
     assert run(model, *small, "-o", plan) == 0
     text = capsys.readouterr().out
-    for words in ("Replicas", "TPOT", "How a replica lies on 1 device", "sequences of 32 at once", "Where the"):
-        assert words in text
+    for part in (
+        "Replicas",
+        "TPOT",
+        "Shardings of a replica on 1 device",
+        "sequences of 32 at once",
+        "Time of a decode step",
+    ):
+        assert part in text
     saved = load_plan(plan)
     assert isinstance(saved, Plan)
     assert saved.mesh.num_devices == 1
@@ -236,23 +245,25 @@ def test_the_command_prints_tables_or_json_and_saves_the_plan(model: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("--hardware", "h200=8"), "devices of one kind"),
-        (("--prompt-tokens", "8000"), "the model was made for 8,192 positions: shorten either"),
+        (("--prompt-tokens", "8000"), "the model has 8,192 positions: shorten either"),
         (("--max-length", "9000"), "max_length is 9,000"),
         (("--max-length", "100"), "prompt and output have 2,000 tokens"),
         (("--dtype", "int3"), "`dtype` is 'int3'"),
         (("--objective", "joy"), "`objective` is 'joy'"),
-        (("--memory-budget", "100KB"), "fits no h100-sxm here"),
+        (("--memory-budget", "100KB"), "does not fit on h100-sxm"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(model: Path, capsys: Any, arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_arguments_are_refused_by_name(
+    model: Path, capsys: Any, arguments: tuple[str, ...], message: str
+) -> None:
     assert run(model, *arguments) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_options_go_with_what_is_planned(tmp_path: Path, capsys: Any) -> None:
+def test_options_of_other_targets_are_refused(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path) == 2
     assert "config.json cannot be read" in capsys.readouterr().err
     for more in (["other"], ["--corpus", "10x10:int8"], ["--stages", "2"], ["--pin", "a=P()"]):

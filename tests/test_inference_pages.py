@@ -1,5 +1,8 @@
-"""Pages of the KV cache: nothing is leaked, written by two or lost, under any order of operations; what is found again is
-what brute force finds; and on the device a paged cache gives the bits of a contiguous one."""
+"""Test the paged KV cache.
+
+No order of operations leaks a page, loses one, or lets two sequences write to one. The prefix cache finds what brute force
+finds. On the device a paged cache gives the same bits as a contiguous one.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,27 @@ PAGE = 4
 
 
 class Oracle:
-    """What a pool with one prefix tree must hold: contents of pages as written, and prefixes by brute force."""
+    """A model of a pool with one prefix tree: the contents of pages as written, and prefixes by brute force."""
 
     def __init__(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
         self.cache = PagedCache(self.pool, PAGE)
-        self.contents: dict[tuple[int, int], int] = {}  # (page, offset) to token: the device's arrays
+        self.contents: dict[tuple[int, int], int] = {}  # (page, offset) to token, in place of the device's arrays
         self.live: list[tuple[PageTable, list[int]]] = []
-        self.kept: set[tuple[int, ...]] = set()  # prefixes of whole pages that were kept, evicted or not
+        self.inserted: set[tuple[int, ...]] = set()  # prefixes in full pages that were inserted, evicted or not
         self.fits_all = True
 
     def start(self, tokens: list[int]) -> None:
         table = self.cache.start(tokens)
         found = table.num_tokens
-        longest = max((len(p) for p in self.kept if len(p) < len(tokens) and tuple(tokens[: len(p)]) == p), default=0)
+        longest = max(
+            (len(p) for p in self.inserted if len(p) < len(tokens) and tuple(tokens[: len(p)]) == p), default=0
+        )
         assert found == longest if self.fits_all else found <= longest
         self.live.append((table, tokens[:found]))
         self.check(len(self.live) - 1)
         if not self.write(len(self.live) - 1, tokens[found:]):
-            self.end(len(self.live) - 1)
+            self.release(len(self.live) - 1)
 
     def write(self, i: int, new: list[int]) -> bool:
         table, tokens = self.live[i]
@@ -53,50 +58,52 @@ class Oracle:
         if copies is None:
             assert needed > self.pool.num_available and before == (table.pages, self.pool.num_available)
             return False
-        assert len(copies) <= 1, "of the pages it writes, others read the first at most"
+        assert len(copies) <= 1, "at most the first page written is shared"
         for source, target in copies:
             for offset in range(PAGE):
                 if (source, offset) in self.contents:
                     self.contents[target, offset] = self.contents[source, offset]
         for at, token in enumerate(new, len(tokens)):
-            assert self.pool.references(table.pages[at // PAGE]) == 1, "only its one holder writes to a page"
+            assert self.pool.references(table.pages[at // PAGE]) == 1, "a shared page is never written"
             self.contents[table.pages[at // PAGE], at % PAGE] = token
         tokens += new
         for j in range(len(self.live)):
             self.check(j)
         return True
 
-    def keep(self, i: int) -> None:
+    def insert_prefix(self, i: int) -> None:
         table, tokens = self.live[i]
-        first = table.num_kept
-        self.cache.keep(table, tokens)
-        if table.num_kept < len(tokens) // PAGE:
-            assert self.pool.references(table.pages[table.num_kept]) > 1, "only what a fork holds too"
-            prefix = tuple(tokens[: PAGE * (table.num_kept + 1)])
-            assert prefix in self.kept, "and what others computed too, is not kept"
-        assert table.num_kept >= first
-        self.kept |= {tuple(tokens[: PAGE * num]) for num in range(1, table.num_kept + 1)}
+        first = table.num_cached_pages
+        self.cache.insert_prefix(table, tokens)
+        if table.num_cached_pages < len(tokens) // PAGE:
+            assert self.pool.references(table.pages[table.num_cached_pages]) > 1, (
+                "insertion stops at a page of a fork only"
+            )
+            prefix = tuple(tokens[: PAGE * (table.num_cached_pages + 1)])
+            assert prefix in self.inserted, "and only if the prefix is cached already"
+        assert table.num_cached_pages >= first
+        self.inserted |= {tuple(tokens[: PAGE * num]) for num in range(1, table.num_cached_pages + 1)}
         self.check(i)
 
     def fork(self, i: int, num: int = 0) -> None:
-        """But for the last tokens, so many."""
+        """Fork a sequence without its last `num` tokens."""
         table, tokens = self.live[i]
         tokens = tokens[: max(0, len(tokens) - num)]
         self.live.append((self.cache.fork(table, len(tokens)), tokens))
         self.check(len(self.live) - 1)
 
-    def cut(self, i: int, num: int) -> None:
+    def truncate(self, i: int, num: int) -> None:
         table, tokens = self.live[i]
-        left = max(table.num_kept * PAGE, len(tokens) - num)
-        self.cache.cut(table, left)
+        left = max(table.num_cached_pages * PAGE, len(tokens) - num)
+        self.cache.truncate(table, left)
         del tokens[left:]
 
-    def end(self, i: int) -> None:
+    def release(self, i: int) -> None:
         table, _ = self.live.pop(i)
-        self.cache.end(table)
+        self.cache.release(table)
 
     def check(self, i: int) -> None:
-        """A sequence reads its own tokens."""
+        """Assert that a sequence reads its own tokens."""
         table, tokens = self.live[i]
         assert [self.contents[table.pages[t // PAGE], t % PAGE] for t in range(len(tokens))] == tokens
 
@@ -125,8 +132,8 @@ class Operations(RuleBasedStateMachine):
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())
-    def keep(self, data: Any) -> None:
-        self.oracle.keep(self._some(data))
+    def insert_prefix(self, data: Any) -> None:
+        self.oracle.insert_prefix(self._some(data))
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data(), num=st.integers(0, 9))
@@ -135,23 +142,23 @@ class Operations(RuleBasedStateMachine):
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data(), num=st.integers(1, 6))
-    def cut(self, data: Any, num: int) -> None:
-        self.oracle.cut(self._some(data), num)
+    def truncate(self, data: Any, num: int) -> None:
+        self.oracle.truncate(self._some(data), num)
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())
-    def end(self, data: Any) -> None:
-        self.oracle.end(self._some(data))
+    def release(self, data: Any) -> None:
+        self.oracle.release(self._some(data))
 
     @invariant()
-    def all_is_well(self) -> None:
+    def check_all(self) -> None:
         if hasattr(self, "oracle"):
             self.oracle.check_all()
 
     def teardown(self) -> None:
         if hasattr(self, "oracle"):
             while self.oracle.live:
-                self.oracle.end(0)
+                self.oracle.release(0)
             assert self.oracle.pool.num_held == 0
 
 
@@ -159,36 +166,36 @@ Operations.TestCase.settings = settings(max_examples=60, stateful_step_count=40,
 TestOperations = Operations.TestCase
 
 
-def test_ten_thousand_operations_leak_nothing() -> None:
-    """Long sequences of operations in a small pool, so that pages are shared, copied and evicted all the time."""
+def test_ten_thousand_operations_leak_no_page() -> None:
+    """The pool is small, so pages are shared, copied and evicted all the time."""
     chance = random.Random(0)
     oracle = Oracle(40)
     for step in range(10_000):
         some = chance.randrange(len(oracle.live)) if oracle.live else None
-        what = chance.choice(["start", "write", "keep", "fork", "cut", "end"])
+        what = chance.choice(["start", "write", "insert_prefix", "fork", "truncate", "release"])
         if some is None or (what == "start" and len(oracle.live) < 12):
             oracle.start([chance.randrange(2) for _ in range(chance.randint(1, 30))])
         elif what == "write":
             oracle.write(some, [chance.randrange(2) for _ in range(chance.randint(1, 9))])
-        elif what == "keep":
-            oracle.keep(some)
+        elif what == "insert_prefix":
+            oracle.insert_prefix(some)
         elif what == "fork" and len(oracle.live) < 12:
             oracle.fork(some, chance.choice([0, 1, 5, 9]))
-        elif what == "cut":
-            oracle.cut(some, chance.randint(1, 6))
-        elif what == "end":
-            oracle.end(some)
+        elif what == "truncate":
+            oracle.truncate(some, chance.randint(1, 6))
+        elif what == "release":
+            oracle.release(some)
         if step % 50 == 0:
             oracle.check_all()
     while oracle.live:
-        oracle.end(0)
+        oracle.release(0)
     oracle.check_all()
     assert oracle.pool.num_held == 0
-    assert oracle.pool.take(40) is not None, "all pages can be had again"
+    assert oracle.pool.allocate(40) is not None, "all pages can be allocated"
 
 
-def test_prefixes_found_are_those_of_brute_force() -> None:
-    """A tree of prompts, as conversations make it, in a pool that holds them all."""
+def test_prefix_cache_finds_what_brute_force_finds() -> None:
+    """The prompts form a tree, as conversations do, and the pool holds them all."""
     chance = random.Random(1)
     oracle = Oracle(20_000)
     prompts = [[0]]
@@ -197,43 +204,43 @@ def test_prefixes_found_are_those_of_brute_force() -> None:
         prompt = begin[: chance.randint(1, len(begin))] + [chance.randrange(3) for _ in range(chance.randint(1, 12))]
         prompts.append(prompt)
         oracle.start(list(prompt))
-        oracle.keep(0)
-        oracle.end(0)
+        oracle.insert_prefix(0)
+        oracle.release(0)
     assert oracle.fits_all
     oracle.check_all()
 
 
-def test_least_recently_used_pages_go_first_and_leaves_before_their_stems() -> None:
+def test_eviction_is_least_recently_used_first_and_leaves_before_ancestors() -> None:
     pool = PagePool(6)
     cache = PagedCache(pool, PAGE)
 
     def computed(tokens: list[int]) -> None:
         table = cache.start(tokens)
         assert cache.grow(table, len(tokens)) is not None
-        cache.keep(table, tokens)
-        cache.end(table)
+        cache.insert_prefix(table, tokens)
+        cache.release(table)
 
     first, second = [1] * 8, [2] * 8
     computed(first)
     computed(second)
-    cache.end(cache.start([*first, 0]))  # the first was used last
-    taken = pool.take(3)
+    cache.release(cache.start([*first, 0]))  # the first was used last
+    taken = pool.allocate(3)
     assert taken is not None
     assert (cache.start([*second, 0]).num_tokens, cache.start([*first, 0]).num_tokens) == (4, 8)
 
 
-def test_two_caches_stand_on_one_pool() -> None:
-    """Models with pages of one size in bytes, that hold different numbers of tokens: each takes what the other leaves."""
+def test_two_caches_share_one_pool() -> None:
+    """Two models have pages of one size in bytes, with different numbers of tokens per page."""
     pool = PagePool(8)
     small, large = PagedCache(pool, 16), PagedCache(pool, 4)
     table, other = small.start([1]), large.start([1])
     assert small.grow(table, 64) == [] and large.grow(other, 16) == []
     assert large.grow(other, 17) is None
-    small.end(table)
+    small.release(table)
     assert large.grow(other, 17) == [] and pool.num_held == 5
 
 
-def test_a_cache_without_room_is_refused() -> None:
+def test_a_pool_without_pages_is_an_error() -> None:
     with pytest.raises(InferenceError, match="holds nothing"):
         PagePool(0)
 
@@ -249,13 +256,13 @@ def random_array(*shape: int) -> jax.Array:
 
 
 def shuffled_tables(num_pages: int) -> jax.Array:
-    """Pages in no order."""
+    """Page tables in random order."""
     return jnp.asarray(RNG.permutation(num_pages)[: ROWS * LENGTH // PAGE].reshape(ROWS, -1), jnp.int32)
 
 
 @pytest.mark.contract
-def test_paged_is_contiguous_to_the_bit() -> None:
-    """A chunk of each row, then token by token, in pages that were full of NaNs."""
+def test_paged_equals_contiguous_to_the_bit() -> None:
+    """One prefill chunk for each row, then decode steps, in pages that were full of NaNs."""
     pages = kv_pages.empty_pages(20, PAGE, KV_HEADS, DIM, jnp.dtype("float32"))
     pages = kv_pages.KVPages(pages.keys.at[:].set(jnp.nan), pages.values.at[:].set(jnp.nan))
     keys = values = jnp.zeros((ROWS, LENGTH, KV_HEADS, DIM))
@@ -281,8 +288,8 @@ def test_paged_is_contiguous_to_the_bit() -> None:
         np.testing.assert_array_equal(np.asarray(paged)[is_real], np.asarray(contiguous)[is_real])
 
 
-def test_attention_is_what_it_says() -> None:
-    """Against NumPy, head by head."""
+def test_attend_equals_numpy() -> None:
+    """Each head is compared with NumPy's result."""
     q = random_array(1, 2, HEADS, DIM)
     k, v = random_array(1, 6, KV_HEADS, DIM), random_array(1, 6, KV_HEADS, DIM)
     got = kv_pages.attend(q, k, v, jnp.array([[3, 4]]))
@@ -295,16 +302,16 @@ def test_attention_is_what_it_says() -> None:
             np.testing.assert_allclose(got[0, token, head], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_copies_read_before_they_write() -> None:
+def test_copies_read_all_sources_before_they_write() -> None:
     pages = kv_pages.KVPages(random_array(5, PAGE, KV_HEADS, DIM), random_array(5, PAGE, KV_HEADS, DIM))
-    waste = pages.waste_page
-    made = kv_pages.copy(pages, jnp.array([0, 1, waste]), jnp.array([1, 2, waste]))
+    scratch = pages.scratch_page
+    made = kv_pages.copy(pages, jnp.array([0, 1, scratch]), jnp.array([1, 2, scratch]))
     for before, after in zip(pages, made, strict=True):
         np.testing.assert_array_equal(after[jnp.array([0, 1, 2, 3])], before[jnp.array([0, 0, 1, 3])])
 
 
-def test_a_step_moves_no_whole_pool() -> None:
-    """The donated pool is written where it lies: nothing of its size is copied, read or made anew."""
+def test_a_step_copies_no_whole_pool() -> None:
+    """The donated pool is written in place: nothing of its size is copied, read or allocated."""
     num_pages = 4096
     pages = kv_pages.empty_pages(num_pages, PAGE, KV_HEADS, DIM, jnp.dtype("float32"))
 

@@ -1,4 +1,4 @@
-"""Many chains of thought: judged, stopped, counted, with tools; over one small model with random weights."""
+"""Test best-of-n sampling of chains of thought: verifiers, early stopping, majority votes, tools."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def engine(opened_once: Engine) -> Engine:
     return Engine(opened_once.runner, opened_once.tokenizer)
 
 
-def test_the_chain_that_the_verifier_likes_best_is_taken(engine: Engine) -> None:
+def test_the_chain_with_the_highest_score_is_selected(engine: Engine) -> None:
     answers = best_of(engine, PROMPT, 6, lambda chain: -chain.number % 4, max_tokens=8)
     assert [chain.score for chain in answers.chains] == [0, 3, 2, 1, 0, 3]
     assert answers.best.number == 1
-    assert len({tuple(chain.tokens) for chain in answers.chains}) == 6, "each has a seed of its own"
+    assert len({tuple(chain.tokens) for chain in answers.chains}) == 6, "each chain has its own seed"
     again = best_of(engine, PROMPT, 2, max_tokens=8)
     assert [chain.tokens for chain in again.chains] == [chain.tokens for chain in answers.chains[:2]]
     for chain in again.chains:
@@ -39,8 +39,8 @@ def test_the_chain_that_the_verifier_likes_best_is_taken(engine: Engine) -> None
     assert is_idle(engine)
 
 
-def test_chains_stop_when_one_is_good_enough(engine: Engine) -> None:
-    """Four run at once, of different lengths by their stop token; the others are not drawn to their ends."""
+def test_chains_stop_when_one_is_accepted(engine: Engine) -> None:
+    """Four run at once. The others are stopped before they end."""
     answers = best_of(engine, PROMPT, 12, lambda chain: 1.0, accept=1.0, max_tokens=40)
     ended = Counter(chain.ended for chain in answers.chains)
     assert ended["length"] >= 1
@@ -48,7 +48,7 @@ def test_chains_stop_when_one_is_good_enough(engine: Engine) -> None:
     assert is_idle(engine)
 
 
-def test_a_verifier_that_raises_costs_its_chain_only(engine: Engine) -> None:
+def test_a_verifiers_exception_affects_its_chain_only(engine: Engine) -> None:
     def verify(chain: Chain) -> float:
         if chain.number != 2:
             raise KeyError("no answer")
@@ -58,14 +58,14 @@ def test_a_verifier_that_raises_costs_its_chain_only(engine: Engine) -> None:
     assert answers.best.number == 2
     assert [type(chain.error) for chain in answers.chains] == [KeyError, KeyError, type(None), KeyError]
     none = best_of(engine, PROMPT, 2, lambda chain: 1 / 0, max_tokens=5)
-    with pytest.raises(InferenceError, match="no chain of 2 has a score: ZeroDivisionError"):
+    with pytest.raises(InferenceError, match="none of 2 chains has a score: ZeroDivisionError"):
         _ = none.best
     assert is_idle(engine)
 
 
 @pytest.mark.slow
-def test_coverage_is_that_of_independent_draws(engine: Engine) -> None:
-    """Right is a chain whose first token is one of some, of probability p: of n at least one is, with 1 - (1 - p)^n."""
+def test_coverage_equals_that_of_independent_samples(engine: Engine) -> None:
+    """A chain is correct with probability p, by its first token. Then one of n is correct with 1 - (1 - p)^n."""
     folder = engine.runner
     model: Any = folder.served.model
     tokens = engine.tokens_of(PROMPT)
@@ -88,26 +88,22 @@ def test_coverage_is_that_of_independent_draws(engine: Engine) -> None:
 
 
 def test_chains_share_the_pages_of_their_prompt(engine: Engine) -> None:
-    """48 tokens are three pages, once; each chain adds its own."""
+    """The 48 tokens of the prompt take three pages once; each chain adds its own pages."""
     prompt, most = list(range(48)), 0
-
-    def watch(chain: Chain) -> float:
-        return 0.0
-
     step = engine.step
 
     def counted() -> bool:
         nonlocal most
-        went_on = step()
+        did_step = step()
         most = max(most, engine.stats.held_pages)
-        return went_on
+        return did_step
 
     engine.step = counted  # pyright: ignore[reportAttributeAccessIssue]
-    best_of(engine, prompt, 4, watch, max_tokens=20)
+    best_of(engine, prompt, 4, lambda chain: 0.0, max_tokens=20)
     assert 3 + 2 * 4 - 2 <= most <= 3 + 2 * 4
 
 
-def test_the_answer_of_most_chains(engine: Engine) -> None:
+def test_majority_is_the_most_frequent_answer(engine: Engine) -> None:
     chains = [
         Chain(i, (), text=text, ended=ended)
         for i, (text, ended) in enumerate(
@@ -116,26 +112,26 @@ def test_the_answer_of_most_chains(engine: Engine) -> None:
     ]
     assert Answers(tuple(chains)).majority() == "42"
     assert Answers(tuple(chains)).majority(lambda chain: chain.text.strip().startswith("4") or None) is True
-    with pytest.raises(InferenceError, match="no chain of 5"):
+    with pytest.raises(InferenceError, match="none of 5 chains"):
         Answers(tuple(chains)).majority(lambda chain: None)
 
 
-def test_tools_are_asked_where_a_chain_calls_them(engine: Engine) -> None:
-    """A character that the chain draws anyway ends a call; what the tool says is part of the prompt from then on."""
+def test_tools_are_called_and_their_answers_continue_the_chain(engine: Engine) -> None:
+    """A character that the chain samples anyway ends a call. The tool's answer is part of the prompt from then on."""
     plain = best_of(engine, PROMPT, 1, max_tokens=24, sampling=SamplingOptions(1.0, seed=3)).best
     call = next(
         letter for at, letter in enumerate(plain.text) if letter.isascii() and plain.text.index(letter) == at > 2
     )
-    asked: list[str] = []
+    calls: list[str] = []
 
     def look_up(text: str) -> str:
-        asked.append(text)
+        calls.append(text)
         return "<42>"
 
     sampling = SamplingOptions(1.0, seed=3)
     chain = best_of(engine, PROMPT, 1, max_tokens=24, sampling=sampling, tools={call: look_up}, max_calls=1).best
     before = plain.text[: plain.text.index(call)]
-    assert asked == [before]
+    assert calls == [before]
     assert chain.text.startswith(f"{before}{call}<42>")
     assert chain.num_drawn == 24
     assert chain.ended == "length"
@@ -143,7 +139,7 @@ def test_tools_are_asked_where_a_chain_calls_them(engine: Engine) -> None:
     first = plain.tokens[: chain.tokens.index(engine.tokens_of("<")[0])]
     num_left = 24 - len(first)
     drawn = engine.submit(tokens[:-num_left], max_tokens=num_left, sampling=SamplingOptions(1.0, seed=3)).result()
-    assert list(tokens[-num_left:]) == drawn.tokens, "it went on as if it had been given what the tool said"
+    assert list(tokens[-num_left:]) == drawn.tokens, "the chain continues from the tool's answer"
 
     def broken(text: str) -> str:
         raise OSError("no index there")
@@ -153,8 +149,8 @@ def test_tools_are_asked_where_a_chain_calls_them(engine: Engine) -> None:
     assert is_idle(engine)
 
 
-def test_a_model_judges(engine: Engine) -> None:
-    """By the probability of one token after a question."""
+def test_a_model_as_verifier(engine: Engine) -> None:
+    """The score is the probability of one token after a question."""
     verify = asking(engine, lambda chain: f"Is {chain.text} right? ", yes="y")
     chain = Chain(0, (), text="42")
     found = engine.submit("Is 42 right? ", max_tokens=1, num_best=64).result()
@@ -166,14 +162,14 @@ def test_a_model_judges(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("options", "why"),
     [
         ({"n": 0}, "at least 1"),
-        ({"n": 2, "sampling": SamplingOptions()}, "the same"),
+        ({"n": 2, "sampling": SamplingOptions()}, "are equal"),
         ({"n": 2, "max_tokens": 500}, "at most 128"),
     ],
 )
-def test_what_makes_no_sense_is_refused(engine: Engine, asked: dict[str, Any], why: str) -> None:
+def test_invalid_arguments_are_refused(engine: Engine, options: dict[str, Any], why: str) -> None:
     with pytest.raises(InferenceError, match=why):
-        best_of(engine, PROMPT, **asked)
+        best_of(engine, PROMPT, **options)
     assert is_idle(engine)

@@ -1,5 +1,8 @@
-"""Sampling and verification: what NumPy says may be drawn is drawn, as often as its probability; the same for a request
-wherever it runs; and of a vocabulary split over eight devices the logits stay where they are."""
+"""Test sampling and the verification of draft tokens.
+
+Tokens have the frequencies that NumPy computes. A request gets the same tokens in any slot. If the vocabulary is split over
+eight devices, the logits are not gathered.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from scipy import special, stats
 
 from autopar.api.planned_function import Planned
 from autopar.errors import InferenceError
-from autopar.inference.step.sampling import SamplingOptions, SamplingParams, kept, params_of, sample
+from autopar.inference.step.sampling import SamplingOptions, SamplingParams, filter_logits, params_of, sample
 from autopar.inference.step.verify_draft import verify
 from autopar.xla_compiler import hlo_collectives as hlo
 
@@ -24,8 +27,8 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.fixture(autouse=True)
-def the_same_numbers() -> None:
-    """Each test draws the same, whichever have run before it."""
+def reset_random_numbers() -> None:
+    """Each test draws the same numbers, in any order of tests."""
     RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
 
 
@@ -44,7 +47,7 @@ def same_for_all(num: int, seeds: Any = None, **options: Any) -> SamplingParams:
 
 
 def allowed(logits: np.ndarray, options: SamplingOptions, num_candidates: int = NUM) -> np.ndarray:
-    """Probabilities of all tokens, as written in every description of these parameters."""
+    """The probabilities of all tokens, by the definition of the parameters."""
     order = np.argsort(-logits, kind="stable")
     if options.temperature == 0:
         return np.eye(len(logits))[order[0]]
@@ -72,7 +75,7 @@ def allowed(logits: np.ndarray, options: SamplingOptions, num_candidates: int = 
     spread=st.sampled_from([0.5, 4.0]),
     has_ties=st.booleans(),
 )
-def test_what_is_kept_is_what_numpy_keeps(
+def test_filtered_logits_equal_numpy(
     seed: int, temperature: float, top_k: int, top_p: float, spread: float, has_ties: bool
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -80,19 +83,19 @@ def test_what_is_kept_is_what_numpy_keeps(
     if has_ties:
         logits = np.round(logits)
     options = SamplingOptions(temperature, top_k, top_p)
-    found = KEPT(jnp.asarray(logits), same_for_all(4, temperature=temperature, top_k=top_k, top_p=top_p))
+    found = FILTER(jnp.asarray(logits), same_for_all(4, temperature=temperature, top_k=top_k, top_p=top_p))
     for row, got in zip(logits, special.softmax(np.asarray(found.logits, np.float64), axis=-1), strict=True):
         expected = allowed(row, options)
-        if not _is_near_a_border(row, options):
+        if not _is_near_threshold(row, options):
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.log_total, special.logsumexp(logits.astype(np.float64), axis=-1), rtol=1e-5)
 
 
-KEPT = jax.jit(lambda logits, params: kept(logits, params, num_candidates=NUM))
+FILTER = jax.jit(lambda logits, params: filter_logits(logits, params, num_candidates=NUM))
 
 
-def _is_near_a_border(logits: np.ndarray, options: SamplingOptions) -> bool:
-    """Whether rounding decides if one token more is in the nucleus."""
+def _is_near_threshold(logits: np.ndarray, options: SamplingOptions) -> bool:
+    """Whether rounding decides if the nucleus has one more token."""
     if options.top_p == 1 or options.temperature == 0:
         return False
     p = np.sort(allowed(logits, SamplingOptions(options.temperature, options.top_k)))[::-1]
@@ -109,8 +112,8 @@ def _is_near_a_border(logits: np.ndarray, options: SamplingOptions) -> bool:
     ],
     ids=str,
 )
-def test_tokens_are_drawn_as_often_as_they_are_probable(options: SamplingOptions) -> None:
-    """Chi-squared, of 20,000 seeds at one position, and of as many positions of one seed."""
+def test_token_frequencies_equal_probabilities(options: SamplingOptions) -> None:
+    """A chi-squared test over 20,000 seeds at one position, and over as many positions with one seed."""
     num, logits = 20_000, np.float32(2) * RNG.standard_normal(12).astype(np.float32)
     rows = jnp.broadcast_to(jnp.asarray(logits), (num, 12))
     many, one = np.arange(num), np.full(num, 7)
@@ -123,19 +126,19 @@ def test_tokens_are_drawn_as_often_as_they_are_probable(options: SamplingOptions
 
 
 def check_frequencies(tokens: np.ndarray, probabilities: np.ndarray, least: float = 1e-3) -> None:
-    """No token that may not be, and a chi-squared of the others that chance makes more often than `least`."""
+    """Assert that no token of probability 0 occurs, and that a chi-squared test of the others passes at level `least`."""
     counts = np.bincount(tokens, minlength=len(probabilities))
     assert counts[probabilities == 0].sum() == 0
     expected = len(tokens) * probabilities
     many = expected >= 5
-    seen = np.append(counts[many], counts[~many].sum())
-    foreseen = np.append(expected[many], expected[~many].sum())
-    if foreseen[-1] < 1:
-        seen, foreseen = seen[:-1], foreseen[:-1] * seen[:-1].sum() / foreseen[:-1].sum()
-    assert stats.chisquare(seen, foreseen).pvalue > least
+    observed = np.append(counts[many], counts[~many].sum())
+    predicted = np.append(expected[many], expected[~many].sum())
+    if predicted[-1] < 1:
+        observed, predicted = observed[:-1], predicted[:-1] * observed[:-1].sum() / predicted[:-1].sum()
+    assert stats.chisquare(observed, predicted).pvalue > least
 
 
-def test_a_request_has_its_tokens_in_any_slot_beside_any_others() -> None:
+def test_a_request_gets_the_same_tokens_in_any_slot_and_batch() -> None:
     logits = RNG.standard_normal((16, VOCABULARY)).astype(np.float32)
     mine = SamplingOptions(0.9, top_k=7, top_p=0.9, seed=42)
     others = [SamplingOptions(1.0, seed=i) if i % 2 else SamplingOptions() for i in range(16)]
@@ -151,7 +154,7 @@ def test_a_request_has_its_tokens_in_any_slot_beside_any_others() -> None:
     assert len(found) == 1
 
 
-def test_greedy_takes_the_first_of_equals_and_logprobs_are_those_of_the_logits() -> None:
+def test_greedy_takes_the_first_of_equal_logits_and_logprobs_are_those_of_the_logits() -> None:
     logits = np.round(2 * RNG.standard_normal((5, VOCABULARY))).astype(np.float32)
     drawn = SAMPLE(logits, same_for_all(5), np.zeros(5, np.int32), num_candidates=NUM)
     np.testing.assert_array_equal(drawn.tokens, logits.argmax(-1))
@@ -162,16 +165,16 @@ def test_greedy_takes_the_first_of_equals_and_logprobs_are_those_of_the_logits()
     np.testing.assert_allclose(drawn.best_logprobs, np.take_along_axis(logprobs, best, -1), rtol=1e-5)
 
 
-def test_logits_that_are_no_numbers_are_told_of_their_own_slot() -> None:
+def test_non_finite_logits_are_reported_for_their_own_slot() -> None:
     logits = RNG.standard_normal((6, VOCABULARY)).astype(np.float32)
     logits[1, 3], logits[2, 96], logits[3], logits[4, :50] = np.nan, np.inf, -np.inf, -np.inf
     drawn = SAMPLE(logits, same_for_all(6, temperature=1.0), np.zeros(6, np.int32))
     assert drawn.is_sound.tolist() == [True, False, False, False, True, True]
     alone = SAMPLE(logits[5:], same_for_all(1, temperature=1.0), np.zeros(1, np.int32))
-    assert drawn.tokens[5] == alone.tokens[0] and drawn.tokens[4] >= 50, "the others are as without it"
+    assert drawn.tokens[5] == alone.tokens[0] and drawn.tokens[4] >= 50, "other slots are unaffected"
 
 
-def test_a_nucleus_larger_than_the_candidates_is_cut_and_told() -> None:
+def test_a_nucleus_larger_than_the_candidates_is_cut_and_reported() -> None:
     flat, steep = np.zeros(VOCABULARY, np.float32), -np.arange(VOCABULARY, dtype=np.float32)
     drawn = SAMPLE(
         np.stack([flat, steep]), same_for_all(2, temperature=1.0, top_p=0.9), np.zeros(2, np.int32), num_candidates=NUM
@@ -184,12 +187,12 @@ def test_a_nucleus_larger_than_the_candidates_is_cut_and_told() -> None:
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": 65}, "top_k is 65: at least 1 and at most 64"),
-        ({"top_p": 0.0}, "top_p is 0.0: larger than 0"),
+        ({"top_k": 65}, "top_k is 65: give 1 to 64"),
+        ({"top_p": 0.0}, "top_p is 0.0: give a number above 0"),
         ({"seed": 2**32}, "seed is 4294967296"),
     ],
 )
-def test_parameters_that_cannot_be_are_refused(options: dict[str, Any], why: str) -> None:
+def test_parameters_out_of_range_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(InferenceError, match=why):
         SamplingOptions(**options)
 
@@ -202,7 +205,7 @@ SLOTS, LARGE = 16, 8 * 2048
 @pytest.mark.slow
 @pytest.mark.contract
 def test_a_split_vocabulary_is_never_gathered_and_draws_the_same() -> None:
-    """Planned for eight devices: candidates of each are sent, and single numbers of each slot."""
+    """Eight devices send their candidates, and a few numbers per slot."""
     logits = (3 * RNG.standard_normal((SLOTS, LARGE))).astype(np.float32)
     options = [
         SamplingOptions(t, k, p, seed=i)
@@ -224,8 +227,8 @@ def test_a_split_vocabulary_is_never_gathered_and_draws_the_same() -> None:
             np.testing.assert_array_equal(got, expected)
     compiled = planned.run.lower(*structs).compile().as_text() or ""
     sent = hlo.collectives(compiled, ignore_up_to=SLOTS)
-    assert max(one.num_elements for one in sent) <= SLOTS * 8 * 64, "of each device its candidates"
-    assert sum(one.num_elements > SLOTS * 8 for one in sent) == 2, "their values and places, once"
+    assert max(one.num_elements for one in sent) <= SLOTS * 8 * 64, "the candidates of each device"
+    assert sum(one.num_elements > SLOTS * 8 for one in sent) == 2, "their values and indices, once"
     assert len(sent) <= 6, [(one.kind, one.num_elements) for one in sent]
 
 
@@ -252,8 +255,8 @@ def test_greedy_accepts_what_greedy_would_have_generated() -> None:
 
 @pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 5}], ids=str)
 @pytest.mark.parametrize("by", ["certainty", "draft"])
-def test_the_distribution_is_the_targets_whatever_is_proposed(by: str, options: dict[str, Any]) -> None:
-    """100,000 seeds, a vocabulary of ten: the first token, and the second after each accepted proposal."""
+def test_verified_tokens_have_the_target_distribution_for_any_draft(by: str, options: dict[str, Any]) -> None:
+    """With 100,000 seeds and ten tokens, this holds for the first token, and for the second after an accepted one."""
     num, size = 100_000, 10
     logits = RNG.standard_normal((2, size)).astype(np.float32)
     q = special.softmax(1.5 * RNG.standard_normal(size)).astype(np.float32)
@@ -279,7 +282,7 @@ def test_the_distribution_is_the_targets_whatever_is_proposed(by: str, options: 
     assert accepted.mean() == pytest.approx(rate, abs=0.01)
 
 
-def test_a_slot_without_proposals_is_sampled_and_only_logits_that_are_read_must_be_sound() -> None:
+def test_a_slot_without_draft_tokens_is_sampled_and_only_the_logits_it_reads_must_be_finite() -> None:
     logits = RNG.standard_normal((2, 3, VOCABULARY)).astype(np.float32)
     logits[0, 1:] = np.nan
     logits[1, 0, 5] = np.nan
@@ -289,8 +292,8 @@ def test_a_slot_without_proposals_is_sampled_and_only_logits_that_are_read_must_
 
 
 @pytest.mark.slow
-def test_proposals_are_verified_where_the_vocabulary_lies() -> None:
-    """As sampling: candidates and single numbers are sent, for each slot and proposal."""
+def test_verification_never_gathers_a_split_vocabulary() -> None:
+    """As in sampling, candidates and a few numbers are sent for each slot and draft token."""
     slots, width, size = 8, 4, 8 * 512
     logits = (3 * RNG.standard_normal((slots, width, size))).astype(np.float32)
     proposed = logits.argmax(-1)[:, :-1].astype(np.int32)
@@ -311,4 +314,4 @@ def test_proposals_are_verified_where_the_vocabulary_lies() -> None:
     np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
     sent = hlo.collectives(planned.run.lower(*structs).compile().as_text() or "", ignore_up_to=0)
-    assert max(one.num_elements for one in sent) <= slots * width * size / 8, "never more than a device has"
+    assert max(one.num_elements for one in sent) <= slots * width * size / 8, "at most the part of one device"

@@ -1,4 +1,4 @@
-"""The scheduler, by simulation: a model of a few lines stands in for the device and checks all that it is asked to run."""
+"""Test the scheduler by simulation: a small model replaces the device and checks every iteration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
 from autopar.inference.schedule.requests import Iteration, Options, Progress, Request, Result, Run
 from autopar.inference.schedule.scheduler import Scheduler
-from autopar.inference.schedule.speculation_policy import Asked, NGram, Payoff, Proposer
+from autopar.inference.schedule.speculation_policy import DraftRequest, NGram, Proposer, SpeculationPolicy
 from autopar.inference.schedule.stop_strings import TextUntilStop
 
 PAGE = 16
@@ -24,12 +24,12 @@ EXAMPLES = 60
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """The model: what follows depends on all that stands before."""
+    """The model: the next token depends on all previous tokens."""
     return hash(tuple(tokens)) % 7
 
 
 def generated(request: Request) -> tuple[int, ...]:
-    """By the model alone."""
+    """The output of the model without a scheduler."""
     tokens = list(request.prompt)
     while len(tokens) - len(request.prompt) < request.max_tokens:
         tokens.append(next_token(tokens))
@@ -39,12 +39,12 @@ def generated(request: Request) -> tuple[int, ...]:
 
 
 class Device:
-    """Pages as a device has them: what an iteration writes is there afterwards, whoever it belonged to."""
+    """Simulated device pages: an iteration's writes stay, whichever sequence they belong to."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.pages: dict[tuple[int, int], int] = {}
-        self.last: dict[int, int] = {}  # of each slot
+        self.last: dict[int, int] = {}  # the last token of each slot
 
     def run(self, iteration: Iteration) -> dict[str, Result]:
         read = {(target, o): self.pages.get((source, o)) for source, target in iteration.copies for o in range(PAGE)}
@@ -91,18 +91,18 @@ class Device:
 
 
 class Guess:
-    """A proposer by a function of one sequence's tokens and how many are wanted."""
+    """A proposer from a function of one sequence's tokens and the number of draft tokens."""
 
     def __init__(self, guess: Callable[[Sequence[int], int], Sequence[int]]) -> None:
         self.guess = guess
 
-    def propose(self, asked: Sequence[Asked]) -> list[Sequence[int]]:
-        assert len({each.slot for each in asked}) == len(asked)
-        return [self.guess(each.tokens, each.most) for each in asked]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
+        assert len({each.slot for each in requests}) == len(requests)
+        return [self.guess(each.tokens, each.max_tokens) for each in requests]
 
 
 class Served:
-    """All requests served, and what it took."""
+    """A run of the scheduler over all requests, with its iterations and page use."""
 
     def __init__(
         self,
@@ -112,22 +112,28 @@ class Served:
         *,
         ahead: int = 0,
         proposer: Proposer | None = None,
-        payoff: Payoff | None = None,
+        policy: SpeculationPolicy | None = None,
         shares_prefixes: bool = True,
         arrive: int | None = None,
         abort: float = 0.0,
     ) -> None:
-        """`arrive`: so many at a time; all at once by default. `abort`: how likely one ends early in a round."""
+        """Serve the requests.
+
+        Args:
+            ahead: the number of iterations dispatched before results are applied.
+            arrive: the number of requests that arrive per iteration; by default all arrive at once.
+            abort: the probability that an iteration aborts a request.
+        """
         chance = random.Random(0)
         self.pool = PagePool(num_pages)
         cache = PagedCache(self.pool, PAGE, shares_prefixes=shares_prefixes)
-        self.scheduler, device = Scheduler(cache, options, proposer, payoff), Device(PAGE)
+        self.scheduler, device = Scheduler(cache, options, proposer, policy), Device(PAGE)
         self.tokens: dict[str, list[int]] = {request.name: [] for request in requests}
         self.ended: dict[str, str] = {}
         self.iterations: list[Iteration] = []
         self.used: list[float] = []
         self.most_held = 0
-        waiting, on_their_way = deque(requests), deque[tuple[Iteration, dict[str, Result]]]()
+        waiting, in_flight = deque(requests), deque[tuple[Iteration, dict[str, Result]]]()
         while len(self.ended) < len(requests):
             for _ in range(min(len(waiting), arrive or len(waiting))):
                 self.scheduler.submit(waiting.popleft())
@@ -139,20 +145,20 @@ class Served:
                     self.pool.is_writable(page) for run in iteration.runs for page in self._written(run, iteration)
                 )
                 assert len(iteration.copies) <= len(iteration.runs)
-                on_their_way.append((iteration, device.run(iteration)))
+                in_flight.append((iteration, device.run(iteration)))
                 self.iterations.append(iteration)
                 self.most_held = max(self.most_held, self.pool.num_held)
                 if self.pool.num_held:
                     self.used.append(self.scheduler.num_cached_tokens / (self.pool.num_held * PAGE))
-            assert iteration is not None or on_their_way or waiting, "nothing runs and nothing is on its way"
+            assert iteration is not None or in_flight or waiting, "nothing runs and nothing is in flight"
             if chance.random() < abort and (name := str(chance.randrange(len(requests)))) not in self.ended:
                 self.ended |= {name: "aborted"} if self.scheduler.abort(name) else {}
-            if len(on_their_way) > (ahead if iteration is not None else 0):
-                self._take(self.scheduler.took(*on_their_way.popleft()))
+            if len(in_flight) > (ahead if iteration is not None else 0):
+                self._take(self.scheduler.update(*in_flight.popleft()))
             assert len(self.iterations) < 100_000
 
     def _written(self, run: Run, iteration: Iteration) -> tuple[int, ...]:
-        """Pages that a run writes to."""
+        """The pages that a run writes."""
         last = run.start + run.num_tokens - 1
         return run.pages[run.start // PAGE : last // PAGE + 1]
 
@@ -165,11 +171,11 @@ class Served:
 
     @property
     def steps(self) -> int:
-        """Device steps: each token of a scan is one."""
+        """The number of device steps. A call with several steps counts them all."""
         return sum(iteration.shape.steps for iteration in self.iterations)
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Everybody has what the model alone gives, and nothing is left."""
+        """Assert that each request has the model's own output, and that no page leaks."""
         for request in requests:
             expected = generated(request)
             if self.ended[request.name] == "aborted":
@@ -183,7 +189,7 @@ class Served:
 
 
 def workload(num: int = 128, mean: int = 60, prompt: int = 32) -> list[Request]:
-    """Outputs of geometric lengths around a mean, between 4 and 240 tokens; prompts that share nothing."""
+    """Requests with outputs of geometric length between 4 and 240 tokens, and prompts without common prefixes."""
     chance = random.Random(0)
 
     def length() -> int:
@@ -196,7 +202,7 @@ def workload(num: int = 128, mean: int = 60, prompt: int = 32) -> list[Request]:
 
 
 @pytest.mark.contract
-def test_continuous_batching_takes_half_the_steps_of_static_or_less() -> None:
+def test_continuous_batching_takes_at_most_half_the_steps_of_static_batching() -> None:
     requests = workload()
     options = Options(num_slots=16, max_length=512)
     served = Served(requests, options, num_pages=512, shares_prefixes=False)
@@ -210,15 +216,19 @@ def test_continuous_batching_takes_half_the_steps_of_static_or_less() -> None:
     assert len({iteration.shape for iteration in served.iterations}) <= len(options.shapes) <= 6
 
 
-def some_requests(chance: random.Random, num: int, alike: float = 0.0) -> list[Request]:
-    """Short and long ones, some of which begin alike, or are alike, or go on where another is."""
+def some_requests(chance: random.Random, num: int, overlap: float = 0.0) -> list[Request]:
+    """Short and long requests.
+
+    Args:
+        overlap: the probability that a request extends, repeats or shortens another one.
+    """
     stems = [tuple(chance.randrange(5) for _ in range(40)) for _ in range(2)]
 
     stops = [frozenset[int](), frozenset([6]), frozenset([0, 1])]
     made: list[Request] = []
 
     def prompt() -> tuple[int, ...]:
-        if made and chance.random() < alike:
+        if made and chance.random() < overlap:
             other = chance.choice(made)
             whole = other.prompt + generated(other)[: chance.choice([0, 0, 3, 40])]
             return whole[: chance.choice([len(whole), len(whole), chance.randint(1, len(whole))])][:70]
@@ -240,11 +250,11 @@ def some_requests(chance: random.Random, num: int, alike: float = 0.0) -> list[R
     num_proposals=st.sampled_from([0, 3]),
     shares_prefixes=st.booleans(),
     arrive=st.sampled_from([None, 1]),
-    alike=st.sampled_from([0.0, 0.8]),
+    overlap=st.sampled_from([0.0, 0.8]),
     abort=st.sampled_from([0.0, 0.1]),
-    may_rest=st.booleans(),
+    has_policy=st.booleans(),
 )
-def test_everybody_gets_their_own_tokens(
+def test_each_request_gets_the_tokens_of_the_model(
     seed: int,
     num_slots: int,
     num_pages: int,
@@ -253,12 +263,13 @@ def test_everybody_gets_their_own_tokens(
     num_proposals: int,
     shares_prefixes: bool,
     arrive: int | None,
-    alike: float,
+    overlap: float,
     abort: float,
-    may_rest: bool,
+    has_policy: bool,
 ) -> None:
-    """Whatever is preempted, forked, proposed, aborted or sent ahead: with few pages most are computed more than once."""
-    requests = some_requests(random.Random(seed), 20, alike)
+    """This holds under preemption, forks, speculation, aborts and dispatch ahead. With few pages most requests are
+    recomputed."""
+    requests = some_requests(random.Random(seed), 20, overlap)
     options = Options(num_slots, 120, ((2, 8), (1, 32)), steps, num_proposals)
     served = Served(
         requests,
@@ -266,7 +277,7 @@ def test_everybody_gets_their_own_tokens(
         num_pages,
         ahead=ahead,
         proposer=NGram(shortest=1),
-        payoff=Payoff(cost=1.2, patience=2) if may_rest else None,
+        policy=SpeculationPolicy(cost=1.2, patience=2) if has_policy else None,
         shares_prefixes=shares_prefixes,
         arrive=arrive,
         abort=abort,
@@ -274,17 +285,17 @@ def test_everybody_gets_their_own_tokens(
     served.check(requests)
 
 
-def test_proposals_may_follow_a_chunk_that_is_still_on_its_way() -> None:
-    """A prompt of one token more than its chunk, which is verified with guesses before the chunk has come out."""
+def test_verification_may_follow_a_chunk_that_is_in_flight() -> None:
+    """The prompt has one token more than its chunk. This token is verified with draft tokens before the chunk's results."""
     requests = [Request(str(i), (i, *range(32)), 9) for i in range(3)]
     options = Options(1, 120, ((1, 32),), 1, 3)
-    served = Served(requests, options, 8, ahead=1, proposer=Guess(lambda tokens, most: [1] * most))
+    served = Served(requests, options, 8, ahead=1, proposer=Guess(lambda tokens, num: [1] * num))
     served.check(requests)
     first, second = served.iterations[:2]
     assert not first.chunks[0].samples and second.shape.width > 1
 
 
-def test_a_long_prompt_is_cut_and_others_generate_beside_it() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     requests = [Request("short", (1, 2), 60), Request("long", tuple(range(2048)), 4)]
     served = Served(requests, Options(2, 4096), 400, arrive=1)
     served.check(requests)
@@ -294,13 +305,13 @@ def test_a_long_prompt_is_cut_and_others_generate_beside_it() -> None:
 
 
 def chains(num: int, prompt: int, max_tokens: int) -> list[Request]:
-    """Of thought, from one question."""
+    """Chains of thought: requests with one prompt."""
     return [Request(str(i), tuple(range(prompt)), max_tokens) for i in range(num)]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("arrive", [None, 1])
-def test_equal_prompts_are_computed_once_and_all_generate_in_the_next_iteration(ahead: int, arrive: int | None) -> None:
+def test_equal_prompts_are_prefilled_once_and_all_decode_in_the_next_iteration(ahead: int, arrive: int | None) -> None:
     requests = chains(8, 100, 60)
     served = Served(requests, Options(8, 256, steps=1), 100, ahead=ahead, arrive=arrive)
     served.check(requests)
@@ -309,18 +320,18 @@ def test_equal_prompts_are_computed_once_and_all_generate_in_the_next_iteration(
         [0, 7, 0] if arrive is None else [0, 1, 1]
     )
     late = 0 if arrive is None else 6
-    assert len(served.iterations) == 1 + 60 + late, "the chunk is all that the others wait for"
+    assert len(served.iterations) == 1 + 60 + late, "the others wait for the chunk only"
 
 
-def test_a_prompt_that_goes_on_where_another_is_has_no_chunk() -> None:
-    """A prompt of what another was asked and has answered so far, and one of a part of it."""
+def test_a_prompt_whose_tokens_a_running_sequence_has_needs_no_prefill() -> None:
+    """One prompt is another request's prompt and output so far; one is a part of it."""
     scheduler, device = Scheduler(PagedCache(PagePool(60), PAGE), Options(3, 256, steps=1)), Device(PAGE)
     first = Request("first", tuple(range(20)), 60)
     scheduler.submit(first)
     ran: list[Run] = []
     while iteration := scheduler.next():
         ran += iteration.runs
-        scheduler.took(iteration, device.run(iteration))
+        scheduler.update(iteration, device.run(iteration))
         if len(ran) == 30:
             scheduler.submit(Request("part", first.prompt[:10], 4))
             scheduler.submit(Request("more", first.prompt + generated(first)[:25], 4))
@@ -331,10 +342,10 @@ def test_a_prompt_that_goes_on_where_another_is_has_no_chunk() -> None:
 
 @pytest.mark.parametrize(("num", "prompt", "max_tokens"), [(8, 96, 40), (8, 100, 40), (5, 33, 100), (16, 16, 33)])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_chains_hold_their_prompt_once(num: int, prompt: int, max_tokens: int, ahead: int) -> None:
-    """Of the page that prompt and answer share, each has its own."""
+def test_chains_share_the_pages_of_their_prompt(num: int, prompt: int, max_tokens: int, ahead: int) -> None:
+    """Each has its own copy of the page with the end of the prompt and the begin of the output."""
     requests = chains(num, prompt, max_tokens)
-    whole, stored = prompt // PAGE, prompt + max_tokens - 1  # the last token is nobody's past
+    whole, stored = prompt // PAGE, prompt + max_tokens - 1  # the last token is not stored
     needed = whole + num * (-(-stored // PAGE) - whole)
     served = Served(requests, Options(num, 256), needed, ahead=ahead)
     served.check(requests)
@@ -342,7 +353,7 @@ def test_chains_hold_their_prompt_once(num: int, prompt: int, max_tokens: int, a
     assert not any(run.attempt > num for iteration in served.iterations for run in iteration.runs), "none is preempted"
 
 
-def test_who_waits_for_a_prefix_goes_on_when_it_is_aborted() -> None:
+def test_a_request_that_waits_for_a_prefix_starts_when_its_source_is_aborted() -> None:
     scheduler, device = Scheduler(PagedCache(PagePool(60), PAGE), Options(4, 512)), Device(PAGE)
     for request in chains(3, 400, 5):
         scheduler.submit(request)
@@ -354,14 +365,14 @@ def test_who_waits_for_a_prefix_goes_on_when_it_is_aborted() -> None:
     assert names == ["1", "1", "1", "2"]
 
 
-def test_a_burst_waits_in_order() -> None:
+def test_requests_are_served_in_order_of_arrival() -> None:
     requests = [Request(str(i), (i,), 10) for i in range(160)]
     served = Served(requests, Options(16, 64), 64)
     served.check(requests)
     assert list(served.ended) == sorted(served.ended, key=int)
 
 
-def test_what_is_aborted_or_refused_leaves_nothing_and_others_go_on() -> None:
+def test_an_aborted_or_failed_request_leaks_nothing_and_others_continue() -> None:
     scheduler, device = Scheduler(PagedCache(PagePool(40), PAGE), Options(4, 256, steps=1)), Device(PAGE)
     requests = [Request(str(i), (i, *range(i * 7)), 30) for i in range(8)]
     for request in requests:
@@ -377,7 +388,7 @@ def test_what_is_aborted_or_refused_leaves_nothing_and_others_go_on() -> None:
             assert scheduler.abort("1") and scheduler.abort("7") and not scheduler.abort("unknown")
         if step == 8:
             results["2"] = replace(results["2"], tokens=(), ended="logits are not numbers")
-        for each in scheduler.took(iteration, results):
+        for each in scheduler.update(iteration, results):
             tokens[each.name] += each.tokens
             ended |= {each.name: each.ended} if each.ended else {}
     assert ended.pop("2") == "logits are not numbers"
@@ -389,14 +400,14 @@ def test_what_is_aborted_or_refused_leaves_nothing_and_others_go_on() -> None:
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        (Request("a", (), 4), "has 0 prompt tokens and asks for 4: at least one of each"),
-        (Request("a", (1,), 0), "has 1 prompt tokens and asks for 0: at least one of each"),
-        (Request("a", (1,) * 60, 10), "has 60 prompt tokens and asks for 10 more, but a sequence has at most 64"),
+        (Request("a", (), 4), "has 0 prompt tokens and max_tokens=4: both must be positive"),
+        (Request("a", (1,), 0), "has 1 prompt tokens and max_tokens=0: both must be positive"),
+        (Request("a", (1,) * 60, 10), "has 60 prompt tokens and max_tokens=10, but a sequence has at most 64"),
         (Request("a", (1,) * 50, 10), "may need 4 pages of 16 tokens, but the cache has 3"),
-        (Request("there", (1,), 1), "request 'there' is under way already"),
+        (Request("there", (1,), 1), "request 'there' is running already"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused(request_: Request, why: str) -> None:
+def test_a_request_that_can_never_be_served_is_refused(request_: Request, why: str) -> None:
     scheduler = Scheduler(PagedCache(PagePool(3), PAGE), Options(2, 64))
     scheduler.submit(Request("there", (1,), 1))
     with pytest.raises(InferenceError, match=why):
@@ -404,25 +415,25 @@ def test_a_request_that_cannot_be_served_is_refused(request_: Request, why: str)
     assert scheduler.num_waiting == 1
 
 
-# -- proposals and stop strings ---------------------------------------------------------------
+# -- speculative decoding and stop strings ----------------------------------------------------
 
 
-def test_n_grams_are_found_where_they_stood_last() -> None:
-    asked = [[1, 2, 3, 9, 1, 2, 4, 9, 1, 2], [5, 1, 2, 3, 4, 7, 8, 3, 4, 6, 1, 2, 3, 4], [1, 2, 3], []]
-    guesses = NGram().propose([Asked(slot, tokens, 3) for slot, tokens in enumerate(asked)])
-    assert guesses == [[4, 9, 1], [7, 8, 3], [], []], "the longest end first, and where it stood last"
+def test_n_gram_proposes_the_continuation_of_the_longest_and_latest_match() -> None:
+    sequences = [[1, 2, 3, 9, 1, 2, 4, 9, 1, 2], [5, 1, 2, 3, 4, 7, 8, 3, 4, 6, 1, 2, 3, 4], [1, 2, 3], []]
+    drafts = NGram().propose([DraftRequest(slot, tokens, 3) for slot, tokens in enumerate(sequences)])
+    assert drafts == [[4, 9, 1], [7, 8, 3], [], []]
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_what_is_guessed_right_takes_fewer_iterations(ahead: int) -> None:
-    """All are asked at once, with what is known; so what is on its way is waited for."""
+def test_correct_draft_tokens_save_iterations(ahead: int) -> None:
+    """The proposer gets all sequences at once, with all of their tokens, so the scheduler waits for results in flight."""
     requests = [Request(str(i), (i, 2, 3), 201) for i in range(3)]
     texts = [[*request.prompt, *generated(request)] for request in requests]
 
-    def guess(tokens: Sequence[int], most: int) -> Sequence[int]:
+    def guess(tokens: Sequence[int], num: int) -> Sequence[int]:
         text = texts[tokens[0]]
-        assert list(tokens) == text[: len(tokens)] and 1 <= most <= 4
-        return text[len(tokens) : len(tokens) + most]
+        assert list(tokens) == text[: len(tokens)] and 1 <= num <= 4
+        return text[len(tokens) : len(tokens) + num]
 
     served = Served(requests, Options(3, 512, num_proposals=4), 64, ahead=ahead, proposer=Guess(guess))
     served.check(requests)
@@ -430,49 +441,49 @@ def test_what_is_guessed_right_takes_fewer_iterations(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_who_guesses_wrong_is_asked_seldom(ahead: int) -> None:
+def test_wrong_draft_tokens_are_verified_rarely(ahead: int) -> None:
     requests = [Request(str(i), (i, 2, 3), 400) for i in range(3)]
-    wrong = Guess(lambda tokens, most: [9] * most)
+    wrong = Guess(lambda tokens, num: [9] * num)
     options = Options(3, 512, num_proposals=4)
-    served = Served(requests, options, 128, ahead=ahead, proposer=wrong, payoff=Payoff(cost=1.5, patience=4))
+    served = Served(requests, options, 128, ahead=ahead, proposer=wrong, policy=SpeculationPolicy(cost=1.5, patience=4))
     served.check(requests)
     verified = sum(iteration.shape.width > 1 for iteration in served.iterations)
     assert 8 <= verified <= 40 and max(iteration.shape.steps for iteration in served.iterations) == 8
 
 
-def test_speculation_is_off_while_it_does_not_pay_and_tried_again() -> None:
-    payoff = Payoff(cost=1.5, patience=4)
+def test_speculation_is_disabled_while_it_does_not_pay_and_tried_again() -> None:
+    policy = SpeculationPolicy(cost=1.5, patience=4)
     for _ in range(50):
-        payoff.verified(8 * 3, 8)
-    assert payoff.is_on and payoff.tokens_per_step == pytest.approx(3.0)
+        policy.record_verified(8 * 3, 8)
+    assert policy.is_enabled and policy.tokens_per_step == pytest.approx(3.0)
     num_verified = 0
     for _ in range(1000):
-        if payoff.is_on:
-            payoff.verified(8, 8)
+        if policy.is_enabled:
+            policy.record_verified(8, 8)
             num_verified += 1
         else:
-            payoff.plain()
-    assert num_verified <= 60, "less and less often while it fails"
-    while not payoff.is_on:
-        payoff.plain()
+            policy.record_plain()
+    assert num_verified <= 60, "trials become rarer while they fail"
+    while not policy.is_enabled:
+        policy.record_plain()
     for _ in range(4):
-        payoff.verified(8 * 3, 8)
-    assert payoff.is_on, "it pays again"
+        policy.record_verified(8 * 3, 8)
+    assert policy.is_enabled, "speculation pays again"
 
 
 @given(
     text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), data=st.data()
 )
-def test_text_ends_before_a_stop_string_however_it_comes(text: str, stops: list[str], data: st.DataObject) -> None:
-    watch, shown = TextUntilStop(stops), ""
+def test_text_ends_before_a_stop_string_however_it_is_split(text: str, stops: list[str], data: st.DataObject) -> None:
+    stopper, shown = TextUntilStop(stops), ""
     rest = text
     while rest:
         num = data.draw(st.integers(1, len(rest)))
-        shown += watch.add(rest[:num])
+        shown += stopper.add(rest[:num])
         rest = rest[num:]
-    shown += watch.end()
+    shown += stopper.end()
     first = min((end for stop in stops if (end := _first_end(text, stop)) is not None), default=None)
-    assert watch.is_stopped == (first is not None)
+    assert stopper.is_stopped == (first is not None)
     if first is None:
         assert shown == text
     else:

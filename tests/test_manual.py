@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 from test_rules import CASES
 
 import autopar
+from autopar.frontend.equations import Equation, LiteralOperand
 from autopar.frontend.from_jaxpr import graph_of
-from autopar.frontend.trace import Equation, LiteralOperand, trace
+from autopar.frontend.tracing import trace
 from autopar.ir.mesh import parse_mesh
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.frontend.trace import trace
+from autopar.frontend.tracing import trace
 
 pytestmark = pytest.mark.contract
 Pick = Callable[[jax.Array, jax.Array], jax.Array]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from jax import lax
 
 from autopar.ir.params import plain_params
+from autopar.rules.control_flow import BORDERS
 from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 from autopar.rules.factors import DimFactors, Rule
 from autopar.rules.node_view import NodeView
@@ -281,3 +284,47 @@ def test_params_become_plain() -> None:
 def test_every_primitive_with_a_rule_has_traits() -> None:
     assert not RULES.keys() - TRAITS.keys()
     assert traits_of("never_heard_of") == Traits()
+
+
+@pytest.mark.parametrize("primitive", sorted({case[0] for case in CASES}))
+def test_traits_agree_with_the_rule(primitive: str) -> None:
+    traits, cases = traits_of(primitive), [case for case in CASES if case[0] == primitive]
+    rules = [rule_of(*case[:4]) for case in cases]
+    assert not traits.terms or any(factor.reduction for rule in rules for factor in rule.factors)
+    assert not traits.independent or any(rule.manual for rule in rules)
+    assert not traits.elementwise or all(rule.pointwise for rule in rules)
+    assert not traits.permutes or all("permutation" in params for _, _, _, params, _ in cases)
+    read = [{f for term in rule.operands for dim in term for f in dim} for rule in rules]
+    assert not traits.uniform or any(len(rule.factors) > len(found) for rule, found in zip(rules, read, strict=True))
+
+
+#: So many tests outside `rules/` are on the name of a primitive or of a loop's piece. May it only shrink: what a pass needs to know
+#: of a primitive is a trait. What stays reads parameters of that one primitive, or is a table of one of XLA's passes.
+MOST_ON_PRIMITIVES, MOST_ON_PIECES = 36, 53
+
+
+def names_tested(module: ast.Module) -> Iterator[list[str]]:
+    """The names in each comparison of a `.primitive` or `.piece`, and in each other collection of two names or more."""
+    compared = set[ast.AST]()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Compare):
+            compared.update(ast.walk(node))
+            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            if not any(side.removesuffix(".name").endswith(("primitive", "piece")) for side in sides):
+                continue
+        elif not isinstance(node, ast.Set | ast.Tuple | ast.List) or node in compared:
+            continue
+        own = ast.walk(node) if isinstance(node, ast.Compare) else node.elts
+        strings = [one.value for one in own if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        named = [name for name in strings if name in TRAITS and name not in ("max", "min", "and", "or")]
+        if named and (isinstance(node, ast.Compare) or 1 < len(named) >= len(node.elts) / 2):
+            yield named
+
+
+def test_modules_outside_the_rules_ask_for_traits_not_names() -> None:
+    package = Path(__file__).parents[1] / "autopar"
+    files = [file for file in package.rglob("*.py") if "rules" not in file.relative_to(package).parts]
+    found = [named for file in files for named in names_tested(ast.parse(file.read_text(encoding="utf-8")))]
+    pieces = [named for named in found if BORDERS.keys() >= set(named)]
+    assert len(found) - len(pieces) <= MOST_ON_PRIMITIVES
+    assert len(pieces) <= MOST_ON_PIECES

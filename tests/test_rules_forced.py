@@ -27,8 +27,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 
+from autopar.frontend.equations import Equation, LiteralOperand
 from autopar.frontend.from_jaxpr import graph_of
-from autopar.frontend.trace import Equation, LiteralOperand, trace
+from autopar.frontend.tracing import trace
 from autopar.inference.kernels.paged_attention import attend_paged
 from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.ir.mesh import MeshShape, parse_mesh

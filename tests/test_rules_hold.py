@@ -21,8 +21,9 @@ import pytest
 from jax import lax
 from programs import PROGRAMS
 
+from autopar.frontend.equations import Equation, LiteralOperand
 from autopar.frontend.from_jaxpr import graph_of
-from autopar.frontend.trace import Equation, LiteralOperand, trace
+from autopar.frontend.tracing import trace
 from autopar.jax_interop import compat as jax_compat
 from autopar.rules.factors import DimFactors, Rule
 from autopar.rules.node_view import NodeView

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.extend.core import Primitive  # noqa: TID251
+from jax.interpreters import mlir  # noqa: TID251
 from rich.console import Console
 from test_rules import Shapes, text
 
 import autopar
-from autopar.errors import RuleError
+from autopar.errors import MicrobatchError, RuleError
 from autopar.report.explain import render_summary
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for, traits_of
@@ -217,3 +219,22 @@ def test_traits_are_registered_with_a_rule() -> None:
     autopar.register_rule("shaped", "a b -> a b")
     assert traits_of("shaped") == Traits()
     assert registered_texts() != before, "kept plans depend on them"
+
+
+def test_a_pass_goes_by_the_traits_of_a_primitive_of_ones_own() -> None:
+    summed_rows = Primitive("summed_rows")
+    summed_rows.def_impl(lambda x: jnp.sum(x, 0))
+    summed_rows.def_abstract_eval(lambda x: x.update(shape=x.shape[1:]))
+    mlir.register_lowering(summed_rows, mlir.lower_fun(lambda x: jnp.sum(x, 0), multiple_results=False))
+
+    def step(weight: jax.Array, batch: jax.Array) -> jax.Array:
+        return weight - 0.1 * summed_rows.bind(jnp.tanh(batch * weight))
+
+    args = np.zeros(256, np.float32), np.ones((64, 256), np.float32)
+    autopar.register_rule("summed_rows", "b d -> d")
+    with pytest.raises(MicrobatchError, match="summed_rows"):
+        autopar.plan(step, *args, mesh="x=8", hardware="h100-sxm", num_microbatches=2)
+    autopar.register_rule("summed_rows", "b d -> d", traits=Traits(terms=True))
+    plan = autopar.plan(step, *args, mesh="x=8", hardware="h100-sxm", num_microbatches=2)
+    got = autopar.parallelize(step, plan=plan)(*args)
+    np.testing.assert_allclose(got, step(*map(jnp.asarray, args)), rtol=1e-5)

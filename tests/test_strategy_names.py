@@ -21,8 +21,9 @@ def planned(program: programs.Program, hardware: str = "h100-sxm", **options: An
     return autopar.plan(program.step, *program.abstract_args(), hardware=hardware, **options)
 
 
-def bert(**sizes: int) -> programs.Program:
-    return programs.bert_layers(**{"batch": 64, "seq": 64, "hidden": 512, "heads": 8} | sizes)
+def bert(**sizes: Any) -> programs.Program:
+    usual: dict[str, Any] = {"batch": 64, "seq": 64, "hidden": 512, "heads": 8}
+    return programs.bert_layers(**usual | sizes)
 
 
 @pytest.mark.parametrize(

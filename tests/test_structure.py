@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.errors import PinError
-from autopar.frontend.trace import Trace, trace
+from autopar.frontend.trace import Trace
+from autopar.frontend.tracing import trace
 from autopar.plans.plan import Plan
 from autopar.transforms.program import program_of
 from autopar.xla_compiler.compiler import Compiler

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.frontend.flat_jaxpr import module_path, phase_of
-from autopar.frontend.trace import trace
+from autopar.frontend.tracing import trace
 
 
 @pytest.mark.sampled(2)

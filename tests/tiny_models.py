@@ -1,4 +1,4 @@
-"""Small models with random weights in the real format, with a tokenizer of bytes."""
+"""Write small models with random weights in Hugging Face's format, with a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ OPTIONS = Options(num_slots=4, max_length=LENGTH, chunks=((2, 16), (1, 48)), ste
 
 
 def write_model(path: Path, **fields: Any) -> Path:
-    """A model of which the token `BAD` spoils what follows it, and is not generated.
+    """Write a model in which the token `BAD` makes all later logits NaN, and is never generated.
 
     Args:
-        fields: of its configuration, in place of those of `CONFIG`.
+        path: the folder.
+        fields: fields of the configuration that replace those of `CONFIG`.
     """
     write_checkpoint(path, CONFIG | fields)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -49,14 +50,14 @@ def write_model(path: Path, **fields: Any) -> Path:
 
 
 def opened(folder: Path, num_devices: int = 1, **options: Any) -> Engine:
-    """Served on so many devices."""
+    """Open an engine on the first `num_devices` devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("model",))
-    ours: dict[str, Any] = {"mesh": mesh, "options": OPTIONS, "num_pages": 48, "attention": "gather"}
-    return Engine.open(folder, **ours | options)
+    defaults: dict[str, Any] = {"mesh": mesh, "options": OPTIONS, "num_pages": 48, "attention": "gather"}
+    return Engine.open(folder, **defaults | options)
 
 
 def is_idle(engine: Engine) -> bool:
-    """Nothing is held, and every page is somewhere."""
+    """Whether no request runs and no page is held; also checks the pool."""
     engine.pool.check()
     stats = engine.stats
     return (stats.num_waiting, stats.num_running, stats.held_pages) == (0, 0, 0)

@@ -34,6 +34,7 @@ from autopar.jax_interop.partition_spec import partition_spec
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Plan
 from autopar.plans.records import Constraint
+from autopar.rules.table import traits_of
 from autopar.runtime.registered_collectives import Through, steps_of
 from autopar.runtime.xla_options import compiler_options
 from autopar.system.text_tables import short_source
@@ -41,8 +42,6 @@ from autopar.system.units import human_bytes, human_seconds, printable
 from autopar.transforms.program import Program, program_of_call
 from autopar.version import __version__
 
-#: Operations whose results an expert would constrain, because the SPMD partitioner has a choice there.
-_CHOICES = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "ragged_dot_general", "sort")
 _COPIED_FROM = "# The rest of this file is the same for every plan.\n"
 _WIDTH = 118
 
@@ -159,7 +158,8 @@ def _inside(
         if not constraint.by and (n == end or renewed.get(constraint.value) == constraint.shardings[-1]):
             continue  # an output, which `out_shardings` covers
         node = graph.nodes[graph.producers[constraint.value] if n in (None, end) else n]
-        matters = n is not None or node.primitive in _CHOICES
+        traits = traits_of(node.primitive)  # an expert lays out results where the partitioner has a choice
+        matters = n is not None or traits.library or traits.in_place == "scatter" or traits.moves == "indexed"
         if constraint.barrier:
             raise ExportError(
                 f"the plan of `{plan.program.name}` reduces the result of {node.primitive} ({node.path or 'the step'}, at"

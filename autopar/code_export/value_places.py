@@ -17,7 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from autopar.code_export import runtime as export_runtime
 from autopar.errors import ExportError
 from autopar.frontend.equations import Equation
-from autopar.frontend.trace import Trace, trace
+from autopar.frontend.trace import Trace
+from autopar.frontend.tracing import trace
+from autopar.rules.table import traits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +95,4 @@ def _match(marked: Trace, planned: Trace) -> Places:
 
 def _of_scalars(equation: Equation) -> bool:
     """Whether an operation converts a scalar literal."""
-    return equation.primitive == "convert_element_type" and not isinstance(equation.operands[0], int)
+    return traits_of(equation.primitive).casts and not isinstance(equation.operands[0], int)

@@ -18,6 +18,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.rules.factors import DimFactors, Factor
 from autopar.rules.grouping import Group, Work
 from autopar.rules.strategies import Strategy
+from autopar.rules.table import traits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def load_of(group: Group, written: frozenset[int], graph: Graph) -> Load:
     Args:
         written: values of the group that leave it, and so are written to memory.
     """
-    if all(graph.nodes[n].primitive == "reshape" for n in group.nodes):  # the same memory under another shape
+    if all(traits_of(graph.nodes[n].primitive).reshapes for n in group.nodes):  # the same memory under another shape
         return Load(group.factors, (), ())
     values = graph.values
     moved = [(values[r.value].itemsize * values[r.value].repeat, r.value, r.dims) for r in group.reads]

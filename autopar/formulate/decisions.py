@@ -18,9 +18,7 @@ from autopar.ir.graph import Graph, Phase
 from autopar.ir.sharding import TensorSharding
 from autopar.rules.grouping import SMALL_SIZE, Group
 from autopar.rules.strategies import Strategy
-
-#: Nodes by which a loop is given what it holds while it runs.
-HELD_BY_LOOPS = frozenset(["enter_slice", "enter_const"])
+from autopar.rules.table import traits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +216,7 @@ class _Collector:
         counts. What is read otherwise in a trip is gathered there."""
         if not self.with_memory or self.graph.values[value].size <= SMALL_SIZE:
             return False
-        return any(self.graph.nodes[n].primitive in HELD_BY_LOOPS for n, _ in uses)
+        return any(traits_of(self.graph.nodes[n].primitive).held for n, _ in uses)
 
     def _add_copy(
         self,
@@ -286,7 +284,7 @@ class _Collector:
         if decision.kind != "group" or decision.phase == "update":
             return decision.phase == "update"
         group = self.groups[decision.group]
-        if any(self.graph.nodes[n].primitive != "reshape" for n in group.nodes):
+        if not all(traits_of(self.graph.nodes[n].primitive).reshapes for n in group.nodes):
             return False
         readers = {reader for define in group.defines for reader, _, _ in self.readers[define.value]} - {node}
         return bool(readers) and all(map(self._is_update, readers))

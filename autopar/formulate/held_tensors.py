@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.formulate.decisions import HELD_BY_LOOPS, Decisions
+from autopar.formulate.decisions import Decisions
 from autopar.formulate.sharding_lists import ShardingLists, Shardings
 from autopar.ir.device_program import Stored
 from autopar.ir.graph import Graph, Value
 from autopar.ir.mesh import MeshShape
 from autopar.rules.grouping import SMALL_SIZE
+from autopar.rules.table import traits_of
 from autopar.solve.problem import Usage
 
 
@@ -103,13 +104,9 @@ def held_arguments(graph: Graph, made: Mapping[int, tuple[int, Shardings]], mesh
 def _last_uses(graph: Graph) -> dict[int, int]:
     """By value, the last node that reads it, or the last one of the innermost loop that holds it."""
     ends = {n: loop.stop - 1 for loop in reversed(graph.loops) for n in range(loop.start, loop.stop)}
-    last: dict[int, int] = {}
-    for n, node in enumerate(graph.nodes):
-        until = ends.get(n, n) if node.primitive in HELD_BY_LOOPS else n
-        for value in node.operands:
-            if value is not None:
-                last[value] = max(until, last.get(value, 0))
-    for value in graph.outputs:
-        if value is not None:
-            last[value] = len(graph.nodes)
-    return last
+
+    def until(n: int) -> int:
+        return ends.get(n, n) if traits_of(graph.nodes[n].primitive).held else n
+
+    last = {value: max(until(n) for n, _ in users) for value, users in graph.users.items()}
+    return last | {value: len(graph.nodes) for value in graph.outputs if value is not None}

@@ -1,53 +1,39 @@
 """Values that a loop carries and only adds to, from zeros on: gradients that are accumulated, for example.
 
-In: equations and a loop's pieces. Out: the carries that are such sums. A sum that is pending over devices may stay so
+In: a trace and one of its loops. Out: the carries that are such sums. A sum that is pending over devices may stay so
 from trip to trip, and be taken once, after the loop.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-
 import numpy as np
 
-from autopar.frontend.equations import Equation, LiteralOperand, Region
+from autopar.frontend.equations import Atom, LiteralOperand, Region
+from autopar.frontend.trace import Trace
 from autopar.rules.table import traits_of
 
 
-class Sums:
-    """Reads of each value, and who makes it."""
-
-    def __init__(self, equations: Sequence[Equation]) -> None:
-        self.equations = equations
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        self.maker: dict[int, int] = {}
-        for n, equation in enumerate(equations):
-            for value in equation.results:
-                self.maker[value] = n
-            for atom in equation.operands:
-                if isinstance(atom, int):
-                    self.readers[atom].append(n)
-
-    def of(self, region: Region, carries: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Of a loop's carries, as the pieces that they enter and leave by, those that are sums from zero."""
-        return tuple(pair for pair in carries if self._is_sum(*pair))
-
-    def _is_sum(self, enter: int, leave: int) -> bool:
-        (start,), (last,) = self.equations[enter].operands, self.equations[leave].operands
-        (carried,) = self.equations[enter].results
-        if not self._is_zero(start) or not isinstance(last, int) or last not in self.maker:
-            return False
-        added = self.equations[self.maker[last]]
-        reads_once = self.readers[carried] == [self.maker[last]] and self.readers[last] == [leave]
-        return traits_of(added.primitive).adds and reads_once and carried in added.operands
-
-    def _is_zero(self, atom: int | LiteralOperand) -> bool:
-        if isinstance(atom, LiteralOperand):
-            value = np.asarray(atom.value)
-            return value.size == 1 and not np.any(value)
-        maker = self.equations[self.maker[atom]] if atom in self.maker else None
-        return maker is not None and maker.primitive in _OF_ZEROS and self._is_zero(maker.operands[0])
+def sums_of(trace: Trace, region: Region) -> tuple[tuple[int, int], ...]:
+    """Of a loop's carries, as the pieces that they enter and leave by, those that are sums from zero."""
+    return tuple(pair for pair in region.carries(trace.equations) if _is_sum(trace, *pair))
 
 
-_OF_ZEROS = frozenset(["broadcast_in_dim", "convert_element_type", "reshape", "transpose", "enter_const"])
+def _is_sum(trace: Trace, enter: int, leave: int) -> bool:
+    (start,), (last,) = trace.equations[enter].operands, trace.equations[leave].operands
+    (carried,) = trace.equations[enter].results
+    n = trace.producers.get(last) if isinstance(last, int) else None
+    if n is None or not isinstance(last, int) or not _is_zero(trace, start):
+        return False
+    added = trace.equations[n]
+    reads_once = trace.users.get(carried) == [n] and trace.users[last] == [leave]
+    return traits_of(added.primitive).adds and reads_once and carried in added.operands
+
+
+def _is_zero(trace: Trace, atom: Atom) -> bool:
+    if isinstance(atom, LiteralOperand):
+        value = np.asarray(atom.value)
+        return value.size == 1 and not np.any(value)
+    producer = trace.equations[trace.producers[atom]] if atom in trace.producers else None
+    return (
+        producer is not None and traits_of(producer.primitive).linear == "one" and _is_zero(trace, producer.operands[0])
+    )

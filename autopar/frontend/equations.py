@@ -6,8 +6,8 @@ a branch; `items_of` and `laid` turn one form into the other, and `without_dead`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autopar.ir.graph import Phase
@@ -39,6 +39,17 @@ class LiteralOperand:
     value: Any
 
 
+Atom = int | LiteralOperand
+#: What replaces a value. A mapping keeps the values that it lacks.
+Substitution = Mapping[int, Atom] | Callable[[int], Atom]
+
+
+def substituted(atoms: Sequence[Atom], substitution: Substitution) -> tuple[Atom, ...]:
+    """Operands, or a program's results, with values replaced."""
+    of = substitution if callable(substitution) else lambda value: substitution.get(value, value)
+    return tuple(of(atom) if isinstance(atom, int) else atom for atom in atoms)
+
+
 @dataclass(frozen=True, slots=True)
 class Equation:
     """One primitive application, or one piece of a region; operands and results are positions in `Trace.avals`.
@@ -50,7 +61,7 @@ class Equation:
     """
 
     source: Any  # JAX's own equation: primitive, parameters, context
-    operands: tuple[int | LiteralOperand, ...]
+    operands: tuple[Atom, ...]
     results: tuple[int, ...]
     name_stack: Any
     path: str
@@ -64,6 +75,11 @@ class Equation:
         return self.piece or self.source.primitive.name
 
     @property
+    def params_text(self) -> str:
+        """Its parameters as text, the same for equal ones."""
+        return repr(sorted(self.source.params.items(), key=lambda item: item[0]))
+
+    @property
     def reads(self) -> tuple[int, ...]:
         """The values among its operands."""
         return tuple(v for v in self.operands if isinstance(v, int))
@@ -71,6 +87,10 @@ class Equation:
     @property
     def effects(self) -> bool:
         return bool(self.source.effects) and self.piece is None
+
+    def reading(self, substitution: Substitution, **changes: Any) -> Equation:
+        """The equation with operands replaced, and `changes` to other fields."""
+        return replace(self, operands=substituted(self.operands, substitution), **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +122,12 @@ class Region:
             elif section == (0 if equations[n].piece == "predicate" else len(self.sections) - 1):
                 yield n, 0
 
+    def carries(self, equations: Sequence[Equation]) -> tuple[tuple[int, int], ...]:
+        """For each value that a loop carries, the pieces by which it enters and leaves."""
+        enters = (n for n in range(*self.enter) if equations[n].piece == "enter_carry")
+        leaves = (n for n in range(*self.exit) if equations[n].piece == "exit_carry")
+        return tuple(zip(enters, leaves, strict=True))
+
 
 @dataclass(slots=True)
 class Nest:
@@ -109,9 +135,9 @@ class Nest:
 
     kind: RegionKind
     source: Any
-    enter: list[Equation]
-    sections: list[list[Equation | Nest]]
-    exit: list[Equation]
+    enter: list[Equation] = field(default_factory=list)
+    sections: list[list[Equation | Nest]] = field(default_factory=list)
+    exit: list[Equation] = field(default_factory=list)
 
 
 Item = Equation | Nest
@@ -148,7 +174,7 @@ def _living(nest: Nest, live: set[int]) -> Nest | None:
     if nest.kind == "barrier":
         enter = [piece for piece in nest.enter if piece.results[0] in live]
         live.update(v for piece in enter for v in piece.reads)
-        return Nest(nest.kind, nest.source, enter, [], []) if enter else None
+        return Nest(nest.kind, nest.source, enter) if enter else None
     acts = nest.source.effects or any(equation.effects for equation in equations_of(nest))
     if not acts and not any(r in live for piece in nest.exit for r in piece.results):
         return None

@@ -1,7 +1,6 @@
 """A program as one list of equations, loops and branches laid open in it.
 
-In: a jaxpr, opened by `trace`. Out: `Equation`s over numbered values, and `Region`s that say which of them are
-the body of a loop, or a branch. Calls are inlined. What has a program of its own (`scan`, `while`, `cond`) stands
+In: a jaxpr, opened by `trace`. Out: `Equation`s over numbered values, and `Nest`s that are loops or branches. Calls are inlined. What has a program of its own (`scan`, `while`, `cond`) stands
 in the list as its *pieces*: one for each value that goes in, then its sections (a body, the branches), then one
 for each value that comes out. So each tensor that crosses the border of a loop is a decision of its own, the body
 is planned once, and together with all the rest.
@@ -17,52 +16,52 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import EffectError
-from autopar.frontend.equations import (
-    Equation,
-    Item,
-    LiteralOperand,
-    Nest,
-    Piece,
-    Region,
-    laid,
-    without_dead,
-)
+from autopar.frontend.equations import Atom, Equation, LiteralOperand, Nest, Piece
 from autopar.frontend.gather_gradient import as_comparison
+from autopar.frontend.trace_builder import TraceBuilder, inlined
 from autopar.ir.graph import UNKNOWN_TRIPS, Phase
 from autopar.jax_interop import compat as jax_compat
+from autopar.rules.table import traits_of
 
 
 class Flattener:
-    """Collects equations while nested calls are inlined; the one mutable object of this module."""
+    """Appends equations to a builder while nested calls are inlined; the one mutable object of this module."""
 
-    def __init__(self) -> None:
-        self.items: list[Item] = []
-        self.avals: list[Any] = []
-        self.repeats: list[float] = []
-        self.constants: dict[int, Any] = {}
+    def __init__(self, builder: TraceBuilder) -> None:
+        self.builder = builder
         self.zeros: set[int] = set()
         self.repeat = 1.0
 
     def new_value(self, aval: Any) -> int:
         """A fresh value, made as often as what is being flattened runs."""
-        self.avals.append(aval)
-        self.repeats.append(self.repeat)
-        return len(self.avals) - 1
+        return self.builder.new(aval, self.repeat)
 
-    def inline(self, jaxpr: Any, env: dict[Any, Any], outer_stack: Any) -> list[int | LiteralOperand]:
-        """Append a jaxpr's equations. `env` is one call's own: JAX shares `Var`s between calls of a
-        cached jaxpr, so values are numbered afresh each time."""
+    def whole(self, traced: Any) -> tuple[tuple[int, ...], list[Atom]]:
+        """Append the equations of a whole step; its inputs and outputs."""
+        jaxpr, constants = jax_compat.open_jaxpr(traced)
+        env = self._bound(jaxpr, constants)
+        inputs = tuple(self.new_value(v.aval) for v in jaxpr.invars)
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+        return inputs, self.inline(jaxpr, env, None)
 
-        def read(atom: Any) -> int | LiteralOperand:
-            return LiteralOperand(atom.val) if isinstance(atom, jax_compat.Literal) else env[atom]
+    def _bound(self, jaxpr: Any, constants: Sequence[Any]) -> dict[Any, Atom]:
+        """Values for what a jaxpr has closed over."""
+        env: dict[Any, Atom] = {}
+        for var, constant in zip(jax_compat.constant_vars(jaxpr), constants, strict=True):
+            value = env[var] = self.new_value(var.aval)
+            self.builder.constants[value] = constant
+        return env
 
-        for source in jaxpr.eqns:
+    def inline(self, jaxpr: Any, env: dict[Any, Atom], outer_stack: Any) -> list[Atom]:
+        """Append a jaxpr's equations."""
+
+        def append(source: Any, operands: Sequence[Atom]) -> Sequence[Atom]:
             own = jax_compat.name_stack_of(source)
-            stack = own if outer_stack is None else outer_stack + own  # inner stacks are relative
-            operands = tuple(read(atom) for atom in source.invars)
-            results = self._equation(source, operands, stack)
-            env.update(zip(source.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            return self._equation(
+                source, operands, own if outer_stack is None else outer_stack + own
+            )  # inner: relative
+
+        return inlined(jaxpr, env, append)
 
     def _equation(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
         open_as = _REGIONS.get(source.primitive.name)
@@ -77,17 +76,15 @@ class Flattener:
             return self._call(compared, operands, stack)
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)
-        if (source.primitive.name == "broadcast_in_dim" and _is_zero(operands[0])) or (of_zeros and _is_name(source)):
+        is_named = of_zeros and source.primitive.name == "name"  # for `jax.checkpoint`'s policies, and nothing more
+        if is_named or (traits_of(source.primitive.name).uniform and any(map(_is_zero, operands[:1]))):
             self.zeros.update(results)
-        self.items.append(self._made(source, tuple(operands), results, stack))
+        self.builder.add(self._made(source, tuple(operands), results, stack))
         return results
 
-    def _call(self, called: Any, operands: Sequence[Any], stack: Any) -> list[int | LiteralOperand]:
+    def _call(self, called: Any, operands: Sequence[Any], stack: Any) -> list[Atom]:
         jaxpr, constants = jax_compat.open_jaxpr(called)
-        env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-        for var, constant in zip(jax_compat.constant_vars(jaxpr), constants, strict=True):
-            env[var] = self.new_value(var.aval)
-            self.constants[env[var]] = constant
+        env = dict(zip(jaxpr.invars, operands, strict=True)) | self._bound(jaxpr, constants)
         return self.inline(jaxpr, env, stack)
 
     def _made(
@@ -104,7 +101,7 @@ class Flattener:
         trips = float(source.params["length"])
         kinds: list[Piece] = _so_many("enter_const", num_consts) + _so_many("enter_carry", num_carry)
         kinds += _so_many("enter_slice", len(operands) - len(kinds))
-        nest = Nest("scan", source, [], [], [])
+        nest = Nest("scan", source)
         body = source.params["jaxpr"]
         inner = self._enter(
             nest, zip(kinds, operands, jax_compat.open_jaxpr(body)[0].invars, strict=True), stack, trips
@@ -122,7 +119,7 @@ class Flattener:
         invars = [*test.invars[:num_test], *body.invars]
         kinds: list[Piece] = _so_many("enter_const", num_test + num_body)
         kinds += _so_many("enter_carry", len(operands) - len(kinds))
-        nest = Nest("while", source, [], [], [])
+        nest = Nest("while", source)
         inner = self._enter(nest, zip(kinds, operands, invars, strict=True), stack, UNKNOWN_TRIPS)
         carry = inner[num_test + num_body :]
         go_on = self._section(nest, params["cond_jaxpr"], [*inner[:num_test], *carry], stack, UNKNOWN_TRIPS)
@@ -134,7 +131,7 @@ class Flattener:
         """Every branch is planned, and priced as if it ran."""
         branches = source.params["branches"]
         invars = jax_compat.open_jaxpr(branches[0])[0].invars
-        nest = Nest("cond", source, [], [], [])
+        nest = Nest("cond", source)
         nest.enter.append(self._made(source, (operands[0],), (), stack, "index"))
         kinds: list[Piece] = _so_many("enter_branch", len(invars))
         inner = self._enter(nest, zip(kinds, operands[1:], invars, strict=True), stack, 1.0)
@@ -145,9 +142,9 @@ class Flattener:
     def barrier(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
         """Each operand passes by itself. The compiler sees them pass together, in replay."""
         values = [operand for operand in operands if isinstance(operand, int)]
-        passed = {value: self.new_value(self.avals[value]) for value in values}
+        passed = {value: self.new_value(self.builder.avals[value]) for value in values}
         pieces = [self._made(source, (value,), (passed[value],), stack, "barrier") for value in passed]
-        self.items.append(Nest("barrier", source, pieces, [], []))
+        self.builder.add(Nest("barrier", source, pieces))
         return [passed[operand] if isinstance(operand, int) else operand for operand in operands]
 
     def remat(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
@@ -159,11 +156,9 @@ class Flattener:
         inner = [next(passed) if is_barred else o for o, is_barred in zip(operands, barred, strict=True)]
         return self._call(source.params["jaxpr"], inner, stack)
 
-    def _enter(
-        self, nest: Nest, pieces: Iterable[tuple[Piece, Any, Any]], stack: Any, trips: float
-    ) -> list[int | LiteralOperand]:
+    def _enter(self, nest: Nest, pieces: Iterable[tuple[Piece, Any, Any]], stack: Any, trips: float) -> list[Atom]:
         """Pieces that go in. A scalar of the program that no trip changes needs none."""
-        inner: list[int | LiteralOperand] = []
+        inner: list[Atom] = []
         source = nest.source
         for kind, operand, var in pieces:
             if isinstance(operand, LiteralOperand) and kind in ("enter_const", "enter_branch"):
@@ -176,14 +171,10 @@ class Flattener:
                 nest.enter.append(self._made(source, (operand,), (value,), stack, kind))
         return inner
 
-    def _section(
-        self, nest: Nest, jaxpr: Any, operands: Sequence[Any], stack: Any, trips: float
-    ) -> list[int | LiteralOperand]:
-        outside, self.items = self.items, []
-        with _Repeated(self, trips):
+    def _section(self, nest: Nest, jaxpr: Any, operands: Sequence[Any], stack: Any, trips: float) -> list[Atom]:
+        with self.builder.at([]) as items, _Repeated(self, trips):
             outs = self._call(jaxpr, operands, stack)
-        nest.sections.append(self.items)
-        self.items = outside
+        nest.sections.append(items)
         return outs
 
     def _exit(
@@ -199,18 +190,8 @@ class Flattener:
             results.append(self.new_value(next(outvars).aval))
             with _Repeated(self, trips if kind == "exit_stack" else 1.0):
                 nest.exit.append(self._made(nest.source, operand, (results[-1],), stack, kind))
-        self.items.append(nest)
+        self.builder.add(nest)
         return results
-
-    # -- the list ----------------------------------------------------------------------------
-
-    def finished(
-        self, outputs: Iterable[int | LiteralOperand]
-    ) -> tuple[tuple[Equation, ...], tuple[Region, ...], set[int]]:
-        """Equations and regions without what nothing reads, and all values read. An effect always stays."""
-        live = {v for v in outputs if isinstance(v, int)}
-        equations, regions = laid(without_dead(self.items, live))
-        return equations, regions, live
 
 
 _REGIONS: dict[str, Callable[..., Sequence[Any]]] = {
@@ -235,11 +216,6 @@ class _Repeated:
 
     def __exit__(self, *exception: object) -> None:
         self.flattener.repeat = self.before
-
-
-def _is_name(source: Any) -> bool:
-    """Whether it gives a value a name for `jax.checkpoint`'s policies, and does nothing."""
-    return bool(source.primitive.name == "name")
 
 
 def _is_zero(operand: Any) -> bool:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-from autopar.frontend.accumulators import Sums
+from autopar.frontend.accumulators import sums_of
 from autopar.frontend.equations import Equation, Region
 from autopar.frontend.kernel_flops import WORK, counted_work
 from autopar.frontend.trace import Trace
@@ -46,19 +45,14 @@ def _value(aval: Any, repeat: float) -> Value:
 
 
 def _loops(trace: Trace) -> tuple[Loop, ...]:
-    regions = [region for region in trace.regions if region.kind in ("scan", "while")]
-    sums = Sums(trace.equations if regions else ())
-    return tuple(_loop(region, trace.equations, sums) for region in regions)
+    return tuple(_loop(trace, region) for region in trace.regions if region.kind in ("scan", "while"))
 
 
-def _loop(region: Region, equations: Sequence[Equation], sums: Sums) -> Loop:
-    def pieces(span: tuple[int, int], piece: str) -> list[int]:
-        return [n for n in range(*span) if equations[n].piece == piece]
-
-    carries = tuple(zip(pieces(region.enter, "enter_carry"), pieces(region.exit, "exit_carry"), strict=True))
+def _loop(trace: Trace, region: Region) -> Loop:
     trips = float(region.source.params.get("length", UNKNOWN_TRIPS))
-    stacks = tuple(pieces(region.exit, "exit_stack"))
-    return Loop(region.enter[0], region.exit[0], trips, carries, stacks, sums.of(region, carries))
+    stacks = tuple(n for n in range(*region.exit) if trace.equations[n].piece == "exit_stack")
+    carries = region.carries(trace.equations)
+    return Loop(region.enter[0], region.exit[0], trips, carries, stacks, sums_of(trace, region))
 
 
 def _node(equation: Equation) -> Node:

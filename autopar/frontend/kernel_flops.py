@@ -203,7 +203,7 @@ class _Counted:
                 return [int(_SCALARS[name](*values))]
             except (ArithmeticError, ValueError, IndexError):
                 return ()
-        dtype, flops = _flops(equation)
+        dtype, flops = flops_of(equation)
         self.count[dtype] += times * flops  # type: ignore[assignment]
         return ()
 
@@ -276,7 +276,7 @@ def _trips(
     return most
 
 
-def _flops(equation: Any) -> tuple[str, float]:
+def flops_of(equation: Any) -> tuple[str, float]:
     """Operations: of a matrix product, two for each point, by the dtype of its operands; of anything else, one for each
     element."""
     size = float(sum(math.prod(getattr(var.aval, "shape", ())) for var in equation.outvars))

@@ -1,25 +1,20 @@
-"""From a function and abstract arguments to one list of equations.
+"""Represent a traced step as equations over numbered values.
 
-In: a user's step and its arguments (arrays or `ShapeDtypeStruct`s). Out: `Trace`, with every
-nested call inlined, loops and branches laid open, dead equations dropped, values numbered afresh, and
-pytree paths, name stacks and source lines kept. The graph is made from it, and `execute` replays it.
+In: equations and regions, from `trace_builder`. Out: `Trace`. Loops and branches are laid open, and arguments and results have
+their pytree paths. The graph is made from a trace, and a plan is run by replaying it.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 
-from autopar.errors import AutoparError, TraceError
-from autopar.frontend.equations import Equation, LiteralOperand, Region
-from autopar.frontend.flat_jaxpr import Flattener
-from autopar.frontend.pytree_paths import leaf_paths
-from autopar.frontend.step import Step
+from autopar.frontend.equations import Atom, Equation, Region
 from autopar.jax_interop import compat as jax_compat
 
 
@@ -52,91 +47,49 @@ class Trace:
     """
 
     name: str
-    equations: tuple[Equation, ...]
-    regions: tuple[Region, ...]
-    avals: tuple[Any, ...]
-    repeats: tuple[float, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int | LiteralOperand, ...]
-    constants: tuple[tuple[int, Any], ...]
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
     in_tree: Any  # of the positional arguments, a tuple
     out_tree: Any
+    equations: tuple[Equation, ...] = ()
+    regions: tuple[Region, ...] = ()
+    avals: tuple[Any, ...] = ()
+    repeats: tuple[float, ...] = ()
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[Atom, ...] = ()
+    constants: tuple[tuple[int, Any], ...] = ()
     rewritten: tuple[Rewritten, ...] = ()
     microbatches: Any = None
 
     @cached_property
     def producers(self) -> Mapping[int, int]:
-        """Of each value that an equation makes, the equation."""
+        """The equation that makes each value."""
         return {value: n for n, equation in enumerate(self.equations) for value in equation.results}
+
+    @cached_property
+    def users(self) -> Mapping[int, list[int]]:
+        """The equations that read each value, in order; an equation with the value as two operands is listed twice."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for n, equation in enumerate(self.equations):
+            for value in equation.reads:
+                found[value].append(n)
+        return dict(found)
+
+    @cached_property
+    def region_at(self) -> Mapping[int, Region]:
+        """The regions, by their first equations."""
+        return {region.enter[0]: region for region in self.regions}
+
+    def walk(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, Region | None]]:
+        """The equations and whole regions of a span, in order: [start, stop), and the region or None."""
+        end = len(self.equations) if stop is None else stop
+        while start < end:
+            region = self.region_at.get(start)
+            after = start + 1 if region is None else region.exit[1]
+            yield start, after, region
+            start = after
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Shapes and dtypes of the positional arguments."""
         return jax.tree.unflatten(self.in_tree, [jax_compat.shape_struct(self.avals[value]) for value in self.inputs])
-
-
-def trace(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    step: Step | None = None,
-    names: Sequence[str] | None = None,
-    hint: str = "",
-) -> Trace:
-    """Trace a function of positional arguments.
-
-    Args:
-        step: the user's function, where the traced one stands for it.
-        names: of the arguments; by default the step's.
-        hint: more for the user, where JAX cannot trace it.
-
-    Raises:
-        TraceError: where JAX cannot trace it; JAX's own message follows ours.
-        EffectError: where it has an ordered side effect, which JAX runs on one device only.
-    """
-    step = Step.of(function) if step is None else step
-    names = step.bind(args, {}).names if names is None else names
-    try:
-        traced = jax_compat.trace(function, args)
-    except AutoparError:
-        raise
-    except (TypeError, ValueError, jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-        raise TraceError(_trace_help(step, hint, error)) from error
-    flat = Flattener()
-    jaxpr, constants = jax_compat.open_jaxpr(traced.jaxpr)
-    env: dict[Any, int | LiteralOperand] = {}
-    constant_ids = [flat.new_value(v.aval) for v in jax_compat.constant_vars(jaxpr)]
-    env.update(zip(jax_compat.constant_vars(jaxpr), constant_ids, strict=True))
-    inputs = [flat.new_value(v.aval) for v in jaxpr.invars]
-    env.update(zip(jaxpr.invars, inputs, strict=True))
-    outputs = flat.inline(jaxpr, env, None)
-    equations, regions, live = flat.finished(outputs)
-    known = dict(zip(constant_ids, constants, strict=True)) | flat.constants
-    return Trace(
-        name=step.name,
-        equations=equations,
-        regions=regions,
-        avals=tuple(flat.avals),
-        repeats=tuple(flat.repeats),
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        constants=tuple((value, constant) for value, constant in known.items() if value in live),
-        input_paths=tuple(path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, name)),
-        output_paths=leaf_paths(traced.out_info, "out"),
-        in_tree=jax.tree.structure(tuple(args)),
-        out_tree=jax.tree.structure(traced.out_info),
-    )
-
-
-def _trace_help(step: Step, hint: str, error: Exception) -> str:
-    try:
-        where = f" ({inspect.getsourcefile(step.function)}:{inspect.getsourcelines(step.function)[1]})"
-    except (TypeError, OSError):
-        where = ""
-    return (
-        f"JAX could not trace `{step.name}`{where}, so there is nothing to plan. The function must run under `jax.jit`: no"
-        f" Python branches on array values, no side results.{hint}"
-        f" JAX said:\n\n{type(error).__name__}: {error}"
-    )

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from autopar.frontend.kernel_flops import WORK, every_equation, work_of
+from autopar.frontend.kernel_flops import WORK, every_equation, flops_of, work_of
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import tensor_sharding
 
@@ -62,7 +62,7 @@ def shard_map_params(equation: Any) -> dict[str, Any]:
         "out_dims": out_dims,
         "axis_sizes": _axis_sizes(params["mesh"], [tuple(params["newly_manual_axes"])]),
         # Nothing reads them but the fingerprint of plans that were saved before work was told apart by its unit.
-        "flops": sum(_flops(one) * times for one, times in every_equation(jaxpr)),
+        "flops": sum(flops_of(one)[1] * times for one, times in every_equation(jaxpr)),
         WORK: work_of(jaxpr),
         "collectives": tuple(_collective(one, times) for one, times in every_equation(jaxpr) if _is_collective(one)),
     }
@@ -93,15 +93,6 @@ def _axis_sizes(mesh: Any, named: Any) -> tuple[tuple[str, int], ...]:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     axes = {axis for axes in named for axis in axes}
     return tuple((axis, sizes[axis]) for axis in mesh.axis_names if axis in axes)
-
-
-def _flops(equation: Any) -> float:
-    """Operations: of a matrix product, two for each point; of anything else, one for each element."""
-    size = float(sum(math.prod(getattr(var.aval, "shape", ())) for var in equation.outvars))
-    if equation.primitive.name != "dot_general":
-        return size
-    (contracting, _), _ = equation.params["dimension_numbers"]
-    return 2.0 * size * math.prod(equation.invars[0].aval.shape[d] for d in contracting)
 
 
 def _is_collective(equation: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Inference: checkpoints of models, a paged KV cache, continuous batching, planned programs.
+"""Serve decoder-only language models with planned programs: paged KV cache, continuous batching, speculative decoding.
 
-In: a folder with a model, requests.
-Out: tokens and text; plans of an engine for absent devices.
+In: a model's folder, requests.
+Out: tokens and text; plans and predicted figures of an engine on absent devices.
 Imported by: cli.
 """
 

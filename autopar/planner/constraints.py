@@ -20,6 +20,7 @@ from autopar.plans.records import Constraint
 from autopar.rules.control_flow import BORDERS, PINNED
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.rules.indexing import INDEXING
+from autopar.rules.table import traits_of
 
 _Path = tuple[TensorSharding, ...]
 
@@ -129,7 +130,8 @@ def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, spl
     if not scattered or scattered.issuperset(made.unreduced):
         return False
     producer = f.graph.producer(value)
-    return producer is None or producer.primitive not in ("dot_general", "conv_general_dilated")
+    traits = traits_of(producer.primitive if producer is not None else "")
+    return not (traits.contraction and traits.terms)
 
 
 def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constraint, ...]:

@@ -1,6 +1,6 @@
-"""What a plan says of its microbatches.
+"""Record the gradient accumulation of a plan: microbatches, accumulators, notes.
 
-In: a program whose batch is split over time, a mesh. Out: `Microbatches`, notes.
+In: a program whose batch is split into microbatches, a mesh. Out: `Microbatches`, notes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from autopar.transforms.program import Program
 
 
 def microbatches_of(program: Program, mesh: MeshShape, constraints: Sequence[Constraint]) -> Microbatches | None:
-    """What the loop over microbatches sums from trip to trip."""
+    """The microbatches of a program, and the accumulators of its loop over them."""
     source, graph = program.trace.microbatches, program.graph
     if source is None:
         return None
     loops = [region for region in program.trace.regions if region.kind in ("scan", "while")]
-    loop = next(loop for loop, region in zip(graph.loops, loops, strict=True) if region.source is source)
+    # Without a loop everything that depends on the batch is computed before it: nothing is accumulated.
+    loop = next((loop for loop, region in zip(graph.loops, loops, strict=True) if region.source is source), None)
     split = {one.value: one.shardings[-1] for one in constraints if one.node is None}
-    carried = [graph.nodes[leave].results[0] for _, leave in loop.carries]
+    carried = [graph.nodes[leave].results[0] for _, leave in (loop.carries if loop else ())]
     infos = [(graph.values[value], split.get(value, replicated(len(graph.values[value].shape)))) for value in carried]
     return Microbatches(
         count=program.num_microbatches,
@@ -35,7 +36,7 @@ def microbatches_of(program: Program, mesh: MeshShape, constraints: Sequence[Con
 
 
 def _num_examples(program: Program) -> int:
-    """Of the batch; of a stage, which sees one microbatch at a time, of that. It may have one example, and then no dim."""
+    """Examples of the batch; for a stage, of one microbatch, which has no batch dim where it is one example."""
     try:
         return num_examples(program.graph)
     except MicrobatchError:
@@ -45,7 +46,7 @@ def _num_examples(program: Program) -> int:
 
 
 def microbatch_notes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
-    """A microbatch has fewer examples than the batch: perhaps too few to split over devices."""
+    """Note where a microbatch has too few examples to shard over an axis that divides the batch."""
     axes = [size for size in mesh.axis_sizes if size > 1]
     whole = num_examples(program.graph) if program.num_microbatches > 1 else 1
     each = whole // program.num_microbatches

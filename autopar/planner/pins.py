@@ -17,6 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop.partition_spec import tensor_sharding
+from autopar.rules.table import traits_of
 
 
 def meshes_with_pinned_axes(meshes: Sequence[MeshShape], pin: Mapping[str, Any]) -> list[MeshShape]:
@@ -40,7 +41,7 @@ def meshes_of_program(meshes: Sequence[MeshShape], graph: Graph) -> list[MeshSha
     able = list(meshes)
     for node in graph.nodes:
         sizes = dict(node.params.get("axis_sizes", ()))
-        sized = node.primitive == "shard_map"
+        sized = traits_of(node.primitive).opaque
         left = [m for m in able if all(a in m.axis_names and (not sized or m.size(a) == n) for a, n in sizes.items())]
         if sizes and not left:
             known = "; ".join(mesh.describe() for mesh in able[:3])

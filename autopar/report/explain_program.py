@@ -98,6 +98,11 @@ class Explanation:
         """
         write_step(path, self.plan)
 
+    @property
+    def summary(self) -> str:
+        """The head of the report: strategy, certainty, step time and peak memory."""
+        return plain_text(lambda console: render_program_summary(self.plan, console))
+
     def __str__(self) -> str:
         return plain_text(lambda console: _print(self, console))
 

@@ -66,6 +66,11 @@ class StagesExplanation:
         """
         write_timelines(path, self.timeline)
 
+    @property
+    def summary(self) -> str:
+        """The report without the timeline and without the schedules that were rejected."""
+        return plain_text(lambda console: render_stages_summary(self.plan, console))
+
     def __str__(self) -> str:
         return plain_text(lambda console: _print(self, console))
 

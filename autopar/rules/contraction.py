@@ -106,8 +106,9 @@ CONTRACTION: dict[str, RuleFunction] = {
 CONTRACTION_TRAITS = with_traits(
     CONTRACTION,
     {
-        "dot_general": Traits(contraction=True, library=True, linear="either"),
+        "dot_general": Traits(contraction=True, library=True, linear="either", terms=True),
         "ragged_dot_general": Traits(contraction=True, library=True),
-        "paged_attention": Traits(library=True),
+        "symmetric_product": Traits(independent=True),
+        "paged_attention": Traits(library=True, independent=True),
     },
 )

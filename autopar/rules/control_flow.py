@@ -97,5 +97,10 @@ BORDERS: dict[str, RuleFunction] = {
 
 #: Traits of `PINNED` and `BORDERS`.
 CONTROL_FLOW_TRAITS = with_traits(
-    (*PINNED, *BORDERS), {"sharding_constraint": Traits(view=True), "shard_map": Traits(library=True, opaque=True)}
+    (*PINNED, *BORDERS),
+    {
+        "sharding_constraint": Traits(view=True),
+        "shard_map": Traits(library=True, opaque=True),
+        **dict.fromkeys(("enter_const", "enter_slice"), Traits(linear="one", held=True)),
+    },
 )

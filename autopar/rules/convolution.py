@@ -139,5 +139,6 @@ CONVOLUTION: dict[str, RuleFunction] = {"conv_general_dilated": conv_general_dil
 
 #: Traits of `CONVOLUTION`.
 CONVOLUTION_TRAITS = with_traits(
-    CONVOLUTION, {"conv_general_dilated": Traits(contraction=True, library=True, linear="either")}
+    CONVOLUTION,
+    {"conv_general_dilated": Traits(contraction=True, library=True, linear="either", terms=True, independent=True)},
 )

@@ -128,21 +128,27 @@ ELEMENTWISE: dict[str, RuleFunction] = {
     "platform_index": partial(_created, flops=0.0),
 }
 
+#: Those with parameters for a sharding, a layout or a key, which are of one shape.
+_OF_ONE_SHAPE = {"layout_constraint", "random_clone", "random_fold_in", "reshard", "xla_metadata_value"}
+_at_any_shape = partial(Traits, elementwise=True)
 #: Traits of `ELEMENTWISE`.
 ELEMENTWISE_TRAITS = with_traits(
     ELEMENTWISE,
     {
-        **dict.fromkeys(("stop_gradient", "reduce_precision", "reshard"), Traits(view=True)),
-        **dict.fromkeys(("bitcast_convert_type", "random_wrap", "random_unwrap"), Traits(view=True)),
-        "copy": Traits(view=True, linear="one", one_to_one=True),
-        "convert_element_type": Traits(linear="one", one_to_one=True),
-        "neg": Traits(linear="one", one_to_one=True),
-        **dict.fromkeys(("real", "imag"), Traits(linear="one")),
-        **dict.fromkeys(("add", "add_any"), Traits(linear="all", adds=True)),
-        "sub": Traits(linear="all"),
-        "mul": Traits(linear="either"),
-        "div": Traits(linear="first"),
-        "iota": Traits(moves=True),
+        **dict.fromkeys((FLOPS_PER_ELEMENT.keys() | {"integer_pow"}) - _OF_ONE_SHAPE, _at_any_shape()),
+        **dict.fromkeys(("stop_gradient", "reduce_precision"), _at_any_shape(view=True)),
+        **dict.fromkeys(("bitcast_convert_type", "random_wrap", "random_unwrap", "reshard"), Traits(view=True)),
+        "copy": _at_any_shape(view=True, linear="one", one_to_one=True),
+        "convert_element_type": _at_any_shape(linear="one", one_to_one=True, casts=True),
+        "neg": _at_any_shape(linear="one", one_to_one=True, scales=True),
+        **dict.fromkeys(("real", "imag"), _at_any_shape(linear="one")),
+        **dict.fromkeys(("add", "add_any"), _at_any_shape(linear="all", adds=True)),
+        "sub": _at_any_shape(linear="all"),
+        "mul": _at_any_shape(linear="either", scales=True),
+        "div": _at_any_shape(linear="first", scales=True),
+        "select_n": _at_any_shape(linear="cases"),
+        "iota": Traits(moves="fixed"),
+        "empty": Traits(uniform=True),
         "rng_bit_generator": Traits(library=True),
     },
 )

@@ -147,7 +147,9 @@ INDEXING: dict[str, RuleFunction] = {
 INDEXING_TRAITS = with_traits(
     INDEXING,
     {
-        "gather": Traits(linear="first"),
-        **dict.fromkeys((*_COMBINING, "scatter", "scatter-sub"), Traits(in_place="scatter")),
+        "gather": Traits(moves="indexed", linear="first"),
+        **dict.fromkeys(("scatter", "scatter-sub"), Traits(in_place="scatter")),
+        **dict.fromkeys(_COMBINING, Traits(in_place="scatter", terms=True)),
+        "scatter-add": Traits(in_place="scatter", terms=True, linear="written"),
     },
 )

@@ -128,11 +128,13 @@ REDUCTION: dict[str, RuleFunction] = {
 REDUCTION_TRAITS = with_traits(
     REDUCTION,
     {
-        **dict.fromkeys((*_KINDS, "reduce_xor"), Traits(reduces="dims")),
-        "reduce_sum": Traits(reduces="dims", linear="one"),
-        **dict.fromkeys(("argmax", "argmin"), Traits(reduces="position")),
+        **dict.fromkeys(_KINDS, Traits(reduces="dims", terms=True)),
+        "reduce_xor": Traits(reduces="dims"),
+        "reduce_sum": Traits(reduces="dims", terms=True, linear="one"),
+        **dict.fromkeys(("argmax", "argmin"), Traits(reduces="position", independent=True)),
         **dict.fromkeys(_CUMULATIVE, Traits(reduces="running")),
         "cumsum": Traits(reduces="running", linear="one"),
-        **dict.fromkeys(("sort", "top_k", "approx_top_k"), Traits(library=True)),
+        "sort": Traits(library=True),
+        **dict.fromkeys(("top_k", "approx_top_k"), Traits(library=True, independent=True)),
     },
 )

@@ -210,15 +210,15 @@ SHAPE: dict[str, RuleFunction] = {
 SHAPE_TRAITS = with_traits(
     SHAPE,
     {
-        "reshape": Traits(view=True, linear="one", one_to_one=True),
+        "reshape": Traits(view=True, reshapes=True, linear="one", one_to_one=True),
         "squeeze": Traits(view=True, linear="one", one_to_one=True),
-        "transpose": Traits(moves=True, linear="one", one_to_one=True),
-        **dict.fromkeys(("broadcast_in_dim", "slice", "rev"), Traits(moves=True, linear="one")),
+        "transpose": Traits(moves="fixed", linear="one", one_to_one=True, permutes=True),
+        "broadcast_in_dim": Traits(moves="fixed", linear="one", uniform=True),
+        **dict.fromkeys(("slice", "rev"), Traits(moves="fixed", linear="one")),
         **dict.fromkeys(("split", "tile", "unstack"), Traits(linear="one")),
-        "concatenate": Traits(moves=True, linear="all"),
+        **dict.fromkeys(("concatenate", "pad"), Traits(moves="fixed", linear="all")),
         "stack": Traits(linear="all"),
-        "pad": Traits(moves=True),
-        "dynamic_slice": Traits(linear="first"),
-        "dynamic_update_slice": Traits(in_place="slice"),
+        "dynamic_slice": Traits(moves="indexed", linear="first"),
+        "dynamic_update_slice": Traits(in_place="slice", linear="written"),
     },
 )

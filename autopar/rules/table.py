@@ -33,7 +33,7 @@ RULES: Mapping[str, RuleFunction] = MappingProxyType(
 
 #: Primitives that cannot be split by a rule of ours.
 _RULELESS: Mapping[str, Traits] = {
-    **dict.fromkeys(("expand_dims", "copy_p"), Traits(view=True, linear="one")),
+    **dict.fromkeys(("expand_dims", "copy_p"), Traits(view=True, linear="one", one_to_one=True)),
     "ragged_dot": Traits(contraction=True, library=True),
     **dict.fromkeys(("custom_call", "ffi_call", "pallas_call"), Traits(library=True, opaque=True)),
     **dict.fromkeys(("call_hi_primitive", "pure_callback"), Traits(opaque=True)),

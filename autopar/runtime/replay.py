@@ -24,6 +24,7 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import Plan
 from autopar.plans.records import Awaited, Separate, split_dims
+from autopar.rules.table import traits_of
 from autopar.runtime.manual.region import run_region
 from autopar.runtime.registered_collectives import Through, steps_of
 from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
@@ -71,7 +72,6 @@ class Replay:
             self.awaited[one.node].append(one)
         self.scattered = _scattered_as_read(plan)
         self.manual = {region.node: region for region in plan.regions}
-        self.region_at = {region.enter[0]: region for region in trace.regions}
         self.as_written = as_written(trace, split_dims(plan.constraints))
         separate = (one for one in plan.separate if self.as_written.keys().isdisjoint(one.nodes))
         self.separate = {n: one for one in separate for n in _sums(one, trace)}
@@ -96,16 +96,12 @@ class Replay:
         return Part(self, _Scope({**dict(self.trace.constants), **given}, forgets=False))
 
     def _span(self, scope: _Scope, start: int, stop: int) -> None:
-        n = start
-        while n < stop:
-            region = self.region_at.get(n)
+        for n, after, region in self.trace.walk(start, stop):
             if region is None:
                 self._equation(scope, n)
-                n += 1
             else:
                 self._region(scope, region)
-                n = region.exit[1]
-            for position in self.remaining.get(n - 1, ()) if scope.forgets else ():
+            for position in self.remaining.get(after - 1, ()) if scope.forgets else ():
                 scope.values.pop(position, None)
                 scope.resharded.pop(position, None)
 
@@ -139,7 +135,7 @@ class Replay:
             return run_shard_map(equation.source, operands, self.mesh)
         if equation.primitive in ("sharding_constraint", "reshard"):  # the plan says the same, over its own mesh
             return operands
-        if equation.primitive == "dynamic_update_slice" and self.is_on_cpu:
+        if self.is_on_cpu and traits_of(equation.primitive).in_place == "slice":
             # XLA's CPU compiler fuses an update with a slice of a microbatch in place, and then reads what it has
             # written. Behind a barrier the update is in memory first.
             operands = [operands[0], jax.lax.optimization_barrier(operands[1]), *operands[2:]]
@@ -158,7 +154,7 @@ class Replay:
         """The values from which a separate sum is computed."""
         found, left = set[int](), [n]
         while left:
-            atoms = [atom for atom in self.trace.equations[left.pop()].operands if isinstance(atom, int)]
+            atoms = self.trace.equations[left.pop()].reads
             inside = [atom for atom in atoms if self.trace.producers.get(atom) in one.nodes]
             left += [self.trace.producers[atom] for atom in inside]
             found.update(set(atoms) - set(inside))
@@ -422,7 +418,7 @@ def _axes(sharding: TensorSharding) -> set[str]:
 
 def _sums(one: Separate, trace: Trace) -> list[int]:
     """The equations among those that none of them reads."""
-    read = {atom for n in one.nodes for atom in trace.equations[n].operands if isinstance(atom, int)}
+    read = {value for n in one.nodes for value in trace.equations[n].reads}
     return [n for n in one.nodes if read.isdisjoint(trace.equations[n].results)]
 
 
@@ -432,11 +428,7 @@ def _last_reads(trace: Trace, awaited: Sequence[Awaited], behind: Mapping[int, s
     Args:
         behind: of separate sums, what they are computed from.
     """
-    last: dict[int, int] = {}
-    for n, equation in enumerate(trace.equations):
-        for atom in equation.operands:
-            if isinstance(atom, int):
-                last[atom] = n
+    last = {value: users[-1] for value, users in trace.users.items()}
     for one in awaited:
         last |= {value: max(last.get(value, 0), one.node) for value in one.values}
     for n, values in behind.items():

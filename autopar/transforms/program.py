@@ -20,7 +20,8 @@ from autopar.frontend.from_jaxpr import graph_of
 from autopar.frontend.kernel_flops import WORK
 from autopar.frontend.sharding_metadata import Annotation
 from autopar.frontend.step import Step
-from autopar.frontend.trace import Trace, trace
+from autopar.frontend.trace import Trace
+from autopar.frontend.tracing import trace
 from autopar.ir.graph import Graph
 from autopar.ir.verifier import check
 from autopar.jax_interop.compat import shape_struct

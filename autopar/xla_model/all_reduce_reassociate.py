@@ -59,10 +59,11 @@ class AllReduceReassociate:
             (*reversed(operands), node.operands[1]),
         ):
             one = self.b.program.instructions[at]
-            if one.primitive != "scatter-add" or value is None or len(self.b.users.get(value, ())) != 1:
+            if not traits_of(one.primitive).scatters_sum or value is None or len(self.b.users.get(value, ())) != 1:
                 continue
             zeros = next(iter(one.operands))
-            if self.b.program.instructions[zeros].primitive != "broadcast_in_dim" or zeros == other or other > at:
+            is_uniform = traits_of(self.b.program.instructions[zeros].primitive).uniform
+            if not is_uniform or zeros == other or other > at:
                 continue
             del one.operands[zeros]
             one.operands = {other: 1.0, **one.operands}
@@ -135,11 +136,10 @@ class AllReduceReassociate:
     def _unary(self, value: int) -> int | None:
         """The operand of the cast or transpose that produces a value; None for other producers."""
         node = self.b.graph.producer(value)
-        return (
-            node.operands[0] if node is not None and node.primitive in ("convert_element_type", "transpose") else None
-        )
+        traits = traits_of(node.primitive if node is not None else "")
+        return node.operands[0] if node is not None and (traits.casts or traits.permutes) else None
 
 
 def _composed(order: tuple[int, ...], node: Node) -> tuple[int, ...]:
     """A permutation of a node's result dims as one of its operand's dims."""
-    return tuple(node.params["permutation"][d] for d in order) if node.primitive == "transpose" else order
+    return tuple(node.params["permutation"][d] for d in order) if traits_of(node.primitive).permutes else order

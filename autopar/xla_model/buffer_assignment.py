@@ -23,21 +23,6 @@ from autopar.xla_model.kernels import Fused, num_blocks
 from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
 
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
-#: Loops that read their operands at other positions than those they write.
-_MOVES = frozenset(
-    [
-        "broadcast_in_dim",
-        "transpose",
-        "slice",
-        "dynamic_slice",
-        "cut",
-        "pad",
-        "gather",
-        "concatenate",
-        "rev",
-        "iota",
-    ]
-)
 
 
 def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bool = True) -> DeviceProgram:
@@ -251,7 +236,7 @@ class _Builder:
                 continue
             one = self.instructions[at]
             flops += here * self._flops(one)
-            moves = one.kind != "loop" or one.primitive in _MOVES
+            moves = one.kind != "loop" or one.primitive == "cut" or traits_of(one.primitive).moves
             for operand, read in one.operands.items():
                 read /= EXPANDED.get(one.primitive, 1.0)
                 if moves or read != 1.0:  # a smaller operand is broadcast

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from autopar.ir.device_program import Gemm
 from autopar.ir.graph import Node, Value
+from autopar.rules.table import traits_of
 from autopar.xla_model.instruction_kinds import is_outer_product
 from autopar.xla_model.local_program import Instruction
 from autopar.xla_model.partition_builder import PartitionBuilder
@@ -24,7 +25,18 @@ class DotOperands:
         self.b = builder
         self.laid_out: dict[int, int] = {}
 
-    def in_batch_order(self, n: int, node: Node, index: int, at: int) -> int:
+    def prepared(
+        self, n: int, node: Node, operands: list[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """The operands of an unfusible kernel, with the copies that a matmul needs."""
+        if node.primitive == "ragged_dot_general":
+            return self._masked_rows(n, node, operands, shapes[0])
+        if node.primitive == "dot_general":
+            operands = [(self._in_batch_order(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
+            return [(self._masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
+        return operands
+
+    def _in_batch_order(self, n: int, node: Node, index: int, at: int) -> int:
         """Transpose a matmul's operand so that its batch dims are outermost, once for all users."""
         _, batch = node.params["dimension_numbers"]
         dims = batch[index]
@@ -54,13 +66,14 @@ class DotOperands:
     def _only_operand(self, at: int) -> int | None:
         """The one full-size operand of an elementwise operation whose other operands are scalars."""
         one = self.b.program.instructions[at]
-        if one.primitive not in ("convert_element_type", "mul", "div", "neg") or not one.operands:
+        traits = traits_of(one.primitive)
+        if not (traits.casts or traits.scales) or not one.operands:
             return None
         full = [o for o in one.operands if self.b.program.instructions[o].elements == one.elements]
         small = all(o in full or self.b.program.instructions[o].elements <= 1.0 for o in one.operands)
         return full[0] if len(full) == 1 and small else None
 
-    def masked(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
+    def _masked(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
         """Add a copy of a matmul's operand with zeroed padding, where a contracting dim is sharded unevenly."""
         contracting, _ = node.params["dimension_numbers"]
         value = node.operands[index]
@@ -74,7 +87,7 @@ class DotOperands:
         )
         return self.b.add(copy)
 
-    def masked_rows(
+    def _masked_rows(
         self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], result: tuple[int, ...]
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Add the masked copies of a ragged dot's operands, one per group; equal copies are shared."""

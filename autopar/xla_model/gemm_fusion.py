@@ -8,28 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.rules.table import traits_of
 from autopar.xla_model.kernels import Kernels
 
 _TOLERATED_BYTES = 1024  # an operation may read this much more than it writes and still fuse into a matmul
-#: Primitives that a matmul's prologue computes.
-_READ_THROUGH = frozenset(
-    [
-        "convert_element_type",
-        "mul",
-        "div",
-        "neg",
-        "abs",
-        "max",
-        "min",
-        "exp",
-        "log",
-        "tanh",
-        "sqrt",
-        "rsqrt",
-        "slice",
-        "integer_pow",
-    ]
-)
+#: Primitives that a matmul's prologue computes, besides casts and scalings.
+_READ_THROUGH = frozenset(["abs", "max", "min", "exp", "log", "tanh", "sqrt", "rsqrt", "slice", "integer_pow"])
 
 
 def fuse_into_gemms(kernels: Kernels) -> None:
@@ -61,7 +45,8 @@ class _GemmFusion:
     def _read_through(self, at: int) -> int | None:
         """The largest operand of an instruction that fuses into a matmul's prologue; None for other instructions."""
         one = self.all.instructions[at]
-        if one.kind != "loop" or one.primitive not in _READ_THROUGH:
+        traits = traits_of(one.primitive)
+        if one.kind != "loop" or not (traits.casts or traits.scales or one.primitive in _READ_THROUGH):
             return None
         read = sum(self.all.instructions[o].num_bytes for o in one.operands)
         if not one.operands or read - one.num_bytes > _TOLERATED_BYTES:
@@ -80,7 +65,7 @@ class _GemmFusion:
         self._cast_before_transpose(i)
         while (epilogue := self.all.only_user(i)) is not None:
             one = self.all.instructions[epilogue]
-            narrower = one.primitive in ("convert_element_type", "slice") and len(one.operands) == 1
+            narrower = (traits_of(one.primitive).casts or one.primitive == "slice") and len(one.operands) == 1
             scaled = self._is_scaling(epilogue) and self._is_cast_at_once(epilogue)
             if one.kind != "loop" or not (narrower or scaled) or one.num_bytes > self.all.instructions[i].num_bytes:
                 return
@@ -108,13 +93,13 @@ class _GemmFusion:
         """Move a narrowing cast of a matmul's result in front of transposes, which become layouts."""
         chain = [i]
         while (after := self.all.only_user(chain[-1])) is not None and (
-            self.all.instructions[after].primitive == "transpose" or self._is_scaling(after)
+            self._is_transpose(after) or self._is_scaling(after)
         ):
             chain.append(after)
         if after is None or not self._narrows(after):
             return
         places = [*chain[1:], after]
-        moved = [at for at in places if self.all.instructions[at].primitive == "transpose"]
+        moved = [at for at in places if self._is_transpose(at)]
         order = [at for at in places if at not in moved] + moved
         read = dict(zip(places, chain, strict=True))
         cast, ones = (
@@ -125,15 +110,18 @@ class _GemmFusion:
             operands = {read[at] if o == read[was] else o: count for o, count in one.operands.items()}
             for scalar in operands.keys() - {read[at]}:
                 self.all.users[scalar] = self.all.users[scalar] - {was} | {at}
-            narrow = {"num_bytes": cast.num_bytes, "dtype": cast.dtype} if one.primitive == "transpose" else {}
+            narrow = {"num_bytes": cast.num_bytes, "dtype": cast.dtype} if was in moved else {}
             self.all.instructions[at] = replace(one, operands=operands, **narrow)
             self.all.kernels[at].flops, self.all.kernels[at].operands = flops, dict(operands)
+
+    def _is_transpose(self, i: int) -> bool:
+        return traits_of(self.all.instructions[i].primitive).permutes
 
     def _is_scaling(self, i: int) -> bool:
         """Whether an instruction scales one large operand by a scalar."""
         one = self.all.instructions[i]
         large = [o for o in one.operands if self.all.instructions[o].elements > 1]
-        return one.kind == "loop" and one.primitive in ("mul", "div", "neg") and len(large) == 1
+        return one.kind == "loop" and traits_of(one.primitive).scales and len(large) == 1
 
     def _is_cast_at_once(self, i: int) -> bool:
         """Whether the only user of an instruction is a cast to fewer bytes, or a scaling followed by one."""
@@ -145,5 +133,5 @@ class _GemmFusion:
     def _narrows(self, i: int) -> bool:
         """Whether an instruction is a cast to fewer bytes."""
         one = self.all.instructions[i]
-        is_cast = one.kind == "loop" and one.primitive == "convert_element_type" and len(one.operands) == 1
+        is_cast = one.kind == "loop" and traits_of(one.primitive).casts and len(one.operands) == 1
         return is_cast and one.num_bytes < sum(self.all.instructions[o].num_bytes for o in one.operands)

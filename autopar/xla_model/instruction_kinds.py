@@ -27,7 +27,7 @@ class InstructionKinds:
             node: the node.
             operands: position of each operand's instruction, and its local shape.
         """
-        name, traits = node.primitive, traits_of(node.primitive)
+        traits = traits_of(node.primitive)
         if is_outer_product(node):
             return "loop"
         if traits.library or node.effect or not node.results or self._is_opaque(node):
@@ -39,11 +39,11 @@ class InstructionKinds:
         result = self.b.graph.values[node.results[0]] if node.results else None
         first = next((self.b.graph.values[v] for v in node.operands if v is not None), None)
         if result is not None and first is not None:
-            if name == "convert_element_type" and result.dtype == first.dtype:
+            if traits.casts and result.dtype == first.dtype:
                 return "alias"
-            if name == "broadcast_in_dim" and result.size == first.size:
+            if traits.uniform and result.size == first.size:
                 return "alias"
-            if name == "transpose" and self._is_layout(node):
+            if traits.permutes and self._is_layout(node):
                 return "alias"
         if traits.reduces:
             return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
@@ -80,7 +80,8 @@ class InstructionKinds:
             user = self.b.graph.nodes[n]
             if user.primitive == "dot_general":
                 continue
-            if user.primitive not in ("reshape", "transpose", "squeeze", "expand_dims"):
+            traits = traits_of(user.primitive)
+            if not (traits.one_to_one and (traits.view or traits.permutes)):
                 return False
             if not self._feeds_dots(user.results[0]):
                 return False

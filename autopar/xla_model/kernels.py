@@ -20,28 +20,8 @@ MOST_OPERANDS = 96
 _PARALLEL = 0.95  # the fraction of the shorter of compute and memory time that overlaps with the longer
 _NEAR_CACHE_SPEEDUP, _CACHE_SPEEDUP = 20.0, 2.5  # XLA's speedup of repeated reads that hit the L1 and the L2 cache
 _LARGE_REDUCTION = 16  # elements reduced to one; XLA emits a smaller reduction like a loop
-#: Primitives that a tiled (Triton) kernel does not compute.
-NOT_TILED = frozenset(
-    [
-        "cut",
-        "pad",
-        "gather",
-        "concatenate",
-        "slice",
-        "dynamic_slice",
-        "scatter-add",
-        "scatter",
-        "rev",
-        "threefry2x32",
-        "random_bits",
-        "reduce_precision",
-        "dynamic_update_slice",
-        "argmax",
-        "argmin",
-        "cumsum",
-        "sort",
-    ]
-)
+#: Primitives that a tiled (Triton) kernel does not compute, besides those that `is_tiled` excludes by traits.
+_NOT_TILED = frozenset(["cut", "slice", "rev", "threefry2x32", "random_bits", "reduce_precision", "sort"])
 
 
 @dataclass(slots=True)
@@ -104,6 +84,13 @@ class Kernels:
     def only_user(self, i: int) -> int | None:
         """The single user of an instruction; None where it has several, or is an output of the step."""
         return next(iter(self.users[i])) if len(self.users[i]) == 1 and i not in self.outputs else None
+
+
+def is_tiled(primitive: str) -> bool:
+    """Whether a tiled kernel can compute an operation."""
+    traits = traits_of(primitive)
+    moves = traits.in_place or traits.joins or traits.moves == "indexed" or traits.reduces in ("position", "running")
+    return not moves and primitive not in _NOT_TILED
 
 
 def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operands: Iterable[int]) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.ir.graph import Graph
+from autopar.rules.table import traits_of
 from autopar.xla_model.kernels import LAUNCH_S, MOST_OPERANDS, Fused, KernelPrice, num_blocks
 from autopar.xla_model.local_program import LocalProgram
 
@@ -103,7 +104,7 @@ class MultiOutputFusion:
         if main.kind == "reduce":
             return main.elements * main.reduces, "reduce", main.reduces
         if main.kind == "loop":
-            return main.elements, "transpose" if main.primitive == "transpose" else "loop", 1.0
+            return main.elements, "transpose" if traits_of(main.primitive).permutes else "loop", 1.0
         return None
 
     def _independent(self, a: int, b: int) -> bool:
@@ -140,7 +141,7 @@ class MultiOutputFusion:
 
     def _fuse_with_user(self, source: int) -> None:
         kernel, one = self.kernels[source], self.instructions[source]
-        moves = any(self.instructions[i].primitive == "transpose" for i in kernel.members)
+        moves = any(traits_of(self.instructions[i].primitive).permutes for i in kernel.members)
         if one.kind != "loop" or kernel.reduces or len(kernel.roots) > 1 or moves:
             return
         users = self._preferred({self.home[user] for user in self.users[source]})

@@ -14,7 +14,7 @@ import heapq
 from collections import defaultdict
 
 from autopar.cost.hardware_profile import HardwareProfile
-from autopar.xla_model.kernels import LAUNCH_S, MOST_OPERANDS, NOT_TILED, Fused, KernelPrice, Kernels, num_blocks
+from autopar.xla_model.kernels import LAUNCH_S, MOST_OPERANDS, Fused, KernelPrice, Kernels, is_tiled, num_blocks
 
 
 class PriorityFusion:
@@ -100,7 +100,7 @@ class PriorityFusion:
             return False
         if self.kernels[i].tiled or self.kernels[j].tiled:
             members = (*self.kernels[i].members, *self.kernels[j].members)
-            if any(self.instructions[m].primitive in NOT_TILED for m in members):
+            if not all(is_tiled(self.instructions[m].primitive) for m in members):
                 return False
         elif self.kernels[i].reduces:  # XLA does not fuse a large reduction into its user
             return False

@@ -6,7 +6,7 @@ uses both. Source: openxla/xla, xla/backends/gpu/transforms/softmax_rewriter_tri
 
 from __future__ import annotations
 
-from autopar.xla_model.kernels import NOT_TILED, Kernels
+from autopar.xla_model.kernels import Kernels, is_tiled
 
 
 def fuse_diamonds(kernels: Kernels) -> None:
@@ -37,7 +37,7 @@ class _SoftmaxRewriter:
     def _closes(self, source: int, user: int, chain: list[int]) -> bool:
         one = self.all.instructions[user]
         whole = one.kind == "loop" and one.elements == self.all.instructions[source].elements
-        return whole and all(self.all.instructions[i].primitive not in NOT_TILED for i in (*chain, user))
+        return whole and all(is_tiled(self.all.instructions[i].primitive) for i in (*chain, user))
 
     def _close(self, source: int, user: int, chain: list[int]) -> None:
         kernel = self.all.kernels[user]

@@ -105,12 +105,9 @@ class _Partitioner:
             for value in node.results:
                 self.b.at[value] = operands[0][0]
             return
-        if node.primitive == "dot_general" and kind == "unfusible":
-            operands = [(self.gemms.in_batch_order(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
-            operands = [(self.gemms.masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         shapes = [self.b.local_shape(v, self.b.sharding(v)) for v in node.results]
-        if node.primitive == "ragged_dot_general":
-            operands = self.gemms.masked_rows(n, node, operands, shapes[0])
+        if kind == "unfusible":
+            operands = self.gemms.prepared(n, node, operands, shapes)
         elements = float(sum(math.prod(s) for s in shapes))
         infos = [self.b.graph.values[v] for v in node.results]
         num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))
@@ -173,9 +170,7 @@ class _Partitioner:
             )
 
     def _utilization(self, node: Node, kind: InstructionKind, elements: float, operand: float) -> float:
-        if kind in ("reduce", "unfusible", "inplace") or operand == 0.0:
-            return 1.0
-        if node.primitive in ("pad", "concatenate"):
+        if kind in ("reduce", "unfusible", "inplace") or operand == 0.0 or traits_of(node.primitive).joins:
             return 1.0
         return elements / operand * EXPANDED.get(node.primitive, 1.0)
 
@@ -200,7 +195,7 @@ class _Partitioner:
         traits = traits_of(node.primitive)
         if traits.contraction or not node.results:
             return self.b.f.profile.flops_per_element("mul", "") if is_outer_product(node) else 0.0
-        if traits.moves:
+        if traits.moves == "fixed":
             return 0.0
         dtype = self.b.graph.values[node.results[0]].dtype
         return self.b.f.profile.flops_per_element(node.primitive, dtype)
@@ -217,7 +212,7 @@ class _Partitioner:
 
     def _once(self, node: Node, operands: tuple[int, ...], instruction: Instruction) -> int:
         """The position of an instruction, which is added unless an identical one without literal operands exists."""
-        literal = any(value is None for value in node.operands) and node.primitive != "convert_element_type"
+        literal = any(value is None for value in node.operands) and not traits_of(node.primitive).casts
         if literal or not operands or instruction.kind not in ("loop", "reduce") or node.effect:
             return self.b.add(instruction)
         key = (node.primitive, operands, repr(sorted(node.params.items())), instruction.elements, instruction.dtype)

@@ -70,5 +70,5 @@ def simulated(lengths: list[int], slots: int = SLOTS, prompt: int = PROMPT) -> S
         if len(on_their_way) > (_AHEAD if iteration is not None else 0):
             done = on_their_way.popleft()
             tokens = (0,) * done.shape.steps
-            scheduler.took(done, {run.name: Result(tokens if run.samples else ()) for run in done.runs})
+            scheduler.update(done, {run.name: Result(tokens if run.samples else ()) for run in done.runs})
     return Simulated(steps, sum(used) / len(used))

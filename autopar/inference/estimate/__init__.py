@@ -1,6 +1,6 @@
-"""An engine planned for absent devices.
+"""Predict latency, throughput and memory of serving a model on absent devices.
 
-In: a model, a hardware profile, a load.
-Out: layouts, latency, throughput, bytes.
+In: a model's configuration, a hardware profile, a workload.
+Out: shardings, TTFT, TPOT, tokens per second, bytes.
 Imported by: cli.
 """

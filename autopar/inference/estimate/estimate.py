@@ -1,8 +1,8 @@
-"""An engine planned for devices that need not be there: into how many replicas to cut them, and what each will do.
+"""Plan the serving of a model on devices that may be absent, and choose the number of replicas.
 
-In: a decoder's configuration, a workload (`PaperInference`), devices. Out: `InferenceOnPaper`: for every number of
-replicas the plans of all programs of one, or why it does not fit; and which number is best by the objective. The programs
-planned are the engine's own, of abstract arrays; no weights are read.
+In: a decoder's configuration, a workload (`PaperInference`), the number of devices. Out: `InferenceOnPaper`: for every
+number of replicas, the plans of a replica's programs and their figures, or why it does not fit; and the best number by the
+objective. The programs are those of the engine, traced with abstract arrays; no weights are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.inference.kv_cache.device_pages import page_bytes
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options
-from autopar.inference.serve.layout import Layout, PlanAlone, Served, laid_out
+from autopar.inference.serve.layout import Layout, PlanOnly, Served, plan_layout
 from autopar.ir.mesh import MeshShape
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.planner.request import Progress, requested_meshes, requested_profile
@@ -32,23 +32,25 @@ from autopar.system.units import human_bytes
 
 Objective = Literal["latency", "throughput"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
-#: Dtypes of weights and cache.
+#: The supported dtypes of weights and cache.
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperInference:
-    """What is to be served, and how.
+    """A model, a serving workload, and an objective.
 
     Args:
-        batch: sequences that run at once in one replica: its slots.
-        prompt, output: tokens of each sequence. max_length: of the longest; by default of these, in whole pages.
-        dtype: of weights and cache; by default what the configuration says, else bfloat16.
-        objective: "latency", the shortest time for each token; or "throughput", most tokens of all devices.
-        ttft_s, tpot_s: bounds: what is slower is not chosen.
+        batch: the slots of a replica, which are the sequences that run at once.
+        prompt, output: the tokens of each prompt, and the tokens generated for it.
+        max_length: the tokens of the longest sequence; by default `prompt + output`, in whole pages.
+        dtype: the dtype of weights and cache; by default the configuration's, else bfloat16.
+        page_size: tokens per page of the KV cache.
+        objective: "latency" minimizes TPOT; "throughput" maximizes the tokens per second of all devices.
+        ttft_s, tpot_s: upper bounds of TTFT and TPOT.
 
     Raises:
-        InferenceError: what cannot be, by name.
+        InferenceError: a field is invalid; the message names it.
     """
 
     config: DecoderConfig
@@ -65,34 +67,34 @@ class PaperInference:
     def __post_init__(self) -> None:
         for name in ("batch", "prompt", "output", "page_size"):
             if getattr(self, name) < 1:
-                raise InferenceError(f"`{name}` is {getattr(self, name)!r}: give a whole number of at least 1")
+                raise InferenceError(f"`{name}` is {getattr(self, name)!r}: give an integer of at least 1")
         needed, most = self.prompt + self.output, self.config.max_positions
         if needed > most:
             raise InferenceError(
-                f"a prompt of {self.prompt:,} tokens and {self.output:,} generated are {needed:,}, and the model was made"
-                f" for {most:,} positions: shorten either"
+                f"a prompt of {self.prompt:,} tokens and an output of {self.output:,} are {needed:,} tokens, but the model"
+                f" has {most:,} positions: shorten either"
             )
         if not self.max_length:
             object.__setattr__(self, "max_length", min(most, -(-needed // self.page_size) * self.page_size))
         if self.max_length > most:
             raise InferenceError(
-                f"max_length is {self.max_length:,}, and the model was made for {most:,} positions: give at most so many"
+                f"max_length is {self.max_length:,}, but the model has {most:,} positions: give at most that many"
             )
         if self.max_length < needed:
             raise InferenceError(
-                f"max_length is {self.max_length:,}, and prompt and output have {needed:,} tokens: give at least so many"
+                f"max_length is {self.max_length:,}, but prompt and output have {needed:,} tokens: give at least that many"
             )
         if not self.dtype:
             known = self.config.dtype in DTYPES
             object.__setattr__(self, "dtype", self.config.dtype if known else "bfloat16")
         if self.dtype not in DTYPES:
-            raise InferenceError(f"`dtype` is {self.dtype!r}: weights and cache can be {', '.join(DTYPES)}")
+            raise InferenceError(f"`dtype` is {self.dtype!r}: give one of {', '.join(DTYPES)}")
         if self.objective not in OBJECTIVES:
-            raise InferenceError(f"`objective` is {self.objective!r}: there are {', '.join(OBJECTIVES)}")
+            raise InferenceError(f"`objective` is {self.objective!r}: give one of {', '.join(OBJECTIVES)}")
 
     @property
     def served(self) -> Served:
-        """What an engine would be opened with."""
+        """The model and the static sizes of its engine."""
         dtype, model = jnp.dtype(self.dtype), Decoder(self.config)
         shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
@@ -102,33 +104,37 @@ class PaperInference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """The devices cut into so many engines.
+    """The devices divided into a number of replicas, each with an engine of its own.
 
     Args:
-        mesh: of one of them.
-        layout, figures: None where one does not fit, and `refused` says why.
+        mesh: the mesh of one replica.
+        layout, figures: the plans and the predicted figures of one replica; None if it does not fit.
+        refused: the reason if a replica does not fit.
     """
 
     num: int
     mesh: MeshShape
-    layout: Layout[PlanAlone] | None = field(default=None, repr=False)
+    layout: Layout[PlanOnly] | None = field(default=None, repr=False)
     figures: ReplicaFigures | None = None
     refused: str = ""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all replicas."""
+        """The tokens per second of all replicas."""
         return 0.0 if self.figures is None else self.num * self.figures.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceOnPaper:
-    """What there is to say.
+    """The predicted figures of serving a model, for every number of replicas.
 
     Args:
-        options: all that was planned. chosen: one of them; `verdicts`: by number of replicas, why the others are not.
-        room_bytes: what a plan may fill of a device.
-        missed: which bound none keeps to; then the one that is nearest is chosen.
+        profile: the hardware. num_devices: the number of devices.
+        room_bytes: the memory of one device that a plan may use.
+        options: the candidates, one for each number of replicas.
+        chosen: the best candidate.
+        verdicts: why each other candidate is not chosen, by its number of replicas.
+        missed: the bounds that the chosen candidate misses, if no candidate meets all bounds; else "".
     """
 
     case: PaperInference
@@ -142,55 +148,55 @@ class InferenceOnPaper:
 
 
 def inference_on_paper(case: PaperInference, *, progress: Progress | None = None, **options: Any) -> InferenceOnPaper:
-    """Plan every number of replicas, and choose.
+    """Plan every number of replicas, and choose the best one.
 
     Args:
-        options: of `autopar.plan`: num_devices, which are cut into replicas; or mesh, which is that of one replica alone;
+        options: options of `autopar.plan`: num_devices, to be divided into replicas, or mesh, for a single replica;
             hardware, memory_budget_bytes, time_limit_s, cache.
 
     Raises:
-        BudgetError: nothing fits. AutoparError: of planning.
+        BudgetError: no number of replicas fits. AutoparError: planning fails.
     """
     profile = requested_profile(options.get("hardware"))
-    given = options.get("memory_budget_bytes")
-    budget = profile.usable_bytes if given is None else float(given)
+    budget = options.get("memory_budget_bytes")
+    budget = profile.usable_bytes if budget is None else float(budget)
     room = MemoryBudget(budget).plan_bytes
     meshes = _meshes(options.get("mesh"), options.get("num_devices"))
-    more = {name: value for name, value in options.items() if name not in ("mesh", "num_devices")}
-    more |= {"hardware": profile, "memory_budget_bytes": budget}
+    planning = {name: value for name, value in options.items() if name not in ("mesh", "num_devices")}
+    planning |= {"hardware": profile, "memory_budget_bytes": budget}
     served, report = case.served, progress or (lambda stage, fraction: None)
-    found = []
+    candidates = []
     for done, (number, mesh) in enumerate(meshes):
-        told = partial(_report, report, _replicas_in_words(number, mesh.num_devices), done, len(meshes))
-        found.append(_planned(case, served, number, mesh, budget, more, told))
+        stage = partial(_report, report, _replicas_text(number, mesh.num_devices), done, len(meshes))
+        candidates.append(_plan_replicas(case, served, number, mesh, budget, planning, stage))
     report("done", 1.0)
-    fitting = [one for one in found if one.figures is not None]
+    fitting = [one for one in candidates if one.figures is not None]
     if not fitting:
-        raise BudgetError(_nothing_fits(served, found, room, profile))
+        raise BudgetError(_nothing_fits(served, candidates, room, profile))
     chosen, missed = choose(case, fitting)
     return InferenceOnPaper(
         case=case,
         profile=profile,
         num_devices=meshes[0][0] * meshes[0][1].num_devices,
         room_bytes=room,
-        options=tuple(found),
+        options=tuple(candidates),
         chosen=chosen,
-        verdicts={one.num: verdict(case, one, chosen) for one in found if one is not chosen},
+        verdicts={one.num: verdict(case, one, chosen) for one in candidates if one is not chosen},
         missed=missed,
     )
 
 
 def _meshes(mesh: Any, num_devices: int | None) -> list[tuple[int, MeshShape]]:
-    """How many replicas, and the mesh of each."""
+    """The candidate numbers of replicas, each with the mesh of one replica."""
     if mesh is not None:
         return [(1, requested_meshes(mesh, num_devices)[0])]
     devices = jax.device_count() if num_devices is None else num_devices
     if devices < 1:
-        raise MeshError(f"{devices} devices: give 1 or more")
+        raise MeshError(f"the number of devices is {devices}: give 1 or more")
     return [(n, MeshShape(("model",), (devices // n,))) for n in range(1, devices + 1) if devices % n == 0]
 
 
-def _planned(
+def _plan_replicas(
     case: PaperInference,
     served: Served,
     number: int,
@@ -199,45 +205,46 @@ def _planned(
     options: Mapping[str, Any],
     progress: Progress,
 ) -> Replicas:
-    least, room = _least_bytes(served), budget * mesh.num_devices
-    if least > room:  # no need to plan, which takes a minute
+    least, room = _min_bytes(served), budget * mesh.num_devices
+    if least > room:  # planning takes a minute, so check this first
         devices = "device has" if mesh.num_devices == 1 else "devices have"
         return Replicas(
             num=number,
             mesh=mesh,
-            refused=f"weights and a cache for one sequence take {human_bytes(least)}, and {mesh.num_devices} {devices}"
+            refused=f"weights and a cache for one sequence take {human_bytes(least)}, but {mesh.num_devices} {devices}"
             f" {human_bytes(room)}",
         )
 
-    def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> PlanAlone:
-        return PlanAlone(plan_of(function, arguments, {**options, "mesh": mesh, "pin": pins}, carry))
+    def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> PlanOnly:
+        return PlanOnly(plan_of(function, arguments, {**options, "mesh": mesh, "pin": pins}, carry))
 
     try:
-        layout = laid_out(served, make, budget, progress=progress)
+        layout = plan_layout(served, make, budget, progress=progress)
     except (BudgetError, InferenceError) as error:
         return Replicas(num=number, mesh=mesh, refused=str(error))
     figures = figures_of(served, layout, case.prompt, case.output, options["hardware"])
     return Replicas(num=number, mesh=mesh, layout=layout, figures=figures)
 
 
-def _least_bytes(served: Served) -> float:
-    """Of weights, and of a cache for one sequence of full length, on all devices of a replica."""
+def _min_bytes(served: Served) -> float:
+    """The bytes of the weights and of a cache for one sequence of full length, over all devices of a replica."""
     config = served.model.config
     page = page_bytes(config.num_layers, served.page_size, config.num_kv_heads, config.head_dim, served.dtype)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(served.params))
     return weights + (served.pages_of_sequence + 1) * page
 
 
-def _nothing_fits(served: Served, found: list[Replicas], room: float, profile: HardwareProfile) -> str:
-    most = max(found, key=lambda one: one.mesh.num_devices)
-    least = math.ceil(_least_bytes(served) / room)
-    more = (
+def _nothing_fits(served: Served, candidates: list[Replicas], room: float, profile: HardwareProfile) -> str:
+    most = max(candidates, key=lambda one: one.mesh.num_devices)
+    least = math.ceil(_min_bytes(served) / room)
+    way_out = (
         f". Use at least {least} devices (by bytes alone), larger ones, a smaller dtype or a shorter max_length"
         if least > most.mesh.num_devices
-        else ""  # it is said already
+        else ""  # `refused` has it
     )
     return (
-        f"the model fits no {profile.name} here, not even one replica on {most.mesh.num_devices}: {most.refused}{more}"
+        f"the model does not fit on {profile.name}, not even as one replica on {most.mesh.num_devices}:"
+        f" {most.refused}{way_out}"
     )
 
 
@@ -245,16 +252,16 @@ def _nothing_fits(served: Served, found: list[Replicas], room: float, profile: H
 
 
 def choose(case: PaperInference, fitting: Sequence[Replicas]) -> tuple[Replicas, str]:
-    """The best of those that keep to the bounds; if none does, the nearest to them, and what is missed."""
-    kept = [one for one in fitting if not _late(case, one)]
-    if kept:
-        return min(kept, key=lambda one: _rank(case, one)), ""
+    """Choose the best candidate that meets the bounds. If none does, choose the nearest, and describe the missed bounds."""
+    valid = [one for one in fitting if not _missed_bounds(case, one)]
+    if valid:
+        return min(valid, key=lambda one: _rank(case, one)), ""
     nearest = min(fitting, key=lambda one: _excess(case, one))
-    return nearest, f"no number of replicas keeps to the bounds; of the nearest, {_late(case, nearest)}"
+    return nearest, f"no number of replicas meets the bounds; of the nearest, {_missed_bounds(case, nearest)}"
 
 
 def _rank(case: PaperInference, one: Replicas) -> tuple[float, float]:
-    """The lower the better; of equals by the other objective."""
+    """The sort key, lower is better: the objective, then the other objective."""
     assert one.figures is not None
     latency, throughput = one.figures.tpot_s, -one.tokens_per_s
     return (latency, throughput) if case.objective == "latency" else (throughput, latency)
@@ -266,8 +273,8 @@ def _seconds_and_bounds(case: PaperInference, one: Replicas) -> list[tuple[str, 
     return [("TTFT", one.figures.ttft_s, case.ttft_s), ("TPOT", loaded, case.tpot_s)]
 
 
-def _late(case: PaperInference, one: Replicas) -> str:
-    """Which bound is missed, in words."""
+def _missed_bounds(case: PaperInference, one: Replicas) -> str:
+    """A description of the bounds that a candidate misses; "" if it meets all."""
     missed = [
         f"{name} is {seconds:.3g} s, the bound {bound:.3g} s"
         for name, seconds, bound in _seconds_and_bounds(case, one)
@@ -281,24 +288,24 @@ def _excess(case: PaperInference, one: Replicas) -> float:
 
 
 def verdict(case: PaperInference, one: Replicas, chosen: Replicas) -> str:
-    """Why it is not the one that is chosen."""
+    """Say why a candidate is not the chosen one."""
     if one.figures is None:
         return one.refused
-    if late := _late(case, one):
-        return late
+    if missed := _missed_bounds(case, one):
+        return missed
     assert chosen.figures is not None
     if case.objective == "latency":
         return f"{one.figures.tpot_s / chosen.figures.tpot_s:.2f} x the TPOT"
     return f"{one.tokens_per_s / chosen.tokens_per_s:.2f} x the tokens/s"
 
 
-def _report(report: Progress, words: str, done: int, num: int, _: str, fraction: float) -> None:
-    report(words, (done + fraction) / num)
+def _report(report: Progress, stage: str, done: int, num: int, _: str, fraction: float) -> None:
+    report(stage, (done + fraction) / num)
 
 
-def _replicas_in_words(number: int, devices: int) -> str:
+def _replicas_text(number: int, devices: int) -> str:
     """
-    >>> _replicas_in_words(1, 8), _replicas_in_words(4, 2)
+    >>> _replicas_text(1, 8), _replicas_text(4, 2)
     ('plan 1 replica on 8 devices', 'plan 4 replicas on 2 devices each')
     """
     each = "" if number == 1 else " each"

@@ -1,7 +1,6 @@
-"""What the plans of an engine's programs say of serving: seconds, bytes, sequences, collectives.
+"""Compute serving figures from the plans of an engine's programs: TTFT, TPOT, throughput, memory, collectives.
 
-In: a `Layout` of plans, the workload, the hardware. Out: `ReplicaFigures`. Seconds are the plans' predictions; nothing is
-planned here.
+In: a `Layout` of plans, the workload, the hardware. Out: `ReplicaFigures`. The times are predictions of the plans.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.schedule.steady_state import num_chunks, steady_state
-from autopar.inference.serve.layout import Layout, PlanAlone, Served
+from autopar.inference.serve.layout import Layout, PlanOnly, Served
 from autopar.plans.plan import Plan
 
 _LAYER = re.compile(r"\blayers_(\d+)(?=/|\.|$)")
@@ -22,14 +21,14 @@ _LAYER = re.compile(r"\blayers_(\d+)(?=/|\.|$)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeParts:
-    """Where the seconds of a decode iteration go, on one device.
+    """The parts of a decode iteration's time on one device.
 
     Args:
-        memory_s: to read the weights, and the pages of all slots at their longest, once.
-        arithmetic_s: products with the weights; beside the reading.
-        collectives_s: that nothing hides.
-        rest_s: of the kernels' time, what is left: each starts, reads and writes intermediates, and writes pages out
-            in a row to read them again.
+        memory_s: the time to read the weights, and the pages of all slots at full length, once.
+        arithmetic_s: the time of the matmuls with the weights, which overlaps with the reads.
+        collectives_s: the exposed time of collectives.
+        rest_s: the remaining time of kernels: launches, reads and writes of intermediates, and the copy of pages to
+            contiguous arrays.
     """
 
     memory_s: float
@@ -39,30 +38,35 @@ class DecodeParts:
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """The name of the largest part."""
         parts = {
             "memory bandwidth": self.memory_s,
             "arithmetic": self.arithmetic_s,
             "collectives": self.collectives_s,
-            "starts of kernels, and intermediates": self.rest_s,
+            "kernel launches and intermediates": self.rest_s,
         }
         return max(parts, key=lambda name: parts[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFigures:
-    """One engine on its own devices. Bytes are of one device.
+    """The predicted figures of one replica. Bytes are per device.
 
     Args:
-        tpot_s: of an iteration in which each slot generates a token; tpot_many_s: for one token of those generated in
-            one call. tpot_loaded_s: between two tokens where requests always wait, prompts computed beside included.
-        ttft_s: of a prompt that finds a slot at once, computed in the longest chunks beside all other slots.
-        tokens_per_s: generated, where requests always wait. mixed: of its iterations, the part with chunks.
-        num_running: sequences at once: the slots, or fewer where the cache has no room for as many.
-        weight_bytes, cache_bytes, temporary_bytes: the last of the program that needs most.
-        num_tokens: that the cache holds. num_longest: sequences of `max_length` that fit at once.
-        per_layer: collectives of a decode iteration in a layer, by kind, where all layers have the same; else an average.
-        outside: those in no layer, by kind.
+        tpot_s: the time of an iteration in which every slot decodes one token.
+        tpot_many_s: the time per token if one call has several decode steps.
+        tpot_loaded_s: the average time between two tokens of a sequence in the steady state, prefill chunks included.
+        ttft_s: the time to the first token of a prompt that gets a slot at once, with prefill in the longest chunks.
+        tokens_per_s: the tokens generated per second in the steady state.
+        mixed: the share of iterations with prefill chunks in the steady state.
+        num_running: the sequences that run at once: the number of slots, or fewer if the cache has too few pages.
+        weight_bytes, cache_bytes: the bytes of weights and of cache.
+        temporary_bytes: temporaries and outputs of the program that needs the most.
+        peak_bytes: the peak memory of the program that needs the most.
+        num_pages, num_tokens: the capacity of the cache in pages and in tokens.
+        num_longest: the number of sequences of `max_length` tokens that fit in the cache.
+        per_layer: the collectives of a decode iteration per layer, by kind; the average if layers differ.
+        outside: the collectives outside of layers, by kind.
     """
 
     tpot_s: float
@@ -85,16 +89,16 @@ class ReplicaFigures:
 
 
 def figures_of(
-    served: Served, layout: Layout[PlanAlone], prompt: int, output: int, profile: HardwareProfile
+    served: Served, layout: Layout[PlanOnly], prompt: int, output: int, profile: HardwareProfile
 ) -> ReplicaFigures:
-    """All that is told of one replica.
+    """Compute the figures of one replica.
 
     Args:
-        prompt, output: tokens of each sequence.
+        prompt, output: the tokens of each prompt and of its output.
     """
     options = served.options
-    plans = {key: made.plan for key, made in layout.programs.items()}
-    decode, many = plans[Shape()], plans[Shape(steps=options.steps)]
+    plans = {key: program.plan for key, program in layout.programs.items()}
+    decode, multi_step = plans[Shape()], plans[Shape(steps=options.steps)]
     rows, length = max(options.chunks, key=lambda chunk: chunk[1])
     plain_s, mixed_s = (plans[key].prediction.step_time_s for key in (Shape(), Shape(rows=rows, length=length)))
     pages_each = -(-(prompt + output) // served.page_size)
@@ -103,7 +107,7 @@ def figures_of(
     per_layer, outside = _collectives(decode, served.model.config.num_layers)
     return ReplicaFigures(
         tpot_s=plain_s,
-        tpot_many_s=many.prediction.step_time_s / options.steps,
+        tpot_many_s=multi_step.prediction.step_time_s / options.steps,
         tpot_loaded_s=steady.iteration_s(plain_s, mixed_s),
         ttft_s=num_chunks(options, prompt) * mixed_s,
         tokens_per_s=steady.tokens_per_s(output, plain_s, mixed_s),
@@ -123,23 +127,23 @@ def figures_of(
 
 
 def bytes_of(plan: Plan, prefix: str) -> float:
-    """Of the inputs whose path begins so, on one device."""
+    """The bytes on one device of the inputs whose path begins with a prefix."""
     return sum(tensor.num_bytes for tensor in plan.inputs if tensor.path.startswith(prefix))
 
 
-def _parts(served: Served, layout: Layout[PlanAlone], decode: Plan, profile: HardwareProfile) -> DecodeParts:
-    looked_up = [] if served.model.config.tied else ["/embed/"]  # of these a row for each token is read
-    looked_up += ["/embed_positions/"]
-    products = [
+def _parts(served: Served, layout: Layout[PlanOnly], decode: Plan, profile: HardwareProfile) -> DecodeParts:
+    lookups = [] if served.model.config.tied else ["/embed/"]  # only one row per token is read of these
+    lookups += ["/embed_positions/"]
+    weights = [
         tensor
         for tensor in decode.inputs
-        if tensor.path.startswith("params/") and not any(name in tensor.path for name in looked_up)
+        if tensor.path.startswith("params/") and not any(name in tensor.path for name in lookups)
     ]
     slots = served.options.num_slots
     pages = slots * served.pages_of_sequence * layout.page_bytes
-    memory = (sum(tensor.num_bytes for tensor in products) + pages) / profile.hbm_bytes_per_s
+    memory = (sum(tensor.num_bytes for tensor in weights) + pages) / profile.hbm_bytes_per_s
     arithmetic = 0.0
-    for tensor in products:
+    for tensor in weights:
         if len(tensor.shape) > 1:
             elements = tensor.sharding.local_size(tensor.shape, decode.mesh)
             arithmetic += 2.0 * slots * elements / profile.matrix_rate(tensor.dtype)
@@ -153,7 +157,7 @@ def _parts(served: Served, layout: Layout[PlanAlone], decode: Plan, profile: Har
 
 
 def _collectives(plan: Plan, num_layers: int) -> tuple[dict[str, float], dict[str, int]]:
-    """Of a step, by kind: of a layer, and of what is in none."""
+    """The collectives of a step by kind: the average per layer, and those outside of layers."""
     inside: Counter[str] = Counter()
     outside: Counter[str] = Counter()
     for use in plan.collectives:

@@ -1,7 +1,6 @@
-"""How a model lies on its devices, in words: weights by kind, cache, logits.
+"""Describe the shardings of a served model: weights by kind, cache, logits.
 
-In: the plan of a decode program. Out: pairs of what and how. The kinds are the decoder's; nothing is known here of how a
-plan comes to be.
+In: the plan of a decode program. Out: pairs of a tensor kind and its sharding, as text.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from collections.abc import Sequence
 
 from autopar.ir.sharding import TensorSharding
 from autopar.plans.plan import Plan
+from autopar.rules.table import traits_of
 
-#: The dims of an array by what its path ends with, the first that fits.
+#: (pattern of the end of a path, names of the dims). The first match counts.
 _DIMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"/(query|key|value)/weight", ("heads", "head dim", "inputs")),
     (r"/(query|key|value)/bias", ("heads", "head dim")),
@@ -26,42 +26,43 @@ _DIMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"pages/\d+/(keys|values)", ("pages", "tokens of a page", "heads", "head dim")),
 )
 _LAYER = re.compile(r"(?<=/)layers_\d+/|(?<=pages/)\d+/")
-_WHOLE = "whole on each"
+_REPLICATED = "replicated"
 
 
-def layout_in_words(plan: Plan) -> list[tuple[str, str]]:
-    """What, and how it is split; what lies alike in all layers is told once.
+def describe_layout(plan: Plan) -> list[tuple[str, str]]:
+    """List tensor kinds with their shardings. Kinds with equal shardings share an entry.
 
     Args:
-        plan: of a program of an engine.
+        plan: the plan of an engine's program.
     """
     kinds: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for tensor in plan.inputs:
         if not tensor.path.startswith(("params/", "resident/pages/")):
             continue
         names = next(dims for pattern, dims in _DIMS if re.search(pattern + "$", tensor.path))
-        how = split_in_words(names, tensor.sharding, plan)
-        kinds[_kind(tensor.path)][how] += 1
-    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for (what, kind), ways in kinds.items():
-        alike[what, _together(ways)].append(kind)
-    rows = [(f"{what}: {', '.join(sorted(names))}", how) for (what, how), names in alike.items()]
-    rows.sort(key=lambda row: (row[0].startswith("cache"), row[1] == _WHOLE, row))
+        text = describe_sharding(names, tensor.sharding, plan)
+        kinds[_kind(tensor.path)][text] += 1
+    equal: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (group, kind), counts in kinds.items():
+        equal[group, _over_layers(counts)].append(kind)
+    rows = [(f"{group}: {', '.join(sorted(names))}", text) for (group, text), names in equal.items()]
+    rows.sort(key=lambda row: (row[0].startswith("cache"), row[1] == _REPLICATED, row))
     return [*rows, *_logits(plan)]
 
 
-def split_in_words(names: Sequence[str], sharding: TensorSharding, plan: Plan) -> str:
-    """Of one tensor, e.g. "heads over 8".
+def describe_sharding(names: Sequence[str], sharding: TensorSharding, plan: Plan) -> str:
+    """Describe the sharding of one tensor, such as "heads over 8".
 
     Args:
-        names: of its dims.
+        names: the names of its dims.
+        plan: the plan, for the sizes of mesh axes.
     """
     parts = [
         f"{name} over {plan.mesh.sizes(axes)}"
         for name, axes in zip(names, sharding.dims, strict=True)
         if plan.mesh.sizes(axes) > 1
     ]
-    return ", ".join(parts) or _WHOLE
+    return ", ".join(parts) or _REPLICATED
 
 
 def _kind(path: str) -> tuple[str, str]:
@@ -75,15 +76,16 @@ def _kind(path: str) -> tuple[str, str]:
     return "weights", owner if leaf == "weight" else f"{owner} ({leaf})"
 
 
-def _together(ways: dict[str, int]) -> str:
-    if len(ways) == 1:
-        return next(iter(ways))
-    return "; ".join(f"{how} in {num} layers" for how, num in ways.items())
+def _over_layers(counts: dict[str, int]) -> str:
+    if len(counts) == 1:
+        return next(iter(counts))
+    return "; ".join(f"{text} in {num} layers" for text, num in counts.items())
 
 
 def _logits(plan: Plan) -> list[tuple[str, str]]:
     for decision in plan.decisions:
-        if decision.kind == "activation" and decision.path.endswith(".logits") and decision.primitive == "dot_general":
+        is_made = decision.kind == "activation" and traits_of(decision.primitive).contraction
+        if is_made and decision.path.endswith(".logits"):
             names = [*["rows"] * (len(decision.shape) - 1), "vocabulary"]
-            return [("logits", split_in_words(names, decision.sharding, plan))]
+            return [("logits", describe_sharding(names, decision.sharding, plan))]
     return []

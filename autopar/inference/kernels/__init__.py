@@ -1,6 +1,6 @@
-"""Paged attention, by back end, and which one to take.
+"""Compute paged attention with one of several backends, and select the fastest.
 
-In: queries, pages, tables.
+In: queries, pages, page tables.
 Out: attention outputs.
 Imported by: the packages of inference above it.
 """

@@ -1,10 +1,10 @@
-"""Attention of new tokens over pages, by the name of what computes it.
+"""Compute paged attention of new tokens with a backend selected by name.
 
 In: queries, the pages of one layer, page tables, positions. Out: `attend_paged`, for use inside a program.
 
-`gather` is the reference, plain JAX that XLA splits by heads and rows as it stands. Others are loops and kernels that it
-would gather the whole pool for, so they are one primitive, `paged_attention`: a plan splits it by rows, tokens and heads of
-the keys, and each device runs it on the heads that it has.
+`gather` is the reference: plain JAX, which XLA's partitioner splits by heads and rows. The other backends are loops and
+kernels, for which the partitioner would gather the whole pool. So they are one primitive, `paged_attention`: a plan splits
+it by rows, tokens and key heads, and each device runs it on its own heads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _blocks(
 
 
 def _pallas(*operands: jax.Array, scale: float) -> jax.Array:
-    """Interpreted where there is no GPU."""
+    """Run the Pallas kernel, in interpret mode if there is no GPU."""
     compiled, interpreted = (
         lambda *arrays, interpret=interpret: paged_kernel.attend(*arrays, scale=scale, interpret=interpret)
         for interpret in (False, True)
@@ -37,26 +37,26 @@ def _pallas(*operands: jax.Array, scale: float) -> jax.Array:
     return jax.lax.platform_dependent(*operands, cuda=compiled, rocm=compiled, default=interpreted)
 
 
-def _always(page_size: int, head_dim: int) -> str | None:
+def _never_refused(page_size: int, head_dim: int) -> str | None:
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One way to compute attention over pages.
+    """One implementation of paged attention.
 
     Args:
-        platforms: of JAX's devices, those that it is of use on.
-        refused: page size, head dim -> why it cannot be, or None.
-        run: queries, keys, values, tables, positions -> attended; None of the reference, which is plain JAX.
+        platforms: the JAX platforms on which it is a candidate.
+        run: (queries, keys, values, tables, positions) -> outputs; None for the reference, which is plain JAX.
+        refused: (page size, head dim) -> why the backend does not support them, or None.
     """
 
     platforms: tuple[str, ...]
     run: Callable[..., jax.Array] | None
-    refused: Callable[[int, int], str | None] = _always
+    refused: Callable[[int, int], str | None] = _never_refused
 
 
-#: By name; the first is the reference.
+#: Backends by name. The first is the reference.
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         "gather": Backend(("cpu", "gpu", "tpu"), None),
@@ -68,10 +68,10 @@ REFERENCE = next(iter(BACKENDS))
 
 
 def backend_named(name: str) -> Backend:
-    """One of `BACKENDS`.
+    """Look up a backend in `BACKENDS`.
 
     Raises:
-        InferenceError: there is none of the name.
+        InferenceError: no backend has this name.
     """
     if name not in BACKENDS:
         raise InferenceError(f"there is no attention backend {name!r}; there are {', '.join(BACKENDS)}")
@@ -87,21 +87,21 @@ def attend_paged(
     *,
     scale: float | None = None,
 ) -> jax.Array:
-    """Each token attends to those of its sequence up to its own position, itself included: they are written before.
+    """Compute causal attention over pages. The keys and values of the new tokens must be in the pages already.
 
     Args:
         backend: a name in `BACKENDS`.
-        queries: `[rows, tokens, heads, head_dim]`; head h reads head h // (heads / kv_heads) of the keys.
-        pages: of one layer, in the queries' dtype or another.
-        tables: int32 `[rows, pages of a sequence]`, filled up with the waste page.
-        positions: int32 `[rows, tokens]`; what comes out where they are negative is of no worth, but a number.
-        scale: of the scores; by default 1 / sqrt(head_dim).
+        queries: `[rows, tokens, heads, head_dim]`. Head h reads key head h // (heads / kv_heads).
+        pages: the pages of one layer, in any float dtype.
+        tables: int32 `[rows, pages of a sequence]`, padded with the scratch page.
+        positions: int32 `[rows, tokens]`. Where they are negative, the output is finite but meaningless.
+        scale: the factor of the scores; by default 1 / sqrt(head_dim).
 
     Returns:
         `[rows, tokens, heads, head_dim]`, in the queries' dtype.
 
     Raises:
-        InferenceError: there is no such backend.
+        InferenceError: no backend has this name.
     """
     if backend_named(backend).run is None:
         keys, values = (each.astype(queries.dtype) for each in kv_pages.gather(pages, tables))

@@ -1,7 +1,7 @@
-"""Which attention backend to use: each that can run here is held against the reference, and timed beside it.
+"""Select an attention backend: compare each candidate with the reference, and time both.
 
-In: the sizes of one device's part of a program. Out: `Chosen`: a name for `attend_paged`, and why it and not the others.
-It is done once, at start-up, on random pages, in which NaNs stand wherever no token is to be read.
+In: the sizes of one device's part of a program. Out: `BackendChoice`: a name for `attend_paged`, and why the others are
+rejected. The selection runs once, at start-up, on random pages with NaNs wherever no token may be read.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ import numpy as np
 from autopar.inference.kernels.paged_attention import BACKENDS, REFERENCE, attend_paged, backend_named
 from autopar.inference.kv_cache.device_pages import KVPages
 
-#: Largest difference from the reference that is rounding alone, by the bytes of an element: of outputs of about 1.
+#: Tolerated difference from the reference, by the bytes of an element, for outputs of about 1: rounding alone.
 _TOLERANCE = {8: 1e-5, 4: 1e-5, 2: 2e-2}
-#: So much faster than the reference a backend has to be: less is noise, and would change with every start.
-_CLEARLY = 1.1
-#: Of the random pages, keys and values: rows share pages beyond that.
-_MOST_BYTES = 256 * 2**20
+#: Speedup over the reference that a backend needs. A smaller one is noise, and the choice would change at every start.
+_MIN_SPEEDUP = 1.1
+#: Size of the random pages, keys and values together. Rows share pages if they need more.
+_MAX_BYTES = 256 * 2**20
 _ROUNDS = 5
-_REPEATS = 8  # in one call, so that its dispatch does not count
-_NUM_DRAWN = 2**20 + 7  # random numbers, which fill all pages by repetition
+_REPEATS = 8  # per call, to amortize its dispatch
+_NUM_DRAWN = 2**20 + 7  # random numbers, repeated to fill all pages
 
 _attend = jax.jit(attend_paged, static_argnums=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Attention of one layer, as one device computes it.
+    """The sizes of one layer's attention on one device.
 
     Args:
-        rows, tokens: of the queries. heads, kv_heads, head_dim: those that the device has.
-        pages_per_sequence: of the longest.
-        dtype: of queries and pages.
-        typical_length: tokens of a sequence, for the timing; by default half of the longest.
+        rows, tokens: the number of rows of queries, and the tokens per row.
+        heads, kv_heads, head_dim: the heads that are on the device, and their size.
+        pages_per_sequence: the pages of the longest sequence.
+        dtype: the dtype of queries and pages.
+        typical_length: the tokens of a sequence for the timing; by default half of the longest.
     """
 
     rows: int
@@ -56,87 +57,87 @@ class Problem:
 
     @property
     def longest(self) -> int:
-        """Tokens."""
+        """The tokens of the longest sequence."""
         return self.page_size * self.pages_per_sequence
 
     @property
     def page_bytes(self) -> int:
-        """Of one page, keys and values."""
+        """The bytes of one page, keys and values together."""
         return 2 * self.page_size * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What to use, and why not the others.
+class BackendChoice:
+    """The backend to use, and why the others are rejected.
 
     Args:
-        name: of the backend, for `attend_paged`.
-        differences: of each that ran, the largest absolute difference from the reference.
-        seconds: of each that was timed, for one call at the typical length.
-        not_taken: of each other candidate, why.
+        name: the backend's name, for `attend_paged`.
+        differences: the largest absolute difference from the reference, for each backend that ran.
+        seconds: the time of one call at the typical length, for each backend that was timed.
+        rejected: the reason, for each other candidate.
     """
 
     name: str
     differences: Mapping[str, float]
     seconds: Mapping[str, float]
-    not_taken: Mapping[str, str]
+    rejected: Mapping[str, str]
 
     def __str__(self) -> str:
-        """One line for each candidate."""
+        """One line per candidate."""
         times = {name: f" ({1e6 * seconds:,.0f} us)" for name, seconds in self.seconds.items()}
         lines = [f"attention by {self.name}{times.get(self.name, '')}"]
         return "\n".join(
-            [*lines, *(f"  not {name}{times.get(name, '')}: {why}" for name, why in self.not_taken.items())]
+            [*lines, *(f"  not {name}{times.get(name, '')}: {why}" for name, why in self.rejected.items())]
         )
 
 
-def choose_backend(problem: Problem, candidates: Sequence[str] | None = None, *, device: Any = None) -> Chosen:
-    """The fastest that is right.
+def choose_backend(problem: Problem, candidates: Sequence[str] | None = None, *, device: Any = None) -> BackendChoice:
+    """Select the fastest correct backend.
 
     Args:
-        candidates: names, beside the reference; by default all that are of use on the device's platform. One that cannot
-            run, raises, is wrong or is not clearly faster is not taken, and it is told why.
-        device: a `jax.Device` to try them on; by default the first.
+        candidates: the names of backends to try besides the reference; by default all that support the device's
+            platform. One that cannot run, raises, is wrong or is not clearly faster than the reference is rejected.
+        device: the `jax.Device` to run on; by default the first.
 
     Raises:
-        InferenceError: a candidate has a name that no backend has.
+        InferenceError: no backend has the name of a candidate.
     """
     device = jax.devices()[0] if device is None else device
     if candidates is None:
         candidates = [name for name, backend in BACKENDS.items() if device.platform in backend.platforms]
-    not_taken = {name: why for name in candidates if (why := _cannot_run(name, problem, device.platform))}
-    tried = [name for name in candidates if name != REFERENCE and name not in not_taken]
+    rejected = {name: why for name in candidates if (why := _cannot_run(name, problem, device.platform))}
+    tried = [name for name in candidates if name != REFERENCE and name not in rejected]
     if not tried:
-        return Chosen(REFERENCE, {}, {}, not_taken)
+        return BackendChoice(REFERENCE, {}, {}, rejected)
     with jax.default_device(device):
-        differences = _differences(problem, tried, not_taken)
-        right = [name for name in tried if name not in not_taken]
-        seconds = _seconds(problem, [REFERENCE, *right], not_taken) if right else {}
-    slow = seconds.get(REFERENCE, math.inf)
+        differences = _differences(problem, tried, rejected)
+        correct = [name for name in tried if name not in rejected]
+        seconds = _seconds(problem, [REFERENCE, *correct], rejected) if correct else {}
+    reference_s = seconds.get(REFERENCE, math.inf)
     name = min(seconds, key=lambda each: seconds[each], default=REFERENCE)
-    name = name if seconds.get(name, slow) * _CLEARLY <= slow else REFERENCE
+    name = name if seconds.get(name, reference_s) * _MIN_SPEEDUP <= reference_s else REFERENCE
     for other in seconds.keys() - {name, REFERENCE}:
-        needed = f"has to be {_CLEARLY} times as fast" if name == REFERENCE else f"{name} is faster"
-        not_taken[other] = f"it is {slow / seconds[other]:.2f} times as fast as {REFERENCE}, and {needed}"
+        why = f"must be {_MIN_SPEEDUP} times as fast" if name == REFERENCE else f"{name} is faster"
+        rejected[other] = f"it is {reference_s / seconds[other]:.2f} times as fast as {REFERENCE}, and {why}"
     if name != REFERENCE and REFERENCE in seconds:
-        not_taken[REFERENCE] = f"{name} is {slow / seconds[name]:.2f} times as fast"
-    return Chosen(name, differences, seconds, not_taken)
+        rejected[REFERENCE] = f"{name} is {reference_s / seconds[name]:.2f} times as fast"
+    return BackendChoice(name, differences, seconds, rejected)
 
 
 def _cannot_run(name: str, problem: Problem, platform: str) -> str:
     backend = backend_named(name)
     if platform not in backend.platforms:
-        return f"it runs on {' and '.join(backend.platforms)}, and this is {platform}"
+        return f"it runs on {' and '.join(backend.platforms)}, and this device is a {platform}"
     return backend.refused(problem.page_size, problem.head_dim) or ""
 
 
 # -- parity --------------------------------------------------------------------------------------
 
 
-def _differences(problem: Problem, names: Sequence[str], not_taken: dict[str, str]) -> dict[str, float]:
-    """Largest differences from the reference, at the precision of the dtype; of those that are wrong or raise, why."""
+def _differences(problem: Problem, names: Sequence[str], rejected: dict[str, str]) -> dict[str, float]:
+    """The largest difference of each backend from the reference. Those that are wrong or raise are added to `rejected`."""
     last = problem.longest - problem.tokens
-    starts = [last, 0, -1, *np.random.default_rng(0).integers(0, last + 1, problem.rows)]  # -1 is idle
+    starts = [last, 0, -1, *np.random.default_rng(0).integers(0, last + 1, problem.rows)]  # -1 is an idle row
     draws = [_random(problem, np.array(starts[n : n + problem.rows])) for n in range(0, 4, problem.rows)]
     tolerance = _TOLERANCE[jnp.dtype(problem.dtype).itemsize]
     found: dict[str, float] = {}
@@ -144,19 +145,19 @@ def _differences(problem: Problem, names: Sequence[str], not_taken: dict[str, st
         for name in names:
             try:
                 found[name] = max(_difference(name, arrays) for arrays in draws)
-            except Exception as error:  # whatever a kernel's compiler says, the server starts
-                not_taken[name] = _first_line(error)
+            except Exception as error:  # a failure in a kernel's compiler must not stop the server
+                rejected[name] = _first_line(error)
                 continue
             if found[name] > tolerance:
-                not_taken[name] = f"it differs by {found[name]:.1e} from {REFERENCE}, and may by {tolerance:.0e}"
+                rejected[name] = f"it differs by {found[name]:.1e} from {REFERENCE}; the tolerance is {tolerance:.0e}"
     return found
 
 
 def _difference(name: str, arrays: Sequence[Any]) -> float:
-    """Infinite where something is no number."""
-    got, wanted = (np.asarray(_attend(each, *arrays), np.float32) for each in (name, REFERENCE))
+    """The largest difference from the reference; infinite if an output is NaN or infinite."""
+    got, expected = (np.asarray(_attend(each, *arrays), np.float32) for each in (name, REFERENCE))
     is_real = np.asarray(arrays[-1]) >= 0
-    difference = np.abs(got - wanted)[is_real].max(initial=0.0)
+    difference = np.abs(got - expected)[is_real].max(initial=0.0)
     return float(difference) if np.isfinite(difference) else math.inf
 
 
@@ -165,12 +166,16 @@ def _first_line(error: Exception) -> str:
 
 
 def _random(problem: Problem, starts: Any) -> tuple[jax.Array, KVPages, jax.Array, jax.Array]:
-    """Queries, pages, tables and positions from `starts` on, -1 for a row that is idle; NaNs wherever no token is read."""
+    """Make random queries, pages, tables and positions, with NaNs in the pages wherever no token may be read.
+
+    Args:
+        starts: the first position of each row; -1 for an idle row.
+    """
     rng = np.random.default_rng(1)
-    wanted = problem.rows * problem.pages_per_sequence
-    num_pages = min(wanted, max(problem.pages_per_sequence, _MOST_BYTES // problem.page_bytes))
-    shuffled = np.concatenate([rng.permutation(num_pages) for _ in range(-(-wanted // num_pages))])
-    tables = shuffled[:wanted].reshape(problem.rows, -1).astype(np.int32)
+    num_entries = problem.rows * problem.pages_per_sequence
+    num_pages = min(num_entries, max(problem.pages_per_sequence, _MAX_BYTES // problem.page_bytes))
+    shuffled = np.concatenate([rng.permutation(num_pages) for _ in range(-(-num_entries // num_pages))])
+    tables = shuffled[:num_entries].reshape(problem.rows, -1).astype(np.int32)
     positions = np.where(starts[:, None] < 0, -1, starts[:, None] + np.arange(problem.tokens)).astype(np.int32)
     is_read = np.zeros((num_pages + 1, problem.page_size), bool)
     num_read = np.maximum(positions.max(1) + 1, 0)[:, None] - np.arange(problem.pages_per_sequence) * problem.page_size
@@ -189,32 +194,32 @@ def _random(problem: Problem, starts: Any) -> tuple[jax.Array, KVPages, jax.Arra
 # -- time ----------------------------------------------------------------------------------------
 
 
-def _seconds(problem: Problem, names: Sequence[str], not_taken: dict[str, str]) -> dict[str, float]:
-    """Of one call, the least of several rounds in which all take turns."""
+def _seconds(problem: Problem, names: Sequence[str], rejected: dict[str, str]) -> dict[str, float]:
+    """The time of one call of each backend: the minimum over several rounds, in which the backends alternate."""
     length = problem.longest // 2 if problem.typical_length is None else problem.typical_length
     start = min(max(0, length - problem.tokens), problem.longest - problem.tokens)
     queries, pages, tables, positions = _random(problem, np.full(problem.rows, start))
     least: dict[str, float] = {}
     for number in range(_ROUNDS + 1):
-        for name in [name for name in names if name not in not_taken]:
+        for name in [name for name in names if name not in rejected]:
             begin = time.perf_counter()
             try:
-                _attend_again_and_again(name, queries, pages, tables, positions).block_until_ready()
+                _attend_repeatedly(name, queries, pages, tables, positions).block_until_ready()
             except Exception as error:
-                not_taken[name] = _first_line(error)
+                rejected[name] = _first_line(error)
                 least.pop(name, None)
                 continue
-            if number:  # the first compiles
+            if number:  # the first round compiles
                 least[name] = min(least.get(name, math.inf), (time.perf_counter() - begin) / _REPEATS)
     return least
 
 
 @partial(jax.jit, static_argnums=0)
-def _attend_again_and_again(name: str, queries: Any, pages: Any, tables: Any, positions: Any) -> jax.Array:
-    """One after the other, each with the rows in another order, so that nothing is computed once for all."""
+def _attend_repeatedly(name: str, queries: Any, pages: Any, tables: Any, positions: Any) -> jax.Array:
+    """Run attention in a loop. The tables are rotated each time, so that XLA cannot hoist anything out of the loop."""
 
-    def again(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def iterate(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         queries, tables = carry
         return attend_paged(name, queries, pages, tables, positions), jnp.roll(tables, 1, 0)
 
-    return jax.lax.fori_loop(0, _REPEATS, again, (queries, tables))[0]
+    return jax.lax.fori_loop(0, _REPEATS, iterate, (queries, tables))[0]

@@ -1,6 +1,6 @@
-"""The paged KV cache: pool, tables, prefix tree.
+"""Manage the paged KV cache: page pool, page tables, prefix cache.
 
 In: sequences and their tokens.
-Out: pages, shared by prefix.
+Out: pages, shared between sequences with a common prefix.
 Imported by: the packages of inference above it.
 """

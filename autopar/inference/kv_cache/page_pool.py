@@ -1,15 +1,15 @@
-"""Who owns which page of the KV cache: the one place where pages are taken, shared and given back.
+"""Allocate, share and evict the pages of the KV cache by reference counts.
 
-In: how many pages there are. Out: `PagePool`. A page is a number, all are of one size in bytes, and the pool does not
-know what is in them; so the caches of several models can be served from one pool. At any time each page is
+In: the number of pages. Out: `PagePool`. A page is a number. All pages have the same size in bytes and the pool does not
+know their contents, so the caches of several models can share one pool. A page is in one of three states:
 
-- free: nothing of worth is in it;
-- held: one sequence or more read it, as many as it has references;
-- evictable: no sequence reads it, but a prefix tree remembers what is in it, and it is taken when no page is free.
+- free: its contents are not needed;
+- held: at least one sequence refers to it; its reference count is the number of those sequences;
+- evictable: no sequence refers to it, but a prefix cache can still find it. It is evicted when no page is free.
 
-Who remembers a page must see to it that whoever holds it holds its ancestors too, and gives them back after it. Then
-the page that has been evictable longest is never an ancestor of another that is remembered, and least recently used
-first is also leaves first, without a search.
+The owner of a prefix cache must keep two invariants: a sequence that holds a cached page also holds the ancestors of this
+page, and it releases the ancestors last. Then the least recently used evictable page is always a leaf of the prefix
+tree, and eviction needs no search.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterable
 
 from autopar.errors import InferenceError
 
-#: What a page's rememberer is told when the page is taken from it.
-Forget = Callable[[int], None]
+#: Called with a cached page when the pool evicts it.
+OnEvict = Callable[[int], None]
 
 
 class PagePool:
-    """Pages `0 .. num_pages - 1`. No call's cost grows with their number.
+    """Pages `0 .. num_pages - 1`. The cost of a call does not grow with the number of pages.
 
     Args:
-        num_pages: as many as there are.
+        num_pages: the size of the pool, at least 1.
 
     Raises:
-        InferenceError: there is no page.
+        InferenceError: `num_pages` is less than 1.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -40,7 +40,7 @@ class PagePool:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
-        self._remembered: dict[int, Forget] = {}
+        self._on_evict: dict[int, OnEvict] = {}  # of each cached page
         self._evictable: dict[int, None] = {}  # least recently used first: dicts keep their order
 
     @property
@@ -53,7 +53,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be taken."""
+        """The number of pages that can be allocated: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -61,65 +61,64 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def references(self, page: int) -> int:
-        """How many hold it."""
+        """The reference count of a page."""
         return self._references[page]
 
     def is_writable(self, page: int) -> bool:
-        """Whether its one holder is all who will ever read it."""
-        return self._references[page] == 1 and page not in self._remembered
+        """Whether one sequence alone refers to the page, and no prefix cache does."""
+        return self._references[page] == 1 and page not in self._on_evict
 
-    def take(self, num: int) -> list[int] | None:
-        """Pages with one reference each, or None where there are not as many; nothing is taken then."""
+    def allocate(self, num: int) -> list[int] | None:
+        """Allocate pages with a reference count of 1; None, without a change, if fewer than `num` are available."""
         if num > self.num_available:
             return None
         while len(self._free) < num:
             self._evict()
-        taken = [self._free.pop() for _ in range(num)]
-        for page in taken:
+        pages = [self._free.pop() for _ in range(num)]
+        for page in pages:
             self._references[page] = 1
-        return taken
+        return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more reference to each; they are held, or remembered."""
+        """Add one reference to each page. The pages are held or evictable."""
         for page in pages:
-            assert self._references[page] or page in self._evictable, f"page {page} is free: nobody can share it"
+            assert self._references[page] or page in self._evictable, f"page {page} is free and cannot be shared"
             self._evictable.pop(page, None)
             self._references[page] += 1
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        """One reference less to each, the last page first: what comes later in a sequence is evicted earlier."""
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop one reference to each page, the last page first: later pages of a sequence are evicted earlier."""
         for page in reversed(list(pages)):
-            assert self._references[page], f"page {page} is given back by one who does not hold it"
+            assert self._references[page], f"page {page} is released but not held"
             self._references[page] -= 1
             if self._references[page]:
                 continue
-            if page in self._remembered:
+            if page in self._on_evict:
                 self._evictable[page] = None
             else:
                 self._free.append(page)
 
-    def remember(self, page: int, forget: Forget) -> None:
-        """What is in a held page is worth keeping when nobody holds it any more.
+    def mark_cached(self, page: int, on_evict: OnEvict) -> None:
+        """Make a held page evictable, not free, once its last reference is dropped.
 
         Args:
-            forget: called with the page when it is taken all the same.
+            on_evict: called with the page when it is evicted.
         """
         assert self._references[page], f"page {page} is not held"
-        assert page not in self._remembered, f"page {page} is remembered already"
-        self._remembered[page] = forget
+        assert page not in self._on_evict, f"page {page} is already cached"
+        self._on_evict[page] = on_evict
 
     def _evict(self) -> None:
         page = next(iter(self._evictable))
         del self._evictable[page]
-        self._remembered.pop(page)(page)
+        self._on_evict.pop(page)(page)
         self._free.append(page)
 
     def check(self) -> None:
-        """Assert that every page is free, evictable or held, and in one of these states only. For tests: its cost
-        grows with the pool."""
+        """Assert that every page is in exactly one state. For tests: the cost grows with the pool."""
         held = {page for page, references in enumerate(self._references) if references}
         free, evictable = set(self._free), set(self._evictable)
         assert len(free) == len(self._free), "a page is free twice"
         assert len(free) + len(evictable) + len(held) == self.num_pages == len(free | evictable | held)
-        assert evictable == self._remembered.keys() - held, "a page is evictable if it is remembered and not held"
+        assert evictable == self._on_evict.keys() - held, "a page is evictable if it is cached and not held"
         assert min(self._references) >= 0

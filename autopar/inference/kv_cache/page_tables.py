@@ -1,7 +1,7 @@
-"""The pages of each sequence: where its next tokens go, what it shares, and what must be copied before it writes.
+"""Map the tokens of each sequence to pages of the KV cache: allocation, prefix sharing, copy-on-write.
 
-In: a pool, and sequences as tokens. Out: `PageTable`, one for each sequence, made and changed by `PagedCache`, which
-is the cache of one model on the host. Several may stand on one pool.
+In: a page pool, and the tokens of sequences. Out: one `PageTable` (block table) for each sequence. `PagedCache` makes and
+changes the tables of one model; several caches can share one pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.inference.kv_cache.prefix_tree import PrefixTree
 
 
 class Copy(NamedTuple):
-    """A page whose contents are to be copied to another before anything else is done on the device."""
+    """A copy-on-write: the device copies page `source` to page `target` before its next write."""
 
     source: int
     target: int
@@ -23,26 +23,26 @@ class Copy(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class PageTable:
-    """Token `t` of a sequence lies in `pages[t // page_size]`, at `t % page_size`.
+    """The pages of one sequence: token `t` is in `pages[t // page_size]`, at offset `t % page_size`.
 
     Args:
-        pages: in order.
-        num_tokens: there is room for; those of them that are computed, the scheduler knows.
-        num_kept: pages that are in the prefix tree.
+        pages: page numbers, in the order of the tokens.
+        num_tokens: the number of tokens that the pages have room for. The scheduler knows how many are computed.
+        num_cached_pages: the number of leading pages that are in the prefix cache.
     """
 
     pages: list[int]
     num_tokens: int = 0
-    num_kept: int = 0
+    num_cached_pages: int = 0
 
 
 class PagedCache:
-    """The cache of one model.
+    """The page tables and the prefix cache of one model, on the host.
 
     Args:
-        pool: whose pages are taken.
-        page_size: tokens of a page.
-        shares_prefixes: whether prefixes that other sequences have computed are found again.
+        pool: the pool to allocate pages from.
+        page_size: tokens per page.
+        shares_prefixes: whether a new sequence reuses the pages of a prefix that another sequence has computed.
     """
 
     def __init__(self, pool: PagePool, page_size: int, *, shares_prefixes: bool = True) -> None:
@@ -55,20 +55,27 @@ class PagedCache:
         return self._tree is not None
 
     def num_pages(self, num_tokens: int) -> int:
-        """That hold so many tokens."""
+        """The number of pages that `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def start(self, tokens: Sequence[int]) -> PageTable:
-        """The table of a new sequence: with the pages of its longest prefix that is there.
+        """Make the table of a new sequence, with the pages of its longest cached prefix.
 
-        At least one token is left to be computed, for the logits that follow it.
+        The last token is never taken from the cache: its logits are needed.
         """
         pages = self._tree.match(tokens[: len(tokens) - 1]) if self._tree and tokens else []
         return PageTable(pages, len(pages) * self.page_size, len(pages))
 
-    def num_common(self, tokens: list[int], others: list[int], first: int) -> int:
-        """How many tokens of a new sequence are worth sharing with another, where `first`, in whole pages, can be had
-        without: all but the last, which is left for the logits that follow it; else those in whole pages."""
+    def num_shareable(self, tokens: list[int], others: list[int], first: int) -> int:
+        """Count the tokens that a new sequence should share with a running one by a fork.
+
+        The result is all tokens but the last, whose logits are needed, if the running sequence has them; else the
+        common tokens in whole pages.
+
+        Args:
+            tokens, others: the tokens of the new and of the running sequence.
+            first: tokens, in whole pages, that the prefix cache provides already.
+        """
         num, most, size = first, len(tokens) - 1, self.page_size
         while num + size <= most and tokens[num : num + size] == others[num : num + size]:
             num += size
@@ -77,56 +84,60 @@ class PagedCache:
         return num if num > first and tokens[:first] == others[:first] else first
 
     def num_needed(self, table: PageTable, num_tokens: int) -> int:
-        """Pages that `grow` would take."""
+        """The number of pages that `grow` allocates."""
         more = max(0, self.num_pages(num_tokens) - len(table.pages))
-        return more + len(self._to_copy(table, num_tokens))
+        return more + len(self._shared_writes(table, num_tokens))
 
     def grow(self, table: PageTable, num_tokens: int) -> list[Copy] | None:
-        """Make room for tokens up to a number, in pages that nobody else reads.
+        """Make room for `num_tokens` tokens in all. Pages to be written are copied if another sequence reads them.
 
         Returns:
-            what is to be copied first; None, and nothing is changed, where there are too few pages.
+            The copies that the device must do first; None, without a change, if too few pages are available.
         """
-        to_copy = self._to_copy(table, num_tokens)
-        taken = self.pool.take(self.num_needed(table, num_tokens))
-        if taken is None:
+        shared = self._shared_writes(table, num_tokens)
+        new = self.pool.allocate(self.num_needed(table, num_tokens))
+        if new is None:
             return None
-        copies = [Copy(table.pages[i], target) for i, target in zip(to_copy, taken, strict=False)]
-        for i, copy in zip(to_copy, copies, strict=True):
+        copies = [Copy(table.pages[i], target) for i, target in zip(shared, new, strict=False)]
+        for i, copy in zip(shared, copies, strict=True):
             table.pages[i] = copy.target
-        self.pool.give_back(copy.source for copy in copies)
-        table.pages += taken[len(copies) :]
+        self.pool.release(copy.source for copy in copies)
+        table.pages += new[len(copies) :]
         table.num_tokens = max(table.num_tokens, num_tokens)
         return copies
 
-    def cut(self, table: PageTable, num_tokens: int) -> None:
-        """Give back the room behind a number of tokens, such as that of proposals that were not accepted."""
-        assert num_tokens >= table.num_kept * self.page_size, "what others may find is not taken back"
+    def truncate(self, table: PageTable, num_tokens: int) -> None:
+        """Release the pages past `num_tokens` tokens, such as those of rejected draft tokens."""
+        assert num_tokens >= table.num_cached_pages * self.page_size, "pages in the prefix cache cannot be truncated"
         last = self.num_pages(num_tokens)
-        self.pool.give_back(table.pages[last:])
+        self.pool.release(table.pages[last:])
         del table.pages[last:]
         table.num_tokens = min(table.num_tokens, num_tokens)
 
-    def keep(self, table: PageTable, tokens: Sequence[int]) -> None:
-        """Let others find the whole pages of the tokens of a sequence, all of them computed."""
-        if self._tree is None or len(tokens) // self.page_size <= table.num_kept:
+    def insert_prefix(self, table: PageTable, tokens: Sequence[int]) -> None:
+        """Insert the full pages of a sequence into the prefix cache.
+
+        Args:
+            tokens: the tokens of the sequence, all of them computed.
+        """
+        if self._tree is None or len(tokens) // self.page_size <= table.num_cached_pages:
             return
-        table.num_kept = self._tree.insert(tokens, table.pages, table.num_kept)
+        table.num_cached_pages = self._tree.insert(tokens, table.pages, table.num_cached_pages)
 
     def fork(self, table: PageTable, num_tokens: int) -> PageTable:
-        """A second sequence that begins with the same tokens, so many of them, in the same pages."""
-        assert num_tokens <= table.num_tokens, "a fork shares what is there"
+        """Make a second sequence that shares the pages of the first `num_tokens` tokens."""
+        assert num_tokens <= table.num_tokens, "a fork shares existing pages only"
         pages = table.pages[: self.num_pages(num_tokens)]
         self.pool.share(pages)
-        return PageTable(pages, num_tokens, min(table.num_kept, num_tokens // self.page_size))
+        return PageTable(pages, num_tokens, min(table.num_cached_pages, num_tokens // self.page_size))
 
-    def end(self, table: PageTable) -> None:
-        """Give all back. What `keep` was told stays findable until its page is needed."""
-        self.pool.give_back(table.pages)
-        table.pages, table.num_tokens, table.num_kept = [], 0, 0
+    def release(self, table: PageTable) -> None:
+        """Release all pages of a sequence. Those in the prefix cache can be found until they are evicted."""
+        self.pool.release(table.pages)
+        table.pages, table.num_tokens, table.num_cached_pages = [], 0, 0
 
-    def _to_copy(self, table: PageTable, num_tokens: int) -> list[int]:
-        """Which of its pages are to be written, but read by others too: at most the last, where it is not full."""
+    def _shared_writes(self, table: PageTable, num_tokens: int) -> list[int]:
+        """Indices of the pages to be written that others read too: at most the last page, if it is not full."""
         if num_tokens <= table.num_tokens:
             return []
         written = range(table.num_tokens // self.page_size, len(table.pages))

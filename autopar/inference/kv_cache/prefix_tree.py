@@ -1,8 +1,8 @@
-"""Prefixes that have been computed: found again by their tokens, page by page.
+"""Find the pages of computed prefixes by their tokens: the prefix cache, as a radix tree.
 
-In: tokens and the pages that hold their keys and values. Out: `PrefixTree`. A radix tree over whole pages of tokens:
-each node is one page, its key the page's tokens, so nothing has to be split when prefixes part in the middle, and a
-look-up takes as many steps as pages match. Which nodes may go, and when, the pool decides (`page_pool`).
+In: tokens, and the pages with their keys and values. Out: `PrefixTree`. A node is one full page, and its key is the tokens
+of the page. So no node is ever split, and a look-up takes one step per matching page. The pool decides which nodes are
+evicted, and when (`page_pool`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class _Node:
 
 
 class PrefixTree:
-    """The prefixes of one model's cache.
+    """The cached prefixes of one model.
 
     Args:
-        pool: whose pages they are.
-        page_size: tokens of a page.
+        pool: the pool that owns the pages.
+        page_size: tokens per page.
     """
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
@@ -36,11 +36,11 @@ class PrefixTree:
         self._nodes: dict[int, _Node] = {}
 
     def __len__(self) -> int:
-        """Pages that are remembered."""
+        """The number of cached pages."""
         return len(self._nodes)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Pages of the longest prefix that is remembered, in whole pages; each with one more reference."""
+        """Find the pages of the longest cached prefix, in full pages, and add one reference to each."""
         found: list[int] = []
         node = self._root
         for start in range(0, len(tokens) - self._page_size + 1, self._page_size):
@@ -53,19 +53,19 @@ class PrefixTree:
         return found
 
     def insert(self, tokens: Sequence[int], pages: list[int], first: int = 0) -> int:
-        """Remember the whole pages of a sequence, which holds them.
+        """Insert the full pages of a sequence that holds them.
 
-        Where another sequence's page with the same prefix is remembered already, this one gives its own back and holds
-        that: so who holds a node holds all nodes above it. Not while a fork holds its page too: all who hold a page hold
-        the same pages before it, and so they are remembered for all of them. It ends there then, and may be called again.
+        If the tree already has another page for the same prefix, the sequence switches to that page and releases its own.
+        So the holder of a node holds all ancestors of the node. Insertion stops at a page that a fork also holds: a fork
+        must have the same preceding pages. A later call continues there.
 
         Args:
-            tokens: of the whole sequence, all of them computed.
-            pages: its pages; changed in place.
-            first: so many of its pages are in the tree already.
+            tokens: the tokens of the whole sequence, all of them computed.
+            pages: the pages of the sequence; changed in place.
+            first: the number of leading pages that are in the tree already.
 
         Returns:
-            how many are now.
+            The number of leading pages that are now in the tree.
         """
         node = self._nodes[pages[first - 1]] if first else self._root
         for i in range(first, len(tokens) // self._page_size):
@@ -74,18 +74,18 @@ class PrefixTree:
             if child is None:
                 child = node.children[key] = _Node(pages[i], key, node)
                 self._nodes[pages[i]] = child
-                self._pool.remember(pages[i], self._forget)
+                self._pool.mark_cached(pages[i], self._remove)
             elif child.page != pages[i]:
                 if self._pool.references(pages[i]) > 1:
                     return i
                 self._pool.share([child.page])
-                self._pool.give_back([pages[i]])
+                self._pool.release([pages[i]])
                 pages[i] = child.page
             node = child
         return max(first, len(tokens) // self._page_size)
 
-    def _forget(self, page: int) -> None:
+    def _remove(self, page: int) -> None:
         node = self._nodes.pop(page)
-        assert not node.children, "a page is evicted before those that follow it"
+        assert not node.children, "a page is evicted after the pages that follow it"
         assert node.parent is not None
         del node.parent.children[node.tokens]

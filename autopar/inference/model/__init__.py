@@ -1,6 +1,6 @@
-"""Decoders by family: configuration, weights, tokenizer, one forward pass.
+"""Load decoder-only models: configuration, sharded weights, tokenizer, forward pass.
 
-In: a Hugging Face folder.
-Out: a `Decoder`, its parameters on devices.
+In: a folder as Hugging Face writes it.
+Out: a `Decoder`, and its parameters on the devices.
 Imported by: the packages of inference above it.
 """

@@ -1,8 +1,8 @@
-"""Where a decoder's keys and values go, and what its queries see of them.
+"""Define how a decoder stores keys and values, and compute attention over them.
 
-The decoder makes queries, keys and values of new tokens, and hands them to an `Attend` with a cache that is the caller's: any
-pytree. It comes back with the new tokens in it. Here are the two that need nothing else: over a whole sequence without a
-cache, and over contiguous arrays, one of keys and one of values for each layer. Pages are another `Attend`.
+In: the queries, keys and values of new tokens, and a KV cache, which can be any pytree of the caller. Out: the attention
+outputs, and the cache with the new tokens. The interface is `Attend`. This module has two implementations: causal
+attention over whole sequences without a cache, and attention over a contiguous cache. `step` has the one over pages.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from autopar.inference.model.config import DecoderConfig
 
 
 class Attend(Protocol):
-    """Attention of one layer."""
+    """The attention of one layer."""
 
     def __call__(
         self, cache: Any, layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Take the new tokens' keys and values, and attend.
+        """Store the keys and values of the new tokens, and attend to the cache.
 
         Args:
-            cache: as the layer before returned it.
-            queries: [batch, tokens, heads, head_dim], turned by their positions; not scaled.
-            keys, values: [batch, tokens, kv_heads, head_dim] of the same tokens. Head h of the queries reads head
-                h // (heads / kv_heads) of these.
+            cache: the cache that the layer before returned.
+            queries: [batch, tokens, heads, head_dim], after the rotary embedding; not scaled.
+            keys, values: [batch, tokens, kv_heads, head_dim] of the same tokens. Query head h reads key head
+                h // (heads / kv_heads).
 
         Returns:
-            What is attended to, shaped as the queries; and the cache.
+            The outputs, in the shape of the queries; and the cache.
         """
         ...
 
@@ -39,40 +39,39 @@ class Attend(Protocol):
 def attend_causally(
     cache: Any, layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """Whole sequences: each token sees itself and those before. The cache is passed through."""
+    """Attend causally within whole sequences. The cache is returned unchanged."""
     return jax.nn.dot_product_attention(queries, keys, values, is_causal=True), cache
 
 
 class ContiguousCache(NamedTuple):
-    """Keys and values of each layer, each array [batch, length, kv_heads, head_dim]."""
+    """The keys and values of each layer; each array is [batch, length, kv_heads, head_dim]."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
     @classmethod
     def empty(cls, config: DecoderConfig, batch: int, length: int, dtype: Any = jnp.float32) -> ContiguousCache:
-        """Room for `length` tokens of each sequence."""
+        """A cache of zeros for `length` tokens of each sequence."""
         shape = (batch, length, config.num_kv_heads, config.head_dim)
         keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
         return cls(keys, values)
 
 
 class AttendContiguous:
-    """New tokens at their positions in a `ContiguousCache`; each sees all positions up to its own."""
+    """Causal attention over a `ContiguousCache`, to which the new tokens are written.
+
+    Args:
+        positions: int, [batch, tokens], of the new tokens; all earlier positions are in the cache. Negative ones are
+            padding. Padding, and tokens past the end of the cache, are not written, and their outputs are meaningless.
+    """
 
     def __init__(self, positions: jax.Array) -> None:
-        """Of one call of the decoder.
-
-        Args:
-            positions: int, [batch, tokens]; all before them are in the cache. Negative ones are padding: these tokens, and
-                those past the cache's end, are not written, and what comes out for them is of no worth.
-        """
         self.positions = positions
 
     def __call__(
         self, cache: ContiguousCache, layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
     ) -> tuple[jax.Array, ContiguousCache]:
-        """As `Attend` says."""
+        """See `Attend`."""
         keys, values = self._written(cache.keys[layer], keys), self._written(cache.values[layer], values)
         stored = (keys.astype(queries.dtype), values.astype(queries.dtype))
         cache = ContiguousCache(_replaced(cache.keys, layer, keys), _replaced(cache.values, layer, values))
@@ -80,8 +79,8 @@ class AttendContiguous:
 
     def _written(self, stored: jax.Array, new: jax.Array) -> jax.Array:
         rows = jnp.arange(new.shape[0])[:, None]
-        places = jnp.where(self.positions < 0, stored.shape[1], self.positions)
-        return stored.at[rows, places].set(new.astype(stored.dtype), mode="drop")
+        positions = jnp.where(self.positions < 0, stored.shape[1], self.positions)
+        return stored.at[rows, positions].set(new.astype(stored.dtype), mode="drop")
 
 
 def _replaced(layers: tuple[jax.Array, ...], layer: int, array: jax.Array) -> tuple[jax.Array, ...]:

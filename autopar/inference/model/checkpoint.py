@@ -1,7 +1,7 @@
-"""A model's folder, as Hugging Face writes it, and its weights on devices.
+"""Read and write model folders in Hugging Face's format, and load their weights with given shardings.
 
-In: `config.json`, and `model.safetensors` or several files with an index. Out: the decoder's parameters, each laid out as
-somebody (a plan) says. They are read slice by slice: no tensor is whole on the host, unless a device wants it whole.
+In: `config.json`, and `model.safetensors` or several files with an index. Out: the decoder's parameters, in the shardings
+of a plan. They are read slice by slice: the host never holds a whole tensor, unless a device needs the whole tensor.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from autopar.inference.model import parameter_names as names
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.model.safetensors import DTYPES, StoredTensor, read_header, write_file
-from autopar.inference.model.sharded_load import lay_out
+from autopar.inference.model.sharded_load import load_sharded
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_LISTED = 5  # of names in an error
+_LISTED = 5  # names in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder, checked: every parameter is there, in its shape, and nothing else is.
+    """A model's folder that holds every parameter in its shape, and nothing else.
 
     Args:
-        tensors: by the path of the parameter, which is a part of the tensor.
+        tensors: for each parameter path, the stored tensor and the part of it that is the parameter.
     """
 
     folder: Path
@@ -50,16 +50,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Read what the folder holds; no weights are read.
+        """Read the configuration and the headers of the weight files, but no weights.
 
         Raises:
-            ModelError: what is missing, damaged, surplus, of another shape or not supported.
+            ModelError: a tensor is missing, damaged, unexpected, of another shape, or the model is not supported.
         """
         folder = Path(folder)
         config = DecoderConfig.read(folder)
         stored = _stored(folder)
         sources = _sources(config)
-        # A checkpoint of the bare model has no prefix. The embedding, which every one has, tells.
+        # Checkpoints of the bare model lack the prefix. Every checkpoint has the embedding, so its name shows which it is.
         prefix = names.prefix(config)
         embedding = sources["embed", "weight"].name
         if embedding not in stored and embedding.removeprefix(prefix) in stored:
@@ -69,14 +69,14 @@ class Checkpoint:
 
     @property
     def model(self) -> Decoder:
-        """The decoder whose parameters these are."""
+        """The decoder of these parameters."""
         return Decoder(self.config)
 
     def abstract_params(self, dtype: Any = None) -> Any:
-        """Shapes and dtypes of what `load` returns, to plan with.
+        """The shapes and dtypes of the result of `load`, for planning.
 
         Args:
-            dtype: of all parameters; by default as they are stored.
+            dtype: the dtype of all parameters; by default the stored one.
         """
         return _tree(
             {
@@ -86,32 +86,33 @@ class Checkpoint:
         )
 
     def load(self, shardings: Any = None, dtype: Any = None, progress: Callable[[str, int], None] | None = None) -> Any:
-        """The parameters, which `model.apply` takes.
+        """Load the parameters, for `model.apply`.
 
         Args:
-            shardings: a sharding for each parameter, in a tree like `abstract_params()`, as a plan's `in_shardings` has
-                it; or one for all. By default all lie on the first device.
-            dtype: as of `abstract_params`. progress: called with a parameter's path and the bytes of a slice read.
+            shardings: one sharding for all parameters; or one for each, in a tree like `abstract_params()`, such as a
+                plan's `in_shardings`. By default all parameters are on the first device.
+            dtype: the dtype of all parameters; by default the stored one.
+            progress: called with a parameter's path and the bytes of a slice that has been read.
 
         Raises:
-            ModelError: `shardings` are not of these parameters; a tensor's dtype is not supported.
+            ModelError: the tree of `shardings` differs from that of the parameters, or a tensor's dtype is not supported.
         """
-        wanted = self.abstract_params(dtype)
+        abstract = self.abstract_params(dtype)
         if shardings is None:
             shardings = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         if isinstance(shardings, Sharding):
-            shardings = jax.tree.map(lambda _: shardings, wanted)
-        if jax.tree.structure(shardings) != jax.tree.structure(wanted):
+            shardings = jax.tree.map(lambda _: shardings, abstract)
+        if jax.tree.structure(shardings) != jax.tree.structure(abstract):
             raise ModelError(
-                f"the shardings to load {self.folder} into are not a tree like its parameters. Take those of a plan whose"
-                " step was given `abstract_params()`: `plan.in_shardings(mesh)[0]`"
+                f"the shardings to load {self.folder} into are not a tree like its parameters. Plan a step with"
+                " `abstract_params()` as its first argument, and use `plan.in_shardings(mesh)[0]`"
             )
         by_path: Any = traverse_util.flatten_dict(shardings["params"])
         loaded = {}
         for path, (source, tensor) in self.tensors.items():
             report = partial(progress, "/".join(path)) if progress is not None else None
             view = source.view(tensor.mapped())
-            loaded[path] = lay_out(view, _dtype(tensor, dtype), by_path[path], report)
+            loaded[path] = load_sharded(view, _dtype(tensor, dtype), by_path[path], report)
         return _tree(loaded)
 
 
@@ -122,22 +123,25 @@ def write_checkpoint(
     dtype: str = "F32",
     max_file_bytes: int = 5 * 1024**3,
 ) -> None:
-    """Write a model with random weights in the real format, to test and to measure with.
+    """Write a model with random weights in Hugging Face's format, for tests and measurements.
 
-    The weights are such that values neither vanish nor grow from layer to layer. Tensors are made and written one by one.
+    The scale of the weights keeps activations from vanishing or growing over the layers. Tensors are generated and written
+    one by one.
 
     Args:
-        folder: is made, whole or not at all. fields: of its `config.json`.
-        dtype: "F32", "BF16", "F16" or "F64". max_file_bytes: where there is more than this, there are several files.
+        folder: the folder to create. A failed write leaves no folder.
+        fields: the fields of its `config.json`.
+        dtype: "F32", "BF16", "F16" or "F64".
+        max_file_bytes: the largest size of one file; larger models have several files.
 
     Raises:
-        ModelError: fields are not supported, the folder is there already, or it cannot be written.
+        ModelError: a field is not supported, the folder exists, or it cannot be written.
     """
     target, config = Path(folder), DecoderConfig.of(fields)
     if dtype not in DTYPES:
         raise ModelError(f"weights cannot be written as {dtype!r}; give one of {', '.join(DTYPES)}")
     if target.exists():
-        raise ModelError(f"{target} is there already. Give the name of a folder that is not")
+        raise ModelError(f"{target} already exists. Give the name of a new folder")
     sources = {source.name: (path, source) for path, source in _sources(config).items()}
     shapes = {name: source.stored_shape for name, (_, source) in sources.items()}
 
@@ -146,8 +150,8 @@ def write_checkpoint(
         noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(
             source.stored_shape, dtype=np.float32
         )
-        around = 1 if path[-2].endswith("norm") and path[-1] == "weight" else 0
-        return around + noise / math.sqrt(config.hidden_size)
+        mean = 1 if path[-2].endswith("norm") and path[-1] == "weight" else 0
+        return mean + noise / math.sqrt(config.hidden_size)
 
     unfinished: Path | None = None
     try:
@@ -165,15 +169,15 @@ def write_checkpoint(
 
 
 def _sources(config: DecoderConfig) -> dict[names.Path, names.Source]:
-    """Where each of a decoder's parameters lies. Layers are alike, so one is traced for all."""
+    """Map each parameter to its stored tensor. All layers have the same shapes, so one is traced for all."""
     shapes: Any = jax.eval_shape(
         Decoder(replace(config, num_layers=1)).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
     )
     sources: dict[names.Path, names.Source] = {}
     flat: Any = traverse_util.flatten_dict(shapes["params"])
     for path, leaf in flat.items():
-        of_layers = [(f"layers_{layer}", *path[1:]) for layer in range(config.num_layers)]
-        for each in of_layers if path[0] == "layers_0" else [path]:
+        in_layers = [(f"layers_{layer}", *path[1:]) for layer in range(config.num_layers)]
+        for each in in_layers if path[0] == "layers_0" else [path]:
             sources[each] = names.source(config, each, leaf.shape)
     return sources
 
@@ -183,12 +187,12 @@ def _tree(by_path: Mapping[names.Path, Any]) -> Any:
 
 
 def _dtype(tensor: StoredTensor, dtype: Any) -> Any:
-    """What a tensor is on devices; where JAX has no float64, float32 of that."""
+    """The dtype of a tensor on the devices: float64 becomes float32 unless JAX has x64 enabled."""
     return jax.dtypes.canonicalize_dtype(dtype or DTYPES.get(tensor.dtype, np.float32))
 
 
 def _stored(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder, by name; of several files each that the index says."""
+    """All tensors of a folder, by name. With several files, the index names the file of each tensor."""
     single, index = folder / _SINGLE, folder / _INDEX
     if single.exists() or not index.exists():
         if not single.exists():
@@ -203,13 +207,15 @@ def _stored(folder: Path) -> dict[str, StoredTensor]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{index} cannot be read ({error!r}). Copy it again from where it came from") from None
     if outside:
-        raise ModelError(f"{index} names {outside[0]!r}, which is no file of its folder. Files are given by name alone")
-    by_file = {file: read_header(folder / file) for file in sorted(set(files.values()))}
-    lost = [(name, file) for name, file in files.items() if name not in by_file[file]]
-    if lost:
-        name, file = lost[0]
         raise ModelError(
-            f"{folder / file} has no `{name}`, which {_INDEX} says it holds. The files are not of one checkpoint: copy"
+            f"{index} names {outside[0]!r}, which is not a file in its folder. It must name files without a path"
+        )
+    by_file = {file: read_header(folder / file) for file in sorted(set(files.values()))}
+    lacking = [(name, file) for name, file in files.items() if name not in by_file[file]]
+    if lacking:
+        name, file = lacking[0]
+        raise ModelError(
+            f"{folder / file} has no `{name}`, but {_INDEX} lists it there. The files are not from one checkpoint: copy"
             " all of them again"
         )
     return {name: tensor for tensors in by_file.values() for name, tensor in tensors.items()}
@@ -221,26 +227,27 @@ def _check(
     sources: Mapping[names.Path, names.Source],
     stored: Mapping[str, StoredTensor],
 ) -> None:
-    """Refuse what is missing, surplus, or of another shape than the configuration says."""
+    """Refuse tensors that are missing, unexpected, or of another shape than the configuration requires."""
     shapes = {source.name: source.stored_shape for source in sources.values()}
     missing = [f"`{name}` of the shape {list(shape)}" for name, shape in shapes.items() if name not in stored]
     if missing:
         raise ModelError(
-            f"{folder} lacks {_some(missing)}, which a {config.family} model by its config.json has. Copy all files of"
-            " the checkpoint again, or mend config.json"
+            f"{folder} lacks {_some(missing)}, which its config.json requires of a {config.family} model. Copy all files"
+            " of the checkpoint again, or correct config.json"
         )
     for name, shape in shapes.items():
         if stored[name].shape != shape:
             raise ModelError(
-                f"{stored[name].file}: `{name}` has the shape {list(stored[name].shape)}, and by config.json it has"
-                f" {list(shape)}. The two are not of one model: copy both again"
+                f"{stored[name].file}: `{name}` has the shape {list(stored[name].shape)}, but config.json requires"
+                f" {list(shape)}. The two files are from different models: copy both again"
             )
-    surplus = [name for name in stored if name not in shapes and not names.is_no_weight(config, name)]
-    if surplus:
-        listed = _some([f"`{name}` of the shape {list(stored[name].shape)}" for name in surplus])
+    unexpected = [name for name in stored if name not in shapes and not names.is_ignored(config, name)]
+    if unexpected:
+        listed = _some([f"`{name}` of the shape {list(stored[name].shape)}" for name in unexpected])
         raise ModelError(
-            f"{stored[surplus[0]].file} holds {listed}, which a {config.family} model by its config.json does not have:"
-            " it would compute something else than what was trained. Copy config.json and the weights of one model"
+            f"{stored[unexpected[0]].file} holds {listed}, which its config.json does not allow in a {config.family}"
+            " model: without it the model would not compute what was trained. Copy config.json and the weights of one"
+            " model"
         )
 
 
@@ -256,7 +263,7 @@ def _write_files(
     max_file_bytes: int,
     make: Callable[[str], NDArray[Any]],
 ) -> None:
-    """One file, or several with their index; a tensor is in one of them."""
+    """Write one file, or several with an index. A tensor is never split over files."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = total = 0
     for name, shape in shapes.items():

@@ -1,7 +1,7 @@
-"""What a decoder is, read from the `config.json` beside a checkpoint.
+"""Read a decoder's configuration from the `config.json` of a checkpoint.
 
-In: the fields as Hugging Face writes them. Out: `DecoderConfig`, the same for every family. A family, or a value, that the
-decoder does not compute is refused by its name: a model that loads is the model that was trained.
+In: the fields in Hugging Face's format. Out: `DecoderConfig`, the same for every family. An unsupported family or value is
+refused by name, so a model that loads computes what was trained.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder, whatever its family.
+    """The configuration of a decoder of any family.
 
     Args:
-        family: as `config.json` calls it: "llama", "qwen2", "qwen3", "gpt2".
-        max_positions: tokens in a sequence that the model was made for.
-        norm: "rms" or "layer". norm_epsilon: added to the variance.
-        activation: "silu", "gelu" or "gelu_tanh". gated: SwiGLU, with a gate beside `up`.
-        rotary: of positions; None where they are learned.
-        tied: the head is the embedding. qkv_bias, out_bias, mlp_bias: which projections have one.
-        qk_norm: queries and keys are normalised in each head.
-        dtype: of the checkpoint by its own account, a name; None where it does not say.
+        family: the `model_type` in `config.json`: "llama", "qwen2", "qwen3" or "gpt2".
+        max_positions: the longest sequence that the model supports, in tokens.
+        norm: "rms" or "layer". norm_epsilon: the term added to the variance.
+        activation: "silu", "gelu" or "gelu_tanh". gated: whether the feed-forward network has a gate (SwiGLU).
+        rotary: the rotary embedding; None if positions are learned.
+        tied: whether the head shares the weight of the embedding.
+        qkv_bias, out_bias, mlp_bias: whether these projections have a bias.
+        qk_norm: whether queries and keys are normalized in each head.
+        dtype: the name of the dtype that `config.json` gives; None if it gives none.
     """
 
     family: str
@@ -58,10 +59,10 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> DecoderConfig:
-        """Of a model's folder, or of a file like its `config.json`.
+        """Read the configuration of a model's folder, or of a JSON file in the format of `config.json`.
 
         Raises:
-            ModelError: there is no `config.json`, it is no JSON, or names what is not supported.
+            ModelError: there is no `config.json`, it is not JSON, or it has an unsupported field or value.
         """
         path = Path(folder)
         path = path if path.suffix == ".json" and not path.is_dir() else path / "config.json"
@@ -80,44 +81,42 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], source: str = "config.json") -> DecoderConfig:
-        """Of the fields of a `config.json`.
+        """Make the configuration from the fields of a `config.json`.
 
         Args:
-            source: what an error calls them.
+            source: the name of the file in error texts.
 
         Raises:
-            ModelError: a family, field or value that is not supported, or a field that is missing.
+            ModelError: a family, field or value is not supported, or a field is missing.
         """
         reader = _Fields(fields, source)
         family = reader.take("model_type", str)
         if family not in _FAMILIES:
             raise ModelError(
-                f"{source}: model_type is {family!r}, and supported are {', '.join(sorted(_FAMILIES))}. Use a checkpoint"
-                " of one of these"
+                f"{source}: model_type is {family!r}, which is not supported. Use a checkpoint of one of"
+                f" {', '.join(sorted(_FAMILIES))}"
             )
         reader.refuse("quantization_config", None)
         config = _FAMILIES[family](reader)
-        for field, value in (
-            ("heads", config.num_heads % config.num_kv_heads),
-            ("head_dim", config.head_dim % 2 if config.rotary else 0),
-        ):
-            if value:
-                raise ModelError(
-                    f"{source}: {config.num_heads} heads, {config.num_kv_heads} heads of keys and values and head_dim"
-                    f" {config.head_dim} do not go together: {field} cannot be divided as they must be"
-                )
+        if config.num_heads % config.num_kv_heads:
+            raise ModelError(
+                f"{source}: there are {config.num_heads} heads for {config.num_kv_heads} heads of keys and values, and the"
+                " first number must be a multiple of the second"
+            )
+        if config.rotary and config.head_dim % 2:
+            raise ModelError(f"{source}: head_dim is {config.head_dim}, and must be even for the rotary embedding")
         return config
 
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """Fields that are read once each, and checked."""
+    """The fields of a `config.json`, with checked access."""
 
     fields: Mapping[str, Any]
     source: str
 
     def take(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """A field's value, which must be of `kind`; int is float too, and sizes are positive."""
+        """Return a field's value, checked to be of `kind`. An int is valid as a float, and an int must be positive."""
         value = self.fields.get(name)
         if value is None:
             if default is _REQUIRED:
@@ -130,7 +129,7 @@ class _Fields:
         return kind(value)
 
     def refuse(self, name: str, *supported: Any) -> None:
-        """Refuse a field that is there with any other value than these."""
+        """Refuse a field that is present with a value other than those supported."""
         value = self.fields.get(name)
         if value is not None and value not in supported:
             allowed = ", ".join(json.dumps(one) for one in supported)
@@ -150,13 +149,13 @@ class _Fields:
         return self.take("dtype", str, None) or self.take("torch_dtype", str, None)
 
     def rotary(self, default_base: float) -> Rotary:
-        """RoPE, as `rope_theta` and `rope_scaling` say, or as `rope_parameters` do, which replaced these."""
+        """The rotary embedding, from `rope_parameters`, or from `rope_theta` and `rope_scaling`, which it replaced."""
         both = self.take("rope_parameters", dict, None) or self.take("rope_scaling", dict, None) or {}
         scaling = _Fields(both, f"{self.source}, rope_scaling")
         base = scaling.take("rope_theta", float, None) or self.take("rope_theta", float, default_base)
         kind = scaling.take("rope_type", str, None) or scaling.take("type", str, "default")
-        for place in (self, scaling):
-            place.refuse("partial_rotary_factor", 1)
+        for fields in (self, scaling):
+            fields.refuse("partial_rotary_factor", 1)
         if kind == "default":
             return Rotary(base)
         if kind == "linear":
@@ -211,7 +210,7 @@ def _like_llama(
     qk_norm: bool = False,
     head_dim: int | None = None,
 ) -> DecoderConfig:
-    """What the families have in common that came after LLaMA. Defaults are those of `transformers`."""
+    """The configuration of the LLaMA family and its successors. The defaults are those of `transformers`."""
     hidden, heads = fields.take("hidden_size", int), fields.take("num_attention_heads", int)
     return DecoderConfig(
         family=fields.take("model_type", str),

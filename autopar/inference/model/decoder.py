@@ -1,8 +1,8 @@
-"""The decoder: tokens to logits.
+"""Compute logits of a decoder-only transformer, over whole sequences or over new tokens with a KV cache.
 
-One module for every family that `DecoderConfig` covers, run over whole sequences or over some tokens against a cache
-(`attention.py`). Weights have the checkpoint's own order, [out, in]: a slice of an array is a slice of the file, and is read
-as it lies. Nothing here says how anything is split.
+In: tokens, positions, and an `Attend` with its cache (`attention.py`). Out: logits, and the cache. One module covers every
+family of `DecoderConfig`. Weights are [out, in] as in the checkpoint, so a slice of a weight is a contiguous read of a
+slice of the file. The module fixes no sharding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximat
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. It computes in the dtype of its weights; norms, softmax and logits in float32."""
+    """A decoder-only language model. It computes in the dtype of its weights, but norms, softmax and logits in float32."""
 
     config: DecoderConfig
 
@@ -43,16 +43,17 @@ class Decoder(nn.Module):
         cache: Any = None,
         only: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Logits of what follows each token.
+        """Compute the logits of the next token after each token.
 
         Args:
-            tokens: int, [batch, tokens]. positions: of these, the same shape; by default 0, 1, 2, … Where they are
-                learned, those from `max_positions` on are taken for the last: to be refused before.
-            attend, cache: where keys and values go; by default nowhere, and each token sees those before it in `tokens`.
-            only: int, [batch, n]: of which tokens logits are wanted, by their index in `tokens`; by default of all.
+            tokens: int, [batch, tokens].
+            positions: int, the shape of `tokens`; by default 0, 1, 2, … Learned positions are clipped to the last one, so
+                the caller must refuse those from `max_positions` on.
+            attend, cache: the attention and its KV cache; by default causal attention within `tokens`, without a cache.
+            only: int, [batch, n], the indices in `tokens` to compute logits for; by default all.
 
         Returns:
-            float32 [batch, tokens or n, vocabulary]; and the cache.
+            float32 logits [batch, tokens or n, vocabulary]; and the cache.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -68,7 +69,7 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network, each after a norm and beside a residual."""
+    """Attention and a feed-forward network, each with a norm before it and a residual connection."""
 
     config: DecoderConfig
     index: int
@@ -89,7 +90,7 @@ class Layer(nn.Module):
         self.down = Linear((config.mlp_size,), (config.hidden_size,), config.mlp_bias)
 
     def __call__(self, hidden: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
-        """`hidden`: [batch, tokens, hidden], as it comes back beside the cache."""
+        """Return the hidden states, [batch, tokens, hidden] like `hidden`, and the cache."""
         x = self.attention_norm(hidden)
         queries, keys, values = self.query(x), self.key(x), self.value(x)
         if self.config.qk_norm:
@@ -102,14 +103,14 @@ class Layer(nn.Module):
         return hidden + self.mlp(self.mlp_norm(hidden)), cache
 
     def mlp(self, x: jax.Array) -> jax.Array:
-        """SwiGLU, or two projections with an activation between them."""
+        """The feed-forward network: SwiGLU, or two projections with an activation between them."""
         activation = _ACTIVATIONS[self.config.activation]
-        between = activation(self.gate(x)) * self.up(x) if self.config.gated else activation(self.up(x))
-        return self.down(between)
+        activated = activation(self.gate(x)) * self.up(x) if self.config.gated else activation(self.up(x))
+        return self.down(activated)
 
 
 class Linear(nn.Module):
-    """A product over the last dims of its input, `ins`; in their place come `outs`. Its weight is [*outs, *ins]."""
+    """A matmul that contracts the last dims of its input, `ins`, and appends the dims `outs`. Its weight is [*outs, *ins]."""
 
     ins: tuple[int, ...]
     outs: tuple[int, ...]
@@ -118,13 +119,13 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = parameter(self, "weight", nn.initializers.normal(0.02), (*self.outs, *self.ins))
-        given, read = range(x.ndim - len(self.ins), x.ndim), range(len(self.outs), weight.ndim)
-        y = jax.lax.dot_general(x, weight, ((tuple(given), tuple(read)), ((), ())))
+        x_dims, weight_dims = range(x.ndim - len(self.ins), x.ndim), range(len(self.outs), weight.ndim)
+        y = jax.lax.dot_general(x, weight, ((tuple(x_dims), tuple(weight_dims)), ((), ())))
         return y + parameter(self, "bias", nn.initializers.zeros, self.outs) if self.bias else y
 
 
 class Embedding(nn.Module):
-    """A vector for each of `count`; read by index, or as the head of a model."""
+    """A table of `count` vectors of `size` elements: an embedding, or the head of a model."""
 
     count: int
     size: int
@@ -133,17 +134,17 @@ class Embedding(nn.Module):
         self.weight = parameter(self, "weight", nn.initializers.normal(0.02), (self.count, self.size))
 
     def __call__(self, indices: jax.Array) -> jax.Array:
-        """The vectors of `indices`."""
+        """Look up the vectors of `indices`."""
         return jnp.take(self.weight, indices, axis=0, mode="clip")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Products with all vectors, float32."""
+        """Multiply hidden states with all vectors; float32."""
         contracted = ((hidden.ndim - 1,), (1,))
         return jax.lax.dot_general(hidden, self.weight, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
 class Norm(nn.Module):
-    """RMS norm, or layer norm with a bias, over the last dim, in float32."""
+    """RMS norm, or layer norm with a bias, over the last dim; computed in float32."""
 
     kind: str
     size: int
@@ -163,22 +164,22 @@ class Norm(nn.Module):
 
 
 def norm_of(config: DecoderConfig, size: int | None = None) -> Norm:
-    """A norm of a decoder's kind, over `size` elements; by default over the hidden ones."""
+    """A norm of the configured kind over `size` elements; by default over the hidden size."""
     return Norm(config.norm, size or config.hidden_size, config.norm_epsilon)
 
 
 def parameter(module: nn.Module, name: str, init: Any, shape: tuple[int, ...]) -> Any:
-    """A parameter of a module: made, or the one that it was given.
+    """Return a parameter of a module, or initialize it.
 
-    As `module.param`, which traces the initializer of each one given to compare shapes, and so doubles the time that a
-    program takes to trace.
+    This replaces `module.param`, which traces the initializer of every existing parameter to compare shapes and so doubles
+    the time to trace a program.
 
     Raises:
-        ScopeParamShapeError: the one given has another shape.
+        ScopeParamShapeError: the existing parameter has another shape.
     """
     if module.is_initializing():
         return module.param(name, init, shape)
-    given = module.get_variable("params", name)
-    if given is None or given.shape != shape:
-        return module.param(name, init, shape)  # which says what is wrong
-    return given
+    value = module.get_variable("params", name)
+    if value is None or value.shape != shape:
+        return module.param(name, init, shape)  # raises the error
+    return value

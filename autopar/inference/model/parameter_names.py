@@ -1,8 +1,8 @@
-"""What a checkpoint calls each parameter, and how it holds it.
+"""Map each decoder parameter to its tensor in a checkpoint: name, shape, layout.
 
 In: a decoder's configuration, and the path and shape of one of its parameters. Out: a `Source`: the tensor's name and shape
-in the file, and the part of it that the parameter is. A parameter is a view of what is stored, so that a slice of the one is
-read as a slice of the other.
+in the file, and the part of the tensor that is the parameter. A parameter is a view of its tensor, so a slice of the
+parameter is read as a slice of the tensor.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one parameter lies.
+    """The stored tensor of one parameter.
 
     Args:
-        name: of the tensor. stored_shape: of that; shape: of the parameter.
-        part: which of `parts` equal parts of the tensor's outputs it is. transposed: the tensor is [in, out].
+        name: the tensor's name. stored_shape: the tensor's shape.
+        shape: the parameter's shape.
+        part, parts: the parameter is part number `part` of `parts` equal parts of the tensor's output dim.
+        transposed: whether the tensor is [in, out].
     """
 
     name: str
@@ -38,21 +40,21 @@ class Source:
     transposed: bool
 
     def view(self, stored: NDArray[Any]) -> NDArray[Any]:
-        """The parameter as a view of its tensor; nothing is copied."""
+        """The parameter as a view of its tensor, without a copy."""
         outs_first = stored.T if self.transposed else stored
         return outs_first.reshape(self.parts, *self.shape)[self.part]
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """A family's names.
+    """The tensor names of a family.
 
     Args:
-        prefix: of all but the head; checkpoints of the bare model lack it.
-        modules: by the decoder's own names, `{}` for the number of a layer.
-        fused: modules that are a part of their tensor: which, and of how many.
-        transposed: linear weights are [in, out].
-        not_weights: pattern of tensors that some checkpoints hold beside their weights.
+        prefix: the prefix of all tensors but the head; checkpoints of the bare model lack it.
+        modules: the tensor name of each decoder module, with `{}` for the layer number.
+        fused: (part, parts) of each module whose tensor it shares with others.
+        transposed: whether linear weights are [in, out].
+        not_weights: a pattern of other tensors that some checkpoints hold, such as attention masks.
     """
 
     prefix: str
@@ -106,15 +108,16 @@ _FAMILIES = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
 
 
 def prefix(config: DecoderConfig) -> str:
-    """What tensors' names begin with, as `transformers` writes them."""
+    """The prefix of tensor names, as `transformers` writes them."""
     return _FAMILIES[config.family].prefix
 
 
 def source(config: DecoderConfig, path: Path, shape: tuple[int, ...]) -> Source:
-    """Where a parameter lies.
+    """Map a parameter to its stored tensor.
 
     Args:
-        path: in the decoder's parameters, `("layers_3", "query", "weight")`. shape: its own.
+        path: the path in the decoder's parameters, such as `("layers_3", "query", "weight")`.
+        shape: the parameter's shape.
     """
     *outer, module, leaf = path
     if module == "head":
@@ -129,13 +132,13 @@ def source(config: DecoderConfig, path: Path, shape: tuple[int, ...]) -> Source:
     return Source(name, stored[::-1] if transposed else stored, shape, part, parts, transposed)
 
 
-def is_no_weight(config: DecoderConfig, name: str) -> bool:
-    """Whether a checkpoint may hold this tensor though no parameter needs it: masks, and the head of a tied model."""
+def is_ignored(config: DecoderConfig, name: str) -> bool:
+    """Whether a checkpoint may hold this tensor without a parameter for it: a mask, or the head of a tied model."""
     return (config.tied and name == HEAD) or bool(re.fullmatch(_FAMILIES[config.family].not_weights, name))
 
 
 def _flat(shape: tuple[int, ...], module: str, leaf: str) -> tuple[int, ...]:
-    """A parameter's shape with its heads as one dim, [out, in], which is how checkpoints have it; biases [out]."""
+    """A parameter's shape in the checkpoint, before transposition: [out, in] with the heads merged; a bias is [out]."""
     if leaf == "bias":
         return (math.prod(shape),)
     if len(shape) == 1:

@@ -1,4 +1,7 @@
-"""Rotary positions: queries and keys turned by their position, so that their products know how far apart they are."""
+"""Apply rotary position embeddings (RoPE), with linear or LLaMA 3 scaling.
+
+In: queries or keys, and positions. Out: the rotated arrays, whose dot products depend on relative positions.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Which wavelengths LLaMA 3 stretches: long ones by the whole factor, short ones not, between them by degrees.
+    """LLaMA 3's frequency-dependent scaling: long wavelengths are stretched, short ones are not, others are interpolated.
 
     Args:
-        low_frequency_factor, high_frequency_factor: `original_max_positions` through these are the wavelengths, in
-            tokens, above which all is stretched, and below which nothing is.
+        low_frequency_factor: wavelengths above `original_max_positions / low_frequency_factor` tokens are stretched by the
+            whole factor.
+        high_frequency_factor: wavelengths below `original_max_positions / high_frequency_factor` tokens are unchanged.
+        original_max_positions: the context length before scaling.
     """
 
     low_frequency_factor: float
@@ -27,10 +32,12 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How fast each pair of elements turns.
+    """The parameters of a rotary embedding.
 
     Args:
-        base: theta. factor: positions count as so many times fewer. llama3: only where it says so.
+        base: theta.
+        factor: the divisor of frequencies, by which wavelengths are stretched.
+        llama3: the choice of the wavelengths to stretch; None stretches all.
     """
 
     base: float
@@ -38,19 +45,19 @@ class Rotary:
     llama3: Llama3Scaling | None = None
 
     def frequencies(self, head_dim: int) -> NDArray[np.float32]:
-        """Radians per token, [head_dim / 2]."""
+        """The rotation of each pair of elements in radians per token, [head_dim / 2]."""
         plain = self.base ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         stretched = plain / self.factor
         if self.llama3 is not None:
             low, high = self.llama3.low_frequency_factor, self.llama3.high_frequency_factor
-            turns = self.llama3.original_max_positions * plain / (2 * math.pi)  # of the first context
-            kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-            stretched = kept * plain + (1 - kept) * stretched
+            turns = self.llama3.original_max_positions * plain / (2 * math.pi)  # in the original context
+            share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+            stretched = share * plain + (1 - share) * stretched
         return stretched.astype(np.float32)
 
 
 def rotate(x: jax.Array, positions: jax.Array, rotary: Rotary) -> jax.Array:
-    """Turn element i of each head with element i + head_dim / 2, as Hugging Face lays out the weights.
+    """Rotate element i of each head with element i + head_dim / 2, the pairing of Hugging Face's checkpoints.
 
     Args:
         x: [batch, tokens, heads, head_dim]. positions: int, [batch, tokens].
@@ -58,5 +65,5 @@ def rotate(x: jax.Array, positions: jax.Array, rotary: Rotary) -> jax.Array:
     angles = positions[:, :, None, None].astype(jnp.float32) * rotary.frequencies(x.shape[-1])
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

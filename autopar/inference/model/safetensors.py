@@ -1,10 +1,10 @@
-"""The safetensors format: named tensors in one file, each found by its offset.
+"""Read and write the safetensors format: named tensors in one file, with a header of offsets.
 
     length of the header    8 bytes, little-endian
-    header                  JSON: of each tensor its dtype, shape, and begin and end within the data
-    data                    tensors one after the other, row by row, little-endian
+    header                  JSON: for each tensor its dtype, its shape, and its begin and end within the data
+    data                    the tensors one after another, in row-major order, little-endian
 
-Reading looks at the header alone. A tensor is a memory map of its bytes, which are read as they are looked at.
+Only the header is read at once. A tensor is a memory map of its bytes, which are read on access.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Those that weights are read as."""
+"""The supported dtypes of weights."""
 _BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
     "I64": 8,
@@ -45,7 +45,7 @@ _BYTES = {
     "F8_E5M2": 1,
     "F8_E8M0": 1,
 }
-_MOST = 2**48  # no dim and no offset is above it
+_MAX_INT = 2**48  # no valid dim or offset is above it
 _WAY_OUT = "Copy it again from where it came from"
 
 
@@ -54,7 +54,8 @@ class StoredTensor:
     """One tensor of a file.
 
     Args:
-        dtype: by the format's name. begin: its first byte in the file.
+        dtype: the dtype's name in the format.
+        begin: the offset of the tensor's first byte in the file.
     """
 
     file: Path
@@ -64,14 +65,14 @@ class StoredTensor:
     begin: int
 
     def mapped(self) -> NDArray[Any]:
-        """The tensor, none of which has been read yet.
+        """Map the tensor into memory. Its bytes are read on access.
 
         Raises:
-            ModelError: it has no dtype that weights are read as.
+            ModelError: the tensor's dtype is not supported for weights.
         """
         if self.dtype not in DTYPES:
             raise ModelError(
-                f"{self.file}: `{self.name}` is of {self.dtype}, and weights are read as {', '.join(DTYPES)}. Convert"
+                f"{self.file}: the dtype of `{self.name}` is {self.dtype}, but weights must be {', '.join(DTYPES)}. Convert"
                 " the checkpoint to one of these"
             )
         dtype = DTYPES[self.dtype]
@@ -81,10 +82,10 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """What a file holds, by name.
+    """Read the tensors of a file, by name, without their data.
 
     Raises:
-        ModelError: it cannot be read, is no safetensors file, is cut short, or has bytes that are no tensor's.
+        ModelError: the file cannot be read, is not a safetensors file, is truncated, or has bytes that belong to no tensor.
     """
     try:
         size = file.stat().st_size
@@ -95,7 +96,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{file} cannot be read: {error.strerror or error}. {_WAY_OUT}") from None
     if len(header) < max(length, 2):
         raise ModelError(
-            f"{file} is no safetensors file, or is cut short within its header, at {size:,} bytes. {_WAY_OUT}"
+            f"{file} is no safetensors file, or is truncated within its header, at {size:,} bytes. {_WAY_OUT}"
         )
     try:
         entries = json.loads(header)
@@ -105,21 +106,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         expected = 0
         for (begin, end), name, entry in tensors:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
-            if not all(type(number) is int and abs(number) <= _MOST for number in (begin, end, *shape)):
+            if not all(type(number) is int and abs(number) <= _MAX_INT for number in (begin, end, *shape)):
                 raise ModelError(
-                    f"{file} is damaged: its header says that `{name}` is of the shape {list(shape)} and lies in bytes"
-                    f" {begin} to {end} of the data, which are no whole numbers below 2^48. {_WAY_OUT}"
+                    f"{file} is damaged: its header gives `{name}` the shape {list(shape)} and the bytes {begin} to {end}"
+                    f" of the data, and these must be integers below 2^48. {_WAY_OUT}"
                 )
             if begin != expected or end - begin != _BYTES[dtype] * math.prod(shape) or min(shape, default=0) < 0:
                 raise ModelError(
-                    f"{file} is damaged: its header says that `{name}`, {dtype} of the shape {list(shape)}, lies in bytes"
-                    f" {begin:,} to {end:,} of the data, where {expected:,} is the next free one. {_WAY_OUT}"
+                    f"{file} is damaged: its header gives `{name}`, {dtype} of the shape {list(shape)}, the bytes"
+                    f" {begin:,} to {end:,} of the data, but the next free byte is {expected:,}. {_WAY_OUT}"
                 )
             found[name] = StoredTensor(file, name, dtype, shape, 8 + length + begin)
             expected = end
             if 8 + length + end > size:
                 raise ModelError(
-                    f"{file} is cut short within `{name}`, which ends at byte {8 + length + end:,} of a file of"
+                    f"{file} is truncated within `{name}`, which ends at byte {8 + length + end:,} of a file of"
                     f" {size:,}. {_WAY_OUT}"
                 )
     except ModelError:
@@ -127,28 +128,32 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is no safetensors file: its header cannot be read ({error!r}). {_WAY_OUT}") from None
     if 8 + length + expected != size:
-        raise ModelError(f"{file} is damaged: of its {size:,} bytes {8 + length + expected:,} are tensors. {_WAY_OUT}")
+        raise ModelError(
+            f"{file} is damaged: it has {size:,} bytes, but its header and tensors take {8 + length + expected:,}. {_WAY_OUT}"
+        )
     return found
 
 
 def write_file(
     file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, make: Callable[[str], NDArray[Any]]
 ) -> None:
-    """Write a file, tensor by tensor: no more than one is in memory.
+    """Write a file with one tensor in memory at a time.
 
     Args:
-        shapes: of the tensors, by name. dtype: of all, by the format's name. make: one of them; it is converted.
+        shapes: the shape of each tensor, by name.
+        dtype: the dtype of all tensors, by its name in the format.
+        make: the function from a tensor's name to its array, which is converted to `dtype`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it `transformers` refuses the file
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # `transformers` refuses files without it
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + _BYTES[dtype] * math.prod(shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # so that tensors are aligned
+    header += b" " * (-len(header) % 8)  # aligns the tensors
     with file.open("wb") as opened:
         opened.write(len(header).to_bytes(8, "little") + header)
         for name, shape in shapes.items():

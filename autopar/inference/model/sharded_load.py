@@ -1,4 +1,4 @@
-"""An array on the host, as the memory map of a file is, laid out over devices slice by slice."""
+"""Copy a host array, such as a memory-mapped file, to sharded device memory slice by slice."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 
-def lay_out(
+def load_sharded(
     view: NDArray[Any], dtype: Any, sharding: Sharding, report: Callable[[int], None] | None = None
 ) -> jax.Array:
-    """Read each distinct slice that devices want once, and have it on them before the next is read.
+    """Read each distinct slice of a sharding once, and copy it to its devices before the next one is read.
 
     Args:
-        view: in any dtype and order. report: called with the bytes of each slice that has been read.
+        view: the array on the host, of any dtype and memory order.
+        report: called with the bytes of each slice that has been read.
     """
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(view.shape).items():
@@ -25,7 +26,7 @@ def lay_out(
         devices.setdefault(tuple(bounds), []).append(device)
     parts: list[jax.Array] = []
     for bounds, holders in devices.items():
-        # A copy, in memory of its own: a CPU device keeps what it is given, which must not be the file.
+        # A copy: a CPU device aliases the host array, which must not be the memory-mapped file.
         part = np.array(view[tuple(slice(*bound) for bound in bounds)], dtype, order="C")
         parts += jax.block_until_ready([jax.device_put(part, device) for device in holders])
         if report is not None:

@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the `tokenizer.json` beside a checkpoint."""
+"""Convert text to tokens and back, with the `tokenizer.json` of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """Of a model's folder: `encode(text).ids`, `decode(ids)`.
+    """Load the tokenizer of a model's folder, with `encode(text).ids` and `decode(ids)`.
 
     Raises:
-        ModelError: there is none, it cannot be read, or the package `tokenizers` is not installed.
+        ModelError: the folder has none, it cannot be read, or the package `tokenizers` is not installed.
     """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ModelError(
-            f"{path} is not there, so text cannot be made into tokens. Copy it from where the model came from"
+            f"{path} does not exist, so text cannot be tokenized. Copy it from where the model came from"
             " (`AutoTokenizer.from_pretrained(...).save_pretrained(folder)` of `transformers` writes it), or give tokens"
             " instead of text"
         )
@@ -31,39 +31,40 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         library = importlib.import_module("tokenizers")
     except ModuleNotFoundError:
         raise ModelError(
-            "text is made into tokens by the package `tokenizers`, which is not installed: pip install 'autopar[inference]'"
+            "the package `tokenizers`, which tokenizes text, is not installed: pip install 'autopar[inference]'"
         ) from None
     try:
         return library.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises plain exceptions only
         raise ModelError(f"{path} is no tokenizer: {error}. Copy it again from where it came from") from None
 
 
 def tokens_of(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, *, special: bool = True) -> tuple[int, ...]:
-    """Of text; tokens are checked.
+    """Tokenize a text prompt, or check a prompt of tokens.
 
     Args:
-        tokenizer: None where there is none. vocab_size: tokens of the model.
-        special: add those that the tokenizer begins or ends a text with.
+        tokenizer: the tokenizer; None if the model has none.
+        vocab_size: the size of the model's vocabulary.
+        special: whether to add the special tokens that the tokenizer begins or ends a text with.
 
     Raises:
-        InferenceError: there is no tokenizer for text, or a token that the model does not have.
+        InferenceError: text is given without a tokenizer, or a token is not in the vocabulary.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InferenceError(
-                "the model's folder has no tokenizer.json, so text cannot be made into tokens: give tokens as the"
-                " prompt, or copy tokenizer.json from where the model came from"
+                "the model's folder has no tokenizer.json, so text cannot be tokenized: give tokens as the prompt, or copy"
+                " tokenizer.json from where the model came from"
             )
         return tuple(tokenizer.encode(prompt, add_special_tokens=special).ids)
     tokens = tuple(int(token) for token in prompt)
     wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise InferenceError(f"the prompt has the token {wrong}, and the model's are 0 to {vocab_size - 1}")
+        raise InferenceError(f"the prompt has the token {wrong}, but the model's tokens are 0 to {vocab_size - 1}")
     return tokens
 
 
 def text_stream(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """Tokens to text, one by one; "" until a character is complete."""
+    """Return a function from each next token to its text, which is "" until a character is complete."""
     stream: Any = importlib.import_module("tokenizers.decoders").DecodeStream(skip_special_tokens=True)
     return lambda token: stream.step(tokenizer, token) or ""

@@ -1,6 +1,6 @@
-"""Continuous batching: which tokens run in the next iteration.
+"""Schedule requests by continuous batching: decide which tokens the next iteration computes.
 
 In: requests, free pages.
-Out: an iteration.
+Out: iterations.
 Imported by: the packages of inference above it.
 """

@@ -1,4 +1,7 @@
-"""What the scheduler is asked, what it decides, and what it is told: plain values, without a model or a device."""
+"""Define the scheduler's inputs and outputs: requests, iterations, results, options.
+
+In and out: plain values, without a model or a device.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from autopar.inference.kv_cache.page_tables import Copy
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Text to be continued.
+    """A prompt to continue.
 
     Args:
-        name: by which it is spoken of; of all requests that are not ended, one has it.
-        prompt: tokens, at least one.
-        max_tokens: to generate, at most.
-        stop_tokens: after any of which it ends.
+        name: an identifier, unique among the requests that have not ended.
+        prompt: the tokens of the prompt, at least one.
+        max_tokens: the largest number of tokens to generate.
+        stop_tokens: tokens that end the request when they are generated.
     """
 
     name: str
@@ -26,12 +29,12 @@ class Request:
 
 
 class Shape(NamedTuple):
-    """The static sizes of an iteration: each is one compiled program. Slots there are always the same number of.
+    """The static sizes of an iteration. Each shape is one compiled program; the number of slots is the same in all.
 
     Args:
-        width: tokens of each slot: 1, or more where proposals are verified.
-        steps: tokens that each slot generates one after the other.
-        rows, length: of the chunks of prompts beside the slots; 0 where there are none.
+        width: tokens per slot: 1, or more if draft tokens are verified.
+        steps: decode steps in one call.
+        rows, length: the number and the length of prefill chunks in the iteration; 0 if there are none.
     """
 
     width: int = 1
@@ -42,15 +45,16 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one sequence does in an iteration.
+    """The work of one sequence in an iteration.
 
     Args:
-        name: of its request. attempt: tells it from the same request before it was preempted.
-        slot: its own as long as it runs.
-        start: position of the first token. num_tokens: how many are computed.
-        tokens: these; empty where it is the one that this slot generated last and the host does not know yet.
-        pages: of the sequence, with room for all tokens of the run.
-        samples: whether the logits after the last token are wanted; in a chunk that is not a prompt's last they are not.
+        name: the request's name.
+        attempt: a number that changes when the request is preempted and starts again.
+        slot: the sequence's slot, which it keeps as long as it runs.
+        start: the position of the first token. num_tokens: the number of tokens computed.
+        tokens: the tokens; empty if the only one is the last token of the slot, which is on the device alone.
+        pages: the sequence's pages, with room for all tokens of the run.
+        samples: whether a token is sampled after the last one; False for all but the last chunk of a prompt.
     """
 
     name: str
@@ -68,8 +72,9 @@ class Iteration:
     """One call of one program.
 
     Args:
-        copies: of pages, before all else; at most one a run, so never more than slots.
-        decodes: one for each slot that generates. chunks: at most `shape.rows`.
+        copies: page copies to do first; at most one per run, so never more than slots.
+        decodes: one run for each slot that decodes.
+        chunks: the prefill chunks, at most `shape.rows`.
     """
 
     shape: Shape
@@ -84,12 +89,12 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came out of a run.
+    """The result of a run.
 
     Args:
-        tokens: generated: `shape.steps` of them; of proposals those accepted and one more; none where it does not sample.
-        ended: why the request is to end, in a word, where that is not the scheduler's to see: a stop string, logits
-            that are no numbers.
+        tokens: the generated tokens: `shape.steps` of them; after verification, the accepted draft tokens and one more;
+            none if the run does not sample.
+        ended: a reason to end the request that the scheduler cannot know, such as non-finite logits.
     """
 
     tokens: tuple[int, ...] = ()
@@ -98,7 +103,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a request has got: tokens, and, at its end, why it ended: "stop", "length", or what `Result.ended` said."""
+    """The new tokens of a request, and the reason if it has ended: "stop", "length", or that of `Result.ended`."""
 
     name: str
     tokens: tuple[int, ...] = ()
@@ -107,14 +112,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a scheduler cuts its work.
+    """The static sizes of a scheduler's iterations.
 
     Args:
-        num_slots: sequences that run at once.
-        max_length: tokens of the longest sequence, prompt and all.
-        chunks: rows and length of each shape that chunks of prompts may have.
-        steps: tokens that are generated in one call while nothing waits.
-        num_proposals: tokens that are proposed and verified at once; 0 where none are.
+        num_slots: the number of sequences that run at once.
+        max_length: the tokens of the longest sequence, prompt and output.
+        chunks: (rows, length) of each shape of prefill chunks.
+        steps: decode steps in one call while no request waits.
+        num_proposals: draft tokens verified at once in speculative decoding; 0 turns it off.
     """
 
     num_slots: int = 16
@@ -125,7 +130,7 @@ class Options:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """All that there are: the programs to compile."""
+        """The shapes of all programs to compile."""
         shapes = [Shape(), Shape(steps=self.steps), *(Shape(rows=r, length=n) for r, n in self.chunks)]
         if self.num_proposals:
             shapes.append(Shape(width=1 + self.num_proposals))

@@ -1,7 +1,7 @@
-"""Guesses of the next tokens, and whether guessing pays.
+"""Propose draft tokens for speculative decoding by n-gram lookup, and decide when speculation pays.
 
-In: the tokens so far; how many proposals were accepted. Out: `Proposer`, of which `NGram` is one; `Payoff`. Nothing here
-needs a model.
+In: the tokens so far; the number of tokens that verified steps gave. Out: `Proposer`, the interface of draft token sources,
+and `NGram`, the one without a model; `SpeculationPolicy`, which turns speculation on and off.
 """
 
 from __future__ import annotations
@@ -11,101 +11,103 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 
-class Asked(NamedTuple):
-    """A sequence whose next tokens are to be guessed.
+class DraftRequest(NamedTuple):
+    """A sequence to propose draft tokens for.
 
     Args:
-        slot: its own as long as it runs; whose it was before, nobody says but the tokens.
-        tokens: prompt and generated; not to be changed, nor kept.
-        most: guesses that are wanted, at most; at least 1.
+        slot: the sequence's slot. Another sequence may have had it before, which only the tokens show.
+        tokens: the prompt and the generated tokens. The proposer must not change or keep the list.
+        max_tokens: the largest number of draft tokens, at least 1.
     """
 
     slot: int
     tokens: list[int]
-    most: int
+    max_tokens: int
 
 
 class Proposer(Protocol):
-    """Whoever guesses."""
+    """A source of draft tokens."""
 
-    def propose(self, asked: Sequence[Asked]) -> list[Sequence[int]]:
-        """What may follow each of the sequences; nothing where there is no guess."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
+        """Return draft tokens for each sequence; none where there is no proposal."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NGram:
-    """What followed the last tokens when they stood there before: the longest such end, where it stood last.
+    """Propose the tokens that followed the latest earlier occurrence of the sequence's last n tokens.
+
+    The longest n with an earlier occurrence is used.
 
     Args:
-        longest, shortest: of the ends that are looked for.
-        within: so many of the last tokens are searched, which bounds the time it takes.
+        longest, shortest: the range of n.
+        within: the number of last tokens to search, which bounds the time.
     """
 
     longest: int = 4
     shortest: int = 2
     within: int = 2048
 
-    def propose(self, asked: Sequence[Asked]) -> list[Sequence[int]]:
-        """As `Proposer` says."""
-        return [self._after(each.tokens[-self.within :], each.most) for each in asked]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
+        """See `Proposer`."""
+        return [self._look_up(each.tokens[-self.within :], each.max_tokens) for each in requests]
 
-    def _after(self, tokens: list[int], most: int) -> list[int]:
+    def _look_up(self, tokens: list[int], max_tokens: int) -> list[int]:
         for length in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            end = tokens[-length:]
+            suffix = tokens[-length:]
             for start in range(len(tokens) - length - 1, -1, -1):
-                if tokens[start] == end[0] and tokens[start : start + length] == end:
-                    return tokens[start + length : start + length + most]
+                if tokens[start] == suffix[0] and tokens[start : start + length] == suffix:
+                    return tokens[start + length : start + length + max_tokens]
         return []
 
 
 @dataclass(slots=True)
-class Payoff:
-    """Whether to propose: as long as a verified step gives more tokens than plain steps would in the same time.
+class SpeculationPolicy:
+    """Enable speculative decoding while a verified step gives more tokens than plain decode steps in the same time.
 
-    Switched off, it is tried again after a while, each time after twice as long while it fails.
+    While it is disabled, it is tried again after `patience` plain steps, and after twice as many each time it fails.
 
     Args:
-        cost: seconds of a verified step over those of a plain one, as measured.
-        weight: of what came last in the running mean of tokens per step.
-        patience: verified steps before a verdict, and plain steps before the first new trial.
-        longest_wait: plain steps before any new trial, at most.
+        cost: the measured seconds of a verified step, draft included, over those of a plain step.
+        weight: the weight of the newest step in the moving average of tokens per step.
+        patience: verified steps before a decision, and plain steps before the first new trial.
+        max_wait: the largest number of plain steps before a new trial.
     """
 
     cost: float
     weight: float = 0.1
     patience: int = 16
-    longest_wait: int = 4096
+    max_wait: int = 4096
     _mean: float = field(default=0.0, init=False)
-    _seen: int = field(default=0, init=False)
-    _rest: int = field(default=0, init=False)
+    _num_verified: int = field(default=0, init=False)
+    _steps_disabled: int = field(default=0, init=False)
     _wait: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._wait = self.patience
 
     @property
-    def is_on(self) -> bool:
-        return self._rest == 0
+    def is_enabled(self) -> bool:
+        return self._steps_disabled == 0
 
     @property
     def tokens_per_step(self) -> float:
-        """Of a slot in a verified step, lately; 0 before the first."""
+        """The moving average of tokens per slot in a verified step; 0 before the first."""
         return self._mean
 
-    def verified(self, num_tokens: int, num_slots: int) -> None:
-        """A verified step gave tokens to slots."""
-        self._seen += 1
-        weight = max(self.weight, 1 / self._seen)  # the plain mean at first
+    def record_verified(self, num_tokens: int, num_slots: int) -> None:
+        """Record a verified step that gave `num_tokens` tokens to `num_slots` slots."""
+        self._num_verified += 1
+        weight = max(self.weight, 1 / self._num_verified)  # the arithmetic mean at first
         self._mean += weight * (num_tokens / num_slots - self._mean)
-        if self._seen < self.patience:
+        if self._num_verified < self.patience:
             return
         if self._mean < self.cost:
-            self._rest, self._seen = self._wait, 0
-            self._wait = min(2 * self._wait, self.longest_wait)
+            self._steps_disabled, self._num_verified = self._wait, 0
+            self._wait = min(2 * self._wait, self.max_wait)
         else:
             self._wait = self.patience
 
-    def plain(self, num_steps: int = 1) -> None:
-        """Plain steps were made."""
-        self._rest = max(0, self._rest - num_steps)
+    def record_plain(self, num_steps: int = 1) -> None:
+        """Record plain decode steps."""
+        self._steps_disabled = max(0, self._steps_disabled - num_steps)

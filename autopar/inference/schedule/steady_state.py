@@ -1,22 +1,22 @@
-"""What a scheduler does in the long run, where requests always wait: how many sequences end in an iteration, and how many
-iterations compute a prompt too. Numbers only.
+"""Predict a scheduler's throughput in the steady state, where requests always wait.
 
-In: `Options`, tokens of a prompt and tokens generated for it, sequences at once. Out: `SteadyState`.
+In: `Options`, the tokens of a prompt and of its output, the number of sequences that run at once. Out: `SteadyState`: the
+sequences that end per iteration, and the share of iterations with prefill.
 
-With prompts of P tokens, O tokens generated for each, and chunks of `rows` times `length` tokens:
+Let a prompt have P tokens and its output O tokens, and let a chunk shape be `rows` chunks of `length` tokens:
 
-    chunks = least over chunk shapes of ceil(P / length)          iterations that compute one prompt by itself
-    share  = least over chunk shapes of ceil(P / length) / rows   iterations of chunks for a prompt, where many wait
-    life   = chunks + (O - 1) + ahead                             iterations that a slot is one sequence's
+    chunks = min over chunk shapes of ceil(P / length)          iterations to prefill one prompt alone
+    share  = min over chunk shapes of ceil(P / length) / rows   iterations with chunks per prompt, if many wait
+    life   = chunks + (O - 1) + ahead                           iterations that a sequence occupies its slot
 
-The last chunk gives a sequence's first token, and each iteration after it one more. Iterations are sent `ahead` of what
-comes out, so that a slot is given to the next only so much later. Each iteration has room for one shape of chunks:
+The last chunk yields a sequence's first token, and each later iteration one more. The scheduler dispatches `ahead`
+iterations before it sees a result, so a slot is reused only that much later. An iteration has one chunk shape:
 
-    ended = min(num_running / life, 1 / share)                    sequences that end in an iteration
-    mixed = min(1, ended x chunks)                                iterations that compute chunks, of all
+    ended = min(num_running / life, 1 / share)                  sequences that end per iteration
+    mixed = min(1, ended x chunks)                              the share of iterations with chunks
 
-That is the bound of a closed queue: no slot waits for another's prompt unless all of the room for chunks is taken. A
-simulation with the real scheduler is within a tenth of it, and lower where almost all iterations are mixed.
+This is the bound of a closed queue: a slot waits for prefill only if all chunk rows are in use. A simulation with the real
+scheduler is within 10 % of it, and lower if almost all iterations are mixed.
 """
 
 from __future__ import annotations
@@ -28,30 +28,36 @@ from autopar.inference.schedule.requests import Options
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
-    """In an iteration, on average.
+    """The averages of an iteration.
 
     Args:
-        ended: sequences that end. mixed: part of the iterations that compute prompts beside the slots.
+        ended: the number of sequences that end.
+        mixed: the share of iterations that compute prefill chunks.
     """
 
     ended: float
     mixed: float
 
     def iteration_s(self, plain_s: float, mixed_s: float) -> float:
-        """Seconds of an iteration, on average: what passes between two tokens of a sequence.
+        """The average seconds of an iteration, which is the time between two tokens of a sequence.
 
         Args:
-            plain_s, mixed_s: without chunks and with them.
+            plain_s, mixed_s: the seconds of an iteration without and with prefill chunks.
         """
         return self.mixed * mixed_s + (1 - self.mixed) * plain_s
 
     def tokens_per_s(self, output: int, plain_s: float, mixed_s: float) -> float:
-        """Tokens generated in a second, `output` of each sequence."""
+        """The tokens generated per second.
+
+        Args:
+            output: the tokens generated for each sequence.
+            plain_s, mixed_s: as for `iteration_s`.
+        """
         return self.ended * output / self.iteration_s(plain_s, mixed_s)
 
 
 def num_chunks(options: Options, prompt: int) -> int:
-    """Iterations that compute one prompt by itself.
+    """The number of iterations to prefill one prompt alone.
 
     >>> num_chunks(Options(chunks=((4, 64), (1, 256))), 1000)
     4
@@ -60,7 +66,7 @@ def num_chunks(options: Options, prompt: int) -> int:
 
 
 def steady_state(options: Options, prompt: int, output: int, num_running: int, ahead: int = 1) -> SteadyState:
-    """See above.
+    """Predict the steady state by the formulas of the module's docstring.
 
     >>> steady_state(Options(chunks=((1, 256),)), prompt=512, output=97, num_running=10)
     SteadyState(ended=0.101..., mixed=0.202...)

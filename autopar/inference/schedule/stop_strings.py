@@ -1,7 +1,7 @@
-"""Stop strings: where text ends, and what of it may be shown before that is known.
+"""End generated text at stop strings.
 
-In: text as it is generated. Out: `TextUntilStop`. A stop string may come in pieces, so an end of the text that one could
-begin with is held back; and nothing of a stop string is ever shown.
+In: pieces of text as they are generated. Out: `TextUntilStop`. A stop string may span several pieces, so a suffix of the
+text that could begin one is withheld. No part of a stop string is ever returned.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from autopar.errors import InferenceError
 
 
 class TextUntilStop:
-    """The text of one request.
+    """The text of one request, up to a stop string.
 
     Args:
-        stop_strings: any of which ends it.
+        stop_strings: strings that end the text.
 
     Attributes:
-        stopped_at: the one that did.
+        stopped_at: the stop string that ended the text; None before.
 
     Raises:
-        InferenceError: one of them is empty, which would end every text at once.
+        InferenceError: a stop string is empty. It would end every text at once.
     """
 
     def __init__(self, stop_strings: Iterable[str] = ()) -> None:
         self._stops = tuple(stop_strings)
         if "" in self._stops:
-            raise InferenceError("a stop string is empty: leave it out, or say what to stop at")
-        self._held = ""
+            raise InferenceError("a stop string is empty: leave it out, or give a text to stop at")
+        self._withheld = ""
         self.stopped_at: str | None = None
 
     @property
@@ -36,28 +36,28 @@ class TextUntilStop:
         return self.stopped_at is not None
 
     def add(self, text: str) -> str:
-        """What may be shown now; after the stop, nothing."""
+        """Add a piece of text, and return the text that is safe to show: none after a stop."""
         if self.is_stopped:
             return ""
-        self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        self._withheld += text
+        found = [(at, stop) for stop in self._stops if (at := self._withheld.find(stop)) >= 0]
         if found:
             at, self.stopped_at = min(found)
-            shown, self._held = self._held[:at], ""
+            shown, self._withheld = self._withheld[:at], ""
             return shown
-        cut = len(self._held) - self._num_open()
-        shown, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self._withheld) - self._num_to_withhold()
+        shown, self._withheld = self._withheld[:cut], self._withheld[cut:]
         return shown
 
     def end(self) -> str:
-        """What was held back, where the text ends for another reason."""
-        shown, self._held = self._held, ""
+        """Return the withheld text when the text ends without a stop string."""
+        shown, self._withheld = self._withheld, ""
         return shown
 
-    def _num_open(self) -> int:
-        """Characters at the end that a stop string could begin with."""
+    def _num_to_withhold(self) -> int:
+        """The length of the longest suffix that a stop string begins with."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for num in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-num:]) for stop in self._stops):
+        for num in range(min(longest, len(self._withheld)), 0, -1):
+            if any(stop.startswith(self._withheld[-num:]) for stop in self._stops):
                 return num
         return 0

@@ -1,4 +1,4 @@
-"""The engine: requests in, text out.
+"""Serve a model: requests in, generated text out.
 
 In: a `Checkpoint`, options, requests.
 Out: `Engine`, `Generation`.

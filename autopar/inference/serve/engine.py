@@ -1,7 +1,7 @@
-"""The engine: requests in, text out, from one model on one mesh.
+"""Serve requests from one model on one mesh.
 
-In: a model's folder, devices. Out: `Engine`. It runs where it is asked to: whoever waits for a token, or calls `step`,
-makes it do the next iteration, for all requests alike; there is no thread of its own, and several threads may ask.
+In: a model's folder, devices. Out: `Engine`. The engine has no thread of its own: a caller that waits for a token, or calls
+`step`, runs the next iteration for all requests. Several threads may call it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,37 @@ from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.tokenizer import load_tokenizer, text_stream, tokens_of
 from autopar.inference.schedule.requests import Iteration, Options, Request
 from autopar.inference.schedule.scheduler import Scheduler
-from autopar.inference.schedule.speculation_policy import Payoff, Proposer
+from autopar.inference.schedule.speculation_policy import Proposer, SpeculationPolicy
 from autopar.inference.schedule.stop_strings import TextUntilStop
 from autopar.inference.serve.generation import Generation
-from autopar.inference.serve.runner import PageMemory, Runner, Running
-from autopar.inference.serve.setup import Opened, Propose, opened, payoff_of, proposer_of, served_of, stop_tokens_of
+from autopar.inference.serve.runner import DispatchedIteration, PageMemory, Runner
+from autopar.inference.serve.setup import (
+    OpenedModel,
+    Propose,
+    make_policy,
+    make_proposer,
+    open_model,
+    served_of,
+    stop_tokens_of,
+)
 from autopar.inference.step.sampling import SamplingOptions
 from autopar.jax_interop.compat import shape_struct
 
-#: Iterations that are sent to the devices before the results of the first are looked at.
+#: The number of iterations in flight while the next one is dispatched.
 _AHEAD = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What an engine has done, and holds.
+    """The counters of an engine, and its current state.
 
     Args:
-        num_waiting, num_running: requests.
-        free_pages, evictable_pages, held_pages: of the cache; they add up to all.
-        num_iterations: calls of a program. num_steps: of the model; several in one call.
-        num_prompt_tokens: computed. num_cached_tokens: of prompts, found in the cache. num_tokens: generated.
-        num_compiled: programs that JAX has compiled.
+        num_waiting, num_running: requests in the queue, and in slots.
+        free_pages, evictable_pages, held_pages: pages of the cache by state; they add up to all pages.
+        num_iterations: calls of a program. num_steps: model steps; a call can have several.
+        num_prompt_tokens: prompt tokens computed. num_cached_tokens: prompt tokens found in the cache.
+        num_tokens: tokens generated.
+        num_compiled: compiled programs.
     """
 
     num_waiting: int
@@ -65,19 +74,19 @@ class Stats:
 
 
 class Serving(TypedDict, total=False):
-    """How a model is served.
+    """The options of `Engine.open`.
 
     Args:
-        options: how work is cut: slots, the longest sequence, chunks of prompts; by default for the model's positions.
-        mesh, hardware, memory_budget_bytes, cache: as of `autopar.plan`; by default all visible devices in a row.
-        num_pages: of the KV cache; by default what weights leave room for. page_size: tokens of each; by default 16.
-        shares_prefixes: whether what one prompt begins with is found again for the next; by default it is.
-        propose: who guesses tokens to be verified several at once: "n-gram", which looks for them in the text so far; a
-            folder, of a small model with the same tokenizer; or a `Proposer`. While it does not pay it is not asked.
-        attention: a backend (`paged_attention.BACKENDS`); by default the fastest of those that are right here, tried at
-            the start.
-        beside: another model's engine, whose pages are to be this one's too, on the same mesh. Pages must be of one shape
-            in every layer, and this model has no more layers than the other.
+        options: slots, the longest sequence, prefill chunks; by default for the model's number of positions.
+        mesh, hardware, memory_budget_bytes, cache: as for `autopar.plan`; by default a 1D mesh of all visible devices.
+        num_pages: the number of pages of the KV cache; by default as many as fit. page_size: tokens per page, 16 by default.
+        shares_prefixes: whether requests share the pages of a common prefix; True by default.
+        propose: the source of draft tokens for speculative decoding: "n-gram", which looks them up in the text so far; the
+            folder of a small model with the same tokenizer; or a `Proposer`. It is disabled while it does not pay.
+        attention: an attention backend (`paged_attention.BACKENDS`); by default the fastest correct one, measured at the
+            start.
+        beside: the engine of another model on the same mesh, whose pages this model shares. Its pages must have the same
+            shape and dtype, and it must have at least as many layers.
         progress: called with a stage's name and the fraction done.
     """
 
@@ -96,14 +105,14 @@ class Serving(TypedDict, total=False):
 
 
 class Engine:
-    """Serves requests from one model.
+    """Serve requests from one model.
 
     Args:
-        runner: programs and weights on devices. tokenizer: of the package `tokenizers`; None for tokens alone.
-        stop_tokens: that end every request which does not say otherwise.
-        beside: another model's engine, whose pages this one's are too; `runner` was made with its memory.
-        num_pages: at most so many are used; by default as many as there are.
-        proposer: guesses tokens to be verified, where the programs take proposals. payoff: says when it is asked.
+        runner: the programs and weights on the devices. tokenizer: one of the package `tokenizers`; None for tokens only.
+        stop_tokens: the default stop tokens of requests.
+        beside: the engine of another model that shares its pages; `runner` must use its memory.
+        num_pages: the number of pages to use; by default all.
+        proposer: the source of draft tokens. policy: decides when to speculate.
     """
 
     def __init__(
@@ -116,7 +125,7 @@ class Engine:
         num_pages: int | None = None,
         shares_prefixes: bool = True,
         proposer: Proposer | None = None,
-        payoff: Payoff | None = None,
+        policy: SpeculationPolicy | None = None,
     ) -> None:
         self.runner, self.tokenizer = runner, tokenizer
         self.proposer = proposer
@@ -124,12 +133,12 @@ class Engine:
         self.pool = beside.pool if beside is not None else PagePool(num_pages or runner.layout.num_pages)
         served = runner.served
         cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes)
-        self._scheduler = Scheduler(cache, served.options, proposer, payoff)
+        self._scheduler = Scheduler(cache, served.options, proposer, policy)
         self._generations: dict[str, Generation] = {}
-        self._on_their_way: deque[Running] = deque()
+        self._in_flight: deque[DispatchedIteration] = deque()
         self._lock = beside._lock if beside is not None else threading.RLock()
-        self._all = beside._all if beside is not None else []  # that share the pages
-        self._all.append(self)
+        self._engines = beside._engines if beside is not None else []  # all that share the pages
+        self._engines.append(self)
         self._names = itertools.count()
         self._broken: BaseException | None = None
         self._counts = dict.fromkeys(("num_iterations", "num_steps", "num_prompt_tokens", "num_cached_tokens"), 0)
@@ -137,21 +146,21 @@ class Engine:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, dtype: Any = None, **serving: Unpack[Serving]) -> Engine:
-        """Serve a model's folder, as Hugging Face writes it.
+        """Serve a model's folder in Hugging Face's format.
 
         Args:
-            dtype: of weights and cache; by default the checkpoint's. serving: see `Serving`.
+            dtype: the dtype of weights and cache; by default the checkpoint's. serving: see `Serving`.
 
         Raises:
-            ModelError: the folder is no model that is supported. InferenceError: it does not fit, or sizes cannot be.
+            ModelError: the folder is not a supported model. InferenceError: the model does not fit, or sizes are invalid.
         """
         checkpoint = Checkpoint.open(folder)
         shapes = checkpoint.abstract_params(dtype)
         tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         stop_tokens = stop_tokens_of(folder)
 
-        def load(shardings: Any, part_read: Callable[[int], None]) -> Any:
-            return checkpoint.load(shardings, dtype, lambda _, num_bytes: part_read(num_bytes))
+        def load(shardings: Any, on_read: Callable[[int], None]) -> Any:
+            return checkpoint.load(shardings, dtype, lambda _, num_bytes: on_read(num_bytes))
 
         return cls._opened(checkpoint.config, shapes, load, tokenizer, stop_tokens, serving)
 
@@ -165,13 +174,13 @@ class Engine:
         stop_tokens: Iterable[int] = (),
         **serving: Unpack[Serving],
     ) -> Engine:
-        """Serve a `Decoder`'s weights that are in memory, such as one that has just been trained.
+        """Serve a `Decoder`'s weights from memory, for example after training.
 
         Args:
-            params: as `Decoder(config).init` returns them, lying anywhere. serving: see `Serving`.
+            params: the result of `Decoder(config).init`, with any sharding. serving: see `Serving`.
 
         Raises:
-            InferenceError: it does not fit, or sizes cannot be.
+            InferenceError: the model does not fit, or sizes are invalid.
         """
 
         def load(shardings: Any, _: Callable[[int], None]) -> Any:
@@ -196,20 +205,20 @@ class Engine:
         )
         place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")}
         place["cache"] = serving.get("cache", True)
-        proposing = proposer_of(propose, served, place)
-        held = proposing.held_bytes + (beside.held_bytes if beside is not None else 0)
-        others = beside.runner.layout if beside is not None else None
-        asked = (served, attention, load, place, serving.get("num_pages"), progress, held, others)
+        setup = make_proposer(propose, served, place)
+        reserved = setup.held_bytes + (beside.held_bytes if beside is not None else 0)
+        shared = beside.runner.layout if beside is not None else None
+        arguments = (served, attention, load, place, serving.get("num_pages"), progress, reserved, shared)
         memory = beside.runner.memory if beside is not None else None
-        found = opened(*asked)
+        model = open_model(*arguments)
         try:
-            runner = _warm(found, memory)
+            runner = _warm_runner(model, memory)
         except jax.errors.JaxRuntimeError as error:
-            if found.kept is None or memory is not None:
+            if model.cache is None or memory is not None:
                 raise
-            found.kept.say_damaged(error)
-            runner = _warm(opened(*asked, anew=True), memory)
-        payoff = payoff_of(runner.seconds(), proposing.seconds) if served.options.num_proposals else None
+            model.cache.warn_damaged(error)
+            runner = _warm_runner(open_model(*arguments, ignore_cache=True), memory)
+        policy = make_policy(runner.seconds(), setup.seconds) if served.options.num_proposals else None
         shares = serving.get("shares_prefixes", True)
         return cls(
             runner,
@@ -217,13 +226,13 @@ class Engine:
             stop_tokens,
             beside,
             shares_prefixes=shares,
-            proposer=proposing.proposer,
-            payoff=payoff,
+            proposer=setup.proposer,
+            policy=policy,
         )
 
     @property
     def held_bytes(self) -> float:
-        """Of weights and all else but pages, on the device that holds most: what is not there for a model beside it."""
+        """The peak memory without the pages, on one device: what another model on the same devices cannot use."""
         layout = self.runner.layout
         return layout.peak_bytes - layout.page_bytes * (layout.num_pages + 1)
 
@@ -243,24 +252,24 @@ class Engine:
         """Queue a request.
 
         Args:
-            prompt: text, or tokens. max_tokens: to generate, at most.
-            sampling: by default the most probable token each time.
-            stop: strings that end it, which are not shown. stop_tokens: by default the model's own.
-            num_best: how many of the most probable tokens are told of each; the candidates that the programs keep at most.
-            name: by which the request is known; by default a new one.
+            prompt: text, or tokens. max_tokens: the largest number of tokens to generate.
+            sampling: the sampling options; by default greedy decoding.
+            stop: strings that end the text and are not shown. stop_tokens: tokens that end it; by default the model's.
+            num_best: the number of most probable tokens to record for each token, at most `NUM_CANDIDATES`.
+            name: the request's name; by default a new one.
 
         Raises:
-            InferenceError: it can never be served.
+            InferenceError: the request can never be served.
         """
         tokens = self.tokens_of(prompt)
         if isinstance(stop, str):
             stop = (stop,)
         sampling = sampling or SamplingOptions()
         if not 0 <= num_best <= sampling.num_candidates:
-            raise InferenceError(f"num_best is {num_best}: 0 or more, and at most {sampling.num_candidates}")
+            raise InferenceError(f"num_best is {num_best}: give 0 to {sampling.num_candidates}")
         stops = TextUntilStop(stop)
         if tuple(stop) and self.tokenizer is None:
-            raise InferenceError("stop strings need a tokenizer, and the model's folder has none: give stop_tokens")
+            raise InferenceError("stop strings need a tokenizer, but the model's folder has none: give stop_tokens")
         ends = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
         with self._lock:
             self._check()
@@ -273,46 +282,46 @@ class Engine:
             self._generations[name] = generation
             return generation
 
-    def generate(self, prompts: Iterable[str | Sequence[int]], **asked: Any) -> list[Generation]:
-        """All of several requests, in their order; arguments as of `submit`."""
-        generations = [self.submit(prompt, **asked) for prompt in prompts]
+    def generate(self, prompts: Iterable[str | Sequence[int]], **options: Any) -> list[Generation]:
+        """Submit several prompts and wait for all results, in order. The options are those of `submit`."""
+        generations = [self.submit(prompt, **options) for prompt in prompts]
         return [generation.result() for generation in generations]
 
     def abort(self, name: str) -> None:
-        """End a request; one that is not there has ended."""
+        """Abort a request. An unknown name has no effect."""
         with self._lock:
             if name in self._generations:
                 self._scheduler.abort(name)
                 self._end(self._generations[name], "aborted")
 
     def tokens_of(self, prompt: str | Sequence[int], *, special: bool = True) -> tuple[int, ...]:
-        """Of text; tokens are checked.
+        """Tokenize a text prompt, or check a prompt of tokens.
 
         Args:
-            special: add those that the tokenizer begins or ends a text with.
+            special: whether to add the special tokens that the tokenizer begins or ends a text with.
 
         Raises:
-            InferenceError: there is no tokenizer for text, or a token that the model does not have.
+            InferenceError: text is given without a tokenizer, or a token is not in the vocabulary.
         """
         return tokens_of(prompt, self.tokenizer, self.runner.served.model.config.vocab_size, special=special)
 
     # -- iterations --------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Send the next iteration to the devices, and take what has come of one before.
+        """Dispatch the next iteration to the devices, and process the results of an earlier one.
 
         Returns:
-            whether there was anything to do.
+            Whether there was anything to do.
         """
         with self._lock:
             if self._did_step():
                 return True
-            # Who waits for pages that another model's requests hold, lets these go on.
-            others = [engine for engine in self._all if engine is not self] if self._generations else []
+            # These requests wait for pages that another model's requests hold, so run those.
+            others = [engine for engine in self._engines if engine is not self] if self._generations else []
             return any(engine._did_step() for engine in others)
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run until all requests have ended."""
         while self.step():
             pass
 
@@ -321,8 +330,8 @@ class Engine:
         try:
             return self._step()
         except BaseException as error:
-            # What was given to a program is gone, whether or not it came back; the pages of all models are.
-            for engine in self._all:
+            # The failed program may have consumed its donated buffers, and with them the pages of all models.
+            for engine in self._engines:
                 engine._break(error)
             raise
 
@@ -335,23 +344,23 @@ class Engine:
         iteration = self._scheduler.next()
         if iteration is not None:
             sampling = {run.name: self._generations[run.name].sampling for run in iteration.runs}
-            self._on_their_way.append(self.runner.start(iteration, sampling))
+            self._in_flight.append(self.runner.dispatch(iteration, sampling))
             self._count(iteration)
-        elif not self._on_their_way:
+        elif not self._in_flight:
             return False
-        if len(self._on_their_way) > (_AHEAD if iteration is not None else 0):
-            self._take(self._on_their_way.popleft())
+        if len(self._in_flight) > (_AHEAD if iteration is not None else 0):
+            self._process(self._in_flight.popleft())
         return True
 
-    def _take(self, running: Running) -> None:
-        results, told = running.results({name: each.num_best for name, each in self._generations.items()})
-        for progress in self._scheduler.took(running.iteration, results):
+    def _process(self, dispatched: DispatchedIteration) -> None:
+        results, details = dispatched.results({name: each.num_best for name, each in self._generations.items()})
+        for progress in self._scheduler.update(dispatched.iteration, results):
             generation = self._generations[progress.name]
             before = len(generation.tokens)
-            generation.take(progress.tokens, told[progress.name], progress.ended)
+            generation.append(progress.tokens, details[progress.name], progress.ended)
             self._num_tokens += len(generation.tokens) - before
             if generation.ended is not None:
-                self._scheduler.abort(progress.name)  # where a stop string has ended it
+                self._scheduler.abort(progress.name)  # if a stop string has ended it
                 del self._generations[progress.name]
 
     def _end(self, generation: Generation, why: str) -> None:
@@ -363,8 +372,8 @@ class Engine:
         self._counts["num_steps"] += iteration.shape.steps
         for run in iteration.runs:
             generation = self._generations[run.name]
-            if not generation.is_begun:
-                generation.is_begun, generation.num_cached = True, run.start
+            if not generation.is_started:
+                generation.is_started, generation.num_cached = True, run.start
                 self._counts["num_cached_tokens"] += run.start
             self._counts["num_prompt_tokens"] += max(
                 0, min(run.start + run.num_tokens, generation.num_prompt_tokens) - run.start
@@ -373,12 +382,12 @@ class Engine:
     def _check(self) -> None:
         if self._broken is not None:
             raise InferenceError(
-                f"the engine has stopped: {type(self._broken).__name__}: {self._broken}. Open the model again"
+                f"the engine has failed: {type(self._broken).__name__}: {self._broken}. Open the model again"
             ) from self._broken
 
     @property
     def stats(self) -> Stats:
-        """Now."""
+        """The counters and the current state."""
         with self._lock:
             return Stats(
                 self._scheduler.num_waiting,
@@ -392,8 +401,8 @@ class Engine:
             )
 
 
-def _warm(found: Opened, memory: PageMemory | None) -> Runner:
-    """What runs the programs, each of which has run."""
-    runner = Runner(found.served, found.layout, found.params, memory)
+def _warm_runner(model: OpenedModel, memory: PageMemory | None) -> Runner:
+    """Make a runner, and run each program once."""
+    runner = Runner(model.served, model.layout, model.params, memory)
     runner.warm_up()
     return runner

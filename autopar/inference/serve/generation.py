@@ -1,6 +1,6 @@
-"""One request, as whoever asked for it sees it: text and tokens as they come.
+"""Stream the text and tokens of one request to its caller.
 
-In: tokens as they are generated. Out: `Generation`: iterate over it for pieces, or wait for all of it.
+In: tokens as they are generated. Out: `Generation`: iterate over it for pieces, or wait for the whole result.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from autopar.errors import InferenceError
 from autopar.inference.schedule.requests import Request
 from autopar.inference.schedule.stop_strings import TextUntilStop
-from autopar.inference.serve.runner import UNSOUND, Told
+from autopar.inference.serve.runner import UNSOUND, TokenDetails
 from autopar.inference.step.sampling import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came at once.
+    """The new text and tokens of one iteration.
 
     Args:
-        text: "" without a tokenizer, and while it is not known whether a character or a stop string is complete.
-        tokens: new ones. logprobs: of each.
-        best: for each the most probable tokens with their logprobs, as many as were asked for.
+        text: the new text; "" without a tokenizer, and while a character or a possible stop string is incomplete.
+        tokens: the new tokens. logprobs: their logprobs.
+        best: for each token the `num_best` most probable tokens with their logprobs.
     """
 
     text: str
@@ -34,19 +34,22 @@ class Piece:
 
 @dataclass(eq=False)
 class Generation:
-    """A request under way. Made by `Engine.submit`.
+    """The output of a request. Made by `Engine.submit`.
 
     Args:
-        request: as the scheduler knows it. sampling: as asked for. num_best: most probable tokens wanted of each.
-        decode: a token to its text, which may be "" until a character is complete; None without a tokenizer.
-        advance: makes the engine do its next step; False where there is none.
-        drop: tells the engine that nobody wants the rest.
+        request: the request in the scheduler.
+        num_best: the number of most probable tokens to record for each token.
+        decode: a function from a token to its text, which is "" until a character is complete; None without a tokenizer.
+        advance: the function that runs the engine's next step; it returns False if there is none.
+        drop: the function that aborts the request by its name.
 
     Attributes:
-        text: so far, without the stop string. tokens, logprobs, best: so far.
-        ended: why: "stop", "length", "aborted", or "unsound" where the logits were no numbers; None while it is not.
-        num_cached: prompt tokens that were not computed, for they were in the cache.
-        is_cut: `top_p` asked for more tokens than there are candidates.
+        text: the text so far, without the stop string.
+        tokens, logprobs, best: the tokens so far, as in `Piece`.
+        ended: the reason of the end: "stop", "length", "aborted", "failed", or "unsound" for NaN or infinite logits; None
+            before.
+        num_cached: the number of prompt tokens that were found in the cache.
+        is_cut: whether `top_p` was cut at the number of candidates.
     """
 
     request: Request
@@ -62,18 +65,18 @@ class Generation:
     best: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     ended: str | None = None
     num_cached: int = 0
-    is_begun: bool = False
+    is_started: bool = False
     is_cut: bool = False
     _pieces: deque[Piece] = field(default_factory=deque)
 
     @property
     def name(self) -> str:
-        """Of the request."""
+        """The name of the request."""
         return self.request.name
 
     @property
     def stopped_at(self) -> str | None:
-        """The stop string that ended it, if one did."""
+        """The stop string that ended the text; None if none did."""
         return self.stops.stopped_at
 
     @property
@@ -81,10 +84,10 @@ class Generation:
         return len(self.request.prompt)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Pieces as they come. Who stops reading aborts the request by closing this; who reads slowly holds up nobody.
+        """Iterate over pieces as they are generated. Closing the iterator aborts the request. A slow reader blocks no request.
 
         Raises:
-            InferenceError: the logits were no numbers.
+            InferenceError: the logits were NaN or infinite.
         """
         try:
             while True:
@@ -98,10 +101,10 @@ class Generation:
             self.abort()
 
     def result(self) -> Generation:
-        """Itself, when it has ended.
+        """Wait for the end of the request, and return this object.
 
         Raises:
-            InferenceError: the logits were no numbers.
+            InferenceError: the logits were NaN or infinite.
         """
         while self.ended is None:
             self.advance()
@@ -109,12 +112,12 @@ class Generation:
         return self
 
     def abort(self) -> None:
-        """End it; what has come stays."""
+        """Abort the request. The tokens so far remain."""
         if self.ended is None:
             self.drop(self.name)
 
-    def take(self, tokens: Sequence[int], told: Told, ended: str | None) -> None:
-        """What the engine has for it."""
+    def append(self, tokens: Sequence[int], details: TokenDetails, ended: str | None) -> None:
+        """Append new tokens. The engine calls this."""
         text = ""
         for number, token in enumerate(tokens, 1):
             is_stop_token = ended == "stop" and number == len(tokens)
@@ -125,24 +128,24 @@ class Generation:
         if ended is not None:
             text += self.stops.end()
         num = len(tokens)
-        piece = Piece(text, tuple(tokens), told.logprobs[:num], told.best[:num])
+        piece = Piece(text, tuple(tokens), details.logprobs[:num], details.best[:num])
         self.text += text
         self.tokens += tokens
         self.logprobs += piece.logprobs
         self.best += piece.best
-        self.is_cut |= told.is_cut
+        self.is_cut |= details.is_cut
         self.ended = ended
         if piece.tokens or piece.text:
             self._pieces.append(piece)
 
     def end(self, why: str) -> None:
-        """Nothing more will come."""
+        """End the request for a reason. The engine calls this."""
         if self.ended is None:
-            self.take((), Told(), why)
+            self.append((), TokenDetails(), why)
 
     def _check(self) -> None:
         if self.ended == UNSOUND:
             raise InferenceError(
-                f"request {self.name!r} ended: the model's logits were no numbers (NaN or infinite). Its weights are"
-                " damaged, or its dtype is too narrow: serve in float32, or copy the checkpoint again"
+                f"request {self.name!r} ended because the model's logits were NaN or infinite. The weights are damaged, or"
+                " their dtype is too narrow: serve in float32, or copy the checkpoint again"
             )

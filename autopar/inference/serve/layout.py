@@ -1,8 +1,8 @@
-"""How a model that is served lies on its devices: the plans of all its programs, tied to one another.
+"""Plan all programs of a served model with the same shardings of weights and KV cache.
 
-In: what is served, devices, memory. Out: `Layout`: for each program its plan, and how many pages the cache has. The
-program that runs most, a token for each slot, is planned freely, and says where weights and cache lie; the others are
-planned around these. The cache gets what weights and intermediates leave.
+In: a model and its static sizes, a memory budget. Out: `Layout`: the plan of each program, and the number of pages. The
+program that runs most often, one decode step, is planned without constraints. Its plan fixes the shardings of weights and
+cache, which are pinned in the plans of the others. The cache gets the memory that weights and temporaries leave.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from autopar.jax_interop.partition_spec import partition_spec
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.plans.plan import Plan
 
-#: One program: an iteration of a shape, or the copying of pages.
+#: The key of a program: the shape of an iteration, or "copy" for the copies of pages.
 Key = Shape | Literal["copy"]
 
-#: Of the pages that all slots need at their longest, so many times as many are kept at most: prefixes live in the rest.
-_MOST_POOLS = 4
-#: Of the budget, what a plan may fill that was not in want of memory.
-_AMPLE = 0.8
+#: The largest number of pages, as a multiple of what all slots need at full length. The surplus serves the prefix cache.
+_MAX_POOL_FACTOR = 4
+#: The share of the budget below which memory did not constrain a plan.
+_UNCONSTRAINED = 0.8
 
 
 class _HasPlan(Protocol):
@@ -40,25 +40,28 @@ class _HasPlan(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PlanAlone:
-    """Of a program that is not run."""
+class PlanOnly:
+    """The plan of a program that is not compiled."""
 
     plan: Plan
 
 
-Made = TypeVar("Made", bound=_HasPlan)
+Program = TypeVar("Program", bound=_HasPlan)
 
-#: A function, the shapes of its arguments, the names of those that come back, and pins: to its plan, and what runs it.
-Make = Callable[[Callable[..., Any], tuple[Any, ...], tuple[str, ...], Mapping[str, Any]], Made]
+#: (function, argument shapes, names of carried arguments, pins) -> planned program.
+MakeProgram = Callable[[Callable[..., Any], tuple[Any, ...], tuple[str, ...], Mapping[str, Any]], Program]
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model, and the static sizes that it is served in.
+    """A model, and the static sizes of its programs.
 
     Args:
-        params: its weights, as shapes. options: of the scheduler.
-        page_size: tokens of a page. dtype: of keys and values in the cache. attention: a backend of `paged_attention`.
+        model: the decoder. params: the shapes and dtypes of its weights.
+        options: the options of the scheduler.
+        page_size: tokens per page.
+        dtype: the dtype of keys and values in the cache.
+        attention: a backend of `paged_attention`.
     """
 
     model: Decoder
@@ -70,24 +73,24 @@ class Served:
 
     @property
     def pages_of_sequence(self) -> int:
-        """Of the longest."""
+        """The number of pages of the longest sequence."""
         return -(-self.options.max_length // self.page_size)
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """All programs, the one that says how things lie first."""
+        """The keys of all programs. The first is the primary one, whose plan fixes the shardings."""
         return (*self.options.shapes, "copy")
 
     def rows(self, num: int, width: int, num_pages: int) -> Rows:
-        """Empty ones, as the programs take them."""
+        """Idle rows of the given sizes."""
         return Rows.empty(num, width, self.pages_of_sequence, num_pages, self.options.num_slots)
 
     def resident(self, num_pages: int) -> Any:
-        """Shapes of what stays on the devices."""
+        """The shapes and dtypes of the state that stays on the devices."""
         return resident_shapes(self.model.config, self.options.num_slots, num_pages, self.page_size, self.dtype)
 
     def program(self, key: Key, num_pages: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A function, and the shapes of its arguments."""
+        """The function of a program, and the shapes of its arguments."""
         resident, slots = self.resident(num_pages), self.options.num_slots
         if key == "copy":
             return copy_pages, (resident, jax.ShapeDtypeStruct((2, slots), jnp.int32))
@@ -98,137 +101,140 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout(Generic[Made]):
-    """All programs.
+class Layout(Generic[Program]):
+    """The programs of a served model.
 
     Args:
-        num_pages: of the cache, besides that for waste.
-        page_bytes: of one, on one device.
+        num_pages: the number of pages of the cache, without the scratch page.
+        page_bytes: the bytes of one page on one device.
+        programs: the programs by key, the primary one first.
     """
 
     num_pages: int
     page_bytes: float
-    programs: Mapping[Key, Made]
+    programs: Mapping[Key, Program]
 
     @property
     def peak_bytes(self) -> float:
-        """Predicted, of the program that needs most on one device."""
+        """The largest predicted peak memory of a program on one device."""
         return max(program.plan.prediction.peak_bytes for program in self.programs.values())
 
 
-def laid_out(
+def plan_layout(
     served: Served,
-    make: Make[Made],
+    make: MakeProgram[Program],
     budget_bytes: float,
     num_pages: int | None = None,
     progress: Callable[[str, float], None] | None = None,
-    beside: Layout[Any] | None = None,
-) -> Layout[Made]:
+    shared: Layout[Any] | None = None,
+) -> Layout[Program]:
     """Plan all programs.
 
     Args:
-        make: plans one. budget_bytes: of one device.
-        num_pages: by default as many as the memory has room for, up to four times what all slots need.
-        beside: the programs of another model, whose pages these are to be too.
+        make: the function that plans one program.
+        budget_bytes: the memory budget of one device.
+        num_pages: the number of pages; by default as many as fit, up to four times what all slots need.
+        shared: the layout of another model whose pages this model uses.
 
     Raises:
-        InferenceError: not even one sequence of full length fits. BudgetError: `num_pages` do not.
+        InferenceError: a cache for one sequence of full length does not fit.
+        BudgetError: `num_pages` pages do not fit.
     """
-    pinned = {} if beside is None else pins_of_pages(served, beside)
-    num_pages = num_pages if beside is None else beside.num_pages
+    pinned = {} if shared is None else page_pins(served, shared)
+    num_pages = num_pages if shared is None else shared.num_pages
     if num_pages is not None:
-        return _laid_out(served, make, num_pages, _home(served, make, num_pages, pinned), progress)
-    num_pages, known = _pages_that_fit(served, make, budget_bytes)
-    home = next(iter(known))
+        return _plan_rest(served, make, num_pages, _plan_first(served, make, num_pages, pinned), progress)
+    num_pages, planned = _fit_pages(served, make, budget_bytes)
+    primary = next(iter(planned))
     while True:
         try:
-            return _laid_out(served, make, num_pages, known, progress)
-        except BudgetError:  # a program that was not asked when pages were counted needs more
+            return _plan_rest(served, make, num_pages, planned, progress)
+        except BudgetError:  # a program that did not take part in the fit needs more memory
             if num_pages == served.pages_of_sequence:
                 raise
             num_pages = max(served.pages_of_sequence, num_pages * 9 // 10)
-            again: dict[Key, Made] = {home: _made(served, make, home, num_pages, None)}
-            known = again
+            replanned: dict[Key, Program] = {primary: _plan(served, make, primary, num_pages, None)}
+            planned = replanned
 
 
-def pins_of_pages(served: Served, beside: Layout[Any]) -> dict[str, Any]:
-    """As the other model's lie: of as many of its layers as this one has.
+def page_pins(served: Served, shared: Layout[Any]) -> dict[str, Any]:
+    """The shardings of another model's pages, for as many layers as this model has.
 
     Raises:
-        InferenceError: pages of the two are not of one shape.
+        InferenceError: the pages of the two models differ in shape or dtype, or the other model has fewer layers.
     """
-    theirs = {t.path: t for t in next(iter(beside.programs.values())).plan.inputs if _is_page(t.path)}
-    pages = served.resident(beside.num_pages).pages
+    theirs = {t.path: t for t in next(iter(shared.programs.values())).plan.inputs if _is_page(t.path)}
+    pages = served.resident(shared.num_pages).pages
     for layer, page in enumerate(pages):
         other = theirs.get(f"resident/pages/{layer}/keys")
         mine = (tuple(page.keys.shape), str(page.keys.dtype))
         if other is None or (tuple(other.shape), other.dtype) != mine:
             has = f"{len(theirs) // 2} layers" if other is None else f"pages of {list(other.shape)}, {other.dtype}"
             raise InferenceError(
-                f"the two models cannot share pages: in layer {layer} this one's are {list(mine[0])}, {mine[1]}, and the"
-                f" other has {has}. Serve first that which has more layers, with the same kv heads, head_dim, page_size"
-                " and dtype, or give each a cache of its own"
+                f"the two models cannot share pages: in layer {layer} this one has pages of {list(mine[0])}, {mine[1]}, and"
+                f" the other has {has}. Open the model with more layers first, with the same kv heads, head_dim, page_size"
+                " and dtype, or give each model its own cache"
             )
     return {path: partition_spec(t.sharding) for path, t in theirs.items() if int(path.split("/")[2]) < len(pages)}
 
 
-def _laid_out(
+def _plan_rest(
     served: Served,
-    make: Make[Made],
+    make: MakeProgram[Program],
     num_pages: int,
-    known: Mapping[Key, Made],
+    planned: Mapping[Key, Program],
     progress: Callable[[str, float], None] | None,
-) -> Layout[Made]:
-    """All programs, around the first of those that are planned already."""
-    programs, home = dict(known), next(iter(known.values()))
+) -> Layout[Program]:
+    """Plan the remaining programs, with the shardings of the first planned one."""
+    programs, primary = dict(planned), next(iter(planned.values()))
     for number, key in enumerate(served.keys):
         if progress is not None:
             progress("plan programs", number / len(served.keys))
         if key not in programs:
-            programs[key] = _made(served, make, key, num_pages, home)
-    return Layout(num_pages, _page_bytes(home.plan, num_pages), programs)
+            programs[key] = _plan(served, make, key, num_pages, primary)
+    return Layout(num_pages, _page_bytes(primary.plan, num_pages), programs)
 
 
-def _home(
-    served: Served, make: Make[Made], num_pages: int, pinned: Mapping[str, Any] = MappingProxyType({})
-) -> dict[Key, Made]:
-    """Two programs: those that run most, and need most memory. The one that says how things lie comes first.
+def _plan_first(
+    served: Served, make: MakeProgram[Program], num_pages: int, pinned: Mapping[str, Any] = MappingProxyType({})
+) -> dict[Key, Program]:
+    """Plan the program that runs most often, and the one that needs the most memory. The primary one is first.
 
-    That is the one which runs most; where the other has no room beside what lies as is best for this, the other.
+    The primary program is the one that runs most often. If the other does not fit with its shardings, it is the other.
 
     Raises:
-        BudgetError: neither way there is room.
+        BudgetError: they do not fit in either order.
     """
     shapes = served.options.shapes
     largest = max(shapes, key=lambda shape: shape.rows * shape.length + shape.width)
     try:
-        home = _made(served, make, shapes[0], num_pages, None, pinned)
-        return {shapes[0]: home, largest: _made(served, make, largest, num_pages, home)}
+        primary = _plan(served, make, shapes[0], num_pages, None, pinned)
+        return {shapes[0]: primary, largest: _plan(served, make, largest, num_pages, primary)}
     except BudgetError:
-        home = _made(served, make, largest, num_pages, None, pinned)
-        return {largest: home, shapes[0]: _made(served, make, shapes[0], num_pages, home)}
+        primary = _plan(served, make, largest, num_pages, None, pinned)
+        return {largest: primary, shapes[0]: _plan(served, make, shapes[0], num_pages, primary)}
 
 
-def _made(
+def _plan(
     served: Served,
-    make: Make[Made],
+    make: MakeProgram[Program],
     key: Key,
     num_pages: int,
-    home: Made | None,
+    primary: Program | None,
     pinned: Mapping[str, Any] = MappingProxyType({}),
-) -> Made:
-    """Planned; around the weights and the cache of `home`, if there is one, else around what is pinned."""
+) -> Program:
+    """Plan one program. Weights and cache are pinned to the shardings of `primary`; without it, to `pinned`."""
     function, arguments = served.program(key, num_pages)
     known = (
         dict(pinned)
-        if home is None
-        else {t.path: partition_spec(t.sharding) for t in home.plan.inputs if _is_tied(t.path)}
+        if primary is None
+        else {t.path: partition_spec(t.sharding) for t in primary.plan.inputs if _is_fixed(t.path)}
     )
     pins = {path: spec for path, spec in known.items() if key != "copy" or path.startswith("resident/")}
     return make(function, arguments, ("resident",), pins)
 
 
-def _is_tied(path: str) -> bool:
+def _is_fixed(path: str) -> bool:
     return path.startswith(("params/", "resident/"))
 
 
@@ -237,33 +243,32 @@ def _is_page(path: str) -> bool:
 
 
 def _page_bytes(plan: Plan, num_pages: int) -> float:
-    held = sum(t.num_bytes for t in plan.inputs if _is_page(t.path))
-    return held / (num_pages + 1)
+    total = sum(t.num_bytes for t in plan.inputs if _is_page(t.path))
+    return total / (num_pages + 1)
 
 
-def _pages_that_fit(served: Served, make: Make[Made], budget_bytes: float) -> tuple[int, dict[Key, Made]]:
-    """How many pages there is room for, beside what the program that says how things lie makes of the rest; and what
-    was planned with so many, that program first."""
+def _fit_pages(served: Served, make: MakeProgram[Program], budget_bytes: float) -> tuple[int, dict[Key, Program]]:
+    """Find the number of pages that fit, and return it with the programs planned for it, the primary one first."""
     least = served.pages_of_sequence
-    wanted = served.options.num_slots * least
-    most = _MOST_POOLS * wanted
+    all_slots = served.options.num_slots * least
+    most = _MAX_POOL_FACTOR * all_slots
     num_pages = most
     while True:
         try:
-            programs = _home(served, make, num_pages)
+            programs = _plan_first(served, make, num_pages)
         except BudgetError as error:
             if num_pages <= least:
                 raise InferenceError(
-                    f"a cache for one sequence of {served.options.max_length} tokens does not fit beside the model:"
+                    f"a cache for one sequence of {served.options.max_length} tokens does not fit in memory with the model:"
                     f" {error} Or serve with a smaller max_length"
                 ) from None
         else:
             peak = max(each.plan.prediction.peak_bytes for each in programs.values())
-            # What is nearly full might have been laid out otherwise with fewer pages, and faster.
-            if num_pages < most or peak <= _AMPLE * budget_bytes:
+            # If memory is nearly full, a plan with fewer pages may have faster shardings.
+            if num_pages < most or peak <= _UNCONSTRAINED * budget_bytes:
                 break
-        num_pages = wanted if num_pages == most else max(least, num_pages // 2)
-    home, program = next(iter(programs.items()))
+        num_pages = all_slots if num_pages == most else max(least, num_pages // 2)
+    key, program = next(iter(programs.items()))
     spare = MemoryBudget(budget_bytes).plan_bytes - peak
     found = min(num_pages + int(max(0.0, spare) // _page_bytes(program.plan, num_pages)), most)
-    return found, programs if found == num_pages else {home: _made(served, make, home, found, None)}
+    return found, programs if found == num_pages else {key: _plan(served, make, key, found, None)}

@@ -1,9 +1,9 @@
-"""All programs of a served model, kept on disk: a second start traces, plans, tries and compiles nothing.
+"""Cache the compiled programs of a served model on disk, so that the next start traces, plans and compiles nothing.
 
-In: what is served and where, as it was asked for. Out: the attention backend that was chosen, the plans and the compiled
-programs, where an earlier start left them. The name of the file is a digest of all that they come from: sizes and options,
-the devices, JAX's settings and compiler, and the code of autopar itself. What is damaged is said, and made anew; what others
-may have written is never run.
+In: the model, its sizes, and the planning options. Out: the selected attention backend, the plans and the compiled programs
+of an earlier start, if there was one. The file's name is a digest of every input: sizes and options, the devices, JAX's
+settings and compiler, and autopar's own code. A damaged file is reported, and its programs are compiled again. A file that
+other users could have written is never loaded.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.system.checksummed_file import read_kept, write_kept
 
-#: How many models' programs a folder holds, some megabytes each; those that were used longest ago go first.
-MOST_MODELS = 30
+#: The number of models whose programs a folder holds, some megabytes each. The least recently used are deleted first.
+MAX_MODELS = 30
 _FORMAT = "autopar-kept-programs 1"
 
 _log = logging.getLogger(__name__)
 
 
 class DamagedError(Exception):
-    """A kept program that cannot be used, although the file is as it was written."""
+    """A cached program that cannot be loaded, although its file has the right checksum."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptProgram:
-    """One program: a plan, and bytes."""
+class CachedProgram:
+    """One cached program: its plan, and the serialized executable."""
 
     plan: Plan
     mesh: Mesh
     data: bytes
 
     def compiled(self) -> Compiled:
-        """Loaded on the devices.
+        """Load the program on the devices.
 
         Raises:
-            DamagedError: the bytes are no program.
+            DamagedError: the bytes are not a program.
         """
         try:
             return Compiled(self.plan, self.mesh, deserialized(self.data, list(self.mesh.devices.flat)))
@@ -60,33 +60,34 @@ class KeptProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPrograms:
-    """Where the programs of one model are kept, if they are.
+class ProgramCache:
+    """The cache file of one model's programs.
 
     Args:
-        path: of the file; None where nothing is kept. mesh: that was given; None where it is made of the visible devices.
+        path: the file; None if nothing is cached.
+        mesh: the user's mesh; None if the mesh is made of the visible devices.
     """
 
     path: Path | None
     mesh: Mesh | None
 
     @classmethod
-    def of(cls, folder: Path | None, served: Served, asked: Mapping[str, Any]) -> KeptPrograms:
-        """The place of what is served.
+    def of(cls, folder: Path | None, served: Served, options: Mapping[str, Any]) -> ProgramCache:
+        """The cache file of a served model.
 
         Args:
-            folder: of the cache; None keeps nothing.
-            served: its `attention` is left out: what was asked for is in `asked`.
-            asked: how it is to be planned, as it was understood.
+            folder: the folder of the cache; None turns it off.
+            served: the model and its sizes. Its `attention` is not part of the key: the requested backend is in `options`.
+            options: the planning options, with defaults filled in.
         """
-        given = asked["mesh"] if isinstance(asked["mesh"], Mesh) else None
+        given = options["mesh"] if isinstance(options["mesh"], Mesh) else None
         if folder is None or not jax.config.jax_enable_compilation_cache or jax.process_count() > 1:
             return cls(None, given)
         devices = jax.devices() if given is None else list(given.devices.flat)
-        mesh = str(asked["mesh"]) if given is None else (given.axis_names, given.devices.shape, str(given.axis_types))
+        mesh = str(options["mesh"]) if given is None else (given.axis_names, given.devices.shape, str(given.axis_types))
         leaves = jax.tree_util.tree_flatten_with_path(served.params)[0]
-        what = {
-            **asked,
+        inputs = {
+            **options,
             "mesh": mesh,
             "config": served.model.config,
             "params": [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in leaves],
@@ -97,37 +98,37 @@ class KeptPrograms:
         }
         try:
             return cls(
-                folder / "served" / f"{digest_of(what)}-{planner_digest(('flax', 'ml_dtypes'))[0]}.programs", given
+                folder / "served" / f"{digest_of(inputs)}-{planner_digest(('flax', 'ml_dtypes'))[0]}.programs", given
             )
         except UnkeyedError:
             return cls(None, given)
 
-    def read(self) -> tuple[str, Layout[KeptProgram]] | None:
-        """The attention backend and the programs; None where there are none, or none that can be used."""
+    def read(self) -> tuple[str, Layout[CachedProgram]] | None:
+        """Read the attention backend and the programs; None if there are none, or none that can be used."""
         try:
             found = None if self.path is None else read_kept(self.path, _FORMAT, runs=True)
             return None if found is None else self._parsed(found[1])
         except (OSError, ValueError, KeyError, TypeError, RecursionError, PlanFileError) as error:
-            self.say_damaged(error)
+            self.warn_damaged(error)
             return None
 
-    def _parsed(self, body: bytes) -> tuple[str, Layout[KeptProgram]]:
+    def _parsed(self, body: bytes) -> tuple[str, Layout[CachedProgram]]:
         line, _, blobs = body.partition(b"\n")
-        about = json.loads(line)
-        programs: dict[Key, KeptProgram] = {}
-        for key, (plan_size, data_size) in _with_keys(about["programs"]):
+        header = json.loads(line)
+        programs: dict[Key, CachedProgram] = {}
+        for key, (plan_size, data_size) in _with_keys(header["programs"]):
             plan = Plan.from_json(json.loads(blobs[:plan_size]))
             mesh = self.mesh or execute.make_mesh(plan.mesh)
-            programs[key] = KeptProgram(plan, mesh, blobs[plan_size : plan_size + data_size])
+            programs[key] = CachedProgram(plan, mesh, blobs[plan_size : plan_size + data_size])
             blobs = blobs[plan_size + data_size :]
-        return about["attention"], Layout(about["num_pages"], about["page_bytes"], programs)
+        return header["attention"], Layout(header["num_pages"], header["page_bytes"], programs)
 
-    def say_damaged(self, error: Exception) -> None:
-        """That what is there cannot be used, and why."""
-        _log.warning("the programs kept in %s cannot be used (%s): they are made anew", self.path, error)
+    def warn_damaged(self, error: Exception) -> None:
+        """Log why the cached programs cannot be used."""
+        _log.warning("the programs cached in %s cannot be used (%s): they are compiled again", self.path, error)
 
     def write(self, attention: str, layout: Layout[Compiled]) -> None:
-        """Keep them; where that cannot be, it is said."""
+        """Write the programs. A failure is logged."""
         if self.path is None:
             return
         parts: list[tuple[bytes, bytes]] = []
@@ -135,22 +136,22 @@ class KeptPrograms:
             for program in layout.programs.values():
                 parts.append((json.dumps(program.plan.to_json()).encode(), serialized(program.run)))
         except ValueError as error:
-            _log.info("the compiled programs of the model are not kept: %s", error)
+            _log.info("the compiled programs of the model are not cached: %s", error)
             return
         sizes = [[len(plan), len(data)] for plan, data in parts]
         keys = [key if key == "copy" else list(key) for key in layout.programs]
-        about = {
+        header = {
             "attention": attention,
             "num_pages": layout.num_pages,
             "page_bytes": layout.page_bytes,
             "programs": list(zip(keys, sizes, strict=True)),
         }
-        body = b"".join([json.dumps(about).encode(), b"\n", *(each for part in parts for each in part)])
+        body = b"".join([json.dumps(header).encode(), b"\n", *(each for part in parts for each in part)])
         try:
-            write_kept(self.path, _FORMAT, body, {}, MOST_MODELS)
+            write_kept(self.path, _FORMAT, body, {}, MAX_MODELS)
         except OSError as error:
             _log.warning(
-                "the compiled programs cannot be kept in %s (%s): give another folder as `cache=`, or `cache=False`",
+                "the compiled programs cannot be cached in %s (%s): give another folder as `cache=`, or `cache=False`",
                 self.path.parent,
                 error.strerror,
             )

@@ -1,8 +1,7 @@
-"""Iterations run on devices.
+"""Dispatch iterations to the devices, and fetch their results.
 
-In: the planned programs, weights, and `Iteration`s. Out: for each, while the devices still work on it, a `Running` that
-is asked for its results later. The cache and each slot's last token stay on the devices, and their buffers are used
-again and again.
+In: the planned programs, weights, and `Iteration`s. Out: a `DispatchedIteration` for each, whose results are fetched later
+while the devices work on the next. The KV cache and the last token of each slot stay on the devices, in donated buffers.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from autopar.inference.serve.layout import Key, Layout, Served
 from autopar.inference.step.sampling import SamplingOptions
 from autopar.inference.step.step import Out, Resident
 
-#: Why a request ended whose logits were no numbers.
+#: The reason of the end of a request with NaN or infinite logits.
 UNSOUND = "unsound"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What came out of a run beside its tokens.
+class TokenDetails:
+    """The details of a run's tokens.
 
     Args:
-        logprobs: of each token. is_cut: as of `sampling.Sampled`.
-        best: for each token the most probable tokens with their logprobs; empty where not asked for.
+        logprobs: the logprob of each token.
+        is_cut: as in `sampling.Sampled`.
+        best: for each token the most probable tokens with their logprobs; empty if not requested.
     """
 
     logprobs: tuple[float, ...] = ()
@@ -44,60 +44,61 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """An iteration on the devices."""
+class DispatchedIteration:
+    """An iteration that runs on the devices."""
 
     iteration: Iteration
     out: Out
     num_slots: int
 
-    def results(self, num_best: Mapping[str, int]) -> tuple[dict[str, Result], dict[str, Told]]:
-        """By name of each run; waits for the devices.
+    def results(self, num_best: Mapping[str, int]) -> tuple[dict[str, Result], dict[str, TokenDetails]]:
+        """Wait for the devices, and return the results of each run by name.
 
         Args:
-            num_best: for which runs, and how many, the most probable tokens are wanted.
+            num_best: the number of most probable tokens to fetch, by name; 0 for runs that are not listed.
         """
-        wanted = any(num_best.get(run.name) for run in self.iteration.runs)
-        fetched = jax.device_get(self.out if wanted else self.out._replace(best_tokens=None, best_logprobs=None))
+        needs_best = any(num_best.get(run.name) for run in self.iteration.runs)
+        out = jax.device_get(self.out if needs_best else self.out._replace(best_tokens=None, best_logprobs=None))
         results: dict[str, Result] = {}
-        told: dict[str, Told] = {}
+        details: dict[str, TokenDetails] = {}
         for row, run in self._rows():
-            num = int(fetched.num[row]) if run.samples else 0
-            if run.samples and not fetched.is_sound[row]:
-                results[run.name], told[run.name] = Result((), UNSOUND), Told()
+            num = int(out.num[row]) if run.samples else 0
+            if run.samples and not out.is_sound[row]:
+                results[run.name], details[run.name] = Result((), UNSOUND), TokenDetails()
                 continue
-            results[run.name] = Result(tuple(fetched.tokens[row, :num].tolist()))
-            best = _best(fetched, row, num, num_best.get(run.name, 0))
-            told[run.name] = Told(tuple(fetched.logprobs[row, :num].tolist()), bool(fetched.is_cut[row]), best)
-        return results, told
+            results[run.name] = Result(tuple(out.tokens[row, :num].tolist()))
+            best = _best(out, row, num, num_best.get(run.name, 0))
+            details[run.name] = TokenDetails(tuple(out.logprobs[row, :num].tolist()), bool(out.is_cut[row]), best)
+        return results, details
 
     def _rows(self) -> list[tuple[int, Run]]:
-        """Where each run stands in what came out."""
+        """The row of each run in the outputs."""
         chunks = [(self.num_slots + i, run) for i, run in enumerate(self.iteration.chunks)]
         return [(run.slot, run) for run in self.iteration.decodes] + chunks
 
 
-def _best(fetched: Out, row: int, num: int, wanted: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """Of a row's tokens the most probable ones; of arrays on the host: a slice on a device is a program."""
-    if not wanted or fetched.best_tokens is None or fetched.best_logprobs is None:
+def _best(out: Out, row: int, num: int, num_best: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """The most probable tokens of a row, from host arrays: a slice on a device would compile a program."""
+    if not num_best or out.best_tokens is None or out.best_logprobs is None:
         return ()
-    tokens, logprobs = (each[row, :num, :wanted].tolist() for each in (fetched.best_tokens, fetched.best_logprobs))
+    tokens, logprobs = (each[row, :num, :num_best].tolist() for each in (out.best_tokens, out.best_logprobs))
     return tuple(tuple(zip(t, p, strict=True)) for t, p in zip(tokens, logprobs, strict=True))
 
 
 @dataclass(eq=False, slots=True)
 class PageMemory:
-    """The pages on the devices: of one model, or of several, each of which uses as many layers as it has."""
+    """The KV cache pages on the devices. Several models can share them; each uses its first layers."""
 
     pages: tuple[KVPages, ...]
 
 
 class Runner:
-    """The devices' side of an engine.
+    """Run the programs of an engine on the devices.
 
     Args:
-        params: the weights, laid out as the programs' plans say.
-        memory: another model's pages, around which these programs were planned; by default its own.
+        layout: the compiled programs.
+        params: the weights, in the shardings of the plans.
+        memory: the pages of another model to share; by default the runner allocates its own.
     """
 
     def __init__(self, served: Served, layout: Layout[Compiled], params: Any, memory: PageMemory | None = None) -> None:
@@ -110,16 +111,16 @@ class Runner:
 
     @property
     def num_compiled(self) -> int:
-        """Programs that JAX has compiled, all before the first request."""
+        """The number of compiled programs, all of them compiled before the first request."""
         return len(self.layout.programs)
 
     def _empty(self, *, whole: bool) -> Resident:
-        """What stays on the devices; pages only if it is `whole`."""
-        home = self.layout.programs[self.served.keys[0]]
+        """Allocate the resident state; without pages unless it is `whole`."""
+        primary = self.layout.programs[self.served.keys[0]]
         num_params = len(jax.tree.leaves(self.served.params))
         shapes = self.served.resident(self.layout.num_pages)
         leaves, structure = jax.tree.flatten(shapes)
-        shardings = jax.tree.unflatten(structure, home.shardings[num_params : num_params + len(leaves)])
+        shardings = jax.tree.unflatten(structure, primary.shardings[num_params : num_params + len(leaves)])
         if not whole:
             shapes, shardings = (each._replace(pages=()) for each in (shapes, shardings))
         return jax.tree.map(
@@ -129,15 +130,15 @@ class Runner:
     def _resident(self) -> Resident:
         return Resident(self.memory.pages[: self.served.model.config.num_layers], self._last)
 
-    def _keep(self, resident: Resident) -> None:
+    def _store(self, resident: Resident) -> None:
         self.memory.pages = (*resident.pages, *self.memory.pages[len(resident.pages) :])
         self._last = resident.last
 
-    def start(self, iteration: Iteration, sampling: Mapping[str, SamplingOptions]) -> Running:
-        """Send an iteration to the devices.
+    def dispatch(self, iteration: Iteration, sampling: Mapping[str, SamplingOptions]) -> DispatchedIteration:
+        """Dispatch an iteration to the devices, without waiting for it.
 
         Args:
-            sampling: of each run by name.
+            sampling: the sampling options of each run, by name.
         """
         self._copy(iteration.copies)
         shape = iteration.shape
@@ -145,26 +146,26 @@ class Runner:
         rows = [slots]
         if shape.rows:
             rows.append(self._rows(iteration.chunks, shape.rows, shape.length, sampling, by_slot=False))
-        return Running(iteration, self._run(shape, *rows), self._num_slots)
+        return DispatchedIteration(iteration, self._run(shape, *rows), self._num_slots)
 
     def _run(self, key: Key, *rows: NDArray[np.int32]) -> Out:
         resident, out = self.layout.programs[key].run(self._params, self._resident(), *rows)
-        self._keep(resident)
+        self._store(resident)
         return out
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         for start in range(0, len(copies), self._num_slots):
-            some = copies[start : start + self._num_slots]
+            batch = copies[start : start + self._num_slots]
             pages = np.full((2, self._num_slots), self.layout.num_pages, np.int32)
-            pages[:, : len(some)] = np.array(some, np.int32).T
-            self._keep(self.layout.programs["copy"].run(self._resident(), pages))
+            pages[:, : len(batch)] = np.array(batch, np.int32).T
+            self._store(self.layout.programs["copy"].run(self._resident(), pages))
 
     def _rows(
         self, runs: Sequence[Run], num: int, width: int, sampling: Mapping[str, SamplingOptions], *, by_slot: bool
     ) -> NDArray[np.int32]:
         rows = self.served.rows(num, width, self.layout.num_pages)
-        for place, run in enumerate(runs):
-            row = run.slot if by_slot else place
+        for number, run in enumerate(runs):
+            row = run.slot if by_slot else number
             rows.tokens[row, : len(run.tokens)] = run.tokens
             if not run.tokens:
                 rows.tokens[row, 0] = -1
@@ -172,23 +173,21 @@ class Runner:
             rows.num_tokens[row] = max(1, len(run.tokens))
             rows.slots[row] = run.slot if run.samples else self._num_slots
             rows.tables[row, : len(run.pages)] = run.pages
-            asked = sampling[run.name]
-            for field, value in zip(
-                rows.sampling, (asked.temperature, asked.top_k, asked.top_p, asked.seed), strict=True
-            ):
+            options = sampling[run.name]
+            values = (options.temperature, options.top_k, options.top_p, options.seed)
+            for field, value in zip(rows.sampling, values, strict=True):
                 field[row] = value
         return rows.packed()
 
     def warm_up(self) -> None:
-        """Run each program once with nothing to do: what devices do at a first run alone is done, and memory that is not
-        there is missed now."""
+        """Run each program once on idle rows, so that first-run costs and out-of-memory errors come before any request."""
         for shape in self.served.options.shapes:
             self._run_idle(shape)
         self._copy([Copy(self.layout.num_pages, self.layout.num_pages)])
         jax.block_until_ready(self._resident())
 
     def seconds(self) -> dict[Shape, float]:
-        """Of a run of each shape, which has run before."""
+        """Measure the seconds of one run of each shape, after `warm_up`."""
         seconds: dict[Shape, float] = {}
         for shape in self.served.options.shapes:
             started = time.perf_counter()

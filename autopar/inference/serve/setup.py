@@ -1,6 +1,6 @@
-"""What it takes to serve a model: its sizes checked, its programs planned, its weights read.
+"""Open a model for serving: check its sizes, plan and compile its programs, read its weights.
 
-In: a configuration, shapes of weights, devices. Out: `Opened`, for an `Engine` to run.
+In: a configuration, the shapes of the weights, devices. Out: `OpenedModel`, for an `Engine` to run.
 """
 
 from __future__ import annotations
@@ -19,96 +19,100 @@ from jax.sharding import Mesh
 from autopar.api.planned_function import Compiled, Planned, shardings_of
 from autopar.errors import InferenceError, ModelError
 from autopar.inference.kernels.paged_attention import REFERENCE, backend_named
-from autopar.inference.kernels.select_backend import Chosen, Problem, choose_backend
-from autopar.inference.model.async_load import Load, Progress, Reading
+from autopar.inference.kernels.select_backend import BackendChoice, Problem, choose_backend
+from autopar.inference.model.async_load import BackgroundLoad, Load, Progress
 from autopar.inference.model.checkpoint import Checkpoint
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options, Shape
-from autopar.inference.schedule.speculation_policy import NGram, Payoff, Proposer
+from autopar.inference.schedule.speculation_policy import NGram, Proposer, SpeculationPolicy
 from autopar.inference.serve.draft_model import DraftModel
-from autopar.inference.serve.layout import Key, Layout, Served, laid_out, pins_of_pages
-from autopar.inference.serve.program_cache import DamagedError, KeptPrograms
+from autopar.inference.serve.layout import Key, Layout, Served, page_pins, plan_layout
+from autopar.inference.serve.program_cache import DamagedError, ProgramCache
 from autopar.jax_interop import compilation
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.request import requested_meshes, requested_profile
 
-#: Who guesses tokens: `N_GRAM`, the folder of a small model, or whoever does.
+#: The source of draft tokens: `N_GRAM`, the folder of a small model, or a `Proposer`.
 Propose = str | os.PathLike[str] | Proposer | None
 N_GRAM = "n-gram"
 _NUM_PROPOSALS = 4
 
 
-class Opened(NamedTuple):
-    """What is served, by which programs, with which weights; and where the programs come from, if an earlier start has kept
-    them."""
+class OpenedModel(NamedTuple):
+    """A model that is ready to run: its compiled programs and its weights.
+
+    Args:
+        cache: the cache that the programs were loaded from; None if they were compiled.
+    """
 
     served: Served
     layout: Layout[Compiled]
     params: Any
-    kept: KeptPrograms | None
+    cache: ProgramCache | None
 
 
-def opened(
+def open_model(
     served: Served,
     attention: str | None,
     load: Load,
     place: Mapping[str, Any],
     num_pages: int | None = None,
     progress: Progress | None = None,
-    others_bytes: float = 0.0,
-    beside: Layout[Compiled] | None = None,
+    reserved_bytes: float = 0.0,
+    shared: Layout[Compiled] | None = None,
     *,
-    anew: bool = False,
-) -> Opened:
-    """Everything on the devices: from what an earlier start has kept, or made, and kept.
+    ignore_cache: bool = False,
+) -> OpenedModel:
+    """Load a model's programs from the cache, or plan, compile and cache them; and read its weights.
 
     Args:
-        attention: a backend; None takes the fastest here. load: reads the weights.
-        place, num_pages, progress, others_bytes, beside: as of `planned_for`.
-        anew: take nothing from an earlier start.
+        attention: an attention backend; None selects the fastest one.
+        load: the function that reads the weights.
+        place, num_pages, progress, reserved_bytes, shared: as for `planned_for`.
+        ignore_cache: whether to compile even if the cache has the programs.
     """
-    asked = {**_planning(place, others_bytes), "num_pages": num_pages, "attention": attention}
-    asked["beside"] = None if beside is None else (beside.num_pages, pins_of_pages(served, beside))
-    kept = KeptPrograms.of(plan_cache.folder_of(asked.pop("cache", None)), served, asked)
-    found = None if anew else kept.read()
+    options = {**_planning(place, reserved_bytes), "num_pages": num_pages, "attention": attention}
+    options["shared"] = None if shared is None else (shared.num_pages, page_pins(served, shared))
+    cache = ProgramCache.of(plan_cache.folder_of(options.pop("cache", None)), served, options)
+    found = None if ignore_cache else cache.read()
     if found is not None:
         try:
             served = replace(served, attention=found[0])
-            return Opened(served, *_with_weights(served, found[1], load, progress), kept)
+            return OpenedModel(served, *_compile_and_load(served, found[1], load, progress), cache)
         except DamagedError as error:
-            kept.say_damaged(error)
+            cache.warn_damaged(error)
     if attention is None:
-        attention = attention_for(served, place.get("mesh")).name
+        attention = select_attention(served, place.get("mesh")).name
     served = replace(served, attention=attention)
-    layout = planned_for(served, place, num_pages, progress, others_bytes, beside)
-    with contextlib.nullcontext() if kept.path is None else compilation.compiled_anew():
-        programs, params = _with_weights(served, layout, load, progress)
-    kept.write(attention, programs)
-    return Opened(served, programs, params, None)
+    layout = planned_for(served, place, num_pages, progress, reserved_bytes, shared)
+    with contextlib.nullcontext() if cache.path is None else compilation.compiled_anew():
+        programs, params = _compile_and_load(served, layout, load, progress)
+    cache.write(attention, programs)
+    return OpenedModel(served, programs, params, None)
 
 
-def _with_weights(
+def _compile_and_load(
     served: Served, layout: Layout[Any], load: Load, progress: Progress | None
 ) -> tuple[Layout[Compiled], Any]:
-    """Programs compiled, and weights read meanwhile.
+    """Compile the programs while a background thread reads the weights.
 
     Args:
-        layout: of programs planned, or compiled before.
+        layout: planned or cached programs.
     """
     programs: dict[Key, Compiled] = {}
-    home = layout.programs[served.keys[0]]
+    primary = layout.programs[served.keys[0]]
     leaves, structure = jax.tree.flatten(served.params)
-    shardings = jax.tree.unflatten(structure, shardings_of(home.plan, home.mesh)[: len(leaves)])
+    shardings = jax.tree.unflatten(structure, shardings_of(primary.plan, primary.mesh)[: len(leaves)])
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    with Reading(load, shardings, num_bytes) as reading:
+    with BackgroundLoad(load, shardings, num_bytes) as weights:
         for number, (key, program) in enumerate(layout.programs.items()):
             if progress is not None:
                 progress("compile programs", number / len(layout.programs))
             programs[key] = program.compiled()
-            reading.check()
-        return replace(layout, programs=programs), reading.weights(progress)
+            weights.check()
+        return replace(layout, programs=programs), weights.result(progress)
 
 
 def planned_for(
@@ -116,64 +120,71 @@ def planned_for(
     place: Mapping[str, Any],
     num_pages: int | None = None,
     progress: Progress | None = None,
-    others_bytes: float = 0.0,
-    beside: Layout[Compiled] | None = None,
+    reserved_bytes: float = 0.0,
+    shared: Layout[Compiled] | None = None,
 ) -> Layout[Planned]:
-    """All programs, planned for devices that are there.
+    """Plan all programs for the visible devices.
 
     Args:
-        place: mesh, hardware, memory_budget_bytes and cache, as of `autopar.plan`; by default all devices in a row.
-        num_pages, progress, beside: as of `laid_out`. others_bytes: of each device, that something else holds.
+        place: mesh, hardware, memory_budget_bytes and cache, as for `autopar.plan`; by default a 1D mesh of all devices.
+        num_pages, progress, shared: as for `plan_layout`.
+        reserved_bytes: memory of each device that something else uses.
     """
-    planning = _planning(place, others_bytes)
+    planning = _planning(place, reserved_bytes)
 
     def make(function: Any, arguments: Any, carry: Any, pins: Mapping[str, Any]) -> Planned:
         return Planned.of(function, arguments, {**planning, "pin": pins}, carry)
 
-    return laid_out(served, make, planning["memory_budget_bytes"], num_pages, progress, beside)
+    return plan_layout(served, make, planning["memory_budget_bytes"], num_pages, progress, shared)
 
 
-def _planning(place: Mapping[str, Any], others_bytes: float = 0.0) -> dict[str, Any]:
-    """The options of `autopar.plan`, with what is not said filled in, and what others hold taken from the budget."""
+def _planning(place: Mapping[str, Any], reserved_bytes: float = 0.0) -> dict[str, Any]:
+    """The options of `autopar.plan`, with defaults filled in and reserved memory subtracted from the budget."""
     mesh = place.get("mesh") or f"model={requested_meshes(None, None)[0].num_devices}"
-    profile, asked = requested_profile(place.get("hardware")), place.get("memory_budget_bytes")
-    budget = profile.usable_bytes if asked is None else float(asked)
-    return {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget - others_bytes}
+    profile, budget = requested_profile(place.get("hardware")), place.get("memory_budget_bytes")
+    budget = profile.usable_bytes if budget is None else float(budget)
+    return {**place, "mesh": mesh, "hardware": profile, "memory_budget_bytes": budget - reserved_bytes}
 
 
-# -- proposals -----------------------------------------------------------------------------------
+# -- speculative decoding ------------------------------------------------------------------------
 
 
-class Proposing(NamedTuple):
-    """Who proposes, the seconds that it takes for all slots at once, and what it holds of each device's memory."""
+class ProposerSetup(NamedTuple):
+    """A source of draft tokens.
+
+    Args:
+        proposer: None if speculative decoding is off.
+        seconds: the time of one call for all slots.
+        held_bytes: the memory that it uses on each device.
+    """
 
     proposer: Proposer | None
     seconds: float = 0.0
     held_bytes: int = 0
 
 
-def proposer_of(propose: Propose, served: Served, place: Mapping[str, Any]) -> Proposing:
-    """Who proposes.
+def make_proposer(propose: Propose, served: Served, place: Mapping[str, Any]) -> ProposerSetup:
+    """Make the source of draft tokens that a user has requested.
 
     Raises:
-        InferenceError: it is none of what can be given, or a model with another vocabulary.
+        InferenceError: `propose` is none of the valid values, or a model with another vocabulary.
     """
     if propose is None or not isinstance(propose, str | os.PathLike):
-        return Proposing(propose)
+        return ProposerSetup(propose)
     if propose == N_GRAM:
-        return Proposing(NGram())
+        return ProposerSetup(NGram())
     if not Path(propose).is_dir():
         raise InferenceError(
             f"propose is {os.fspath(propose)!r}: give {N_GRAM!r}, the folder of a small model, or a Proposer"
         )
     checkpoint, options = Checkpoint.open(propose), served.options
-    home: list[Planned] = []
+    planned: list[Planned] = []
 
     def prepare(function: Any, arguments: Any) -> Planned:
-        known = home[0].plan.inputs if home else ()
-        pins = {t.path: partition_spec(t.sharding) for t in known if t.path.startswith(("params/", "cache/"))}
-        home.append(Planned.of(function, arguments, {**_planning(place), "pin": pins}, ("cache",)))
-        return home[-1]
+        inputs = planned[0].plan.inputs if planned else ()
+        pins = {t.path: partition_spec(t.sharding) for t in inputs if t.path.startswith(("params/", "cache/"))}
+        planned.append(Planned.of(function, arguments, {**_planning(place), "pin": pins}, ("cache",)))
+        return planned[-1]
 
     draft = DraftModel(
         checkpoint.model,
@@ -184,40 +195,44 @@ def proposer_of(propose: Propose, served: Served, place: Mapping[str, Any]) -> P
         vocab_size=served.model.config.vocab_size,
         prepare=prepare,
     )
-    return Proposing(draft, draft.warm_up(), draft.held_bytes)
+    return ProposerSetup(draft, draft.warm_up(), draft.held_bytes)
 
 
-def payoff_of(seconds: Mapping[Shape, float], guess_s: float) -> Payoff | None:
-    """When to propose, by the seconds of each program and those of a guess; None where nothing is proposed."""
+def make_policy(seconds: Mapping[Shape, float], draft_s: float) -> SpeculationPolicy | None:
+    """Make the policy of speculative decoding; None if no program verifies draft tokens.
+
+    Args:
+        seconds: the measured time of each program.
+        draft_s: the measured time of drafting.
+    """
     verified = next((time for shape, time in seconds.items() if shape.width > 1), None)
     if verified is None:
         return None
     plain = min(time / shape.steps for shape, time in seconds.items() if shape.width == 1 and not shape.rows)
-    return Payoff((verified + guess_s) / plain)
+    return SpeculationPolicy((verified + draft_s) / plain)
 
 
 def options_for(config: DecoderConfig, options: Options | None) -> Options:
-    """Checked against what the model was made for.
+    """Check the options against the model's limits, or return the defaults for the model.
 
     Raises:
-        InferenceError: sequences may be longer than it has positions.
+        InferenceError: `max_length` exceeds the model's number of positions.
     """
     if options is None:
         default = Options()
         return replace(default, max_length=min(default.max_length, config.max_positions))
     if options.max_length > config.max_positions:
         raise InferenceError(
-            f"max_length is {options.max_length}, and the model was made for {config.max_positions} positions: give at"
-            " most so many"
+            f"max_length is {options.max_length}, but the model has {config.max_positions} positions: give at most that many"
         )
     return options
 
 
 def stop_tokens_of(folder: str | os.PathLike[str]) -> frozenset[int]:
-    """The tokens that end a text by `generation_config.json`, or by `config.json`.
+    """Read the end-of-sequence tokens from `generation_config.json`, or else from `config.json`.
 
     Raises:
-        ModelError: one of the files is no JSON, or names something else than tokens.
+        ModelError: a file is not JSON, or its `eos_token_id` is not a token or a list of tokens.
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
@@ -240,23 +255,24 @@ def served_of(
     propose: Propose = None,
     attention: str = REFERENCE,
 ) -> Served:
-    """A model in the sizes that it is served in.
+    """Make the model's static sizes from the user's options.
 
     Args:
-        params: its weights, as shapes; keys and values are kept in the dtype of the embedding.
-        propose: where it is given, four tokens are proposed, unless the options say how many.
-        attention: a backend.
+        params: the shapes and dtypes of its weights. Keys and values have the dtype of the embedding.
+        options: the scheduler's options; by default those for the model.
+        page_size: tokens per page.
+        propose: the source of draft tokens. If it is given, four tokens are drafted unless the options set another number.
     """
     options = options_for(config, options)
     if propose is not None and not options.num_proposals:
         options = replace(options, num_proposals=_NUM_PROPOSALS)
     dtype = params["params"]["embed"]["weight"].dtype
-    backend_named(attention)  # refuses what is none
+    backend_named(attention)  # raises if there is none
     return Served(Decoder(config), params, options, page_size, dtype, attention)
 
 
-def attention_for(served: Served, mesh: Any) -> Chosen:
-    """The backend that is fastest here for a token of each slot, with the heads that a device gets if they are split."""
+def select_attention(served: Served, mesh: Any) -> BackendChoice:
+    """Select the fastest attention backend for a decode step, on one device's share of the heads."""
     (shape,), config, options = (
         requested_meshes(mesh or f"model={jax.device_count()}", None),
         served.model.config,

@@ -1,6 +1,6 @@
-"""One iteration as a function of arrays: forward pass, sampling, verified guesses.
+"""Define one iteration as a pure function of arrays: forward pass, sampling, verification of draft tokens.
 
-In: tokens, pages, sampling options.
-Out: next tokens.
+In: tokens, pages, sampling parameters.
+Out: the next tokens.
 Imported by: inference.serve, inference.estimate.
 """

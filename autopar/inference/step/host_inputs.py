@@ -1,6 +1,6 @@
-"""What the host tells a program of each row of tokens: one array, so that it goes to the devices in one piece.
+"""Pack an iteration's host inputs into one array, so that one transfer copies them to the devices.
 
-In: `Rows`, of NumPy arrays on the host. Out: the same of `jax.Array`s, inside the program.
+In: `Rows` of NumPy arrays on the host. Out: `Rows` of `jax.Array`s inside the program.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from numpy.typing import NDArray
 
 from autopar.inference.step.sampling import SamplingParams
 
-_NUM_FIELDS = 7  # of a row, beside its tokens and its pages
+_NUM_FIELDS = 7  # per row, without its tokens and its pages
 
 
 class Rows(NamedTuple):
-    """Rows of tokens: those of slots that generate, or chunks of prompts.
+    """Rows of tokens: one for each slot, or one for each prefill chunk.
 
     Args:
-        tokens: int32 `[rows, width]`; of a slot -1 for the one it generated last.
-        start: int32 `[rows]`, the position of the first. num_tokens: int32 `[rows]`, so many count; of none, 0.
-        slots: int32 `[rows]`, which slot's last token comes out; the number of slots where none does.
-        sampling: of each row.
-        tables: int32 `[rows, pages of a sequence]`, filled up with the waste page.
+        tokens: int32 `[rows, width]`. In a slot's row, -1 stands for the last token of the slot, which is on the device.
+        start: int32 `[rows]`, the position of the first token.
+        num_tokens: int32 `[rows]`, the number of valid tokens; 0 in an idle row.
+        slots: int32 `[rows]`, the slot whose last token the row sets; the number of slots if it sets none.
+        sampling: the sampling parameters of each row.
+        tables: int32 `[rows, pages of a sequence]`, padded with the scratch page.
     """
 
     tokens: Any
@@ -36,8 +37,8 @@ class Rows(NamedTuple):
     tables: Any
 
     @classmethod
-    def empty(cls, num: int, width: int, pages_of_sequence: int, waste_page: int, no_slot: int) -> Rows:
-        """In which nothing is to be done, on the host."""
+    def empty(cls, num: int, width: int, pages_of_sequence: int, scratch_page: int, no_slot: int) -> Rows:
+        """Idle rows, on the host."""
         zeros = np.zeros(num, np.int32)
         return cls(
             tokens=np.zeros((num, width), np.int32),
@@ -47,18 +48,18 @@ class Rows(NamedTuple):
             sampling=SamplingParams(
                 np.zeros(num, np.float32), zeros.copy(), np.ones(num, np.float32), np.zeros(num, np.uint32)
             ),
-            tables=np.full((num, pages_of_sequence), waste_page, np.int32),
+            tables=np.full((num, pages_of_sequence), scratch_page, np.int32),
         )
 
     def packed(self) -> NDArray[np.int32]:
-        """`[rows, width + fields + pages of a sequence]`."""
+        """The rows as one array, `[rows, width + fields + pages of a sequence]`."""
         sampling = [np.asarray(field).view(np.int32) for field in self.sampling]
         fields = np.stack([self.start, self.num_tokens, self.slots, *sampling], 1)
         return np.concatenate([self.tokens, fields, self.tables], 1, dtype=np.int32)
 
     @classmethod
     def unpacked(cls, packed: jax.Array, width: int) -> Rows:
-        """In a program."""
+        """The rows of a packed array, inside a program."""
         start, num_tokens, slots, temperature, top_k, top_p, seed = (
             packed[:, width + field] for field in range(_NUM_FIELDS)
         )

@@ -1,11 +1,11 @@
-"""The next token of each slot: from logits, by what each request asks for.
+"""Sample the next token of each slot from its logits: temperature, top-k, top-p.
 
-In: logits `[slots, vocabulary]`, and one number of each parameter for each slot. Out: tokens and their logprobs. Pure
-functions of arrays, that the planner splits like any others. Of a vocabulary that is split, each device sends the
-largest logits of its own part, sums and maxima; never the logits.
+In: logits `[slots, vocabulary]`, and the sampling parameters of each slot. Out: tokens and their logprobs. These are pure
+functions of arrays, which the planner splits like any others. If the vocabulary is split, each device sends its largest
+logits, its sums and its maxima, but never all of its logits.
 
-What a slot gets depends on its logits, its parameters, its seed and the position alone: noise is drawn for each
-(seed, position), so a request's tokens are the same in any slot, beside any others, and computed again.
+A slot's token depends only on its logits, parameters, seed and position: the noise is a function of (seed, position). So
+a request gets the same tokens in any slot, in any batch, and after preemption.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jax import lax
 
 from autopar.errors import InferenceError
 
-#: Logits that are kept of a slot with `top_k` or `top_p`, at most.
+#: The largest number of tokens that `top_k` or `top_p` can keep.
 NUM_CANDIDATES = 64
 
 
 class SamplingParams(NamedTuple):
-    """What each request asks for, `[slots]` each.
+    """The sampling parameters of all slots, `[slots]` each.
 
     Args:
-        temperature: f32; 0 takes the token of the largest logit, of equal ones the first.
-        top_k: int32; only so many of the largest logits are drawn from; 0 for all. At most the number of candidates.
-        top_p: f32; of these only the largest whose probabilities, at this temperature, sum up to it, at least one; 1
-            for all. Of more than the number of candidates, only the largest so many.
+        temperature: f32; 0 selects the largest logit, and the first of equal ones.
+        top_k: int32, the number of largest logits to sample from, at most the number of candidates; 0 for all tokens.
+        top_p: f32, the mass of the nucleus: the fewest most probable tokens whose probabilities, after temperature and
+            `top_k`, reach it; 1 for all tokens. A nucleus of more tokens than candidates is cut.
         seed: uint32.
     """
 
@@ -44,13 +44,17 @@ class SamplingParams(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """The same, of one request, checked.
+    """The sampling parameters of one request, checked.
 
     Args:
-        num_candidates: of the program it is for.
+        temperature: 0 for greedy decoding, or larger.
+        top_k: the number of most probable tokens to sample from; 0 for all.
+        top_p: the probability mass to sample from (nucleus sampling); 1 for all.
+        seed: the seed of the noise, an unsigned 32-bit integer.
+        num_candidates: the largest `top_k` of the program.
 
     Raises:
-        InferenceError: one of them cannot be.
+        InferenceError: a parameter is out of its range.
     """
 
     temperature: float = 0.0
@@ -61,20 +65,19 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise InferenceError(f"temperature is {self.temperature}: 0 for the most probable token, or larger")
-        if not 0 <= self.top_k <= self.num_candidates:
             raise InferenceError(
-                f"top_k is {self.top_k}: at least 1 and at most {self.num_candidates}, the candidates that are kept of "
-                "each slot, or 0 for all tokens"
+                f"temperature is {self.temperature}: give 0 for the most probable token, or a larger finite number"
             )
+        if not 0 <= self.top_k <= self.num_candidates:
+            raise InferenceError(f"top_k is {self.top_k}: give 1 to {self.num_candidates}, or 0 for all tokens")
         if not 0 < self.top_p <= 1:
-            raise InferenceError(f"top_p is {self.top_p}: larger than 0, and 1 for all tokens")
+            raise InferenceError(f"top_p is {self.top_p}: give a number above 0 and at most 1, which allows all tokens")
         if not 0 <= self.seed < 2**32:
-            raise InferenceError(f"seed is {self.seed}: at least 0 and less than 2**32")
+            raise InferenceError(f"seed is {self.seed}: give an integer from 0 to 2**32 - 1")
 
 
 def params_of(slots: Sequence[SamplingOptions | None]) -> SamplingParams:
-    """What each slot asks for as arrays on the host; of an empty slot, as by default."""
+    """Stack the parameters of all slots into host arrays; empty slots get the defaults."""
     each = [options or SamplingOptions() for options in slots]
     return SamplingParams(
         np.array([options.temperature for options in each], np.float32),
@@ -85,14 +88,14 @@ def params_of(slots: Sequence[SamplingOptions | None]) -> SamplingParams:
 
 
 class Sampled(NamedTuple):
-    """What came out, of each slot.
+    """The sampled tokens of all slots.
 
     Args:
         tokens: int32 `[slots]`.
-        logprobs: f32 `[slots]`, of these, of the distribution that the logits give before any parameter.
-        best_tokens, best_logprobs: `[slots, candidates]`, the most probable ones in order.
-        is_sound: bool `[slots]`; False where a logit is NaN or infinite or all are masked: then no token is of worth.
-        is_cut: bool `[slots]`; `top_p` asked for more tokens than there are candidates.
+        logprobs: f32 `[slots]`, of the tokens, by the softmax of the logits without temperature, `top_k` or `top_p`.
+        best_tokens, best_logprobs: `[slots, candidates]`, the most probable tokens in order.
+        is_sound: bool `[slots]`; False if a logit is NaN or infinite, or all are masked. The token is then meaningless.
+        is_cut: bool `[slots]`; whether `top_p` was cut at the number of candidates.
     """
 
     tokens: jax.Array
@@ -103,13 +106,13 @@ class Sampled(NamedTuple):
     is_cut: jax.Array
 
 
-class Kept(NamedTuple):
-    """What may be drawn: scaled logits, `-inf` where not.
+class FilteredLogits(NamedTuple):
+    """The logits to sample from.
 
     Args:
-        logits: f32 `[slots, vocabulary]`.
-        best, best_tokens: `[slots, candidates]`, the largest given logits and their tokens, in order.
-        log_total: f32 `[slots]`, the logarithm of the sum of the exponentials of the given logits.
+        logits: f32 `[slots, vocabulary]`, divided by the temperature; `-inf` for tokens that are filtered out.
+        best, best_tokens: `[slots, candidates]`, the largest input logits and their tokens, in order.
+        log_total: f32 `[slots]`, the log-sum-exp of the input logits.
         is_cut: as in `Sampled`.
     """
 
@@ -123,49 +126,49 @@ class Kept(NamedTuple):
 def sample(
     logits: jax.Array, params: SamplingParams, positions: jax.Array, *, num_candidates: int = NUM_CANDIDATES
 ) -> Sampled:
-    """One token for each slot.
+    """Sample one token for each slot.
 
     Args:
         logits: `[slots, vocabulary]`.
-        positions: int32 `[slots]`, of the tokens that are drawn, in their sequences.
-        num_candidates: static.
+        positions: int32 `[slots]`, the positions of the sampled tokens in their sequences.
+        num_candidates: the largest number of tokens that `top_k` or `top_p` can keep; static.
     """
-    found = kept(logits, params, num_candidates=num_candidates)
-    likeliest = found.best_tokens[:, 0]
+    filtered = filter_logits(logits, params, num_candidates=num_candidates)
+    greedy = filtered.best_tokens[:, 0]
 
     def drawn() -> jax.Array:
-        # Behind a barrier: within the search for the largest, XLA's CPU compiler makes noise one number at a time.
-        noisy = lax.optimization_barrier(found.logits + gumbel(params.seed, positions, logits.shape[-1]))
-        return jnp.where(params.temperature > 0, jnp.argmax(noisy, -1).astype(jnp.int32), likeliest)
+        # The barrier keeps XLA's CPU compiler from fusing the noise into the argmax, where it is generated one by one.
+        noisy = lax.optimization_barrier(filtered.logits + gumbel(params.seed, positions, logits.shape[-1]))
+        return jnp.where(params.temperature > 0, jnp.argmax(noisy, -1).astype(jnp.int32), greedy)
 
-    # Noise for a whole vocabulary takes longer than all else here, and often nobody draws.
-    tokens = lax.cond((params.temperature > 0).any(), drawn, lambda: likeliest)
+    # Noise for a whole vocabulary takes longer than the rest of sampling, and often all slots are greedy.
+    tokens = lax.cond((params.temperature > 0).any(), drawn, lambda: greedy)
     chosen = jnp.take_along_axis(logits.astype(jnp.float32), tokens[:, None], -1)[:, 0]
     return Sampled(
         tokens,
-        chosen - found.log_total,
-        found.best_tokens,
-        found.best - found.log_total[:, None],
-        jnp.isfinite(found.log_total),
-        found.is_cut,
+        chosen - filtered.log_total,
+        filtered.best_tokens,
+        filtered.best - filtered.log_total[:, None],
+        jnp.isfinite(filtered.log_total),
+        filtered.is_cut,
     )
 
 
-def kept(logits: jax.Array, params: SamplingParams, *, num_candidates: int = NUM_CANDIDATES) -> Kept:
-    """The logits that temperature, `top_k` and `top_p` leave to be drawn from, in this order.
+def filter_logits(logits: jax.Array, params: SamplingParams, *, num_candidates: int = NUM_CANDIDATES) -> FilteredLogits:
+    """Apply temperature, `top_k` and `top_p`, in this order.
 
-    The kept are the first so many of the candidates, so the last of these says of each token whether it is: by its
-    logit, and of equal ones by its place, as `lax.top_k` has ordered them.
+    The tokens that are kept are a prefix of the sorted candidates. So a comparison with the last one kept decides for each
+    token: by its logit, and for equal logits by its index, which is the order of `lax.top_k`.
     """
     logits = logits.astype(jnp.float32)
     num = min(num_candidates, logits.shape[-1])
-    # Behind a barrier: of a top-k that is cut again XLA's CPU compiler makes a full sort, 60 times as slow.
+    # Without the barrier, XLA's CPU compiler turns a sliced top-k into a full sort, which is 60 times as slow.
     best, best_tokens = lax.optimization_barrier(lax.top_k(logits, num))
     best_tokens = best_tokens.astype(jnp.int32)
     is_greedy = params.temperature <= 0
     scale = jnp.where(is_greedy, 1.0, 1.0 / jnp.where(is_greedy, 1.0, params.temperature))[:, None]
     top = best[:, :1]
-    top = jnp.where(jnp.isfinite(top), top, 0.0)  # so that what is no number stays none
+    top = jnp.where(jnp.isfinite(top), top, 0.0)  # keeps non-finite logits non-finite
     num_kept, is_cut = _num_kept((best - top) * scale, jnp.exp((logits - top) * scale).sum(-1), params)
     keeps_all = (num_kept == 0) & ~is_greedy
     last = jnp.maximum(jnp.where(is_greedy, 1, num_kept) - 1, 0)[:, None]
@@ -174,21 +177,21 @@ def kept(logits: jax.Array, params: SamplingParams, *, num_candidates: int = NUM
     is_kept = keeps_all[:, None] | (logits > least) | ((logits == least) & (tokens <= least_token))
     log_total = jnp.log(jnp.exp(logits - top).sum(-1)) + top[:, 0]
     scaled = jnp.where(is_kept, (logits - top) * scale, -jnp.inf)
-    return Kept(scaled, best, best_tokens, log_total, is_cut & ~is_greedy)
+    return FilteredLogits(scaled, best, best_tokens, log_total, is_cut & ~is_greedy)
 
 
 def gumbel(seed: Any, positions: jax.Array, vocabulary: int, purpose: int = 0) -> jax.Array:
-    """Noise `[slots, vocabulary]`, whose largest sum with logits is a draw from their distribution.
+    """Gumbel noise `[slots, vocabulary]`: the argmax of logits plus noise is a sample from their softmax.
 
     Args:
-        purpose: tells draws for one position from each other.
+        purpose: a number that makes independent draws for the same position.
     """
     keys = keys_of(seed, positions, purpose)
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,), jnp.float32))(keys)
 
 
 def keys_of(seed: Any, positions: jax.Array, purpose: int = 0) -> jax.Array:
-    """One key for each pair of seed and position."""
+    """One random key for each pair of seed and position."""
 
     def key_of(seed: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), purpose)
@@ -197,11 +200,11 @@ def keys_of(seed: Any, positions: jax.Array, purpose: int = 0) -> jax.Array:
 
 
 def _num_kept(best: jax.Array, total: jax.Array, params: SamplingParams) -> tuple[jax.Array, jax.Array]:
-    """How many of the candidates may be drawn, 0 for all tokens; whether more should be.
+    """The number of candidates to sample from, 0 for all tokens; and whether `top_p` was cut at the candidates.
 
     Args:
-        best: `[slots, candidates]`, scaled logits less the largest.
-        total: `[slots]`, the sum of the exponentials of all such.
+        best: `[slots, candidates]`, the candidates' scaled logits minus the largest.
+        total: `[slots]`, the sum of the exponentials of all scaled logits minus the largest.
     """
     num = best.shape[-1]
     by_k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, num), 0)

@@ -1,11 +1,11 @@
-"""One iteration as a function of arrays: what is compiled, once for each `Shape`.
+"""Build the function of one iteration, to be compiled once for each `Shape`.
 
-In: a decoder, a `Shape`, and a backend of attention. Out: `step_of`: a pure function of weights, what stays on
-the devices between iterations, and what the host says of this one; and the shapes of its arguments. What the host
-sends are numbers of static shapes, whatever was asked for: no request makes a new program.
+In: a decoder, a `Shape`, an attention backend. Out: `step_of`: a pure function of the weights, the state that stays on the
+devices between iterations, and the host's inputs of this iteration. All inputs have static shapes, so no request causes
+a new compilation.
 
-In a mixed iteration the slots' tokens and the chunks' are one row of tokens, so that weights are read once for both;
-only attention takes them apart.
+In a mixed iteration, the tokens of decoding slots and of prefill chunks form one row of tokens. So the weights are read once
+for both, and only attention treats them separately.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from autopar.inference.step.verify_draft import verify
 
 
 class Resident(NamedTuple):
-    """What stays on the devices.
+    """The state that stays on the devices between iterations.
 
     Args:
-        pages: of each layer.
-        last: int32 `[slots]`, the token that each generated last.
+        pages: the KV cache pages of each layer.
+        last: int32 `[slots]`, the last token of each slot.
     """
 
     pages: tuple[KVPages, ...]
@@ -41,13 +41,15 @@ class Resident(NamedTuple):
 
 
 class Out(NamedTuple):
-    """What came out, of all rows: first the slots, then the chunks.
+    """The results of all rows, first the slots, then the chunks.
 
     Args:
-        tokens: int32 `[rows, steps]`; of proposals `[rows, width]`, of which the first `num` are new.
-        num: int32 `[rows]`, how many count. logprobs: f32, of these tokens.
-        is_sound: bool `[rows]`; False where logits were no numbers. is_cut: bool `[rows]`, as in `Sampled`.
-        best_tokens, best_logprobs: `[rows, steps, candidates]`, the most probable tokens; None of proposals.
+        tokens: int32 `[rows, steps]`; after verification `[rows, width]`, of which the first `num` are new.
+        num: int32 `[rows]`, the number of valid tokens.
+        logprobs: f32, the logprobs of the tokens.
+        is_sound: bool `[rows]`; False if logits were NaN or infinite.
+        is_cut: bool `[rows]`, as in `Sampled`.
+        best_tokens, best_logprobs: `[rows, steps, candidates]`, the most probable tokens; None after verification.
     """
 
     tokens: jax.Array
@@ -63,14 +65,15 @@ Step = Callable[..., tuple[Resident, Out]]
 
 
 def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
-    """The function `(params, resident, slots[, chunks]) -> (resident, out)` of a shape; rows are packed.
+    """Return the function `(params, resident, slots[, chunks]) -> (resident, out)` of a shape, on packed rows.
 
     Args:
+        shape: the static sizes of the iteration.
         attention: a backend of `paged_attention`.
     """
 
     def logits_of(params: Any, pages: Any, parts: list[Rows], tokens: list[jax.Array], only: Any) -> Any:
-        """Of the tokens of several parts, which are one row to the decoder."""
+        """The logits of several parts, whose tokens are one row of the decoder's input."""
         positions = [_positions(part) for part in parts]
         attend_parts = _AttendParts(attention, [part.tables for part in parts], positions)
         flat, at = (jnp.concatenate([each.reshape(1, -1) for each in arrays], 1) for arrays in (tokens, positions))
@@ -78,10 +81,10 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         logits, pages = applied
         return logits[0], pages
 
-    def plain(params: Any, resident: Resident, *parts: Rows) -> tuple[Resident, Out]:
-        """A token of each slot, and chunks of prompts beside them."""
+    def single_step(params: Any, resident: Resident, *parts: Rows) -> tuple[Resident, Out]:
+        """One decode step of each slot, and prefill chunks if there are any."""
         slots = parts[0]
-        tokens = [_known(slots.tokens, resident.last), *(part.tokens for part in parts[1:])]
+        tokens = [_with_last(slots.tokens, resident.last), *(part.tokens for part in parts[1:])]
         ends, start = [], 0
         for part in parts:
             rows, width = part.tokens.shape
@@ -89,23 +92,24 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             start += rows * width
         logits, pages = logits_of(params, resident.pages, list(parts), tokens, jnp.concatenate(ends)[None])
         sampling = jax.tree.map(lambda *each: jnp.concatenate(each), *(part.sampling for part in parts))
-        after = jnp.concatenate([part.start + part.num_tokens for part in parts])
-        found = sample(logits, sampling, after)
+        new_positions = jnp.concatenate([part.start + part.num_tokens for part in parts])
+        sampled = sample(logits, sampling, new_positions)
         owners = jnp.concatenate([part.slots for part in parts])
-        last = resident.last.at[owners].set(found.tokens, mode="drop")
-        return Resident(pages, last), _out(found)
+        last = resident.last.at[owners].set(sampled.tokens, mode="drop")
+        return Resident(pages, last), _out(sampled)
 
-    def many(params: Any, resident: Resident, slots: Rows) -> tuple[Resident, Out]:
-        """Several tokens of each slot, one after the other."""
-        is_there = (slots.num_tokens > 0).astype(jnp.int32)
+    def multi_step(params: Any, resident: Resident, slots: Rows) -> tuple[Resident, Out]:
+        """Several decode steps of each slot."""
+        is_active = (slots.num_tokens > 0).astype(jnp.int32)
 
-        def one(carry: tuple[Resident, jax.Array], number: jax.Array) -> Any:
+        def iterate(carry: tuple[Resident, jax.Array], number: jax.Array) -> Any:
             resident, tokens = carry
-            now = slots._replace(tokens=tokens, start=slots.start + number * is_there)
-            resident, out = plain(params, resident, now)
+            rows = slots._replace(tokens=tokens, start=slots.start + number * is_active)
+            resident, out = single_step(params, resident, rows)
             return (resident, jnp.full_like(tokens, -1)), out
 
-        (resident, _), outs = jax.lax.scan(one, (resident, slots.tokens), jnp.arange(shape.steps, dtype=jnp.int32))
+        steps = jnp.arange(shape.steps, dtype=jnp.int32)
+        (resident, _), outs = jax.lax.scan(iterate, (resident, slots.tokens), steps)
         return resident, Out(
             tokens=outs.tokens[..., 0].T,
             num=outs.num.sum(0),
@@ -116,17 +120,18 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             best_logprobs=outs.best_logprobs[:, :, 0].swapaxes(0, 1),
         )
 
-    def verified(params: Any, resident: Resident, slots: Rows) -> tuple[Resident, Out]:
-        """Proposals held against what the model says."""
-        tokens = _known(slots.tokens, resident.last)
+    def verify_drafts(params: Any, resident: Resident, slots: Rows) -> tuple[Resident, Out]:
+        """One step that verifies the draft tokens of each slot."""
+        tokens = _with_last(slots.tokens, resident.last)
         logits, pages = logits_of(params, resident.pages, [slots], [tokens], None)
         logits = logits.reshape(*tokens.shape, -1)
-        num_proposed = jnp.maximum(slots.num_tokens - 1, 0)
-        found = verify(logits, tokens[:, 1:], num_proposed, slots.sampling, slots.start + 1)
-        newest = jnp.take_along_axis(found.tokens, found.num_accepted[:, None], 1)[:, 0]
+        num_draft = jnp.maximum(slots.num_tokens - 1, 0)
+        result = verify(logits, tokens[:, 1:], num_draft, slots.sampling, slots.start + 1)
+        newest = jnp.take_along_axis(result.tokens, result.num_accepted[:, None], 1)[:, 0]
         last = resident.last.at[slots.slots].set(newest, mode="drop")
         is_cut = jnp.zeros(tokens.shape[0], bool)
-        return Resident(pages, last), Out(found.tokens, found.num_accepted + 1, found.logprobs, found.is_sound, is_cut)
+        out = Out(result.tokens, result.num_accepted + 1, result.logprobs, result.is_sound, is_cut)
+        return Resident(pages, last), out
 
     def unpacked(function: Callable[..., Any]) -> Step:
         def decode(params: Any, resident: Resident, slots: jax.Array) -> tuple[Resident, Out]:
@@ -136,25 +141,25 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             return function(params, resident, Rows.unpacked(slots, 1), Rows.unpacked(chunks, shape.length))
 
         chosen = mixed if shape.rows else decode
-        chosen.__qualname__ = f"iteration of {shape}"  # by which its plan is known
+        chosen.__qualname__ = f"iteration of {shape}"  # names the plan
         return chosen
 
     if shape.width > 1:
-        return unpacked(verified)
-    return unpacked(many if shape.steps > 1 else plain)
+        return unpacked(verify_drafts)
+    return unpacked(multi_step if shape.steps > 1 else single_step)
 
 
 def copy_pages(resident: Resident, copies: jax.Array) -> Resident:
-    """Contents of pages to others.
+    """Copy pages to other pages, in all layers.
 
     Args:
-        copies: int32 `[2, num]`, sources and targets, filled up with the waste page.
+        copies: int32 `[2, num]`, sources and targets, padded with the scratch page.
     """
     return resident._replace(pages=tuple(kv_pages.copy(pages, *copies) for pages in resident.pages))
 
 
 class _AttendParts:
-    """`Attend` of rows that are one to the decoder, each part by its own tables."""
+    """`Attend` for several parts that form one row of the decoder's input, each with its own page tables."""
 
     def __init__(self, attention: str, tables: list[jax.Array], positions: list[jax.Array]) -> None:
         self.attention, self.tables, self.positions = attention, tables, positions
@@ -162,20 +167,20 @@ class _AttendParts:
     def __call__(
         self, cache: tuple[KVPages, ...], layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-        """As `Attend` says; `cache` is of every layer.
+        """See `Attend`; `cache` has the pages of every layer.
 
-        All parts are written before any is read: what is read between two writes, XLA copies, and that is all pages.
+        All parts are written before any is read: a read between two writes makes XLA copy all pages.
         """
         pages, attended = cache[layer], []
         for part in zip(self._parts(keys), self._parts(values), self.tables, self.positions, strict=True):
             pages = kv_pages.write(pages, *part)
         for part, tables, positions in zip(self._parts(queries), self.tables, self.positions, strict=True):
-            found = attend_paged(self.attention, part, pages, tables, positions)
-            attended.append(found.reshape(1, positions.size, *found.shape[2:]))
+            outputs = attend_paged(self.attention, part, pages, tables, positions)
+            attended.append(outputs.reshape(1, positions.size, *outputs.shape[2:]))
         return jnp.concatenate(attended, 1), (*cache[:layer], pages, *cache[layer + 1 :])
 
     def _parts(self, array: jax.Array) -> list[jax.Array]:
-        """One row of tokens, as the rows of each part."""
+        """Split one row of tokens into the rows of each part."""
         ends = list(itertools.accumulate(positions.size for positions in self.positions))
         pieces = jnp.split(array[0], ends[:-1])
         return [
@@ -185,26 +190,26 @@ class _AttendParts:
 
 
 def _positions(rows: Rows) -> jax.Array:
-    """int32 `[rows, width]`, negative where there is no token."""
+    """The positions of tokens, int32 `[rows, width]`; -1 for padding."""
     ranks = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
     return jnp.where(ranks < rows.num_tokens[:, None], rows.start[:, None] + ranks, -1)
 
 
-def _known(tokens: jax.Array, last: jax.Array) -> jax.Array:
-    """Tokens of slots, with what each generated last where it says -1."""
+def _with_last(tokens: jax.Array, last: jax.Array) -> jax.Array:
+    """The tokens of slots, with -1 replaced by the slot's last token."""
     first = jnp.where(tokens[:, :1] < 0, last[:, None], tokens[:, :1])
     return jnp.concatenate([first, tokens[:, 1:]], 1)
 
 
-def _out(found: Sampled) -> Out:
+def _out(sampled: Sampled) -> Out:
     return Out(
-        found.tokens[:, None],
-        jnp.ones_like(found.tokens),
-        found.logprobs[:, None],
-        found.is_sound,
-        found.is_cut,
-        found.best_tokens[:, None],
-        found.best_logprobs[:, None],
+        sampled.tokens[:, None],
+        jnp.ones_like(sampled.tokens),
+        sampled.logprobs[:, None],
+        sampled.is_sound,
+        sampled.is_cut,
+        sampled.best_tokens[:, None],
+        sampled.best_logprobs[:, None],
     )
 
 
@@ -212,7 +217,7 @@ def _out(found: Sampled) -> Out:
 
 
 def resident_shapes(config: DecoderConfig, num_slots: int, num_pages: int, page_size: int, dtype: Any) -> Resident:
-    """Of what stays, `num_pages` without that for waste."""
+    """The shapes and dtypes of `Resident`, with `num_pages` pages and the scratch page."""
 
     def empty() -> Resident:
         one = (num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)

@@ -1,8 +1,9 @@
-"""Proposed tokens held against what the model says: accepted so that the distribution stays the model's own.
+"""Verify draft tokens by rejection sampling, which preserves the target model's distribution (speculative decoding).
 
-In: the logits that follow each proposed token, and the proposals. Out: how many of them hold, and one token more. By
-rejection: proposal `x`, proposed with probability `q(x)`, is accepted with probability `min(1, p(x) / q(x))`; the first
-that is not is drawn anew from `max(p - q, 0)`. Then each token is one of `p`, whatever `q` was (Leviathan et al. 2023).
+In: the target model's logits after each draft token, and the draft tokens. Out: the number of accepted tokens, and one more
+token. A draft token `x` that was drawn with probability `q(x)` is accepted with probability `min(1, p(x) / q(x))`. The first
+rejected token is resampled from `max(p - q, 0)`. Then every token is distributed as `p`, for any `q` (Leviathan et al.
+2023).
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from autopar.inference.step.sampling import NUM_CANDIDATES, SamplingParams, gumbel, kept, keys_of
+from autopar.inference.step.sampling import NUM_CANDIDATES, SamplingParams, filter_logits, gumbel, keys_of
 
-_ACCEPT, _DRAW = 1, 2  # purposes of noise
+_ACCEPT, _DRAW = 1, 2  # purposes of the noise
 
 
 class Verified(NamedTuple):
-    """What came out, of each slot.
+    """The result of verification for all slots.
 
     Args:
-        num_accepted: int32 `[slots]`.
+        num_accepted: int32 `[slots]`, the number of accepted draft tokens.
         tokens: int32 `[slots, proposals + 1]`, of which the first `num_accepted + 1` are new; the rest are 0.
-        logprobs: f32, of these, of the distribution that the logits give.
+        logprobs: f32, of the tokens, by the softmax of the logits without sampling parameters.
         is_sound: bool `[slots]`, as in `Sampled`.
     """
 
@@ -43,21 +44,22 @@ def verify(
     *,
     num_candidates: int = NUM_CANDIDATES,
 ) -> Verified:
-    """Accept proposals, and draw one token more.
+    """Accept draft tokens, and sample one more token.
 
     Args:
-        logits: `[slots, proposals + 1, vocabulary]`: what follows the last known token, and each proposal.
-        proposed: int32 `[slots, proposals]`. num_proposed: int32 `[slots]`, so many of them count.
-        positions: int32 `[slots]`, of the first token that is new.
-        draft: f32 `[slots, proposals, vocabulary]`, the probabilities they were drawn with, after the draft model's own
-            temperature; None where nothing was drawn, and each is proposed with certainty.
+        logits: `[slots, proposals + 1, vocabulary]`, the target model's logits after the last known token and after each
+            draft token.
+        proposed: int32 `[slots, proposals]`, the draft tokens.
+        num_proposed: int32 `[slots]`, the number of valid draft tokens.
+        positions: int32 `[slots]`, the position of the first new token.
+        draft: f32 `[slots, proposals, vocabulary]`, the probabilities that the draft tokens were sampled with, after the
+            draft model's temperature; None if they were not sampled, and `q` is 1.
     """
     slots, width, vocabulary = logits.shape
     rows = SamplingParams(*(jnp.repeat(each, width) for each in params))
-    found = kept(logits.reshape(slots * width, vocabulary), rows, num_candidates=num_candidates)
-    target = jax.nn.softmax(found.logits, -1).reshape(logits.shape)
-    places = positions[:, None] + jnp.arange(width)
-    accepted = _is_accepted(target, proposed, params.seed, places, draft)
+    filtered = filter_logits(logits.reshape(slots * width, vocabulary), rows, num_candidates=num_candidates)
+    target = jax.nn.softmax(filtered.logits, -1).reshape(logits.shape)
+    accepted = _is_accepted(target, proposed, params.seed, positions[:, None] + jnp.arange(width), draft)
     accepted &= jnp.arange(width - 1) < num_proposed[:, None]
     num_accepted = jnp.cumprod(accepted.astype(jnp.int32), -1).sum(-1)
     was_rejected = num_accepted < num_proposed
@@ -67,7 +69,7 @@ def verify(
     tokens = jnp.where(
         ranks < num_accepted[:, None], tokens, jnp.where(ranks == num_accepted[:, None], last[:, None], 0)
     )
-    log_total = found.log_total.reshape(slots, width)
+    log_total = filtered.log_total.reshape(slots, width)
     chosen = jnp.take_along_axis(logits.astype(jnp.float32), tokens[..., None], -1)[..., 0]
     is_read = ranks <= num_accepted[:, None]
     is_sound = jnp.all(jnp.isfinite(log_total) | ~is_read, -1)
@@ -75,14 +77,14 @@ def verify(
 
 
 def _is_accepted(
-    target: jax.Array, proposed: jax.Array, seed: jax.Array, places: jax.Array, draft: jax.Array | None
+    target: jax.Array, proposed: jax.Array, seed: jax.Array, positions: jax.Array, draft: jax.Array | None
 ) -> jax.Array:
-    """bool `[slots, proposals]`."""
-    at = proposed[..., None]
-    p = jnp.take_along_axis(target[:, :-1], at, -1)[..., 0]
-    q = jnp.ones_like(p) if draft is None else jnp.take_along_axis(draft, at, -1)[..., 0]
+    """Whether each draft token passes its own test, bool `[slots, proposals]`."""
+    index = proposed[..., None]
+    p = jnp.take_along_axis(target[:, :-1], index, -1)[..., 0]
+    q = jnp.ones_like(p) if draft is None else jnp.take_along_axis(draft, index, -1)[..., 0]
     slots, num = proposed.shape
-    keys = keys_of(jnp.repeat(seed, num), places[:, :-1].reshape(-1), _ACCEPT)
+    keys = keys_of(jnp.repeat(seed, num), positions[:, :-1].reshape(-1), _ACCEPT)
     draws = jax.vmap(jax.random.uniform)(keys).reshape(slots, num)
     return draws * q < p
 
@@ -96,16 +98,16 @@ def _last_token(
     positions: jax.Array,
     draft: jax.Array | None,
 ) -> jax.Array:
-    """The token after those accepted: after a rejection of what the proposal had too little of, else of the target."""
+    """Sample the token after the accepted ones: from the residual `max(p - q, 0)` after a rejection, else from `p`."""
     vocabulary = target.shape[-1]
-    at = num_accepted[:, None]
-    p = jnp.take_along_axis(target, at[..., None], 1)[:, 0]
-    place = jnp.minimum(at, proposed.shape[1] - 1)
+    index = num_accepted[:, None]
+    p = jnp.take_along_axis(target, index[..., None], 1)[:, 0]
+    rejected = jnp.minimum(index, proposed.shape[1] - 1)
     if draft is None:
         tokens = jnp.arange(vocabulary)
-        q = (tokens == jnp.take_along_axis(proposed, place, 1)).astype(p.dtype)
+        q = (tokens == jnp.take_along_axis(proposed, rejected, 1)).astype(p.dtype)
     else:
-        q = jnp.take_along_axis(draft, place[..., None], 1)[:, 0]
-    left = jnp.where(was_rejected[:, None], jnp.maximum(p - q, 0.0), p)
+        q = jnp.take_along_axis(draft, rejected[..., None], 1)[:, 0]
+    residual = jnp.where(was_rejected[:, None], jnp.maximum(p - q, 0.0), p)
     noise = gumbel(seed, positions + num_accepted, vocabulary, _DRAW)
-    return jnp.argmax(jnp.where(left > 0, jnp.log(left), -jnp.inf) + noise, -1).astype(jnp.int32)
+    return jnp.argmax(jnp.where(residual > 0, jnp.log(residual), -jnp.inf) + noise, -1).astype(jnp.int32)

@@ -56,8 +56,7 @@ def labelled(flow: Flow, homes: Homes) -> Trace:
     for unit, layer in zip(flow.units, homes.layers, strict=True):
         elsewhere = {v: t for v in unit.operands if (t := homes.twins.get(v)) is not None and layer_of[v] != layer}
         for n in range(unit.start, unit.stop):
-            operands = tuple(elsewhere.get(a, a) if isinstance(a, int) else a for a in equations[n].operands)
-            equations[n] = replace(equations[n], layer=layer, operands=operands)
+            equations[n] = equations[n].reading(elsewhere, layer=layer)
     return replace(flow.trace, equations=tuple(equations))
 
 

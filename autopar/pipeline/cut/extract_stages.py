@@ -11,14 +11,12 @@ trip's: each trip costs what it costs in the pipeline, and only one microbatch's
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-import jax
-
-from autopar.frontend.equations import Equation, Item, LiteralOperand, Nest, equations_of, items_of, laid, without_dead
+from autopar.frontend.equations import Atom, Equation, Item, Nest, equations_of, items_of
 from autopar.frontend.trace import Trace
-from autopar.jax_interop import compat as jax_compat
+from autopar.frontend.trace_builder import LoopBuilder, TraceBuilder, flat_border, renumbered
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.rules.table import traits_of
 
@@ -180,7 +178,7 @@ class _Cutting:
         for piece in item.enter:
             pieces.setdefault(-1 if piece.layer is None else self._stage_of(piece), []).append(piece)
         for own in pieces.values():
-            yield Nest(item.kind, item.source, own, [], [])
+            yield Nest(item.kind, item.source, own)
 
     def _add_loop(self) -> None:
         leaving = [piece for piece in self.loop.exit if piece.piece == "exit_carry"]
@@ -227,13 +225,13 @@ class _Cutting:
                             stage.inside.setdefault(value, equation)
             self._import_outside(s, [*stage.before, *stage.after, *(enter for enter, _ in stage.carries)])
             self._import_outside(s, [enters[value] for value in entered])
-        makers = {v: e for item in self.loop.sections[0] for e in equations_of(item) for v in e.results}
         for stage in self.stages:
             for value in stage.outside:
                 if value not in self.trace.inputs:
                     self.stages[self.stage[value]].sent_outside[value] = None
             for value in stage.inside:
-                self.stages[self.stage[value]].sent_inside[value] = makers[value]
+                maker = self.trace.equations[self.trace.producers[value]]
+                self.stages[self.stage[value]].sent_inside[value] = maker
 
     def _import_outside(self, s: int, items: Iterable[Item]) -> None:
         for item in items:
@@ -245,103 +243,42 @@ class _Cutting:
     # -- a stage's trace ---------------------------------------------------------------------
 
     def _finished(self, s: int, stage: _Stage) -> StageTrace:
-        new = _Renumbered(self.trace)
-        inputs: list[tuple[Port, int]] = [
-            (Port("argument", position), value) for position, value in enumerate(self.trace.inputs)
-        ]
-        inputs = [one for one in inputs if self._may_take(s, stage, one[1])]
-        inputs += [(Port("outside", v), v) for v in stage.outside if v not in self.trace.inputs]
-        outputs: list[tuple[Port, int | LiteralOperand]] = [
-            (Port("result", i), atom) for i, atom in enumerate(self.trace.outputs) if self._gives(s, atom)
-        ]
-        outputs += [(Port("outside", v), v) for v in stage.sent_outside]
-        enter, leave = list(self.shared_enters), []
+        builder, loop = TraceBuilder(self.trace), LoopBuilder(self.loop.source)
+        loop.given += self.shared_enters
+        loop.carries += stage.carries
+        loop.stacks += stage.stacks
+        loop.body += stage.body
+        taken = [(Port("argument", i), v) for i, v in enumerate(self.trace.inputs) if self._may_take(s, stage, v)]
+        taken += [(Port("outside", v), v) for v in stage.outside if v not in self.trace.inputs]
+        given = [(Port("result", i), atom) for i, atom in enumerate(self.trace.outputs) if self._gives(s, atom)]
+        given += [(Port("outside", v), v) for v in stage.sent_outside]
         for value, reader in stage.inside.items():
-            outer = new.fresh(self.trace.avals[value], 1.0)
-            enter.append(self._piece(reader, "enter_const", outer, value))
-            inputs.append((Port("inside", value), outer))
-        for begin, end in stage.carries:
-            enter.append(begin)
-            leave.append(end)
+            outer = builder.new(builder.avals[value])
+            loop.give(reader, "enter_const", outer, value)
+            taken.append((Port("inside", value), outer))
         for value, maker in stage.sent_inside.items():
-            aval = self.trace.avals[value]
-            buffer, within, last = (new.fresh(aval, times) for times in (1.0, self.trace.repeats[value], 1.0))
-            enter.append(self._piece(maker, "enter_carry", buffer, within))
-            leave.append(self._piece(maker, "exit_carry", value, last))
-            inputs.append((Port("buffer", value), buffer))
-            outputs.append((Port("inside", value), last))
-        nest = Nest(self.loop.kind, self.loop.source, enter, [list(stage.body)], [*leave, *stage.stacks])
-        items: list[Item] = [*stage.before, nest, *stage.after]
-        live = {atom for _, atom in outputs if isinstance(atom, int)}
-        kept = without_dead(items, live)
-        inputs = [one for one in inputs if one[1] in live]
-        return new.stage_trace(f"stage {s} of {self.trace.name}", kept, inputs, outputs, self.cut.carried, self.trace)
+            repeats = (1.0, builder.repeats[value], 1.0)
+            buffer, within, last = (builder.new(builder.avals[value], repeat) for repeat in repeats)
+            loop.carry(maker, buffer, within, value, last)
+            taken.append((Port("buffer", value), buffer))
+            given.append((Port("inside", value), last))
+        builder.add(*stage.before, loop.nest(), *stage.after)
+        live = builder.drop_dead(atom for _, atom in given)
+        taken = [one for one in taken if one[1] in live]
+        border = flat_border(
+            [(value, _path(port, self.trace.input_paths)) for port, value in taken],
+            [(atom, _path(port, self.trace.output_paths)) for port, atom in given],
+        )
+        made = builder.finish(name=f"stage {s} of {self.trace.name}", **border)
+        inputs, outputs = tuple(port for port, _ in taken), tuple(port for port, _ in given)
+        return StageTrace(renumbered(made), inputs, outputs, tuple(_carried(inputs, outputs, self.cut.carried)))
 
     def _may_take(self, s: int, stage: _Stage, value: int) -> bool:
         return value in self.cut.free or self.stage.get(value) == s or value in stage.outside
 
-    def _gives(self, s: int, atom: int | LiteralOperand) -> bool:
+    def _gives(self, s: int, atom: Atom) -> bool:
         """Whether a result of the step comes from a stage; what all could give comes from the first."""
         return s == (self.stage.get(atom, 0) if isinstance(atom, int) else 0)
-
-    def _piece(self, like: Equation, piece: Any, operand: int, result: int) -> Equation:
-        source = jax_compat.placed_as(self.loop.source, like.source)
-        return replace(like, source=source, operands=(operand,), results=(result,), repeat=1.0, piece=piece)
-
-
-class _Renumbered:
-    """Gives a stage's values numbers of their own, in the order in which they are made: equal stages are equal traces."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.avals, self.repeats = list(trace.avals), list(trace.repeats)
-
-    def fresh(self, aval: Any, repeat: float) -> int:
-        self.avals.append(aval)
-        self.repeats.append(repeat)
-        return len(self.avals) - 1
-
-    def stage_trace(
-        self,
-        name: str,
-        items: Sequence[Item],
-        inputs: Sequence[tuple[Port, int]],
-        outputs: Sequence[tuple[Port, int | LiteralOperand]],
-        carried: Sequence[tuple[int, int]],
-        whole: Trace,
-    ) -> StageTrace:
-        equations, regions = laid(items)
-        order = dict.fromkeys(value for _, value in inputs)
-        read = dict.fromkeys(v for equation in equations for v in equation.reads)
-        constants = [(value, constant) for value, constant in whole.constants if value in read]
-        order.update(dict.fromkeys(value for value, _ in constants))
-        for equation in equations:
-            order.update(dict.fromkeys(equation.results))
-        number = {value: i for i, value in enumerate(order)}
-
-        def renamed(atom: int | LiteralOperand) -> int | LiteralOperand:
-            return number[atom] if isinstance(atom, int) else atom
-
-        equations = tuple(
-            replace(e, operands=tuple(map(renamed, e.operands)), results=tuple(number[v] for v in e.results))
-            for e in equations
-        )
-        in_ports, out_ports = tuple(port for port, _ in inputs), tuple(port for port, _ in outputs)
-        trace = Trace(
-            name=name,
-            equations=equations,
-            regions=regions,
-            avals=tuple(self.avals[value] for value in order),
-            repeats=tuple(self.repeats[value] for value in order),
-            inputs=tuple(number[value] for _, value in inputs),
-            outputs=tuple(renamed(atom) for _, atom in outputs),
-            constants=tuple((number[value], constant) for value, constant in constants),
-            input_paths=tuple(_path(port, whole.input_paths) for port in in_ports),
-            output_paths=tuple(_path(port, whole.output_paths) for port in out_ports),
-            in_tree=jax.tree.structure((0,) * len(inputs)),
-            out_tree=jax.tree.structure((0,) * len(outputs)),
-            microbatches=whole.microbatches,
-        )
-        return StageTrace(trace, in_ports, out_ports, tuple(_carried(in_ports, out_ports, carried)))
 
 
 def _carried(

@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.frontend.equations import Equation, Item, equations_of, items_of, laid
+from autopar.frontend.equations import Equation, Item, items_of
 from autopar.frontend.trace import Trace
+from autopar.frontend.trace_builder import TraceBuilder
 from autopar.pipeline.cut.flow import Flow
 from autopar.rules.table import traits_of
 from autopar.transforms.microbatch.classify import PARTIAL
@@ -55,17 +56,11 @@ class _Additions:
             gone.update(self.flow.units[self.adds[v]].start for v in inner)
         if not written:
             return self.trace
-        items: list[Item] = []
-        n = 0
-        for item in items_of(self.trace.equations, self.trace.regions):
-            if isinstance(item, Equation):
-                items += written.get(n, [] if n in gone else [item])
-                n += 1
-            else:
-                items.append(item)
-                n += sum(1 for _ in equations_of(item))
-        equations, regions = laid(items)
-        return replace(self.trace, equations=equations, regions=regions)
+        builder = TraceBuilder(self.trace)
+        items = items_of(self.trace.equations, self.trace.regions)
+        for (n, _, _), item in zip(self.trace.walk(), items, strict=True):
+            builder.add(*written.get(n, [] if n in gone else [item]))
+        return builder.finish()
 
     def _added(self, i: int) -> Iterator[int]:
         unit = self.flow.units[i]

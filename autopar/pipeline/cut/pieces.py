@@ -77,7 +77,6 @@ class Layout:
         loop = next(region for region in trace.regions if region.source is trace.microbatches)
         self.loop = loop
         self.wholes = {one.start: one.stop for one in trace.rewritten}
-        self.region_at = {region.enter[0]: region for region in trace.regions if region is not loop}
         self.body = list(self._units(*loop.sections[0]))
         self.outside = [*self._units(0, loop.enter[0]), *self._units(loop.exit[1], len(trace.equations))]
         equations = trace.equations
@@ -129,7 +128,7 @@ class Layout:
         """What is not to be taken apart: a loop, a branch, equations that stand for one."""
         n = start
         while n < stop:
-            region = self.region_at.get(n)
+            region = self.trace.region_at.get(n)
             end = region.exit[1] if region is not None else self.wholes.get(n, n + 1)
             equations = self.trace.equations[n:end]
             made = tuple(v for e in equations for v in e.results)

@@ -48,8 +48,7 @@ class _Names:
             if isinstance(item, Equation):
                 if item.effects:
                     continue
-                made = (item.primitive, repr(sorted(item.source.params.items(), key=lambda one: one[0])))
-                self._give(item.results, (*made, self._atoms(item.operands)))
+                self._give(item.results, (item.primitive, item.params_text, self._atoms(item.operands)))
             elif item.kind == "barrier":
                 for piece in item.enter:
                     self.names[piece.results[0]] = self.of(_value(piece))

@@ -12,33 +12,23 @@ all trips share, each part adds up by itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import jax
 from jax import lax
 
-from autopar.frontend.accumulators import Sums
-from autopar.frontend.equations import (
-    Equation,
-    Item,
-    LiteralOperand,
-    Nest,
-    Region,
-    equations_of,
-    items_of,
-    laid,
-    without_dead,
-)
+from autopar.frontend.accumulators import sums_of
+from autopar.frontend.equations import Atom, Equation, Nest, Region, items_of
 from autopar.frontend.trace import Trace
+from autopar.frontend.trace_builder import TraceBuilder, flat_border
 from autopar.ir.graph import Graph
 from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.layer_loops import Stack
 from autopar.transforms.microbatch.batch_dims import Place, Places
 from autopar.transforms.microbatch.resize import is_as_written, resized
 from autopar.transforms.microbatch.slices import COMBINE
-from autopar.transforms.rewriting.equation_writer import Atom, Writer
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -99,22 +89,58 @@ def unstacked(before: Unstacked, places: Places, stack: Stack, starts: Sequence[
     return _Unstacking(before, places, stack, starts).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerSlices:
+    """Slices of a dim that counts layers, as functions of arrays.
+
+    Args:
+        num_layers: of the whole. bounds: first and last layer of each slice.
+    """
+
+    num_layers: int
+    bounds: tuple[tuple[int, int], ...]
+
+    def local(self, shape: Sequence[int], place: Place, bounds: tuple[int, int]) -> tuple[int, ...]:
+        """The shape of a slice."""
+        size = shape[place.dim] // self.num_layers * (bounds[1] - bounds[0])
+        return (*shape[: place.dim], size, *shape[place.dim + 1 :])
+
+    def _apart(self, shape: Sequence[int], place: Place) -> tuple[tuple[int, ...], int]:
+        """A shape in which layers are a dim of their own, and its position."""
+        dim, minor = place.dim, place.minor
+        of_layers = shape[dim] // minor
+        major = max(1, of_layers // self.num_layers)
+        outer = (*shape[:dim], *(size for size in (major,) if size > 1))
+        inner = (*(size for size in (minor,) if size > 1), *shape[dim + 1 :])
+        return (*outer, of_layers // major, *inner), len(outer)
+
+    def cut(self, whole: Any, place: Place, bounds: tuple[int, int]) -> Any:
+        """One slice of the whole."""
+        shape, at = self._apart(whole.shape, place)
+        part = lax.slice_in_dim(lax.reshape(whole, shape), *bounds, axis=at)
+        return lax.reshape(part, self.local(whole.shape, place, bounds))
+
+    def joined(self, slices: Sequence[Any], place: Place, shape: tuple[int, ...]) -> Any:
+        """The whole, of this shape, from all slices."""
+        apart, at = self._apart(shape, place)
+        shapes = [(*apart[:at], stop - start, *apart[at + 1 :]) for start, stop in self.bounds]
+        parts = [lax.reshape(value, one) for value, one in zip(slices, shapes, strict=True)]
+        return lax.reshape(lax.concatenate(parts, at), shape)
+
+
 class _Unstacking:
-    """Collects the new equations; the one mutable object of this module."""
+    """Writes the step anew; the one mutable object of this module. The origin of its builder's equations is that of
+    `Unstacked`."""
 
     def __init__(self, before: Unstacked, places: Places, stack: Stack, starts: Sequence[int]) -> None:
         self.before, self.trace, self.places, self.dims = before, before.trace, places, stack.dims
         self.loops = frozenset(stack.loops)
         self.bounds = tuple(itertools.pairwise((*starts, stack.length)))
-        self.writer = Writer(self.trace)
-        self.items: list[Item] = []
-        self.origins: dict[int, tuple[int, int]] = {}  # by id of an equation
+        self.slices = _LayerSlices(stack.length, self.bounds)
+        self.builder = TraceBuilder(self.trace)
         self.like = self.trace.equations[0]  # what is being written now
-        self.at = (0, 0)  # the origin of that
         self.parts: dict[int, list[Atom]] = {}  # of a value, for each part of the stack
         self.wholes: dict[int, Atom] = {}  # what stands for a value
-        self.sums = Sums(self.trace.equations)
-        self.region_at = {region.enter[0]: region for region in self.trace.regions}
         #: The inputs that come in parts; those that were in parts before stay as they are.
         self.split = {p for p in stack.dims.inputs if before.inputs[p].rows is None}
 
@@ -122,30 +148,28 @@ class _Unstacking:
         """The whole trace anew."""
         for value in (self.trace.inputs[position] for position in self.split):
             avals = [self._part_aval(value, bounds) for bounds in self.bounds]
-            self.parts[value] = [self.writer.new(aval, self.trace.repeats[value]) for aval in avals]
-        n = 0
-        for item in items_of(self.trace.equations, self.trace.regions):
+            self.parts[value] = [self.builder.new(aval, self.trace.repeats[value]) for aval in avals]
+        items = items_of(self.trace.equations, self.trace.regions)
+        for (n, _, region), item in zip(self.trace.walk(), items, strict=True):
             self._stand_at(n)
             if isinstance(item, Equation):
                 if not self._in_parts(n, item):
-                    self._add(self._reading_wholes(item))
-                n += 1
-                continue
-            if n in self.loops:
-                self._loop(self.region_at[n], item)
+                    self.builder.add(item.reading(self._whole))
+            elif region is not None and n in self.loops:
+                self._loop(region, item)
             elif item.kind == "barrier":
                 self._barrier(item)
             else:
-                enter = [self._reading_wholes(piece) for piece in item.enter]
-                self._add(Nest(item.kind, item.source, enter, item.sections, item.exit))
-            region = self.region_at[n]
-            n = max(region.exit[1], region.enter[1])
+                self.builder.add(replace(item, enter=[piece.reading(self._whole) for piece in item.enter]))
         return self._finished()
 
     def _stand_at(self, n: int) -> None:
-        equation = self.trace.equations[n]
-        self.like = replace(equation, repeat=1.0, piece=None)
-        self.at = self.before.origins[n]
+        self.like = self.trace.equations[n]
+        self.builder.origin = self.before.origins[n]
+
+    def _stand_at_layer(self, layer: int) -> None:
+        """What is appended now belongs to the layers from one on."""
+        self.builder.origin = self.builder.origin[0], layer
 
     # -- one equation ------------------------------------------------------------------------
 
@@ -165,10 +189,10 @@ class _Unstacking:
         if any(dims.of(value) is None for value in stacked):
             return False
         if not any(held):  # it makes a stack of none: whoever wants the whole has it
-            self._add(equation)
+            self.builder.add(equation)
             self.wholes.update({v: v for v in equation.results})
         shapes = [self.trace.avals[atom].shape if isinstance(atom, int) else () for atom in equation.operands]
-        made = [self._one_part(equation, held, shapes, bounds, kind) for bounds in self.bounds]
+        made = [self._one_part(equation, shapes, i, kind) for i in range(len(self.bounds))]
         if any(one is None for one in made):
             return False
         for j, value in enumerate(equation.results):
@@ -180,34 +204,25 @@ class _Unstacking:
         return True
 
     def _one_part(
-        self,
-        equation: Equation,
-        held: Sequence[bool],
-        whole: Sequence[tuple[int, ...]],
-        bounds: tuple[int, int],
-        kind: str | None,
-    ) -> list[Atom] | None:
+        self, equation: Equation, whole: Sequence[tuple[int, ...]], i: int, kind: str | None
+    ) -> Sequence[Atom] | None:
         """What an equation makes of a part; None where that has another shape than it should have."""
-        i = self.bounds.index(bounds)
-        avals = [self.trace.avals[v] if kind else self._part_aval(v, bounds) for v in equation.results]
-        atoms = [
-            self._part(a, i) if is_held and isinstance(a, int) else self._whole(a)
-            for a, is_held in zip(equation.operands, held, strict=True)
-        ]
-        self.at = (self.at[0], bounds[0])
+        bounds = self.bounds[i]
+        types = {v: self.trace.avals[v] if kind else self._part_aval(v, bounds) for v in equation.results}
+        part = equation.reading(lambda v: self._part(v, i) if v in self.dims.places else self._whole(v))
+        self._stand_at_layer(bounds[0])
         if equation.piece is None and is_as_written(equation.source):
-            results = [self.writer.new(aval, equation.repeat) for aval in avals]
-            self._add(replace(equation, operands=tuple(atoms), results=tuple(results)))
-            return list(results)
-        params = sorted(equation.source.params.items(), key=lambda item: item[0])
-        shapes = [aval.shape for aval in avals]
+            new = self.builder.copy(part, {}, types=types.__getitem__)
+            self.builder.add(new)
+            return new.results
+        shapes = [aval.shape for aval in types.values()]
         made = self._write(
-            ("part", repr(params), repr(whole), repr(shapes)),
-            atoms,
+            ("part", equation.params_text, repr(whole), repr(shapes)),
+            part.operands,
             lambda values: resized(equation.source, values, whole, shapes),
         )
-        found = [self.writer.avals[one] for one in made if isinstance(one, int)]
-        alike = [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in avals]
+        found = [self.builder.avals[one] for one in made if isinstance(one, int)]
+        alike = [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in types.values()]
         return made if alike else None
 
     def _combined(self, kind: str, terms: Sequence[Atom]) -> Atom:
@@ -219,18 +234,15 @@ class _Unstacking:
     # -- regions -----------------------------------------------------------------------------
 
     def _loop(self, region: Region, nest: Nest) -> None:
-        enters, leaves = (
-            [n for n in range(*span) if self.trace.equations[n].piece == piece]
-            for span, piece in ((region.enter, "enter_carry"), (region.exit, "exit_carry"))
-        )
-        summed = {enter for enter, _ in self.sums.of(region, list(zip(enters, leaves, strict=True)))}
-        adds = [enter in summed for enter in enters]
+        carries, summed = region.carries(self.trace.equations), sums_of(self.trace, region)
+        enters, leaves = [enter for enter, _ in carries], [leave for _, leave in carries]
+        adds = [pair in summed for pair in carries]
         carry = [self._whole(self.trace.equations[n].operands[0]) for n in enters]
         terms: list[list[Atom]] = [[] for _ in carry]
         stacks: dict[int, list[Atom]] = {}
         order = reversed(self.bounds) if nest.source.params["reverse"] else iter(self.bounds)
         for bounds in order:
-            self.at = (self.at[0], bounds[0])
+            self._stand_at_layer(bounds[0])
             last = self._trips(nest, bounds, carry, stacks)
             for one, term in zip(terms, last, strict=True):
                 one.append(term)
@@ -250,89 +262,63 @@ class _Unstacking:
     ) -> list[Atom]:
         """Write some of a loop's trips; what they hand on."""
         share = (bounds[1] - bounds[0]) / self.dims.size
-        env: dict[int, int] = {}
+        env: dict[int, Atom] = {}
         starts = iter(carry)
         enter: list[Equation] = []
         for piece in nest.enter:
             (atom,) = piece.operands
-            if piece.piece == "enter_slice" and isinstance(atom, int):
+            is_slice = piece.piece == "enter_slice"
+            if is_slice and isinstance(atom, int):
                 operand = self._part_at(atom, Place(0), self.bounds.index(bounds))
             else:
                 operand = next(starts) if piece.piece == "enter_carry" else self._whole(atom)
-            repeat = piece.repeat * (share if piece.piece == "enter_slice" else 1.0)
-            enter.append(replace(piece, operands=(operand,), results=self._renewed(piece, env, share), repeat=repeat))
-        sections = [[self._again(item, env, share) for item in section] for section in nest.sections]
+            repeat = piece.repeat * (share if is_slice else 1.0)
+            enter.append(self.builder.copy(replace(piece, operands=(operand,)), {}, times=share, repeat=repeat))
+            env.update(zip(piece.results, enter[-1].results, strict=True))
+        sections = [self.builder.copies(section, env, share) for section in nest.sections]
         leave: list[Equation] = []
         last: list[Atom] = []
         for piece in nest.exit:
             (value,) = piece.results
-            is_stack = piece.piece == "exit_stack"
-            aval = self.trace.avals[value]
+            aval, is_stack = self.trace.avals[value], piece.piece == "exit_stack"
             if is_stack:
                 aval = aval.update(shape=(bounds[1] - bounds[0], *aval.shape[1:]))
-            result = self.writer.new(aval, self.trace.repeats[value])
-            operands = tuple(env.get(a, a) if isinstance(a, int) else a for a in piece.operands)
-            repeat = piece.repeat * (share if is_stack else 1.0)
-            leave.append(replace(piece, operands=operands, results=(result,), repeat=repeat))
-            if is_stack:
-                stacks.setdefault(value, []).append(result)
-            else:
-                last.append(result)
+            result, repeat = self.builder.new(aval, self.trace.repeats[value]), share if is_stack else 1.0
+            leave.append(piece.reading(env, results=(result,), repeat=piece.repeat * repeat))
+            (stacks.setdefault(value, []) if is_stack else last).append(result)
         source = jax_compat.scan_with_length(nest.source, bounds[1] - bounds[0])
-        self._add(Nest(nest.kind, source, enter, sections, leave))
+        self.builder.add(Nest(nest.kind, source, enter, sections, leave))
         return last
-
-    def _again(self, item: Item, env: dict[int, int], share: float) -> Item:
-        """What stands in a loop's body, in another one."""
-        if isinstance(item, Equation):
-            operands = tuple(env.get(a, a) if isinstance(a, int) else a for a in item.operands)
-            return replace(item, operands=operands, results=self._renewed(item, env, share), repeat=item.repeat * share)
-
-        def all_of(items: Iterable[Item]) -> list[Any]:
-            return [self._again(one, env, share) for one in items]
-
-        enter = all_of(item.enter)
-        sections = [all_of(section) for section in item.sections]
-        return Nest(item.kind, item.source, enter, sections, all_of(item.exit))
-
-    def _renewed(self, equation: Equation, env: dict[int, int], share: float) -> tuple[int, ...]:
-        for value in equation.results:
-            env[value] = self.writer.new(self.trace.avals[value], self.trace.repeats[value] * share)
-        return tuple(env[value] for value in equation.results)
 
     def _barrier(self, nest: Nest) -> None:
         """What is in parts waits for the others of its part only."""
-        nests = [Nest(nest.kind, nest.source, [], [], []) for _ in range(len(self.bounds) + 1)]
+        nests = [Nest(nest.kind, nest.source) for _ in range(len(self.bounds) + 1)]
         for piece in nest.enter:
             (atom,), (value,) = piece.operands, piece.results
             place = self.dims.of(value)
             if not isinstance(atom, int) or atom not in self.parts or place is None or place != self.dims.of(atom):
-                nests[-1].enter.append(self._reading_wholes(piece))
+                nests[-1].enter.append(piece.reading(self._whole))
                 continue
             self.parts[value] = []
             for part, bounds, one in zip(self.parts[atom], self.bounds, nests, strict=False):
-                new = self.writer.new(self._part_aval(value, bounds), self.trace.repeats[value])
-                one.enter.append(replace(piece, operands=(part,), results=(new,)))
-                self.parts[value].append(new)
+                one.enter.append(self.builder.copy(piece, {atom: part}, types=partial(self._part_aval, bounds=bounds)))
+                self.parts[value] += one.enter[-1].results
         for one, (start, _) in zip(nests, (*self.bounds, (0, 0)), strict=True):
-            self.at = (self.at[0], start)
+            self._stand_at_layer(start)
             if one.enter:
-                self._add(one)
+                self.builder.add(one)
 
     # -- operands ----------------------------------------------------------------------------
 
-    def _reading_wholes(self, equation: Equation) -> Equation:
-        return replace(equation, operands=tuple(map(self._whole, equation.operands)))
-
     def _whole(self, atom: Atom) -> Atom:
         """What stands for a value as it was."""
-        if isinstance(atom, LiteralOperand) or (atom not in self.wholes and atom not in self.parts):
+        if not isinstance(atom, int) or (atom not in self.wholes and atom not in self.parts):
             return atom
         if atom not in self.wholes:
             place, shape = self.dims.of(atom), self.trace.avals[atom].shape
             assert place is not None
             (self.wholes[atom],) = self._write(
-                ("join", place, shape), self.parts[atom], lambda values: [self._joined(values, place, shape)]
+                ("join", place, shape), self.parts[atom], lambda values: [self.slices.joined(values, place, shape)]
             )
         return self.wholes[atom]
 
@@ -347,54 +333,21 @@ class _Unstacking:
     def _part_at(self, value: int, place: Place, i: int) -> Atom:
         if value in self.parts and self.dims.of(value) == place:
             return self.parts[value][i]
-        (start, stop), whole, at = self.bounds[i], self._whole(value), self.at
-        self.at = (at[0], start)
+        bounds, whole, origin = self.bounds[i], self._whole(value), self.builder.origin
+        self._stand_at_layer(bounds[0])
         (part,) = self._write(
-            ("slice", place, start, stop), [whole], lambda values: [self._cut(values[0], place, start, stop)]
+            ("slice", place, bounds), [whole], lambda values: [self.slices.cut(values[0], place, bounds)]
         )
-        self.at = at
+        self.builder.origin = origin
         return part
 
     def _part_aval(self, value: int, bounds: tuple[int, int]) -> Any:
         place, aval = self.dims.of(value), self.trace.avals[value]
         assert place is not None
-        size = aval.shape[place.dim] // self.dims.size * (bounds[1] - bounds[0])
-        return aval.update(shape=(*aval.shape[: place.dim], size, *aval.shape[place.dim + 1 :]))
-
-    def _apart(self, shape: Sequence[int], place: Place) -> tuple[tuple[int, ...], int]:
-        """A shape in which layers are a dim of their own, and its position."""
-        dim, minor = place.dim, place.minor
-        of_layers = shape[dim] // minor
-        major = max(1, of_layers // self.dims.size)
-        outer = (*shape[:dim], *(size for size in (major,) if size > 1))
-        inner = (*(size for size in (minor,) if size > 1), *shape[dim + 1 :])
-        return (*outer, of_layers // major, *inner), len(outer)
-
-    def _cut(self, value: Any, place: Place, start: int, stop: int) -> Any:
-        shape, at = self._apart(value.shape, place)
-        part = lax.slice_in_dim(lax.reshape(value, shape), start, stop, axis=at)
-        size = value.shape[place.dim] // self.dims.size * (stop - start)
-        return lax.reshape(part, (*value.shape[: place.dim], size, *value.shape[place.dim + 1 :]))
-
-    def _joined(self, values: Sequence[Any], place: Place, shape: tuple[int, ...]) -> Any:
-        apart, at = self._apart(shape, place)
-        lengths = (stop - start for start, stop in self.bounds)
-        shapes = [(*apart[:at], length, *apart[at + 1 :]) for length in lengths]
-        parts = [lax.reshape(value, one) for value, one in zip(values, shapes, strict=True)]
-        return lax.reshape(lax.concatenate(parts, at), shape)
-
-    # -- the list ----------------------------------------------------------------------------
-
-    def _add(self, item: Item) -> None:
-        self.items.append(item)
-        self.origins.update({id(equation): self.at for equation in equations_of(item)})
+        return aval.update(shape=self.slices.local(aval.shape, place, bounds))
 
     def _write(self, what: Any, atoms: Sequence[Atom], function: Any) -> list[Atom]:
-        items: list[Item] = []
-        made = self.writer.write(items, self.like, what, atoms, function)
-        for item in items:
-            self._add(item)
-        return made
+        return self.builder.write(self.like, what, atoms, function, repeat=1.0)
 
     # -- the step's border -------------------------------------------------------------------
 
@@ -424,37 +377,10 @@ class _Unstacking:
                 inputs.append((leaf, value, path))
             if position in state:
                 carried += zip(range(start, len(inputs)), given[state[position]], strict=True)
-        return self._with(inputs, outputs, carried)
-
-    def _with(
-        self,
-        inputs: Sequence[tuple[Leaf, Atom, str]],
-        outputs: Sequence[tuple[Leaf, Atom, str]],
-        carried: Sequence[tuple[int, int]],
-    ) -> Unstacked:
-        live = {atom for _, atom, _ in outputs if isinstance(atom, int)}
-        equations, regions = laid(without_dead(self.items, live))
-        trace = replace(
-            self.trace,
-            equations=equations,
-            regions=regions,
-            avals=tuple(self.writer.avals),
-            repeats=tuple(self.writer.repeats),
-            inputs=tuple(value for _, value, _ in inputs if isinstance(value, int)),
-            outputs=tuple(atom for _, atom, _ in outputs),
-            constants=tuple((value, constant) for value, constant in self.trace.constants if value in live),
-            input_paths=tuple(path for *_, path in inputs),
-            output_paths=tuple(path for *_, path in outputs),
-            in_tree=jax.tree.structure((0,) * len(inputs)),
-            out_tree=jax.tree.structure((0,) * len(outputs)),
-        )
-        return Unstacked(
-            trace,
-            tuple(leaf for leaf, *_ in inputs),
-            tuple(leaf for leaf, *_ in outputs),
-            tuple(carried),
-            tuple(self.origins[id(equation)] for equation in equations),
-        )
+        taken = [(value, path) for _, value, path in inputs if isinstance(value, int)]
+        trace = self.builder.finish(**flat_border(taken, [(atom, path) for _, atom, path in outputs]))
+        leaves_in, leaves_out = (tuple(leaf for leaf, *_ in side) for side in (inputs, outputs))
+        return Unstacked(trace, leaves_in, leaves_out, tuple(carried), tuple(self.builder.origins_of(trace)))
 
     def _rows(self, leaf: Leaf, place: Place, values: Sequence[Atom], path: str) -> Iterator[tuple[Leaf, Atom, str]]:
         for (start, stop), value in zip(self.bounds, values, strict=True):

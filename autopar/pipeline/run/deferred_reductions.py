@@ -28,9 +28,6 @@ from autopar.rules.table import traits_of
 from autopar.runtime.registered_collectives import reached
 from autopar.runtime.replay import Part, Replay
 
-#: What may stand between the contraction and the sum: linear, element by element.
-_BETWEEN = frozenset(["convert_element_type", "neg", "copy", "transpose"])
-
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
@@ -90,11 +87,12 @@ def partial_sums(layout: Layout, replay: Replay, mesh: MeshShape) -> dict[int, P
 class _Finding:
     def __init__(self, layout: Layout, replay: Replay, mesh: MeshShape) -> None:
         self.layout, self.replay, self.mesh = layout, replay, mesh
-        equations = layout.trace.equations
-        self.producers = layout.trace.producers
-        self.readers = Counter(v for equation in equations for v in equation.reads)
-        self.readers.update(v for v in layout.trace.outputs if isinstance(v, int))
-        self.nested = {n for region in layout.region_at.values() for n in range(region.enter[0], region.exit[1])}
+        trace = layout.trace
+        self.producers = trace.producers
+        self.readers = Counter({value: len(users) for value, users in trace.users.items()})
+        self.readers.update(v for v in trace.outputs if isinstance(v, int))
+        nested = (region for region in trace.regions if region is not layout.loop)
+        self.nested = {n for region in nested for n in range(region.enter[0], region.exit[1])}
         self.phases = layout.phases(splits_backward=True)
 
     def run(self) -> dict[int, PartialSum]:
@@ -120,9 +118,9 @@ class _Finding:
             equation = equations[chain[0]]
             if equation.primitive in ("dot_general", "reduce_sum"):
                 return self._split(carry, leave, tuple(chain))
-            if equation.primitive not in _BETWEEN:
+            traits, value = traits_of(equation.primitive), equation.operands[0]
+            if not traits.one_to_one or not (traits.elementwise or traits.permutes):
                 return None
-            value = equation.operands[0]
         return None
 
     @property
@@ -152,7 +150,7 @@ class _Finding:
             return None
         axes, dims = made
         for n in chain[1:]:
-            if trace.equations[n].primitive == "transpose":
+            if traits_of(trace.equations[n].primitive).permutes:
                 dims = tuple(dims[i] for i in trace.equations[n].source.params["permutation"])
         planned = self.replay.at_definition.get(carry, (TensorSharding(((),) * len(dims)),))[-1]
         sharding, shape = TensorSharding(dims), trace.avals[carry].shape

@@ -111,17 +111,16 @@ class Crossings:
     def _segments(self) -> list[_Segment]:
         """What each layer computes."""
         graph = self.graph
-        makers = {v: n for n in self.layer_of for v in graph.nodes[n].results}
         segments: list[_Segment] = []
         for layer in sorted({layer for layer in self.layer_of.values() if layer is not None}):
             own = {n for n, of in self.layer_of.items() if of == layer}
             waiting = list(own)
             while waiting:  # what belongs to no layer
                 for value in graph.nodes[waiting.pop()].operands:
-                    maker = makers.get(value) if value is not None else None
-                    if maker is not None and maker not in own and self.layer_of[maker] is None:
-                        own.add(maker)
-                        waiting.append(maker)
+                    producer = -1 if value is None else graph.producers.get(value, -1)
+                    if producer not in own and self.layer_of.get(producer, -1) is None:
+                        own.add(producer)
+                        waiting.append(producer)
             needed: dict[int, int] = {}
             for n in sorted(own):
                 for value in graph.nodes[n].results:
@@ -143,8 +142,7 @@ class Crossings:
         return frozenset(n for n in own if not elsewhere.isdisjoint(self.graph.nodes[n].results))
 
     def _steps(self, segment: _Segment, price: float) -> dict[int, Step]:
-        numbers = self.numbers
-        makers = {v: n for n in segment.nodes for v in self.graph.nodes[n].results}
+        numbers, producers, own = self.numbers, self.graph.producers, set(segment.nodes)
         steps: dict[int, Step] = {}
         for n in segment.nodes:
             node = self.graph.nodes[n]
@@ -152,7 +150,7 @@ class Crossings:
             steps[n] = Step(
                 self._kept(node.results, price),
                 float("inf") if n in segment.fixed else seconds,
-                tuple(sorted({makers[v] for v in node.operands if v is not None and v in makers} - {n})),
+                tuple(sorted(own & {producers.get(v, -1) for v in node.operands if v is not None} - {n})),
             )
         return steps
 

@@ -37,7 +37,6 @@ def segments_of(graph: Graph, site: Site, numbers: Numbers) -> tuple[Segment, ..
         return ()
     if site.is_loop:
         return (Segment(site.forward, frozenset()),)
-    producers = {v: n for n in site.forward for v in graph.nodes[n].results}
     last = _last_reads(graph, site, numbers)
     ends = _ends(site, graph, numbers, last)
     segments, start = [], 0
@@ -48,7 +47,7 @@ def segments_of(graph: Graph, site: Site, numbers: Numbers) -> tuple[Segment, ..
         fixed = frozenset(
             n for n in span if any(v in numbers.stored and last.get(v, -1) > stop for v in graph.nodes[n].results)
         )
-        segments.append(Segment(_with_fused_producers(graph, span, producers, numbers), fixed))
+        segments.append(Segment(_with_fused_producers(graph, site, span, numbers), fixed))
     return tuple(segments)
 
 
@@ -67,14 +66,12 @@ def _last_reads(graph: Graph, site: Site, numbers: Numbers) -> dict[int, int]:
     return last
 
 
-def _with_fused_producers(
-    graph: Graph, span: Sequence[int], producers: dict[int, int], numbers: Numbers
-) -> tuple[int, ...]:
-    found, waiting = set(span), list(span)
+def _with_fused_producers(graph: Graph, site: Site, span: Sequence[int], numbers: Numbers) -> tuple[int, ...]:
+    found, waiting, forward = set(span), list(span), set(site.forward)
     while waiting:
         for value in graph.nodes[waiting.pop()].operands:
-            producer = producers.get(value) if value is not None else None
-            if producer is not None and producer not in found and value not in numbers.stored:
+            producer = -1 if value is None else graph.producers.get(value, -1)
+            if producer in forward and producer not in found and value not in numbers.stored:
                 found.add(producer)
                 waiting.append(producer)
     return tuple(sorted(found))

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.errors import RuleError
+from autopar.rules.table import TRAITS
 from autopar.rules.user_rules import registered_local
 from autopar.runtime.manual.part import LocalFunction, Part
 from autopar.runtime.manual.ragged_dot import ragged_dot_general
@@ -28,17 +29,17 @@ def _batch(part: Part, *operands: Any) -> Sequence[Any]:
 #: Every primitive of autopar's own table that has manual factors. Read-only.
 LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
     {
+        **dict.fromkeys((name for name, traits in TRAITS.items() if traits.independent), _batch),
+        **dict.fromkeys((name for name, traits in TRAITS.items() if traits.reduces == "position"), arg_extreme),
+        **dict.fromkeys((name for name, traits in TRAITS.items() if traits.reduces == "running"), cumulative),
         "top_k": top_k,
         "approx_top_k": approx_top_k,
-        **dict.fromkeys(("argmax", "argmin"), arg_extreme),
-        **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), cumulative),
         "dynamic_slice": dynamic_slice,
         "dynamic_update_slice": dynamic_update_slice,
         "ragged_dot_general": ragged_dot_general,
         "conv_general_dilated": convolution,
         **{f"reduce_window_{kind}": pooling for kind in ("sum", "max", "min")},
         "select_and_scatter_add": unpooling,
-        **dict.fromkeys(("symmetric_product", "paged_attention"), _batch),
     }
 )
 

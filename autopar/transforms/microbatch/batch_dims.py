@@ -166,16 +166,16 @@ class Places:
 
     def separable(self, node: int, factor: Factor) -> bool:
         """Whether a part of a loop is run by running the node on a part of its tensors."""
-        rule, primitive = self.rules[node], self.graph.nodes[node].primitive
+        rule, traits = self.rules[node], traits_of(self.graph.nodes[node].primitive)
         assert rule is not None
         one = factor.index
         if any(halo.factor == one for halo in rule.halos) or any(sent.factor == one for sent in rule.exchanges):
             return False
-        if self.graph.nodes[node].effect or traits_of(primitive).opaque:
+        if self.graph.nodes[node].effect or traits.opaque:
             return False
-        if one in rule.manual and primitive not in _INDEPENDENT:
+        if one in rule.manual and not traits.independent:
             return False
-        return rule.factors[one].reduction is None or primitive in REDUCING
+        return rule.factors[one].reduction is None or traits.terms
 
     def reduction(self, node: int, factor: Factor) -> str | None:
         """What combines the parts of a loop; None where each part has results of its own."""
@@ -189,7 +189,7 @@ class Places:
         assert rule is not None
         if any(factor.index in names for dims in rule.operands for names in dims):
             return False
-        return self.graph.nodes[node].primitive not in ("broadcast_in_dim", "empty")
+        return not traits_of(self.graph.nodes[node].primitive).uniform
 
     def _tensors(self, node: int) -> Iterator[tuple[Tensor, int]]:
         one = self.graph.nodes[node]
@@ -228,26 +228,3 @@ class Places:
                 if factor.index in names:
                     inner = names[names.index(factor.index) + 1 :]
                     yield value, Place(d, factor.minor * math.prod(rule.factors[i].size for i in inner))
-
-
-#: Reductions that are run on a part of what they reduce by running them on a part of their operands.
-REDUCING = frozenset(
-    [
-        "dot_general",
-        "conv_general_dilated",
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "scatter-add",
-        "scatter-mul",
-        "scatter-min",
-        "scatter-max",
-    ]
-)
-#: Of these, loops that XLA's partitioner would gather are of independent problems all the same.
-_INDEPENDENT = frozenset(
-    ["top_k", "approx_top_k", "argmax", "argmin", "symmetric_product", "conv_general_dilated", "paged_attention"]
-)

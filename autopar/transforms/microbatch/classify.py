@@ -10,6 +10,7 @@ is none that microbatches could run one after another, and is refused by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -87,7 +88,6 @@ class _Classifier:
         self.alone = alone
         self.batch = _batch_or_none(places) if alone else places.batch()
         self.words = Refusals(graph, places, self.batch, own_statistics)
-        self.region_at = {region.enter[0]: region for region in trace.regions}
         self.items = list(units_of(trace, graph))
         self.maker = {value: i for i, item in enumerate(self.items) for value in item.results}
         self.sides: dict[str, set[int]] = {"before": set(), "inside": set(), "after": set()}
@@ -197,7 +197,7 @@ class _Classifier:
     def _is_summand(self, node: int, value: int) -> bool:
         """Whether a scatter adds to a value that is itself a term."""
         one = self.graph.nodes[node]
-        return one.primitive == "scatter-add" and one.operands[0] == value and value not in one.operands[1:]
+        return traits_of(one.primitive).scatters_sum and one.operands[0] == value and value not in one.operands[1:]
 
     def _compute_before(self, values: Sequence[int], last: int | None = None) -> bool:
         """Compute values on the whole batch, before the loop, where they depend on the data alone.
@@ -273,15 +273,12 @@ class _Classifier:
         return found
 
     def _span(self, start: int, stop: int, found: dict[int, Kind], of: Callable[[int], Kind]) -> None:
-        while start < stop:
-            region = self.region_at.get(start)
-            if region is None:
-                for value in self.graph.nodes[start].results:
-                    found[value] = self._kind(start, of)
-                start += 1
-            else:
+        for n, _, region in self.trace.walk(start, stop):
+            if region is not None:
                 self._region(region, found, of)
-                start = region.exit[1]
+                continue
+            for value in self.graph.nodes[n].results:
+                found[value] = self._kind(n, of)
 
     def _region(self, region: Region, found: dict[int, Kind], of: Callable[[int], Kind]) -> None:
         """A loop's carry may turn from zeros to terms in its first trip, so its body is looked at again."""
@@ -356,13 +353,8 @@ class _Classifier:
     def _add_inside(self) -> None:
         """Add terms to one another before they are summed over the microbatches, where only their sum is read: one
         accumulator in place of two."""
-        readers: dict[int, int] = {}
-        for item in self.items:
-            for value in item.operands:
-                readers[value] = readers.get(value, 0) + 1
-        for output in self.graph.outputs:
-            if output is not None:
-                readers[output] = readers.get(output, 0) + 1
+        readers = Counter(value for item in self.items for value in item.operands)
+        readers.update(output for output in self.graph.outputs if output is not None)
 
         def chain(value: int) -> list[int] | None:
             """Items from a term to a value that nothing else reads."""
@@ -381,10 +373,10 @@ class _Classifier:
 
         for i in sorted(self.sides["after"]):
             item = self.items[i]
-            node = self.graph.nodes[item.start]
+            node, traits = self.graph.nodes[item.start], traits_of(self.graph.nodes[item.start].primitive)
             if item.region is not None or i not in self.sides["after"] or i in self.sides["inside"]:
                 continue
-            adds = node.primitive in ("add", "add_any", "sub") and len(set(item.operands)) == 2
+            adds = traits.elementwise and traits.linear == "all" and len(set(item.operands)) == 2
             chains = [chain(v) for v in item.operands] if adds else [None]
             if any(one is None for one in chains) or node.effect or self._meets_layers(item):
                 continue

@@ -19,11 +19,10 @@ def adds_up(equation: Equation, kinds: Sequence[str]) -> bool:
     Args:
         kinds: of each operand, `sum` for a term, `zero` for zeros, anything else for what is the same for all terms.
     """
-    name = equation.primitive
+    traits, linear = traits_of(equation.primitive), traits_of(equation.primitive).linear
     terms = [kind in ("sum", "zero") for kind in kinds]
     if any(kind not in ("sum", "zero", "same") for kind in kinds):
         return False
-    linear = traits_of(name).linear
     if linear == "one":
         return _keeps_sums(equation)
     if linear == "all":
@@ -32,12 +31,11 @@ def adds_up(equation: Equation, kinds: Sequence[str]) -> bool:
         return [kind == "sum" for kind in kinds].count(True) == 1
     if linear == "first":
         return kinds[0] == "sum" and "sum" not in kinds[1:]
-    if name in ("pad", "dynamic_update_slice"):
-        return all(terms[:2]) and "sum" not in kinds[2:]
-    if name == "select_n":
+    if linear == "cases":
         return all(terms[1:]) and kinds[0] != "sum"
-    if name == "scatter-add":
-        return terms[0] and terms[2] and kinds[1] != "sum"
+    if linear == "written":
+        values = 0, 1 if traits.in_place == "slice" else 2  # of a scatter, the indices are between
+        return all(terms[i] if i in values else kind != "sum" for i, kind in enumerate(kinds))
     return False
 
 
@@ -54,7 +52,7 @@ def is_zero(literal: LiteralOperand) -> bool:
 
 def _keeps_sums(equation: Equation) -> bool:
     """A cast to integers or booleans is no linear operation."""
-    if equation.primitive != "convert_element_type":
+    if not traits_of(equation.primitive).casts:
         return True
     kinds = {np.dtype(source.aval.dtype).kind for source in (*equation.source.invars, *equation.source.outvars)}
     return kinds <= {"f", "V", "c"} or kinds <= {"i", "u"}

@@ -9,7 +9,6 @@ where it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,9 +16,10 @@ import numpy as np
 from jax import lax
 
 from autopar.errors import MicrobatchError
-from autopar.frontend.equations import Equation, Item, LiteralOperand, Nest, Piece, Region, items_of, laid, without_dead
+from autopar.frontend.equations import Atom, Equation, Item, Nest, Piece, Region, items_of
 from autopar.frontend.from_jaxpr import graph_of
 from autopar.frontend.trace import Trace
+from autopar.frontend.trace_builder import LoopBuilder, TraceBuilder
 from autopar.ir.graph import Graph
 from autopar.jax_interop import compat as jax_compat
 from autopar.transforms.microbatch import slices as parts
@@ -28,7 +28,6 @@ from autopar.transforms.microbatch.classify import PARTIAL, Split, classify
 from autopar.transforms.microbatch.random_bits import with_drawn_bits
 from autopar.transforms.microbatch.resize import is_as_written, resized
 from autopar.transforms.microbatch.slices import Cut
-from autopar.transforms.rewriting.equation_writer import Atom, Writer
 
 
 def split_batch(trace: Trace, graph: Graph, num_microbatches: int, *, own_statistics: bool = False) -> Trace:
@@ -85,120 +84,84 @@ def _not_divisible(graph: Graph, size: int, inputs: Sequence[int], m: int) -> st
 
 
 class _Rewriting:
-    """Collects the new equations; the one mutable object of this module."""
+    """Writes the loop and what stands around it; the one mutable object of this module."""
 
     def __init__(self, trace: Trace, graph: Graph, places: Places, split: Split, m: int) -> None:
         self.trace, self.graph, self.places, self.split, self.m = trace, graph, places, split, m
-        self.writer = Writer(trace)
-        self.avals, self.repeats = self.writer.avals, self.writer.repeats
-        self.region_at = {region.enter[0]: region for region in trace.regions}
-        self.constants = {value for value, _ in trace.constants}
+        self.builder = TraceBuilder(trace)
+        self.avals = self.builder.avals
+        self.loop = LoopBuilder(jax_compat.scan_of(m))
         self.before: list[Item] = []
-        self.body: list[Item] = []
         self.after: list[Item] = []
-        self.to = self.before  # where equations are written to
-        self.loop = Nest("scan", jax_compat.scan_of(m), [], [], [])
-        self.carried: list[tuple[Equation, Equation]] = []
-        self.stacks: list[Equation] = []
         self.inner: dict[int, Atom] = {}  # value -> what stands for it inside
         self.entered: dict[int, int] = {}  # value from outside -> the same, or a part of it, inside
         self.own: dict[int, Atom] = {}  # sum -> what a microbatch takes in its place
         self.counter: int | None = None
         made = {v for n in split.before for v in trace.equations[n].results}
-        self.early = {*trace.inputs, *self.constants, *made}
+        self.early = {*trace.inputs, *self.builder.constants, *made}
         self.wanted = self._wanted()
 
     def run(self) -> Trace:
         """The whole trace anew."""
-        start = 0
-        for item in items_of(self.trace.equations, self.trace.regions):
-            stop = start + 1 if start not in self.region_at else self.region_at[start].exit[1]
+        items = items_of(self.trace.equations, self.trace.regions)
+        for (start, stop, _), item in zip(self.trace.walk(), items, strict=True):
             if start in self.split.before:
                 self.before.append(item)
             if start in self.split.inside:
                 self._inside(start, stop)
             if start in self.split.after:
                 self.after.append(item)
-            start = stop
-        self.loop.enter += [enter for enter, _ in self.carried]
-        self.loop.sections.append(self.body)
-        self.loop.exit += [leave for _, leave in self.carried] + self.stacks
-        return self._finished([*self.before, self.loop, *self.after])
-
-    def _finished(self, items: Sequence[Item]) -> Trace:
-        live = {v for v in self.trace.outputs if isinstance(v, int)}
-        equations, regions = laid(without_dead(items, live))
-        return replace(
-            self.trace,
-            equations=equations,
-            regions=regions,
-            avals=tuple(self.avals),
-            repeats=tuple(self.repeats),
-            constants=tuple((value, constant) for value, constant in self.trace.constants if value in live),
-            microbatches=self.loop.source,
-        )
+        self.builder.add(*self.before, self.loop.nest(), *self.after)
+        return self.builder.finish(microbatches=self.loop.source)
 
     def _wanted(self) -> set[int]:
         """Values made inside that are read after the loop."""
         equations = self.trace.equations
         later = {v for n in self.split.after for v in equations[n].results}
-        read = {v for n in self.split.after for v in equations[n].operands if isinstance(v, int)}
+        read = {v for n in self.split.after for v in equations[n].reads}
         read |= {v for v in self.trace.outputs if isinstance(v, int)}
         return read - self.early - later
 
     # -- what runs inside --------------------------------------------------------------------
 
     def _inside(self, start: int, stop: int) -> None:
-        self.to = self.body
-        self._span(start, stop)
-        for n in range(start, stop):
-            for value in self.trace.equations[n].results:
+        with self.builder.at(self.loop.body):
+            self._span(start, stop)
+            for value in (v for n in range(start, stop) for v in self.trace.equations[n].results):
                 if value in self.split.own:
                     self._take_own(value)
                 if value in self.wanted:
                     self._leave(value)
 
     def _span(self, start: int, stop: int) -> None:
-        while start < stop:
-            region = self.region_at.get(start)
+        for n, _, region in self.trace.walk(start, stop):
             if region is None:
-                self._equation(start)
-                start += 1
+                self._equation(n)
             else:
                 self._region(region)
-                start = region.exit[1]
 
     def _region(self, region: Region) -> None:
-        nest = Nest(region.kind, region.source, [self._copied(n) for n in range(*region.enter)], [], [])
-        outside = self.to
-        for section in region.sections:
-            self.to = []
-            self._span(*section)
-            nest.sections.append(self.to)
-        self.to = outside
-        nest.exit += [self._copied(n) for n in range(*region.exit)]
-        self.to.append(nest)
+        enter = [self._copied(n) for n in range(*region.enter)]
+        sections = self.builder.sections(region.sections, lambda span: self._span(*span))
+        leave = [self._copied(n) for n in range(*region.exit)]
+        self.builder.add(Nest(region.kind, region.source, enter, sections, leave))
 
     def _equation(self, n: int) -> None:
         factor = self.split.factors.get(n)
-        if factor is None or self._is_as_written(n):
-            self.to.append(self._copied(n))
+        equation = self.trace.equations[n]
+        if factor is None or (equation.piece is None and is_as_written(equation.source)):
+            self.builder.add(self._copied(n))
         elif self.places.created(n, factor):
             self._made(n)
         else:
             self._resized(n)
 
-    def _is_as_written(self, n: int) -> bool:
-        equation = self.trace.equations[n]
-        return equation.piece is None and is_as_written(equation.source)
-
     def _copied(self, n: int) -> Equation:
         """An equation whose parameters hold no size of the batch."""
         equation = self.trace.equations[n]
-        operands = tuple(self._atom(atom, n) for atom in equation.operands)
-        results = tuple(self._new(self._local(v), self.m * self.trace.repeats[v]) for v in equation.results)
-        self.inner.update(zip(equation.results, results, strict=True))
-        return replace(equation, operands=operands, results=results, repeat=self.m * equation.repeat)
+        copied = self.builder.copy(equation, lambda v: self._value(v, n), types=self._local, times=self.m)
+        self.inner.update(zip(equation.results, copied.results, strict=True))
+        return copied
 
     def _resized(self, n: int) -> None:
         equation = self.trace.equations[n]
@@ -231,15 +194,15 @@ class _Rewriting:
         """Write what a function of an equation's operands does as the equation's part."""
         equation = self.trace.equations[n]
         local = [self._local(value) for value in equation.results]
-        operands = [*(self._atom(atom, n) for atom in atoms), *others]
+        operands = [*(self._value(atom, n) if isinstance(atom, int) else atom for atom in atoms), *others]
         places = [self.split.batch.of(v) for v in (*atoms, *equation.results) if isinstance(v, int)]
-        params = sorted(equation.source.params.items(), key=lambda item: item[0])
         whole = [self.trace.avals[v] for v in equation.results]
-        made = self._emit(
-            replace(equation, repeat=self.m * equation.repeat),
-            (what, repr(params), repr(places), repr(whole)),
+        made = self.builder.write(
+            equation,
+            (what, equation.params_text, repr(places), repr(whole)),
             operands,
             function,
+            self.m * equation.repeat,
         )
         for value, one, expected in zip(equation.results, made, local, strict=True):
             aval = self.avals[one] if isinstance(one, int) else jax_compat.shape_struct(one.value)
@@ -254,36 +217,27 @@ class _Rewriting:
 
     # -- operands ----------------------------------------------------------------------------
 
-    def _atom(self, atom: Atom, reader: int) -> Atom:
+    def _value(self, value: int, reader: int) -> Atom:
         """What stands for a value in an equation inside."""
-        if isinstance(atom, LiteralOperand):
-            return atom
-        has_batch = atom in self.split.batch.places
-        if atom in self.inner and (has_batch or atom not in self.early):
-            takes_own = atom in self.own and not self._adds_up(reader)
-            return self.own[atom] if takes_own else self.inner[atom]
-        if atom in self.entered:
-            return self.entered[atom]
+        has_batch = value in self.split.batch.places
+        if value in self.inner and (has_batch or value not in self.early):
+            takes_own = value in self.own and not self._adds_up(reader)
+            return self.own[value] if takes_own else self.inner[value]
+        if value in self.entered:
+            return self.entered[value]
         equation = self.trace.equations[reader]
         if has_batch:
-            return self._enter_parts(atom, equation)
-        n = self.trace.producers.get(atom)
-        if n is None and atom in self.constants:
-            return atom
-        if n is not None and self.trace.equations[n].piece is None and not self._reads(n):
-            return self._made_again(n, atom)
-        self.entered[atom] = self._enter("enter_const", atom, equation, self.trace.avals[atom])
-        return self.entered[atom]
-
-    def _reads(self, n: int) -> bool:
-        return any(isinstance(operand, int) for operand in self.trace.equations[n].operands)
-
-    def _made_again(self, n: int, value: int) -> int:
-        """What is made from nothing is made inside too, rather than kept."""
-        equation = self.trace.equations[n]
-        results = tuple(self._new(self.trace.avals[v], self.m) for v in equation.results)
-        self.body.append(replace(equation, results=results, repeat=float(self.m)))
-        self.entered.update(zip(equation.results, results, strict=True))
+            return self._enter_parts(value, equation)
+        n = self.trace.producers.get(value)
+        if n is None and value in self.builder.constants:
+            return value
+        maker = None if n is None else self.trace.equations[n]
+        if maker is not None and maker.piece is None and not maker.reads:
+            # What is made from nothing is made inside too, rather than kept.
+            self.loop.body.append(again := self.builder.copy(maker, {}, times=self.m))
+            self.entered.update(zip(maker.results, again.results, strict=True))
+            return self.entered[value]
+        self.entered[value] = self._enter("enter_const", value, equation, self.trace.avals[value])
         return self.entered[value]
 
     def _adds_up(self, reader: int) -> bool:
@@ -292,12 +246,8 @@ class _Rewriting:
 
     def _enter(self, piece: Piece, value: int, equation: Equation, aval: Any) -> int:
         """A value from outside, inside; a piece has the place of its first reader."""
-        inside = self._new(aval, float(self.m))
-        repeat = float(self.m) if piece == "enter_slice" else 1.0
-        source = jax_compat.placed_as(self.loop.source, equation.source)
-        self.loop.enter.append(
-            replace(equation, source=source, operands=(value,), results=(inside,), repeat=repeat, piece=piece)
-        )
+        inside = self.builder.new(aval, float(self.m))
+        self.loop.give(equation, piece, value, inside)
         return inside
 
     def _enter_parts(self, value: int, equation: Equation) -> int:
@@ -305,11 +255,10 @@ class _Rewriting:
         value."""
         cut, shape = self._cut(value), self.trace.avals[value].shape
         assert cut is not None
-        once, inside = (replace(equation, repeat=times, piece=None) for times in (1.0, float(self.m)))
-        apart = self._outside(self.before, once, ("apart", repr(cut)), [value], cut.apart)
+        apart = self._at(self.before, equation, ("apart", repr(cut)), [value], cut.apart)
         assert isinstance(apart, int)
         entered, j = self._enter("enter_const", apart, equation, self.avals[apart]), self._trip(equation)
-        part = self._outside(self.body, inside, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape))
+        part = self._at(self.loop.body, equation, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape))
         assert isinstance(part, int)
         self.entered[value] = part
         return part
@@ -317,8 +266,7 @@ class _Rewriting:
     def _trip(self, equation: Equation) -> int:
         """The number of the microbatch."""
         if self.counter is None:
-            once = replace(equation, repeat=1.0, piece=None)
-            counts = self._outside(self.before, once, "trips", [], lambda: lax.broadcasted_iota("uint32", (self.m,), 0))
+            counts = self._at(self.before, equation, "trips", [], lambda: lax.broadcasted_iota("uint32", (self.m,), 0))
             assert isinstance(counts, int)
             self.counter = self._enter("enter_slice", counts, equation, self.avals[counts].update(shape=()))
         return self.counter
@@ -328,24 +276,23 @@ class _Rewriting:
     def _leave(self, value: int) -> None:
         equation = self.trace.equations[self.trace.producers[value]]
         kind, made = self.split.kinds[value], self.inner[value]
-        once = replace(equation, repeat=1.0, piece=None)
         if kind == "rows":
             cut = self._cut(value)
             assert cut is not None
             aval = self.trace.avals[value]
-            stack = self._new(aval.update(shape=(self.m, *self._local(value).shape)), 1.0)
-            self.stacks.append(self._leaves("exit_stack", made, stack, equation))
-            self._named(value, once, ("joined", repr(cut), aval.shape), stack, lambda x: cut.joined(x, aval.shape))
+            stack = self.builder.new(aval.update(shape=(self.m, *self._local(value).shape)))
+            self.loop.stack(equation, made, stack)
+            self._named(value, equation, ("joined", repr(cut), aval.shape), stack, lambda x: cut.joined(x, aval.shape))
         elif kind in PARTIAL:
-            self._accumulate(value, kind, once)
+            self._accumulate(value, kind, equation)
         else:  # the same in each: that of the last
             aval = self.trace.avals[value]
-            start = self._outside(
-                self.before, once, ("zeros", repr(aval)), [], lambda: jnp.zeros(aval.shape, aval.dtype)
+            start = self._at(
+                self.before, equation, ("zeros", repr(aval)), [], lambda: jnp.zeros(aval.shape, aval.dtype)
             )
-            self._carry(start, lambda _: made, value, once)
+            self._carry(start, lambda _: made, value, equation)
 
-    def _accumulate(self, value: int, kind: str, once: Equation) -> None:
+    def _accumulate(self, value: int, kind: str, equation: Equation) -> None:
         """Terms are combined from trip to trip: those of narrow floating-point numbers in float32, as a product sums
         them within itself."""
         aval, term = self.trace.avals[value], self.inner[value]
@@ -353,34 +300,25 @@ class _Rewriting:
         narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 and kind in ("sum", "prod")
         wide = jnp.dtype("float32") if narrow else dtype
         begin = (kind, aval.shape, str(wide))
-        start = self._outside(self.before, once, begin, [], lambda: parts.identity(*begin))
-        inside = replace(once, repeat=float(self.m))
+        start = self._at(self.before, equation, begin, [], lambda: parts.identity(*begin))
 
         def add(carry: int) -> Atom:
-            one = term
+            one, body = term, self.loop.body
             if narrow:
-                (one,) = self._emit(inside, ("wide",), [one], lambda x: [lax.convert_element_type(x[0], wide)])
-            (total,) = self._emit(inside, ("combine", kind), [carry, one], lambda x: [parts.COMBINE[kind](*x)])
-            return total
+                one = self._at(body, equation, ("wide",), [one], lambda x: lax.convert_element_type(x, wide))
+            return self._at(body, equation, ("combine", kind), [carry, one], parts.COMBINE[kind])
 
         if not narrow:
-            self._carry(start, add, value, once)
+            self._carry(start, add, value, equation)
             return
-        total = self._new(aval.update(dtype=wide), 1.0)
-        self._carry(start, add, total, once)
-        self._named(value, once, ("narrow", str(dtype)), total, lambda x: lax.convert_element_type(x, dtype))
+        total = self.builder.new(aval.update(dtype=wide))
+        self._carry(start, add, total, equation)
+        self._named(value, equation, ("narrow", str(dtype)), total, lambda x: lax.convert_element_type(x, dtype))
 
-    def _carry(self, start: Atom, step: Callable[[int], Atom], result: int, once: Equation) -> None:
+    def _carry(self, start: Atom, step: Callable[[int], Atom], result: int, equation: Equation) -> None:
         """A value carried from trip to trip; `result` is what the last one leaves."""
-        inside = self._new(self.avals[result], float(self.m))
-        source = jax_compat.placed_as(self.loop.source, once.source)
-        enter = replace(once, source=source, operands=(start,), results=(inside,), piece="enter_carry")
-        self.carried.append((enter, self._leaves("exit_carry", step(inside), result, once)))
-
-    def _leaves(self, piece: Piece, made: Atom, result: int, equation: Equation) -> Equation:
-        repeat = float(self.m) if piece == "exit_stack" else 1.0
-        source = jax_compat.placed_as(self.loop.source, equation.source)
-        return replace(equation, source=source, operands=(made,), results=(result,), repeat=repeat, piece=piece)
+        inside = self.builder.new(self.avals[result], float(self.m))
+        self.loop.carry(equation, start, inside, step(inside), result)
 
     def _take_own(self, value: int) -> None:
         """A microbatch takes its own sum, times their number, for that of the batch: the divisor of a mean was traced
@@ -388,14 +326,10 @@ class _Rewriting:
         made = self.inner[value]
         if self.split.kinds[value] == "sum":
             equation = self.trace.equations[self.trace.producers[value]]
-            inside = replace(equation, repeat=float(self.m), piece=None)
-            (made,) = self._emit(inside, ("own",), [made], lambda x: [x[0] * np.dtype(x[0].dtype).type(self.m)])
+            made = self._at(self.loop.body, equation, ("own",), [made], lambda x: x * np.dtype(x.dtype).type(self.m))
         self.own[value] = made
 
     # -- equations ---------------------------------------------------------------------------
-
-    def _new(self, aval: Any, repeat: float) -> int:
-        return self.writer.new(aval, repeat)
 
     def _cut(self, value: int) -> Cut | None:
         place = self.split.batch.of(value)
@@ -406,20 +340,15 @@ class _Rewriting:
         aval, cut = self.trace.avals[value], self._cut(value)
         return aval if cut is None else aval.update(shape=cut.local(aval.shape))
 
-    def _outside(self, to: list[Item], equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> Atom:
-        """Write what a function of operands does before the loop, or after it."""
-        inside, self.to = self.to, to
-        (made,) = self._emit(equation, what, atoms, lambda values: [function(*values)])
-        self.to = inside
+    def _at(self, to: list[Item], equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> Atom:
+        """Write what a function of operands does before the loop, in its body or after it."""
+        repeat = float(self.m) if to is self.loop.body else 1.0
+        with self.builder.at(to):
+            (made,) = self.builder.write(equation, what, atoms, lambda values: [function(*values)], repeat)
         return made
 
     def _named(self, value: int, equation: Equation, what: Any, operand: int, function: Any) -> None:
         """Write what a function does after the loop, and call its result by a value of the trace."""
-        made = self._outside(self.after, equation, what, [operand], function)
-        last = self.after[-1]
-        assert isinstance(last, Equation) and last.results == (made,)
-        self.after[-1] = replace(last, results=(value,))
-
-    def _emit(self, equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> list[Atom]:
-        """Write what a function of operands does, under an equation's name; what stands for its results."""
-        return self.writer.write(self.to, equation, what, atoms, function)
+        made = self._at(self.after, equation, what, [operand], function)
+        with self.builder.at(self.after):
+            self.builder.name(made, value)

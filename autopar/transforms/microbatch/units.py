@@ -42,13 +42,8 @@ def backward_of(units: Iterable[Unit], equations: Sequence[Equation]) -> list[Un
 
 def units_of(trace: Trace, graph: Graph) -> Iterator[Unit]:
     """The units of a step in order."""
-    region_at = {region.enter[0]: region for region in trace.regions}
-    start = 0
-    while start < len(graph.nodes):
-        region = region_at.get(start)
-        stop = start + 1 if region is None else region.exit[1]
+    for start, stop, region in trace.walk():
         reads = graph.nodes[start:stop] if region is None else graph.nodes[slice(*region.enter)]
         makes = reads if region is None else graph.nodes[slice(*region.exit)] or reads
         operands = tuple(v for node in reads for v in node.operands if v is not None)
         yield Unit(start, stop, region, operands, tuple(v for node in makes for v in node.results))
-        start = stop

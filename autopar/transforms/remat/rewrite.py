@@ -12,21 +12,22 @@ loop's body computes it of what is, and of what the forward loop's body is given
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from autopar.frontend.accumulators import Sums
-from autopar.frontend.equations import Equation, Item, Nest, items_of, laid, without_dead
+from autopar.frontend.accumulators import sums_of
+from autopar.frontend.equations import Atom, Equation, Nest, Piece, Region, substituted
 from autopar.frontend.trace import Rewritten, Trace
+from autopar.frontend.trace_builder import TraceBuilder, piece_of
 from autopar.jax_interop import compat as jax_compat
 from autopar.plans.records import Again
+from autopar.rules.table import traits_of
 
 #: A gradient of so few elements may be known long before the others.
 _FEW = 64
-#: What only lays out anew: behind the barrier it still becomes part of the kernels that read it.
-_LAYS_OUT = frozenset(["broadcast_in_dim", "transpose", "convert_element_type", "reshape", "squeeze", "copy"])
 
 
 def recompute(trace: Trace, agains: Sequence[Again]) -> Trace:
@@ -52,131 +53,103 @@ class _Body:
 
 
 class _Rewriting:
-    """Builds the new list; the one mutable object of this module."""
+    """Writes the equations anew; the one mutable object of this module."""
 
     def __init__(self, trace: Trace, agains: Sequence[Again]) -> None:
-        self.trace = trace
-        self.avals, self.repeats = list(trace.avals), list(trace.repeats)
-        self.items = items_of(trace.equations, trace.regions)
-        self.position = {id(equation): n for n, equation in enumerate(trace.equations)}
-        #: Of a loop, by its place: pieces to add where it is entered and left.
-        self.entering: dict[int, list[Equation]] = {}
-        self.leaving: dict[int, list[Equation]] = {}
-        self.last_read = [-1] * len(trace.avals)
-        for n, equation in enumerate(trace.equations):
-            for atom in equation.operands:
-                if isinstance(atom, int):
-                    self.last_read[atom] = n
-        for atom in trace.outputs:
-            if isinstance(atom, int):
-                self.last_read[atom] = len(trace.equations)
+        self.trace, self.builder = trace, TraceBuilder(trace)
+        self.avals = self.builder.avals
+        #: Of a loop, by where it begins: pieces to add where it is entered and left.
+        self.entering: dict[int, list[Equation]] = defaultdict(list)
+        self.leaving: dict[int, list[Equation]] = defaultdict(list)
         self.accumulated = _accumulated(trace)
+        self.returned = {atom for atom in trace.outputs if isinstance(atom, int)}
         #: By the position of the equation behind which they are all made, values to hold from there on.
-        self.holding: dict[int, list[int]] = {}
-        self.agains: dict[int, list[Again]] = {}
+        self.holding: dict[int, list[int]] = defaultdict(list)
+        self.agains: dict[int, list[Again]] = defaultdict(list)
         for one in agains:
             kept = tuple(v for v in one.kept if v not in self.accumulated)
-            self.agains.setdefault(one.before, []).append(replace(one, kept=kept))
+            self.agains[one.before].append(replace(one, kept=kept))
             held = kept if one.onward is None else (*kept, one.onward)
             if kept and len(held) > 1:  # one alone waits for no other
-                self.holding.setdefault(max(trace.producers[v] for v in held), []).extend(held)
-        self.was: dict[int, int] = {}  # id of a new equation -> position of the one it stands for
-        self.keep: list[Equation] = []  # so that no id is given twice
+                self.holding[max(trace.producers[v] for v in held)].extend(held)
 
     def run(self) -> Trace:
         """The whole trace anew."""
         self._add_pieces()
-        body = _Body(made=dict.fromkeys((*self.trace.inputs, *dict(self.trace.constants)), False))
-        items = self._items(self.items, body)
-        outputs = tuple(body.renamed.get(a, a) if isinstance(a, int) else a for a in self.trace.outputs)
-        live = {v for v in outputs if isinstance(v, int)}
-        equations, regions = laid(without_dead(items, live))
-        return replace(
-            self.trace,
-            equations=equations,
-            regions=regions,
-            avals=tuple(self.avals),
-            repeats=tuple(self.repeats),
-            outputs=outputs,
-            constants=tuple((v, constant) for v, constant in self.trace.constants if v in live),
-            rewritten=tuple(self._moved(equations)),
-        )
+        body = _Body(made=dict.fromkeys((*self.trace.inputs, *self.builder.constants), False))
+        self._span(0, len(self.trace.equations), body)
+        made = self.builder.finish(substituted(self.trace.outputs, body.renamed))
+        return replace(made, rewritten=tuple(self._moved(self.builder.origins_of(made))))
 
     # -- one body ----------------------------------------------------------------------------
 
-    def _items(self, items: Iterable[Item], body: _Body) -> list[Item]:
-        out: list[Item] = []
-        items = list(items)
-        for at, item in enumerate(items):
-            first = item if isinstance(item, Equation) else next(_equations([item]))
-            for again in self.agains.get(self.position[id(first)], ()):
-                out += self._again(again, items[at:], body)
-            if isinstance(item, Equation):
-                new = self._reading(item, body)
-                out.append(new)
-                self._note(new, body)
-                out += self._held(self.holding.get(self.position[id(item)], ()), new, body)
-            else:
-                out.append(self._nest(item, body))
-        return out
+    def _span(self, start: int, stop: int, body: _Body) -> None:
+        for n, _, region in self.trace.walk(start, stop):
+            for again in self.agains[n]:
+                self._again(again, self.trace.equations[n:stop], body)
+            if region is not None:
+                self._region(region, body)
+                continue
+            new = self._copied(n, body.renamed)
+            self.builder.add(new)
+            self._note(new, body)
+            self._hold(self.holding[n], new, body)
 
-    def _held(self, values: Sequence[int], like: Equation, body: _Body) -> list[Item]:
+    def _hold(self, values: Sequence[int], like: Equation, body: _Body) -> None:
         """A barrier of values that must all be made before any of them is read from here on."""
-        now = {value: body.renamed.get(value, value) for value in dict.fromkeys(values)}
-        pieces = {at: self._piece(at, like) for at in now.values() if _can_be_barred(self.avals[at])}
-        for at, piece in pieces.items():
-            _rename(body.renamed, at, piece.results[0])
+        now = dict.fromkeys(body.renamed.get(value, value) for value in values)
+        for at, new in self._barrier(now, like, body).items():
+            _rename(body.renamed, at, new)
+
+    def _barrier(self, values: Iterable[int], like: Equation, body: _Body) -> dict[int, int]:
+        """Append a barrier of values, named as another equation; what they are behind it."""
+        behind: dict[int, int] = {}
+        pieces: list[Equation] = []
+        for value in values:
+            if hasattr(self.avals[value], "shape"):
+                new = behind[value] = self.builder.like(value)
+                repeat = self.builder.repeats[new]
+                pieces.append(replace(like, operands=(value,), results=(new,), repeat=repeat, piece="barrier"))
+        if pieces:
+            self.builder.add(Nest("barrier", like.source, pieces))
+        for piece in pieces:
             self._note(piece, body)
-        return [Nest("barrier", like.source, list(pieces.values()), [], [])] if pieces else []
+        return behind
 
-    def _piece(self, value: int, like: Equation) -> Equation:
-        """One value's part of a barrier, named as another equation."""
-        new = self._new(value)
-        return replace(
-            like, source=like.source, operands=(value,), results=(new,), repeat=self.repeats[new], piece="barrier"
-        )
+    def _region(self, region: Region, body: _Body) -> None:
+        start, sections = region.enter[0], list[_Body]()
+        enter = [self._copied(n, body.renamed) for n in range(*region.enter)]
+        enter += [piece.reading(body.renamed) for piece in self.entering[start]]
 
-    def _nest(self, nest: Nest, body: _Body) -> Nest:
-        enter = [self._reading(piece, body) for piece in nest.enter]
-        added = self.entering.get(id(nest), [])
-        enter += [self._reading(piece, body) for piece in added]
-        sections = []
-        for section in nest.sections:
-            inner = _Body(made={v: piece.phase == "backward" for piece in enter for v in piece.results})
-            items = self._items(section, inner)
-            sections.append((items, inner))
-        exits = []
-        for piece in [*nest.exit, *self.leaving.get(id(nest), [])]:
-            exits.append(self._left(nest, piece, [inner for _, inner in sections]))
-        new = Nest(nest.kind, nest.source, enter, [items for items, _ in sections], exits)
-        for piece in enter if nest.kind == "barrier" else exits:
+        def write(span: tuple[int, int]) -> None:
+            sections.append(_Body(made={v: piece.phase == "backward" for piece in enter for v in piece.results}))
+            self._span(*span, sections[-1])
+
+        written = self.builder.sections(region.sections, write)
+        leave = [self._left(self.trace.equations[n], sections) for n in range(*region.exit)]
+        for new, n in zip(leave, range(*region.exit), strict=True):
+            self.builder.mark(new, n)
+        leave += [self._left(piece, sections) for piece in self.leaving[start]]
+        self.builder.add(Nest(region.kind, region.source, enter, written, leave))
+        for piece in enter if region.kind == "barrier" else leave:
             self._note(piece, body)
-        return new
 
-    def _left(self, nest: Nest, piece: Equation, inners: Sequence[_Body]) -> Equation:
+    def _left(self, piece: Equation, bodies: Sequence[_Body]) -> Equation:
         """A piece that comes out, reading what stands for its operands where its section ends; of the forward pass,
         where that ends: who reads it outside need not wait for what is computed again."""
 
-        def body_of(i: int) -> _Body:
-            if piece.piece == "exit_branch":
-                return inners[i]
-            return inners[0] if piece.piece == "predicate" else inners[-1]
+        def standing_for(atom: Atom, body: _Body) -> Atom:
+            if not isinstance(atom, int):
+                return atom
+            ended = body.renamed if body.forward is None or body.made.get(atom, False) else body.forward
+            return ended.get(atom, atom)
 
-        def standing_for(value: int, body: _Body) -> int:
-            ended = body.renamed if body.forward is None or body.made.get(value, False) else body.forward
-            return ended.get(value, value)
+        of = bodies if piece.piece == "exit_branch" else [bodies[0 if piece.piece == "predicate" else -1]]
+        return replace(piece, operands=tuple(itertools.starmap(standing_for, zip(piece.operands, of, strict=True))))
 
-        operands = tuple(standing_for(a, body_of(i)) if isinstance(a, int) else a for i, a in enumerate(piece.operands))
-        return self._standing_for(piece, replace(piece, operands=operands))
-
-    def _reading(self, equation: Equation, body: _Body) -> Equation:
-        operands = tuple(body.renamed.get(a, a) if isinstance(a, int) else a for a in equation.operands)
-        return self._standing_for(equation, replace(equation, operands=operands))
-
-    def _standing_for(self, old: Equation, new: Equation) -> Equation:
-        if id(old) in self.position:
-            self.was[id(new)] = self.position[id(old)]
-            self.keep.append(new)
+    def _copied(self, n: int, renamed: dict[int, int]) -> Equation:
+        new = self.trace.equations[n].reading(renamed)
+        self.builder.mark(new, n)
         return new
 
     def _note(self, equation: Equation, body: _Body) -> None:
@@ -191,47 +164,29 @@ class _Rewriting:
 
     # -- what is computed again ----------------------------------------------------------------
 
-    def _again(self, again: Again, following: Sequence[Item], body: _Body) -> list[Item]:
+    def _again(self, again: Again, following: Sequence[Equation], body: _Body) -> None:
         """The barrier, and the equations behind it; what follows in this body reads their results."""
         body.forward = dict(body.renamed) if body.forward is None else body.forward
-        here = self._known_here(again)
+        here, like = self.here.get(id(again), {}), following[0]
         sources = [self.trace.equations[n] for n in again.nodes]
-        own = {value for equation in sources for value in equation.results}
-        read = dict.fromkeys(v for equation in sources for v in equation.reads if v not in own)
         anew = (*again.renewed, *again.kept)
-        read |= dict.fromkeys(anew)
+        read = dict.fromkeys((*_read_of_others(sources), *anew))
         now = {v: body.renamed.get(here.get(v, v), here.get(v, v)) for v in read}
-        outside = dict.fromkeys(now.values())
-        like = next(_equations(following))
         made = [*body.older, *body.fresh] if again.prompt else body.older
         body.older, body.fresh = ([] if again.prompt else body.fresh), []
-        waiting = [v for v in made if self.last_read[v] >= again.before and v not in self.accumulated]
+        waiting = [v for v in made if self._is_read_from(again.before, v) and v not in self.accumulated]
         if (gradient := self._gradient(following, body)) is not None:
             waiting.append(gradient)
         made_from = {v: self._as_made(v, body) for v in waiting}
         gradients = dict.fromkeys(source for source, _ in made_from.values())
-        pieces = [self._piece(v, like) for v in (outside | gradients) if _can_be_barred(self.avals[v])]
-        barred = {piece.operands[0]: piece.results[0] for piece in pieces if isinstance(piece.operands[0], int)}
-        renewed = {now[v] for v in anew}
+        barred = self._barrier(dict.fromkeys((*now.values(), *gradients)), like, body)
         known = {v: barred.get(at, at) for v, at in now.items()}
-        out: list[Item] = [Nest("barrier", like.source, pieces, [], [])] if pieces else []
-        for piece in pieces:
-            self._note(piece, body)
+        renewed = {now[v] for v in anew}
         for equation in sources:
-            results = []
-            for value in equation.results:
-                known[value] = self._new(value)
-                results.append(known[value])
-            operands = tuple(known[a] if isinstance(a, int) else a for a in equation.operands)
-            clone = replace(
-                equation,
-                operands=operands,
-                results=tuple(results),
-                phase=like.phase,
-                name_stack=equation.name_stack.extend("rematted_computation"),
-            )
-            out.append(clone)
-            self._note(clone, body)
+            stack = equation.name_stack.extend("rematted_computation")
+            clone = self.builder.copy(equation, known, phase=like.phase, name_stack=stack)
+            known.update(zip(equation.results, clone.results, strict=True))
+            self._append(clone, body)
         for equation in sources:
             for value in equation.results:
                 body.renamed[here.get(value, value)] = known[value]
@@ -241,18 +196,24 @@ class _Rewriting:
         for value, (source, chain) in made_from.items():
             at = barred.get(source, source)
             for equation in chain:
-                last, at = at, self._new(equation.results[0])
-                clone = replace(equation, operands=(last,), results=(at,))
-                out.append(clone)
-                self._note(clone, body)
+                clone = self.builder.copy(equation, {source: at})
+                (source,), (at,) = equation.results, clone.results
+                self._append(clone, body)
             if chain:
                 _rename(body.renamed, value, at)
-        return out
+
+    def _append(self, equation: Equation, body: _Body) -> None:
+        self.builder.add(equation)
+        self._note(equation, body)
+
+    def _is_read_from(self, n: int, value: int) -> bool:
+        """Whether an equation from a position on reads a value, or the step returns it."""
+        return self.trace.users.get(value, (-1,))[-1] >= n or value in self.returned
 
     def _as_made(self, value: int, body: _Body) -> tuple[int, list[Equation]]:
-        """What a value was before it was laid out anew, and the equations that do that; perhaps none."""
+        """What a value was before it was laid out anew, and the equations that do that: part of the kernels that read it."""
         chain: list[Equation] = []
-        while (maker := body.makers.get(value)) is not None and maker.primitive in _LAYS_OUT:
+        while (maker := body.makers.get(value)) is not None and traits_of(maker.primitive).lays_out:
             source = maker.operands[0]
             if not isinstance(source, int) or not body.made.get(source, False) or source in self.accumulated:
                 break
@@ -262,59 +223,40 @@ class _Rewriting:
             value = source
         return value, chain
 
-    def _gradient(self, following: Sequence[Item], body: _Body) -> int | None:
+    def _gradient(self, following: Sequence[Equation], body: _Body) -> int | None:
         """What the backward pass has made that what follows reads first; at its start, what was made last."""
         for least in (_FEW, 0):
-            for equation in _equations(following):
-                for atom in equation.operands:
-                    value = body.renamed.get(atom, atom) if isinstance(atom, int) else None
-                    if value is None or not body.made.get(value, False) or value in self.accumulated:
-                        continue
-                    if not _can_be_barred(self.avals[value]):
-                        continue
-                    if math.prod(self.avals[value].shape) > least:
-                        return value
+            for value in (body.renamed.get(v, v) for equation in following for v in equation.reads):
+                if not body.made.get(value, False) or value in self.accumulated:
+                    continue
+                if hasattr(self.avals[value], "shape") and math.prod(self.avals[value].shape) > least:
+                    return value
         return body.last
-
-    def _new(self, value: int) -> int:
-        self.avals.append(self.avals[value])
-        self.repeats.append(self.repeats[value])
-        return len(self.avals) - 1
 
     # -- loops -------------------------------------------------------------------------------
 
     def _add_pieces(self) -> None:
         """What a backward loop's body must be given besides what it is: pieces for it."""
-        self.here: dict[int, dict[int, int]] = {}  # by backward loop
-        self.loop_of: dict[int, tuple[Nest, Nest]] = {}  # of an Again, by its id
-        for again in (one for ones in self.agains.values() for one in ones):
-            first = again.nodes[0] if again.nodes else None
-            if first is None:
-                continue
-            forward, backward = self._loop_around(first), self._loop_around(again.before)
+        #: Of an `Again` by its id: by value of the forward body, what it is in the body where it is computed again.
+        self.here: dict[int, dict[int, int]] = {}
+        of_loop: dict[int, dict[int, int]] = {}
+        for again in (one for ones in self.agains.values() for one in ones if one.nodes):
+            forward, backward = self._loop_around(again.nodes[0]), self._loop_around(again.before)
             if forward is None or backward is None or forward is backward:
                 continue
-            self.loop_of[id(again)] = (forward, backward)
-            here = self.here.setdefault(id(backward), self._given(forward, backward))
-            own = {v for n in again.nodes for v in self.trace.equations[n].results}
-            needed = dict.fromkeys(
-                a for n in again.nodes for a in self.trace.equations[n].operands if isinstance(a, int) and a not in own
-            )
-            for value in [*needed, *again.renewed]:
+            here = of_loop.setdefault(backward.enter[0], self._given(forward, backward))
+            self.here[id(again)] = here
+            for value in (*_read_of_others([self.trace.equations[n] for n in again.nodes]), *again.renewed):
                 if value not in here:
                     here[value] = self._give(value, forward, backward)
 
-    def _known_here(self, again: Again) -> dict[int, int]:
-        """By value of the forward body, what it is in the body where it is computed again."""
-        loops = self.loop_of.get(id(again))
-        return {} if loops is None else self.here[id(loops[1])]
-
-    def _given(self, forward: Nest, backward: Nest) -> dict[int, int]:
+    def _given(self, forward: Region, backward: Region) -> dict[int, int]:
         """What both bodies have: what is stacked, and what both are given."""
-        stacked = {p.results[0]: v for p in forward.exit if p.piece == "exit_stack" for v in p.reads}
-        given = {(p.piece, v): p.results[0] for p in forward.enter for v in p.reads}
+        equations = self.trace.equations
+        stacked = {p.results[0]: v for p in equations[slice(*forward.exit)] if p.piece == "exit_stack" for v in p.reads}
+        given = {(p.piece, v): p.results[0] for p in equations[slice(*forward.enter)] for v in p.reads}
         here: dict[int, int] = {}
-        for piece in backward.enter:
+        for piece in equations[slice(*backward.enter)]:
             for operand in piece.reads:
                 if piece.piece == "enter_slice" and operand in stacked:
                     here[stacked[operand]] = piece.results[0]
@@ -322,49 +264,39 @@ class _Rewriting:
                     here[given[piece.piece, operand]] = piece.results[0]
         return here
 
-    def _give(self, value: int, forward: Nest, backward: Nest) -> int:
+    def _give(self, value: int, forward: Region, backward: Region) -> int:
         """A value of the forward body for the backward body: given to it as to the other, or stacked."""
-        piece = next((p for p in forward.enter if p.results == (value,) and p.piece != "enter_carry"), None)
-        inner, like = self._new(value), backward.enter[0]
-        if piece is not None:
-            self._add(self.entering, backward, replace(piece, results=(inner,)), like)
+        inner, repeat = self.builder.like(value), self.builder.repeats[value]
+        n = self.trace.producers.get(value)
+        entered = None if n is None or n not in range(*forward.enter) else self.trace.equations[n]
+        if entered is not None and entered.piece is not None and entered.piece != "enter_carry":
+            self._enter(backward, entered.piece, entered.operands[0], inner, entered.repeat)
             return inner
-        stack = len(self.avals)
         length = int(forward.source.params["length"])
-        self.avals.append(jax_compat.stacked(self.avals[value], length))
-        self.repeats.append(self.repeats[value] / length)
-        once = replace(like, repeat=self.repeats[value])
-        leave = replace(once, operands=(value,), results=(stack,), piece="exit_stack")
-        self._add(self.leaving, forward, leave, forward.enter[0])
-        self._add(
-            self.entering, backward, replace(once, operands=(stack,), results=(inner,), piece="enter_slice"), like
-        )
+        stack = self.builder.new(jax_compat.stacked(self.avals[value], length), repeat / length)
+        first = self.trace.equations[forward.enter[0]]
+        leave = piece_of(first, first.source, "exit_stack", value, stack, repeat)
+        self.leaving[forward.enter[0]].append(leave)
+        self._enter(backward, "enter_slice", stack, inner, repeat)
         return inner
 
-    def _add(self, table: dict[int, list[Equation]], nest: Nest, piece: Equation, like: Equation) -> None:
-        """A piece more of a loop, named as another of its pieces."""
-        named = replace(piece, source=like.source, name_stack=like.name_stack, path=like.path, phase=like.phase)
-        table.setdefault(id(nest), []).append(named)
+    def _enter(self, loop: Region, piece: Piece, operand: Atom, result: int, repeat: float) -> None:
+        """A piece more of a loop, named as its first."""
+        first = self.trace.equations[loop.enter[0]]
+        self.entering[loop.enter[0]].append(piece_of(first, first.source, piece, operand, result, repeat))
 
-    def _loop_around(self, position: int) -> Nest | None:
-        """The innermost loop in whose body an equation stands."""
-        equation = self.trace.equations[position]
-        found: Nest | None = None
-        items: Sequence[Item] = self.items
-        while True:
-            nest = next(
-                (i for i in items if not isinstance(i, Equation) and _holds(i, equation) and i.kind == "scan"), None
-            )
-            if nest is None:
-                return found
-            found = nest
-            items = [item for section in nest.sections for item in section]
+    def _loop_around(self, position: int) -> Region | None:
+        """The innermost loop in whose body an equation stands, if it stands in nothing but loops."""
+        around = [r for r in self.trace.regions if any(position in range(*span) for span in r.sections)]
+        outwards = sorted(around, key=lambda region: region.enter[0])
+        loops = list(itertools.takewhile(lambda region: region.kind == "scan", outwards))
+        return loops[-1] if loops else None
 
     # -- what sees dims as two -----------------------------------------------------------------
 
-    def _moved(self, equations: Sequence[Equation]) -> Iterator[Rewritten]:
+    def _moved(self, origins: Sequence[int | None]) -> Iterator[Rewritten]:
         """Equations that stand for others still do, where all of them are left."""
-        new = {self.was[id(equation)]: n for n, equation in enumerate(equations) if id(equation) in self.was}
+        new = {origin: n for n, origin in enumerate(origins) if origin is not None}
         for one in self.trace.rewritten:
             places = [new.get(n) for n in range(one.start, one.stop)]
             start = places[0]
@@ -375,13 +307,9 @@ class _Rewriting:
 def _accumulated(trace: Trace) -> frozenset[int]:
     """What loops only add to, from trip to trip. Read through a barrier it could not stay pending over devices, and
     would be summed in each trip."""
-    sums, found = Sums(trace.equations), set[int]()
+    found = set[int]()
     for region in (region for region in trace.regions if region.kind == "scan"):
-        enters, leaves = (
-            [n for n in range(*span) if trace.equations[n].piece == piece]
-            for span, piece in ((region.enter, "enter_carry"), (region.exit, "exit_carry"))
-        )
-        for enter, leave in sums.of(region, list(zip(enters, leaves, strict=True))):
+        for enter, leave in sums_of(trace, region):
             found.update(trace.equations[enter].results)
             found.update(trace.equations[leave].reads)
     return frozenset(found)
@@ -395,21 +323,7 @@ def _rename(renamed: dict[int, int], value: int, new: int) -> None:
     renamed[value] = new
 
 
-def _can_be_barred(aval: Any) -> bool:
-    return hasattr(aval, "shape")
-
-
-def _equations(items: Iterable[Item]) -> Iterator[Equation]:
-    """All equations, of regions too, in order."""
-    for item in items:
-        if isinstance(item, Equation):
-            yield item
-            continue
-        yield from item.enter
-        for section in item.sections:
-            yield from _equations(section)
-        yield from item.exit
-
-
-def _holds(nest: Nest, equation: Equation) -> bool:
-    return any(one is equation for section in nest.sections for one in _equations(section))
+def _read_of_others(equations: Sequence[Equation]) -> Iterable[int]:
+    """What some equations read and none of them makes, each value once."""
+    own = {value for equation in equations for value in equation.results}
+    return dict.fromkeys(v for equation in equations for v in equation.reads if v not in own)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.ir.graph import Graph, Tensor
+from autopar.rules.table import traits_of
 from autopar.solve.min_cut import source_side
 from autopar.transforms.split_dims.cuts import CUTTING, part_size
 from autopar.transforms.split_dims.loops import Loop, Loops, Place
@@ -129,7 +130,8 @@ def _merged(loops: Loops, loop: Loop) -> Iterator[tuple[Place, int, int]]:
 def _made_of_inputs(graph: Graph, followers: Collection[str]) -> set[int]:
     """Values that are inputs, or made of them by no more than casts, sums and moves."""
     found = {*graph.inputs, *graph.constants}
-    passing = (frozenset(followers) | CUTTING | _BORDERS) - {"dot_general"}
+    known = frozenset(followers) | CUTTING | _BORDERS
+    passing = {name for name in known if not traits_of(name).contraction}
     for node in graph.nodes:
         values = [v for v in node.operands if v is not None]
         if node.primitive in passing and values and found.issuperset(values):
@@ -139,7 +141,7 @@ def _made_of_inputs(graph: Graph, followers: Collection[str]) -> set[int]:
 
 def _meets_weight(graph: Graph, loop: Loop, weights: set[int]) -> bool:
     """Whether a product takes the loop from a value made of inputs alone."""
-    read = {v for n in loop.follows if graph.nodes[n].primitive == "dot_general" for v in graph.nodes[n].operands}
+    read = {v for n in loop.follows if traits_of(graph.nodes[n].primitive).contraction for v in graph.nodes[n].operands}
     return any(value in read and value in weights for value, _ in loop.places)
 
 
@@ -150,7 +152,7 @@ def _parts(loops: Loops, cuts: dict[int, int]) -> frozenset[int]:
     for n, size in cuts.items():
         node = loops.graph.nodes[n]
         whole, parts = ((node.operands[0],), node.results)
-        if node.primitive in ("concatenate", "pad"):
+        if traits_of(node.primitive).joins:
             whole, parts = node.results, node.operands
         shape = loops.graph.values[whole[0]].shape if whole[0] is not None else ()
         for value in parts:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autopar.ir.graph import Graph, Tensor
 from autopar.rules.factors import DimFactors, Rule
 from autopar.rules.node_view import NodeView
-from autopar.rules.table import rule_for
+from autopar.rules.table import rule_for, traits_of
 from autopar.transforms.split_dims.cuts import part_size
 
 #: A dim of a value.
@@ -88,7 +88,7 @@ class Loops:
                 loop.follows.add(node)
                 return passed
         part = part_size(self.view(node), tensor, dim)
-        if primitive == "reshape":
+        if traits_of(primitive).reshapes:
             loop.absorbs.add(node)
         elif part is None or node in loop.cuts:  # a node may cut a loop in one of its tensors only
             loop.blocks.add(node)

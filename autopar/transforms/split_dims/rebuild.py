@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from autopar.jax_interop import compat as jax_compat
-from autopar.rules.elementwise import FLOPS_PER_ELEMENT
+from autopar.rules.reduction import REDUCTION_TRAITS
+from autopar.rules.table import TRAITS
 
 #: Per dim of a tensor the sizes it is seen as: `(2304,)` as it is, `(3, 768)` as two.
 Form = tuple[tuple[int, ...], ...]
@@ -144,12 +145,8 @@ def _unstack(source: Any, operands: Sequence[Any], before: Sequence[Form], after
     return _with(source, operands, axis=_places(before[0], source.params["axis"])[0])
 
 
-#: Elementwise primitives with parameters of their own for a sharding, a layout or a key.
-_PLACED = frozenset(
-    ["layout_constraint", "random_clone", "random_fold_in", "reshard", "sharding_constraint", "xla_metadata_value"]
-)
-ELEMENTWISE = frozenset(FLOPS_PER_ELEMENT.keys() | {"integer_pow"}) - _PLACED
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+ELEMENTWISE = frozenset(name for name, traits in TRAITS.items() if traits.elementwise)
+_REDUCTIONS = [name for name, traits in REDUCTION_TRAITS.items() if traits.reduces == "dims"]
 
 #: Primitives that can be written for two dims in place of one.
 REBUILD: dict[str, Rebuild] = {

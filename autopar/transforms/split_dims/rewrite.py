@@ -7,17 +7,18 @@ keeps its own. Values cross the border of a loop or a branch as the program has 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from autopar.frontend.equations import Equation, LiteralOperand, Region
+from autopar.frontend.equations import Atom, Equation, Nest, Region, equations_of, substituted
 from autopar.frontend.trace import Rewritten, Trace
+from autopar.frontend.trace_builder import TraceBuilder
 from autopar.ir.graph import Graph
-from autopar.transforms.rewriting.equation_writer import Writer
 from autopar.transforms.split_dims.choice import Factored, factored_loops
 from autopar.transforms.split_dims.rebuild import ELEMENTWISE, REBUILD, Form, shape_of
 
@@ -33,14 +34,10 @@ def factor_dims(trace: Trace, graph: Graph) -> Trace:
 
 
 class _Rewriting:
-    """Collects the new equations; the one mutable object of this module."""
+    """Writes the equations anew; the one mutable object of this module."""
 
     def __init__(self, trace: Trace, factored: Sequence[Factored]) -> None:
-        self.trace = trace
-        self.equations: list[Equation] = []
-        self.regions: list[Region] = []
-        self.writer = Writer(trace)
-        self.region_at = {region.enter[0]: region for region in trace.regions}
+        self.trace, self.builder = trace, TraceBuilder(trace)
         self.seen_at: dict[int, list[Factored]] = {}
         self.loops_of: dict[int, list[Factored]] = defaultdict(list)  # value -> the loops among its dims
         for one in factored:
@@ -52,72 +49,57 @@ class _Rewriting:
         #: Value and shape -> the value in that shape, as far as it is known where the pass stands.
         self.known: dict[tuple[int, tuple[int, ...]], int] = {}
         self.pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)  # of a loop: where its two dims stand
-        self.rebuilt: list[tuple[int, int, Any, Any, Sequence[Factored]]] = []
+        #: What equations stand for that see a dim as two, but for where they begin and end and where the dims stand.
+        self.rebuilt: list[tuple[Any, Any, Sequence[Factored]]] = []
 
     def run(self) -> Trace:
         """The whole trace anew."""
         self._span(0, len(self.trace.equations))
-        producers = self.trace.producers
-        outputs = tuple(
-            self._plain(atom, self.trace.equations[producers[atom]])
-            if isinstance(atom, int) and atom in producers
-            else atom
-            for atom in self.trace.outputs
-        )
-        return replace(
-            self.trace,
-            equations=tuple(self.equations),
-            regions=tuple(self.regions),
-            avals=tuple(self.writer.avals),
-            repeats=tuple(self.writer.repeats),
-            outputs=outputs,
-            rewritten=tuple(self._rewritten(*one) for one in self.rebuilt),
-        )
+        at, equations = self.trace.producers, self.trace.equations
+        outputs = substituted(self.trace.outputs, lambda v: self._plain(v, equations[at[v]]) if v in at else v)
+        made = self.builder.finish(outputs)
+        return replace(made, rewritten=tuple(self._rewritten(self.builder.origins_of(made))))
+
+    def _rewritten(self, origins: Sequence[Any]) -> Iterator[Rewritten]:
+        for begun, equations in itertools.groupby(range(len(origins)), key=origins.__getitem__):
+            if begun is not None:
+                source, shapes, seen = self.rebuilt[begun]
+                pairs = frozenset(pair for one in seen for pair in self.pairs[id(one)])
+                start, *others = equations
+                yield Rewritten(start, start + 1 + len(others), source, shapes, pairs)
 
     def _span(self, start: int, stop: int) -> None:
-        n = start
-        while n < stop:
-            region = self.region_at.get(n)
+        for n, _, region in self.trace.walk(start, stop):
+            equation, seen = self.trace.equations[n], self.seen_at.get(n)
             if region is not None:
                 self._region(region)
-                n = region.exit[1]
-                continue
-            equation, seen = self.trace.equations[n], self.seen_at.get(n)
-            if seen:
+            elif seen:
                 self._rebuild(equation, seen)
             else:
-                self.equations.append(self._as_it_was(equation))
-            n += 1
+                self.builder.add(self._as_it_was(equation))
 
     def _region(self, region: Region) -> None:
         """A loop or branches at a new place. What is reshaped in a section is known in it alone."""
-        pieces = self.trace.equations
-        enter = self._append([self._as_it_was(pieces[n]) for n in range(*region.enter)])
+        pieces, outside = self.trace.equations, self.known
+        enter = [self._as_it_was(pieces[n]) for n in range(*region.enter)]
         leaving = {n: list(pieces[n].operands) for n in range(*region.exit)}
-        outside, sections = self.known, []
-        for section, span in enumerate(region.sections):
-            self.known, start = dict(outside), len(self.equations)
-            self._span(*span)
+
+        def write(section: int) -> None:
+            self.known = dict(outside)
+            self._span(*region.sections[section])
             for n, i in region.leaving(section, pieces):
                 leaving[n][i] = self._plain(leaving[n][i], pieces[n])
-            sections.append((start, len(self.equations)))
-        self.known = outside
-        left = self._append([replace(pieces[n], operands=tuple(operands)) for n, operands in leaving.items()])
-        self.regions.append(replace(region, enter=enter, sections=tuple(sections), exit=left))
 
-    def _append(self, equations: Sequence[Equation]) -> tuple[int, int]:
-        start = len(self.equations)
-        self.equations += equations
-        return start, len(self.equations)
+        sections = self.builder.sections(range(len(region.sections)), write)
+        self.known = outside
+        left = [replace(pieces[n], operands=tuple(operands)) for n, operands in leaving.items()]
+        self.builder.add(Nest(region.kind, region.source, enter, sections, left))
 
     def _as_it_was(self, equation: Equation) -> Equation:
-        return replace(equation, operands=tuple(self._plain(atom, equation) for atom in equation.operands))
+        return equation.reading(lambda value: self._plain(value, equation))
 
-    def _rewritten(self, start: int, stop: int, source: Any, shapes: Any, seen: Sequence[Factored]) -> Rewritten:
-        pairs = frozenset(pair for one in seen for pair in self.pairs[id(one)])
-        return Rewritten(start, stop, source, shapes, pairs)
-
-    def _plain(self, atom: int | LiteralOperand, reader: Equation) -> int | LiteralOperand:
+    def _plain(self, atom: Atom, reader: Equation) -> Atom:
+        """What stands for a value, in the shape that the program has it in."""
         if not isinstance(atom, int) or atom not in self.form:
             return atom
         return self._value(atom, self.trace.avals[atom].shape, reader)
@@ -125,16 +107,15 @@ class _Rewriting:
     def _value(self, value: int, shape: tuple[int, ...], reader: Equation) -> int:
         """A value in a shape, reshaped at its first reader that wants it so."""
         made = self.form.get(value, value)
-        if self.writer.avals[made].shape == shape:
+        if self.builder.avals[made].shape == shape:
             return made
         if (value, shape) not in self.known:
             # A piece stands at a border, and its operand on one side of it.
-            equation = replace(reader, operands=(made,), repeat=self.trace.repeats[value], piece=None)
-            n = len(self.equations)
-            (self.known[value, shape],) = self._emit(
+            equation = replace(reader, operands=(made,), repeat=self.trace.repeats[value])
+            written, (self.known[value, shape],) = self._emit(
                 equation, "reshape", [shape], lambda values: [jax.lax.reshape(values[0], shape)]
             )
-            self.rebuilt.append((n, n + 1, None, (None,), self.loops_of[value]))
+            self._note(written, None, (None,), self.loops_of[value])
         return self.known[value, shape]
 
     def _rebuild(self, equation: Equation, seen: Sequence[Factored]) -> None:
@@ -146,10 +127,10 @@ class _Rewriting:
             self._value(atom, shape_of(form), equation) if isinstance(atom, int) else atom
             for atom, form in zip(equation.operands, before, strict=True)
         ]
-        source, rebuild, start = equation.source, REBUILD[equation.primitive], len(self.equations)
-        results = self._emit(
+        source, rebuild = equation.source, REBUILD[equation.primitive]
+        made, results = self._emit(
             replace(equation, operands=tuple(operands)),
-            repr(sorted(source.params.items(), key=lambda item: item[0])),
+            equation.params_text,
             [*before, *after],
             lambda values: rebuild(source, values, before, after),
         )
@@ -157,21 +138,24 @@ class _Rewriting:
         was, now = (*equation.operands, *equation.results), (*operands, *results)
         for atom, value, form in zip(was, now, (*before, *after), strict=True):
             self._note_pairs(atom, value, form, seen)
-        self._note_rebuilt(start, equation, seen)
+        self._note_rebuilt(made, equation, seen)
 
-    def _note_rebuilt(self, start: int, equation: Equation, seen: Sequence[Factored]) -> None:
-        """What has been emitted since `start` is an equation anew, and reshapes before or after it."""
-        names = [one.primitive for one in self.equations[start:]]
+    def _note_rebuilt(self, made: Sequence[Equation], equation: Equation, seen: Sequence[Factored]) -> None:
+        """What has been made is an equation anew, and reshapes before or after it."""
+        names = [one.primitive for one in made]
         if not names:  # a reshape to what its operand is seen as
             return
-        main = start + names.index(equation.primitive) if equation.primitive != "reshape" else start
+        main = names.index(equation.primitive) if equation.primitive != "reshape" else 0
         shapes = tuple(self.trace.avals[atom].shape if isinstance(atom, int) else None for atom in equation.operands)
-        stop = main + 1
-        if equation.primitive == "concatenate" and names[-1] == "transpose":
-            stop = start + len(names)
-        self.rebuilt.append((main, stop, equation.source, shapes, seen))
-        others = [*range(start, main), *range(stop, len(self.equations))]
-        self.rebuilt += [(n, n + 1, None, (None,), seen) for n in others]
+        stop = len(names) if equation.primitive == "concatenate" and names[-1] == "transpose" else main + 1
+        self._note(made[main:stop], equation.source, shapes, seen)
+        for one in (*made[:main], *made[stop:]):
+            self._note([one], None, (None,), seen)
+
+    def _note(self, made: Sequence[Equation], source: Any, shapes: Any, seen: Sequence[Factored]) -> None:
+        for one in made:
+            self.builder.mark(one, len(self.rebuilt))
+        self.rebuilt.append((source, shapes, seen))
 
     def _note_pairs(self, atom: Any, value: Any, form: Form, seen: Sequence[Factored]) -> None:
         for d, sizes in enumerate(form):
@@ -179,7 +163,7 @@ class _Rewriting:
                 if len(sizes) == 2 and (atom, d) in one.places:
                     self.pairs[id(one)].add((value, sum(len(before) for before in form[:d])))
 
-    def _form(self, atom: int | LiteralOperand, seen: Sequence[Factored]) -> Form:
+    def _form(self, atom: Atom, seen: Sequence[Factored]) -> Form:
         if not isinstance(atom, int):
             return ()
         sizes = [(size,) for size in self.trace.avals[atom].shape]
@@ -189,9 +173,15 @@ class _Rewriting:
             found.append(whole if one is None else (one.size // one.part, one.part))
         return tuple(found)
 
-    def _emit(self, equation: Equation, what: str, forms: Sequence[Any], function: Any) -> list[Any]:
-        """Append what a function of an equation's operands does, under the equation's name; its results' numbers."""
-        return self.writer.write(self.equations, equation, (what, repr(forms)), equation.operands, function)
+    def _emit(
+        self, equation: Equation, what: str, forms: Sequence[Any], function: Any
+    ) -> tuple[list[Equation], list[Any]]:
+        """Append what a function of an equation's operands does, under the equation's name; the equations, and what stands
+        for its results."""
+        with self.builder.at([]) as items:
+            results = self.builder.write(equation, (what, repr(forms)), equation.operands, function)
+        self.builder.add(*items)
+        return [one for item in items for one in equations_of(item)], results
 
 
 def _broadcast_with(form: Form, result: Form) -> Form:
