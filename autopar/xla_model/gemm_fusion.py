@@ -69,10 +69,10 @@ class _GemmFusion:
             scaled = self._is_scaling(epilogue) and self._is_cast_at_once(epilogue)
             if one.kind != "loop" or not (narrower or scaled) or one.num_bytes > self.all.instructions[i].num_bytes:
                 return
-            product = self.all.instructions[i]
-            gemm = replace(product.gemm, out_dtype=one.dtype) if product.gemm else None
+            matmul = self.all.instructions[i]
+            gemm = replace(matmul.gemm, out_dtype=one.dtype) if matmul.gemm else None
             self.all.instructions[i] = replace(
-                product, num_bytes=one.num_bytes, elements=one.elements, dtype=one.dtype, gemm=gemm
+                matmul, num_bytes=one.num_bytes, elements=one.elements, dtype=one.dtype, gemm=gemm
             )
             for user in list(self.all.users[epilogue]):
                 for operands in (self.all.instructions[user].operands, self.all.kernels[user].operands):
