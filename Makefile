@@ -18,7 +18,7 @@ help:
 	@echo "make demo-inference  train a small model for a minute, and serve it: batches, pages and hits live"
 	@echo "make test         every module's tests, of long sweeps a sample; then the contract part on the oldest JAX supported"
 	@echo "make test-all     all tests, long sweeps as a whole, on both"
-	@echo "make check        ruff, pyright, import-linter"
+	@echo "make check        ruff, pyright, import-linter, coined words"
 	@echo "make verify       plan GPT-2 small for 8 H100s, compile it for them without a GPU, and compare"
 	@echo "make bench-plans MODEL=gpt2  its plan beside sharding by hand, compiled by XLA on this machine"
 	@echo "make bench-gpu    measure on this host's GPUs what is predicted elsewhere; DRY=1 tries it on CPUs"
@@ -53,13 +53,14 @@ test-oldest: $(OLDEST)/test.stamp
 	@echo "== The contract subset, $(TIER): $$($(OLDEST)/bin/python $(VERSIONS))"
 	@$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) -m "contract and ($(TIER))" tests
 
-# All four run, so that one go shows all that is wrong.
+# All run, so that one go shows everything that is wrong.
 check: $(VENV)/dev.stamp
 	@status=0; \
 	$(VENV)/bin/ruff check . || status=1; \
 	$(VENV)/bin/ruff format --check . || status=1; \
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python || status=1; \
 	$(VENV)/bin/lint-imports || status=1; \
+	$(VENV)/bin/python scripts/check_words.py || status=1; \
 	exit $$status
 
 # XLA's GPU compiler needs no GPU. Fails where a figure is off by more than its tolerance.
