@@ -199,7 +199,7 @@ def test_metadata_that_cannot_be() -> None:
     with pytest.raises(errors.PinError, match=r"params/params/Dense_0/kernel.*does not divide.*metadata=\"ignore\""):
         autopar.plan(step, params, x, mesh="2x4", **HARDWARE)
     hinted = autopar.plan(step, params, x, mesh="2x4", metadata="hint", **HARDWARE)
-    assert any("were not held to" in note for note in hinted.notes)
+    assert any("were not followed" in note for note in hinted.notes)
     unknown: Any = "follow"
     with pytest.raises(errors.PinError, match='give "pin", "hint" or "ignore"'):
         autopar.plan(step, params, x, mesh="2x4", metadata=unknown, **HARDWARE)

@@ -309,7 +309,7 @@ def change(data: dict[str, Any], place: str, value: Any) -> None:
     ("place", "value", "words"),
     [
         ("format", "other", 'it is not a plan: a plan is a JSON object with "format": "autopar-plan"'),
-        ("version", 7, "it is of version 7, which a later autopar wrote; this one"),
+        ("version", 8, "it is of version 8, which a later autopar wrote; this one"),
         ("version", "2", "it is of version '2': versions are whole numbers from 1 on"),
         ("hardware", ..., "its field `hardware` is missing"),
         ("extra", 1, "its field `extra` is unknown"),

@@ -168,7 +168,7 @@ def test_the_summary_of_a_plan_names_what_has_no_rule_and_its_share(tmp_path: Pa
     share = 100 * one.time_s / plan.prediction.step_time_s
     head = text.getvalue().split("Predicted step")[0]
     assert f"run replicated on all 8 devices: `without_rule` x2; {share:.0f} % of the step" in head
-    assert "proven optimal among the strategies that the rules know" in head
+    assert "proven optimal among the strategies of the known sharding rules" in head
     alone = planned(twice, mesh="1")
     assert alone.replicated == () and "Replicated" not in str(autopar.explain(alone))
 

@@ -137,7 +137,7 @@ def test_interleaved_makes_as_many_stages_as_asked_for() -> None:
     assert len(plan.stages) == 4
     text = " ".join(str(autopar.explain(plan)).split())
     assert "4 stages on 1 + 1 devices, 2 on each submesh, interleaved" in text
-    assert "among stages that follow one another in the order of the devices" in text
+    assert "among stages in the order of the devices" in text
     assert 'one program on all devices was not planned: `stages="auto"` plans both' in text
     with pytest.raises(BudgetError, match="ask for a multiple of 2, at least 4"):
         autopar.plan(step, params, X, stages=2, **options)
