@@ -264,7 +264,7 @@ def test_where_nothing_it_meets_fits_the_least_memory_is_a_start(monkeypatch: py
         seed=0,
         found=met.append,
         bounded=lambda bound: None,
-        told=lambda cost: None,
+        improved=lambda cost: None,
         open=lambda: True,
     )
     large.run(lambda: choices)

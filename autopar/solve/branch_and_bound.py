@@ -1,12 +1,13 @@
-"""Branch and bound by HiGHS, with memory rows added as they are violated.
+"""Solve a problem by branch and bound with HiGHS, adding memory rows as they are violated (row generation).
 
-In: a `Problem`, best already reduced. Out: `Branched`: the best assignment found, a bound, and how it ended.
-A round solves the programme with the memory rows so far; if its solution holds too much at some instants,
-their rows are added. Every round's bound holds for the whole problem, for rows are only missing.
+In: a `Problem`, preferably reduced. Out: `Branched`: the best assignment found, a bound, and how the solve ended.
+A round solves the programme with the memory rows so far. If its solution exceeds the limit at some instants, their
+rows are added. Every round's bound is valid for the whole problem, because missing rows only relax it.
 
-HiGHS has tolerances, and none of them may forbid what fits or raise a bound. So rows of memory are of whole numbers,
-rounded down; what they let through is forbidden by rows that count nodes (`_MemoryRows._cover`). Costs so large that
-no good assignment takes them are lowered (`_Scaled`), and the tolerance of costs is taken off every bound.
+HiGHS's tolerances must neither forbid an assignment that fits nor raise a bound. Memory rows therefore have integer
+coefficients, rounded down, and cover rows that count nodes forbid the violations that this lets through
+(`_MemoryRows._cover`). Costs too large for any good assignment are lowered (`_Scaled`), and the tolerance of costs is
+subtracted from every bound.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from autopar.solve.mip_encoding import Columns
 from autopar.solve.problem import ROUNDING, Problem
 
 Report = Callable[[float, float], None]
-_OBJECTIVE = 1e4  # what the objective is scaled to: far above HiGHS's tolerances of 1e-7, far below 1/eps
-_DEAREST = 1e4  # times the size of the optimum: dearer choices are priced so
-_FINER = 0.25  # of the scale, for another run
+_OBJECTIVE = 1e4  # size of the scaled objective: far above HiGHS's tolerances of 1e-7, far below 1/eps
+_DEAREST = 1e4  # costs are capped at this many times the optimum's size
+_FINER = 0.25  # a unit below this share of the current one is worth another run
 _ROWS_A_ROUND = 4
-_FEW_ROWS = 24  # so many are all there from the start
+_FEW_ROWS = 24  # up to this number, all memory rows are present from the start
 _DIGITS = 20  # binary digits of a memory row's limit
 
 
 @dataclass(frozen=True, slots=True)
 class Branched:
-    """`choices` is empty where nothing was found; `bound` is `inf` where there is nothing to find."""
+    """The result of `branch`: `choices` is empty if none was found; `bound` is `inf` if no assignment fits."""
 
     choices: tuple[int, ...]
     cost: float
@@ -53,14 +54,14 @@ def branch(
     """Solve a problem by HiGHS.
 
     Args:
-        problem: all node costs are finite; `reduce` makes it so.
-        deadline: on the clock of `time.monotonic`.
+        problem: problem with finite node costs, as `reduce` returns it.
+        deadline: end of the solve, by `time.monotonic`.
         incumbent: an assignment that fits, to start from and to fall back on.
-        relative_gap: distance of cost and bound that counts as optimal. With HiGHS's tolerance taken off, the bound
-            may be further off than that where the end is `OPTIMAL`.
-        report: called with the cost of the best that is known to fit and the bound, in seconds.
+        relative_gap: gap between cost and bound that counts as optimal. HiGHS's tolerance is subtracted from the
+            bound, so the gap of an `OPTIMAL` result may be larger.
+        report: callback for the cost of the best assignment known to fit and the bound, in seconds.
     """
-    from autopar.solve.highs import solve_mip  # noqa: PLC0415 - with OR-Tools, which running a saved plan must not need
+    from autopar.solve.highs import solve_mip  # noqa: PLC0415 - running a saved plan must not need OR-Tools
 
     columns = Columns(problem)
     rows = _MemoryRows(problem, columns)
@@ -68,8 +69,8 @@ def branch(
     scaled = _Scaled(columns, least)
     bound = -np.inf
 
-    def tell(cost: float, low: float) -> None:
-        if report is not None:  # with rows missing, what HiGHS has found may not fit
+    def report_progress(cost: float, low: float) -> None:
+        if report is not None:  # while memory rows are missing, HiGHS's solution may not fit
             known = least if problem.memory_limit is not None else min(least, scaled.cost(cost))
             report(known, max(bound, scaled.bound(low)))
 
@@ -79,9 +80,9 @@ def branch(
             time_limit_s=max(0.01, deadline - time.monotonic()),
             hint=columns.encode(best) if best else None,
             relative_gap=relative_gap,
-            report=tell,
+            report=report_progress,
         )
-        if outcome.end is End.INFEASIBLE:  # with an assignment at hand it errs, and has proven nothing
+        if outcome.end is End.INFEASIBLE:  # wrong if an assignment is known: nothing is proven then
             return Branched(best, least, bound, End.STOPPED) if best else Branched((), np.inf, np.inf, outcome.end)
         bound = max(bound, scaled.bound(outcome.bound))
         fits = False
@@ -105,17 +106,17 @@ def branch(
 
 
 class _Scaled:
-    """The costs of a programme's columns as HiGHS gets them.
+    """The column costs scaled for HiGHS.
 
-    A column dearer than any in a good assignment is priced lower, which bounds allow: HiGHS would lose small costs
-    beside large ones.
+    Costs above those of any good assignment are capped, because HiGHS loses small costs next to large ones. Lower costs
+    keep bounds valid.
 
     Args:
-        least: the cost of an assignment, `inf` if none is known, in seconds.
+        least: cost of a known assignment, in seconds; `inf` if none is known.
 
     Attributes:
-        unit: the size of the optimum, in seconds.
-        costs: of each column, in units of `unit / _OBJECTIVE`.
+        unit: estimated size of the optimum, in seconds.
+        costs: cost of each column, in units of `unit / _OBJECTIVE`.
     """
 
     def __init__(self, columns: Columns, least: float) -> None:
@@ -131,29 +132,29 @@ class _Scaled:
         self._whole = bool((np.floor(costs) == costs).all())
 
     def cost(self, objective: float) -> float:
-        """What an objective is in seconds."""
+        """The cost of a scaled objective, in seconds."""
         return objective * self.unit / _OBJECTIVE
 
     def bound(self, objective: float) -> float:
-        """A bound of HiGHS's in seconds, less its tolerance; assignments of whole costs have whole costs."""
+        """HiGHS's bound less its tolerance, in seconds; rounded up if all costs are integers."""
         bound = self.cost(objective - TOLERANCE * self._columns.terms)
         return float(math.ceil(bound)) if self._whole and math.isfinite(bound) else bound
 
     def lowers(self, choices: tuple[int, ...]) -> bool:
-        """Whether an assignment seems cheaper than it is."""
+        """Whether the cap lowers a cost of an assignment."""
         chosen = self._columns.encode(choices) > 0.0
         return bool((self._most < self._columns.costs())[chosen].any())
 
 
 def _typical(problem: Problem) -> float:
-    """A cost, in seconds, of about the size of the optimum's variable part."""
+    """An estimate of the size of the optimum's variable part, in seconds."""
     finite = [c[np.isfinite(c)] for c in problem.node_costs] + [e.costs[np.isfinite(e.costs)] for e in problem.edges]
     total = sum(float(np.median(np.abs(c))) for c in finite if c.size)
     return total or max((float(np.abs(c).max()) for c in finite if c.size), default=0.0) or 1.0
 
 
 class _MemoryRows:
-    """The memory rows of a programme, as they come to matter."""
+    """The memory rows of a programme, generated as they are violated."""
 
     def __init__(self, problem: Problem, columns: Columns) -> None:
         self.rows: list[tuple[np.ndarray, float]] = []
@@ -165,7 +166,7 @@ class _MemoryRows:
             for position in range(len(self._instants.times)):
                 self._add(position)
         elif self._instants is not None and len(self._instants.times):
-            # Without any row the first solution holds far too much; where most is held on average, most will be.
+            # Without a row the first solution would far exceed the limit: start with the instant of the highest mean.
             typical = self._instants.loads_of([float(np.mean(u.amounts)) for u in self._instants.usages])
             self._add(int(typical.argmax()))
 
@@ -184,19 +185,21 @@ class _MemoryRows:
         return bool(violated)
 
     def _add(self, position: int) -> None:
-        """A row of whole numbers that all assignments that fit keep to: of what is held beyond the least, in units
-        of about a millionth of the room that is left for it, rounded down."""
+        """Add an integer row that every assignment that fits satisfies.
+
+        It counts memory above each node's minimum, in units of about a millionth of the remaining room, rounded down.
+        """
         assert self._instants is not None and self._limit is not None
         more, least = self._beyond_least(position)
         room = self._limit - least
         size = room if room > 0.0 else float(more.max(initial=0.0))
         unit = math.ldexp(1.0, max(-1000, math.frexp(size)[1] - _DIGITS))  # a power of two: division is exact
-        most = 2.0 ** (_DIGITS + 1)  # more than there is room for
+        most = 2.0 ** (_DIGITS + 1)  # above the room
         self.rows.append((np.floor(np.minimum(more / unit, most)), math.floor(max(room / unit, -1.0)) + 0.5))
         self._present.add(position)
 
     def _beyond_least(self, position: int) -> tuple[np.ndarray, float]:
-        """What each column holds beyond the least of its node, and the sum of those leasts, in bytes."""
+        """The memory of each column above its node's minimum, and the sum of the minima, in bytes."""
         assert self._instants is not None
         held = self._columns.memory_row(self._instants.live_at(position))
         starts, sizes = self._columns.starts, self._columns.sizes
@@ -205,8 +208,11 @@ class _MemoryRows:
         return held, math.fsum(leasts)
 
     def _cover(self, position: int, choices: Sequence[int], excess: float) -> tuple[np.ndarray, float]:
-        """A row without tolerance, for a violation too slight for the others: of the nodes live then, not all may take
-        a strategy that holds as much as the chosen one or more; less will do while together it is still too much."""
+        """A cover inequality against a violation too small for the memory rows' tolerance.
+
+        Not all live nodes may take a strategy with at least the chosen one's memory. The threshold of a node is lowered
+        as long as the thresholds together still exceed the limit.
+        """
         more, _ = self._beyond_least(position)
         parts = [more[a:b] for a, b in zip(self._columns.starts[:-1], self._columns.starts[1:], strict=True)]
         row, nodes = np.zeros(len(more)), 0

@@ -1,8 +1,8 @@
-"""A lower bound that holds in spite of rounding.
+"""Compute a lower bound of the cost that is valid in spite of rounding.
 
-In: a `Pairwise`, prices of memory, messages. Whatever numbers the messages are, what they add to the nodes they take
-off the edges, so the least that is left at every node and edge, added up, bounds the cost of every assignment. Each
-term is lowered here by what its own sums may have been rounded by, and their sum by its.
+In: a `Pairwise`, prices of memory, messages. Messages add to the nodes exactly the costs that they subtract from the
+edges. The sum of the minima of all nodes and edges therefore bounds the cost of every assignment, whatever the
+messages are. Each term, and their sum, is lowered by the largest possible error of its own rounding.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _DIGITS = 40  # binary digits of prices: their sums over instants are exact
 
 
 def certified_bound(p: Pairwise, multipliers: np.ndarray, messages: np.ndarray) -> float:
-    """No assignment that fits costs less than this.
+    """A lower bound of the cost of every assignment that fits.
 
     Args:
         multipliers: price of memory at each instant, not negative.
-        messages: of a pass to higher nodes or lower ones, at about these prices.
+        messages: messages of a pass towards higher or lower nodes, at about these prices.
     """
     exact = np.asarray(multipliers, float)
     total = float(exact.sum())
@@ -40,7 +40,7 @@ def certified_bound(p: Pairwise, multipliers: np.ndarray, messages: np.ndarray) 
 
 @compiled
 def _least_terms(p: Pairwise, held: np.ndarray, messages: np.ndarray, terms: np.ndarray) -> None:
-    """Lower bounds of what is left at each node, then at each edge, into `terms`."""
+    """Write lower bounds of the minimum of each node, then of each edge, into `terms`."""
     nodes, edges, edges_of, labels, entries = p.nodes, p.edges, p.edges_of, p.labels, p.entries
     num_nodes = len(nodes) - 1
     total, least = np.empty(len(held)), np.empty(len(held))

@@ -1,9 +1,8 @@
-"""Edge costs with what no partner can tell apart stored once.
+"""Store edge cost matrices with equal rows and equal columns kept once.
 
-Most strategies of a node make, or want, the same sharding of the tensor that an edge carries: their rows
-of the cost matrix are equal. A `Table` keeps the distinct rows and columns (`core`) and says of every
-strategy to which class it belongs. It is exact: `core[rows][:, cols]` is the matrix. Tables are what makes
-dominance, elimination and the integer programme small.
+Many strategies of a node produce or need the same sharding of the tensor that an edge carries, so their rows of
+the cost matrix are equal. A `Table` keeps the distinct rows and columns (`core`) and the class of each strategy. It is
+exact: `core[rows][:, cols]` is the matrix. The classes keep dominance, elimination and the integer programme small.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ class Table:
         return self.core[self.rows[:, None], self.cols]
 
     def transposed(self) -> Table:
-        """The same costs, seen from the other node."""
+        """The table with its two nodes swapped."""
         return Table(self.cols, self.rows, self.core.T)
 
     def take(self, rows: np.ndarray) -> Table:
-        """With the first node's strategies replaced by `rows`, positions among the present ones."""
+        """The table restricted to the strategies at positions `rows` of the first node."""
         return Table(self.rows[rows], self.cols, self.core).compact()
 
     def compact(self) -> Table:
-        """With unused classes dropped and equal ones joined."""
+        """The table without unused classes and with equal classes merged."""
         rows, core = _distinct(self.rows, self.core)
         cols, core = _distinct(self.cols, core.T)
         return Table(rows, cols, core.T)
@@ -60,33 +59,33 @@ class Table:
         return Table(rows, cols, core).compact()
 
     def normalised(self) -> tuple[Table, np.ndarray, np.ndarray]:
-        """A table whose every row and column has minimum 0, and what that took off each strategy.
+        """Shift every row and column to minimum 0: the table, and the amounts subtracted from either node's strategies.
 
-        A class without a finite partner keeps its `inf`s, and `inf` is what is taken off its strategies.
+        A class without a finite partner keeps its `inf` entries; the amount subtracted from its strategies is `inf`.
         """
         row_least = self.core.min(axis=1)
         core = self.core - np.where(np.isinf(row_least), 0.0, row_least)[:, None]
         col_least = core.min(axis=0)
         core = core - np.where(np.isinf(col_least), 0.0, col_least)
-        # Rounding must not hide that two costs are equal.
+        # Set differences of rounding size to 0, so that equal costs stay equal.
         core[np.isfinite(core) & (core <= 1e-15 * np.abs(self.core))] = 0.0
         table = Table(self.rows, self.cols, core).compact()
         return table, row_least[self.rows], col_least[self.cols]
 
     def is_zero(self) -> bool:
-        """Whether the table says nothing (after `normalised`)."""
+        """Whether every cost is 0: after `normalised`, such a table can be dropped."""
         return not self.core.any()
 
 
 def joint(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Classes of strategies that are alike in both: their labels, and one strategy of each class."""
+    """The common refinement of two labellings: the labels, and one strategy of each class."""
     keys = first * (int(second.max()) + 1) + second
     _, pick, labels = np.unique(keys, return_index=True, return_inverse=True)
     return labels.reshape(-1), pick
 
 
 def _distinct(labels: np.ndarray, core: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Join equal rows of `core` and drop those that no label names."""
+    """Merge equal rows of `core` and drop the rows that no label uses."""
     core = np.ascontiguousarray(core) + 0.0  # -0.0 becomes 0.0: rows are compared by their bytes
     data, width = core.tobytes(), core.shape[1] * core.itemsize
     used = np.zeros(len(core), bool)

@@ -1,9 +1,9 @@
-"""Costs on a grid of binary fractions, so that what a search adds, subtracts and compares is exact.
+"""Round costs to multiples of one power of two, so that the search adds, subtracts and compares them exactly.
 
-In: a `Problem`. Out: a `Gridded`, whose every cost is a multiple of one power of two. Costs of every node and edge
-are shifted to a least of 0 first, and the sum of those leasts goes to the first node: then whatever a cheap assignment
-adds up is small and has no rounding, however large the costs are that it avoids. Float64 holds 2^53 steps of the grid;
-costs beyond `ceiling` may be rounded, and no bound above it is believed.
+In: a `Problem`. Out: a `Gridded`, whose costs are all multiples of one power of two. The costs of every node and edge
+are first shifted so that their minimum is 0, and the sum of the minima goes to the first node. The costs that a cheap
+assignment adds up are then small and exact, however large the costs that it avoids. Float64 holds 2^53 steps of the
+grid: costs above `ceiling` may be rounded, so bounds are capped there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from autopar.solve.problem import Problem
 
-_FINE, _GUESSED = 50, 46  # binary digits below the size of a cost: that is known, or guessed
+_FINE, _GUESSED = 50, 46  # binary digits below the optimum's size, where that size is known or only guessed
 _MOST = 52  # binary digits that sums may take
-_FARTHEST = 2.0**200  # steps: in place of what would overflow
+_FARTHEST = 2.0**200  # steps: the largest finite cost, instead of an overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class Gridded:
 
     Args:
         problem: the problem, with costs on the grid.
-        error: by how much an assignment's cost may differ from that of the original, in seconds.
-        ceiling: bounds above this are not believed, in seconds.
-        whole: whether every cost of the original is a whole number.
-        least: the sum of the least cost of each node and edge: no assignment is cheaper.
+        error: largest difference between an assignment's cost and its original cost, in seconds.
+        ceiling: largest valid bound, in seconds; sums above it may be rounded.
+        whole: whether every original cost is an integer.
+        least: the sum of the minima of all nodes and edges; no assignment is cheaper.
     """
 
     problem: Problem
@@ -44,8 +44,8 @@ def on_grid(problem: Problem, cost: float | None = None) -> Gridded:
     """Round a problem's costs to a grid.
 
     Args:
-        cost: of some assignment, in seconds. Without one the size of the optimum is guessed; too low a guess lowers
-            `ceiling`, too high a one raises `error`.
+        cost: the cost of a known assignment, in seconds. Without one the optimum's size is guessed: too low a guess
+            lowers `ceiling`, too high a guess raises `error`.
     """
     tables = {id(e.costs): e.costs for e in problem.edges}
     leasts = {key: _least(table) for key, table in tables.items()}
@@ -87,14 +87,14 @@ def _is_whole(costs: np.ndarray) -> bool:
 
 
 def _typical(costs: Sequence[np.ndarray]) -> float:
-    """The median of what is neither nothing nor forbidden."""
+    """The median of the positive finite costs."""
     flat = np.concatenate([np.zeros(0), *(c.ravel() for c in costs)])
     flat = flat[(flat > 0.0) & (flat < np.inf)]
     return float(np.median(flat)) if len(flat) else 0.0
 
 
 def _power(size: float, digits: int) -> float:
-    """The power of two that many binary digits below a size."""
+    """The power of two that lies `digits` binary digits below a size."""
     return max(math.ldexp(1.0, math.frexp(size)[1] - digits), 2.0**-1000) if 0.0 < size < math.inf else 1.0
 
 

@@ -1,17 +1,16 @@
-"""Solution without a memory limit: variable elimination with dense tables.
+"""Solve a problem without its memory limit by variable elimination (dynamic programming over dense tables).
 
 In: a `Problem`, whose usages and limit are ignored. Out: an `Elimination`, an order in which the nodes are
-minimised out one by one. Solving along it takes node costs, so the same order serves many prices of memory.
+minimised out one by one. Node costs are passed to `solve`, so one order serves many prices of memory.
 
-Minimising out v adds all tables that hold v and takes the minimum over v's strategies: a table over v's
-neighbours. Only the *classes* of a neighbour's strategies that those tables tell apart matter (see
-`solve/compact_costs.py`), so its side is their number, not that of the strategies. Steps that add the same tables in the
-same way, as those of identical layers do, are computed once. (Dechter, "Bucket elimination", 1999.)
+Minimising out node v adds all tables that contain v and takes the minimum over v's strategies, which gives a table
+over v's neighbours. A neighbour's side of that table has one entry per *class* of strategies with equal costs
+(`compact_costs.py`), not per strategy. Steps that add the same tables in the same way, as in identical layers, are
+computed once. (Dechter, "Bucket elimination", 1999.)
 
-Where tables would grow too large the order splits them (`solve/elimination_order.py`): then what is found is an assignment and
-a lower bound, not the optimum. The node's own costs are divided among its buckets such that each has the
-same cheapest completion of every strategy, which makes the bound tighter (Ihler et al., "Join-graph based
-cost-shifting schemes", 2012).
+Tables that would grow too large are split (`elimination_order.py`). The result is then an assignment and a lower bound,
+not the optimum. A node's own costs are divided among its buckets so that each strategy's cheapest completion costs
+the same in every bucket, which tightens the bound (Ihler et al., "Join-graph based cost-shifting schemes", 2012).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BLOCK = 1 << 16  # entries that are added up at once: they stay in the cache
 
 
 def plan_exact(problem: Problem, *, max_entries: int, max_work: int) -> Elimination | None:
-    """An order that finds the optimum; None if that takes too much. The arguments are `plan_elimination`'s."""
+    """An order that finds the optimum; None if it exceeds the limits. The arguments are those of `plan_elimination`."""
     order = Order(problem, max_entries)
     while (node := order.cheapest()) is not None:
         order.remove(node)
@@ -40,11 +39,11 @@ def plan_exact(problem: Problem, *, max_entries: int, max_work: int) -> Eliminat
 
 
 def plan_elimination(problem: Problem, *, max_entries: int, max_work: int) -> Elimination:
-    """An order of elimination, split where it has to be.
+    """An order of elimination with tables split where they exceed the limits.
 
     Args:
         max_entries: largest table that a step may leave.
-        max_work: entries added up, in all, beyond which smaller tables are taken.
+        max_work: total number of entries added up, above which `max_entries` is reduced.
     """
     while True:
         order = Order(problem, max_entries)
@@ -61,8 +60,8 @@ def _elimination(order: Order) -> Elimination:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """Under some node costs: the tables of all factors, which of them are the same one, and the part of its
-    node's costs that each bucket's output bears."""
+    """The forward pass under some node costs: the table of each factor, an identity shared by equal tables, and the
+    share of the node's costs in each bucket's output."""
 
     tables: list[np.ndarray]
     same: list[int]
@@ -81,14 +80,13 @@ class Elimination:
 
     @property
     def exact(self) -> bool:
-        """Whether it finds the optimum; else it finds an assignment and a bound."""
+        """Whether `solve` finds the optimum rather than an assignment and a bound."""
         return all(len(buckets) == 1 for buckets in self._steps)
 
     def solve(self, node_costs: Sequence[np.ndarray]) -> tuple[tuple[int, ...], float]:
-        """A cheap assignment, and a lower bound of the cost of all.
+        """A cheap assignment and a lower bound: the optimum and its cost if `exact`.
 
-        The cheapest, and its cost, if `exact`. The bound is `inf` if it is proven that none has finite cost;
-        then the assignment means nothing.
+        A bound of `inf` proves that no assignment has finite cost; the assignment is then meaningless.
         """
         forward = self._forward(node_costs)
         choices = [0] * len(node_costs)
@@ -103,19 +101,18 @@ class Elimination:
     def marginals(self, node_costs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """For each strategy of each node, a lower bound of the cost of all assignments that take it.
 
-        It is the cost of the cheapest if `exact`. One pass back along the order: what a bucket's table
-        leaves out, the cheapest completion by all nodes eliminated later, comes down from the bucket that
-        used it.
+        If `exact`, the bound is the cost of the cheapest such assignment. One backward pass computes it: each bucket
+        receives from the bucket that used its table the cheapest completion by the nodes eliminated later.
         """
         forward = self._forward(node_costs)
         marginals = [np.full(len(c), -np.inf) for c in node_costs]
         unit = 1e-12 * (abs(forward.value) or 1.0)
-        rest: dict[int, np.ndarray] = {}  # by factor: the cheapest completion outside what it sums up
+        rest: dict[int, np.ndarray] = {}  # by factor: cheapest completion by the nodes outside it
         known: dict[tuple[object, ...], tuple[np.ndarray, dict[int, np.ndarray]]] = {}
         for bucket in (bucket for buckets in reversed(self._steps) for bucket in buckets):
             above = rest.pop(bucket.output) if bucket.scope else np.array(forward.value - forward.tables[bucket.output])
             own = forward.own[bucket.output]
-            # Completions of the same layers differ by the rounding of sums in another order, and no more.
+            # Completions of identical layers differ by rounding only, from sums in another order.
             key = (forward.same[bucket.output], np.round(above / unit).tobytes())
             if key not in known:
                 known[key] = self._descend(bucket, forward.tables, own, above)
@@ -147,7 +144,7 @@ class Elimination:
         return _Forward(forward.tables, forward.same, forward.own, value)
 
     def _divided(self, buckets: Sequence[Bucket], forward: _Forward, costs: np.ndarray) -> list[np.ndarray]:
-        """A node's costs divided among its buckets such that all have the same least cost per strategy."""
+        """A node's costs divided among its buckets so that every strategy costs the same in each."""
         if len(buckets) == 1:
             return [costs]
         leasts = [self._least(bucket, forward.tables)[self._partitions.labels[bucket.parts[0]]] for bucket in buckets]
@@ -157,7 +154,7 @@ class Elimination:
         ]
 
     def _least(self, bucket: Bucket, tables: Sequence[np.ndarray]) -> np.ndarray:
-        """The least sum of a bucket's tables, per class of its node."""
+        """The minimum of the sum of a bucket's tables, per class of its node."""
         shape = self._shape(bucket)
         terms = self._terms(bucket, tables)
         return np.concatenate(
@@ -176,18 +173,18 @@ class Elimination:
         return tuple(self._partitions.counts[p] for p in bucket.parts)
 
     def _own(self, bucket: Bucket, costs: np.ndarray) -> np.ndarray:
-        """The node's own cost per class: that of the class's cheapest strategy."""
+        """The cost of the cheapest strategy of each class of a bucket's node."""
         own = np.full(self._partitions.counts[bucket.parts[0]], np.inf)
         np.minimum.at(own, self._partitions.labels[bucket.parts[0]], costs)
         return own
 
     def _terms(self, bucket: Bucket, tables: Sequence[np.ndarray], *more: np.ndarray) -> list[np.ndarray]:
-        """What a bucket adds up, small tables first, all with its axes."""
+        """The tables that a bucket adds up, smallest first, aligned to its axes."""
         terms = [*more, *(self._aligned(number, bucket, tables[number]) for number in bucket.inputs)]
         return sorted(terms, key=lambda t: t.size)
 
     def _aligned(self, number: int, bucket: Bucket, table: np.ndarray) -> np.ndarray:
-        """A factor's table with the axes and classes of a bucket's, axes it lacks having size 1."""
+        """A factor's table with the axes and classes of a bucket; missing axes have size 1."""
         factor = self._factors[number]
         order = sorted(range(len(factor.scope)), key=lambda i: bucket.axis(factor.scope[i]))
         table = table.transpose(order)
@@ -200,11 +197,11 @@ class Elimination:
         return table.reshape(shape)
 
     def _coarser(self, fine: int, coarse: int) -> np.ndarray:
-        """The class in partition `coarse` of each class of the finer one."""
+        """The class in partition `coarse` of each class of the finer partition."""
         return self._partitions.labels[coarse][self._partitions.first[fine]]
 
     def _seen_from(self, node: int, number: int, table: np.ndarray, choices: Sequence[int]) -> np.ndarray:
-        """A factor per strategy of one of its nodes, given the others' choices."""
+        """A factor's cost per strategy of one node, given the choices of its other nodes."""
         factor, labels = self._factors[number], self._partitions.labels
         sides = zip(factor.scope, factor.parts, strict=True)
         return table[tuple(labels[p] if n == node else labels[p][choices[n]] for n, p in sides)]
@@ -214,8 +211,12 @@ class Elimination:
     def _descend(
         self, bucket: Bucket, tables: Sequence[np.ndarray], costs: np.ndarray, above: np.ndarray
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """From the cheapest completion above a bucket: the least of each class of its node without the
-        node's own cost, and the completions for those of its inputs that are buckets' outputs, by place."""
+        """Propagate the cheapest completion above a bucket to its node and inputs.
+
+        Returns:
+            The minimum of each class of the node without the node's own cost, and by position the completions of the
+            inputs that other buckets produced.
+        """
         shape = self._shape(bucket)
         own = self._own(bucket, costs).reshape(-1, *(1,) * len(bucket.scope))
         terms = self._terms(bucket, tables, above[None])
@@ -234,7 +235,7 @@ class Elimination:
         return of_class, {i: self._below(bucket, i, least[i], tables[bucket.inputs[i]]) for i in places}
 
     def _below(self, bucket: Bucket, place: int, least: np.ndarray, table: np.ndarray) -> np.ndarray:
-        """Bring a minimum over a bucket's classes to an input's, and take the input itself off it."""
+        """Reduce a minimum from a bucket's classes to those of an input, and subtract the input's table."""
         factor = self._factors[bucket.inputs[place]]
         axes = [bucket.axis(n) for n in factor.scope]
         least = least.squeeze(tuple(a for a in range(least.ndim) if a not in axes))
@@ -249,7 +250,7 @@ class Elimination:
 
 
 def _slabs(shape: tuple[int, ...]) -> Iterator[slice]:
-    """The first axis in slices whose sums stay in the cache."""
+    """Slices of the first axis small enough for the cache."""
     step = max(1, _BLOCK // math.prod(shape[1:]))
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 

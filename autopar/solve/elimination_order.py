@@ -1,12 +1,11 @@
-"""In which order to eliminate the nodes of a problem, found before any cost is added up.
+"""Choose the order in which to eliminate the nodes of a problem, greedily and without adding up costs.
 
-In: a `Problem`. Out, step by step: which factors (tables over some nodes) a node's elimination adds up, and
-the factors it leaves. The next node is always the one whose elimination adds up the smallest table. Where
-even that is too large, the factors that hold the node are split into buckets, each minimised by itself: the
-node may then take a different strategy in each, which makes the result a lower bound (Dechter and Rish,
-"Mini-buckets", 2003).
+In: a `Problem`. Out, step by step: the factors (tables over some nodes) that the elimination of a node adds up, and
+the factors it leaves. The next node is always the one whose elimination adds up the smallest table. If even that is
+too large, the factors that contain the node are split into buckets that are minimised separately. The node may then
+take a different strategy in each bucket, so the result is a lower bound (Dechter and Rish, "Mini-buckets", 2003).
 
-A factor's `kind` says how it came about: factors of equal kind come from equal tables by equal steps.
+Factors of equal `kind` come from equal tables by equal steps.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from autopar.solve.label_classes import Partitions
 from autopar.solve.problem import Edge, Problem
 
 _MANY_NEIGHBOURS = 24  # a table over more nodes is never small
-_DEPTH = 16  # how many times as large as the table it leaves the table may be that a step adds up
+_DEPTH = 16  # largest ratio of the table that a step adds up to the table it leaves
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A table over the nodes of `scope`, their strategies classed by `parts`."""
+    """A table over the nodes of `scope`, with one axis entry per class of the partitions `parts`."""
 
     scope: tuple[int, ...]
     parts: tuple[int, ...]
@@ -37,7 +36,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Add factors `inputs` over (node, *scope), keep the minimum over the node as factor `output`."""
+    """One step: add the factors `inputs` over (node, *scope) and minimise over the node into factor `output`."""
 
     node: int
     scope: tuple[int, ...]
@@ -46,12 +45,12 @@ class Bucket:
     output: int
 
     def axis(self, node: int) -> int:
-        """Where a node stands in (node, *scope)."""
+        """The position of a node in (node, *scope)."""
         return 0 if node == self.node else 1 + self.scope.index(node)
 
 
 class Order:
-    """The graph of nodes and factors while nodes are taken out of it.
+    """The graph of nodes and factors during elimination.
 
     Args:
         max_entries: largest table that a step may leave.
@@ -60,9 +59,9 @@ class Order:
     def __init__(self, problem: Problem, max_entries: int) -> None:
         self.partitions = Partitions()
         self.factors: list[Factor] = []
-        self.cores: list[np.ndarray] = []  # tables of the first factors, the edges
+        self.cores: list[np.ndarray] = []  # tables of the first factors, which are the edges
         self.steps: list[tuple[Bucket, ...]] = []  # per node
-        self.work = 0  # entries added up, the same steps counted once
+        self.work = 0  # entries added up; equal steps count once
         self._max_entries = max_entries
         self._left = set(range(len(problem.node_costs)))
         self._of_node: list[set[int]] = [set() for _ in problem.node_costs]
@@ -87,7 +86,7 @@ class Order:
 
     def remove(self, node: int) -> None:
         """Minimise a node out."""
-        # Sorted so that the same steps look the same, however their nodes are numbered.
+        # Sorted so that equal steps compare equal, however their nodes are numbered.
         inputs = sorted(self._of_node[node], key=lambda i: (self.factors[i].kind, self.factors[i].scope.index(node), i))
         groups = [inputs] if self._fits(node, inputs) else self._split(node, inputs)
         neighbours = tuple(self._neighbours[node])
@@ -96,7 +95,7 @@ class Order:
             self._of_node[other].difference_update(inputs)
             self._neighbours[other].discard(node)
         self.steps.append(tuple(self._add_bucket(node, group, len(groups)) for group in groups))
-        if len(groups) > 1:  # neighbours in different buckets are none of each other's
+        if len(groups) > 1:  # neighbours in different buckets do not become neighbours
             for other in neighbours:
                 scopes = (self.factors[i].scope for i in self._of_node[other])
                 self._neighbours[other] = {n for scope in scopes for n in scope} - {other}
@@ -104,14 +103,14 @@ class Order:
             self._rate(other)
 
     def _fits(self, node: int, inputs: Iterable[int]) -> bool:
-        """Whether the table that these factors make is affordable."""
-        joined = self._joined(node, inputs)
-        own = self.partitions.counts[joined[node]]
-        total = math.prod(self.partitions.counts[p] for p in joined.values())
+        """Whether the sum of these factors is small enough."""
+        parts_of = self._partitions_of(node, inputs)
+        own = self.partitions.counts[parts_of[node]]
+        total = math.prod(self.partitions.counts[p] for p in parts_of.values())
         return total <= self._max_entries * min(own, _DEPTH)
 
     def _split(self, node: int, inputs: Sequence[int]) -> list[list[int]]:
-        """Few buckets that are each affordable: the largest factors first, each into the first that takes it."""
+        """Split factors into few buckets that fit, by first-fit decreasing."""
 
         def size(number: int) -> int:
             return math.prod(self.partitions.counts[p] for p in self.factors[number].parts)
@@ -127,9 +126,9 @@ class Order:
         return [[i for i in inputs if i in group] for group in groups]
 
     def _add_bucket(self, node: int, inputs: Sequence[int], num_buckets: int) -> Bucket:
-        joined = self._joined(node, inputs)
+        parts_of = self._partitions_of(node, inputs)
         scope = tuple(dict.fromkeys(n for i in inputs for n in self.factors[i].scope if n != node))
-        parts = (joined[node], *(joined[n] for n in scope))
+        parts = (parts_of[node], *(parts_of[n] for n in scope))
         bucket = Bucket(node, scope, parts, tuple(inputs), len(self.factors))
         arrangement = tuple((self.factors[i].kind, *map(bucket.axis, self.factors[i].scope)) for i in inputs)
         known = len(self._kinds)
@@ -147,7 +146,7 @@ class Order:
             table = Table.of(edge.costs)
             rows = self.partitions.number(table.rows.tolist())
             cols = self.partitions.number(table.cols.tolist())
-            # The core with its classes in the order in which the partitions number them.
+            # Reorder the core's classes as the partitions number them.
             first = self.partitions.first
             core = table.core[table.rows[first[rows]][:, None], table.cols[first[cols]]]
             known[id(edge.costs)] = (rows, cols, core, self._kind((rows, cols, core.tobytes())))
@@ -165,19 +164,19 @@ class Order:
     def _rate(self, node: int) -> None:
         neighbours = len(self._neighbours[node])
         if neighbours <= _MANY_NEIGHBOURS:
-            joined = self._joined(node, self._of_node[node])
-            size = float(math.prod(self.partitions.counts[p] for p in joined.values()))
-        else:  # not worth finding out: it comes last, and is split
+            parts_of = self._partitions_of(node, self._of_node[node])
+            size = float(math.prod(self.partitions.counts[p] for p in parts_of.values()))
+        else:  # too large to rate: the node comes last and is split
             size = 1e200 * neighbours
         if self._current.get(node) != size:
             self._current[node] = size
             heapq.heappush(self._heap, (size, node))
 
-    def _joined(self, node: int, inputs: Iterable[int]) -> dict[int, int]:
-        """How factors that hold a node class its strategies and its neighbours'."""
-        joined = {node: self._whole[node]}
+    def _partitions_of(self, node: int, inputs: Iterable[int]) -> dict[int, int]:
+        """The partition of a node's strategies, and of each neighbour's, that all factors of the node distinguish."""
+        parts_of = {node: self._whole[node]}
         for number in inputs:
             factor = self.factors[number]
             for other, part in zip(factor.scope, factor.parts, strict=True):
-                joined[other] = self.partitions.join(joined[other], part) if other in joined else part
-        return joined
+                parts_of[other] = self.partitions.refine(parts_of[other], part) if other in parts_of else part
+        return parts_of

@@ -1,16 +1,16 @@
-"""The search for the optimum of a reduced problem: bounds, incumbents, and what cannot beat them.
+"""Search for the optimum: bound the problem, improve the incumbent, delete strategies that cannot beat it.
 
-Costs are put on a grid first (`solve/cost_grid.py`), on which reductions and elimination have no rounding; where the grid turns
-out too coarse or too fine for the assignment found, there is another search on a better one. In the end the best
-assignment is bettered by small changes (`polish.py`).
+Costs are first rounded to a grid (`cost_grid.py`), so that reductions and elimination are exact. If the grid proves too
+coarse or too fine for the assignment found, the search runs again on a better grid. At the end a local search
+improves the best assignment (`polish.py`).
 
-Each round works on a part of the problem that holds every assignment cheaper than the incumbent:
+Each round works on the part of the problem that contains every assignment cheaper than the incumbent:
 
-1. Elimination bounds the part and finds assignments; where it is affordable in full, and no memory limit is
-   in the way, that is the optimum. With a limit, memory is priced (`solve/memory_dual.py`).
-2. The best combination of the strategies met is the next incumbent, commonly within 0.1 % of the bound.
-3. Strategies whose every assignment is no cheaper than the incumbent are deleted. The part that is left is
-   reduced again, and goes to HiGHS if it is small or no longer shrinks, else to another round.
+1. Elimination bounds the part and finds assignments. Without a memory limit and with affordable tables, it finds the
+   optimum. With a memory limit, memory gets a price (`memory_dual.py`).
+2. The best combination of the strategies seen so far becomes the incumbent, commonly within 0.1 % of the bound.
+3. Strategies that appear in no assignment cheaper than the incumbent are deleted. The remaining part is reduced
+   again. HiGHS solves it if it is small or no longer shrinks; otherwise another round follows.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from autopar.solve.search_budget import Budget
 
 Progress = Callable[[float, float], None]
 PROVEN = 1e-6  # relative gap that counts as optimal
-_CANCELLED = 1e-12  # of the absolute values that a cost is the sum of: what may be left where they cancel
-_COARSE = 0.1 * PROVEN  # of the cost, by which a grid's error calls for a finer one
-_START_PATIENCE = 2.0  # times the time left, for a first assignment
-_REDUCE_SHARE = 0.85  # of the time left, for the reduction
+_CANCELLED = 1e-12  # rounding error left by cancellation, relative to the sum of absolute values
+_COARSE = 0.1 * PROVEN  # a grid's error relative to the cost, above which a finer grid is used
+_START_PATIENCE = 2.0  # times the remaining time, for a first assignment
+_REDUCE_SHARE = 0.85  # of the remaining time, for the reduction
 _LARGEST_TABLE = 1 << 22  # entries: 32 MB
-_EXACT_WORK = 5 * 10**8  # entries that elimination may add up: about a second's work
-_LAST_TABLE, _LAST_WORK = 1 << 24, 5 * 10**8  # the same, before HiGHS is asked
-_FIRST_TABLE = 1 << 16  # entries, of tables that are split where they would be larger
+_EXACT_WORK = 5 * 10**8  # entries that elimination may add up: about one second
+_LAST_TABLE, _LAST_WORK = 1 << 24, 5 * 10**8  # the same limits for the last attempt before HiGHS
+_FIRST_TABLE = 1 << 16  # entries above which the first rounds split a table
 _MOST_WORK = 2 * 10**9
-_SMALL = 20_000  # entries of edges that HiGHS takes as they are
-_SHRUNK = 0.8  # of the entries, for another round
-_FIT_SHARE = 0.3  # of the time left, for finding out whether anything fits
-_COMBINE_SHARE = 0.3  # of the time left, for the incumbent
-_SMALL_GAP, _SMALL_GAP_SHARE = 1e-4, 0.05  # closing a relative gap as small is worth that share of the time left
-_MIP_SIZE = 200_000  # entries of edges up to which HiGHS is the first to try a memory limit
-_MIP_SHARE = 0.6  # of the time left, for that
-_LIKELY_SHARES = (0.5, 0.25, 0.12, 0.06, 0.03)  # of the strategies, for a part that elimination can take
+_SMALL = 20_000  # edge entries up to which HiGHS solves a part without further rounds
+_SHRUNK = 0.8  # a round must shrink the edge entries below this share to be followed by another
+_FIT_SHARE = 0.3  # of the remaining time, to find an assignment that fits
+_COMBINE_SHARE = 0.3  # of the remaining time, to combine assignments into an incumbent
+_SMALL_GAP, _SMALL_GAP_SHARE = 1e-4, 0.05  # below this relative gap HiGHS gets this share of the remaining time
+_MIP_SIZE = 200_000  # edge entries up to which HiGHS is tried first under a memory limit
+_MIP_SHARE = 0.6  # of the remaining time, for that first try
+_LIKELY_SHARES = (0.5, 0.25, 0.12, 0.06, 0.03)  # shares of the strategies to try exact elimination on
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The problem over some strategies of each node, reduced, and the way back."""
+    """The reduced problem over some strategies of each node, and the mapping back to the root problem."""
 
     reduced: Reduced
     keep: tuple[np.ndarray, ...]
@@ -71,24 +71,24 @@ class Part:
         return self.reduced.problem
 
     def expand(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """An assignment of the problem this is a part of, at the root."""
+        """The assignment of the root problem that corresponds to an assignment of this part."""
         full = self.reduced.expand(choices)
         full = tuple(int(strategies[choice]) for strategies, choice in zip(self.keep, full, strict=True))
         return full if self.whole is None else self.whole.expand(full)
 
     def within(self, keep: Sequence[np.ndarray]) -> Part | None:
-        """The part of this with only the strategies at positions `keep`; None if that has no assignment."""
+        """This part restricted to the strategies at positions `keep`; None if no assignment is left."""
         reduced = reduce(_restricted(self.problem, keep), deadline=self.deadline)
         return None if reduced is None else Part(reduced, tuple(keep), self, self.deadline)
 
     def thinned(self, problem: Problem) -> Part | None:
-        """This part with its problem replaced by an equal one, and reduced again."""
+        """This part with its problem replaced by an equivalent one and reduced again."""
         reduced = reduce(problem, deadline=self.deadline)
         keep = tuple(np.arange(len(c)) for c in self.problem.node_costs)
         return None if reduced is None else Part(reduced, keep, self, self.deadline)
 
     def size(self) -> int:
-        """Entries of all edges."""
+        """Number of entries of all edges."""
         return sum(e.costs.size for e in self.problem.edges)
 
 
@@ -117,7 +117,7 @@ class Search:
         self._relative_gap = max(relative_gap, PROVEN)
         self._mip_gap = 0.1 * PROVEN if self._relative_gap == PROVEN else 0.9 * self._relative_gap
         self._deadline = budget.deadline
-        self._outside = np.inf  # what assignments outside the present part cost at least
+        self._outside = np.inf  # lower bound of assignments outside the current part
         self._grid = Gridded(problem, 0.0, np.inf, False, -np.inf)
         self.interrupted = False
         self._rounds = 0
@@ -129,7 +129,7 @@ class Search:
 
     @property
     def close(self) -> bool:
-        """Whether the assignment is as close to the bound as was asked."""
+        """Whether the gap is at most `relative_gap`."""
         return self._within(self._relative_gap)
 
     def _within(self, relative_gap: float) -> bool:
@@ -138,7 +138,7 @@ class Search:
         left = self.cost - self.bound
         if left <= relative_gap * abs(self.cost):
             return True
-        # Where large costs cancel, what is left of them has their rounding.
+        # Where large costs cancel, the difference carries their rounding error.
         return left <= 2.0 * self._grid.error and left <= _CANCELLED * self._problem.magnitude(self.choices)
 
     def run(self) -> None:
@@ -153,11 +153,11 @@ class Search:
             self.interrupted = True
         if self.interrupted and not self.choices:
             raise KeyboardInterrupt
-        self._tell()
+        self._report_progress()
 
     def _search(self) -> None:
         grid: Gridded | None = on_grid(self._problem)
-        self._bound_part(math.nextafter(grid.least, -math.inf))  # first: a Ctrl-C from here on finds a bound
+        self._bound_part(math.nextafter(grid.least, -math.inf))  # first, so that after Ctrl-C there is a bound
         if self._problem.memory_limit is not None:
             self._start()
         try:
@@ -171,7 +171,7 @@ class Search:
             self._keep(polish(self._problem, self.choices, deadline=self._deadline))
 
     def _search_on(self, grid: Gridded) -> None:
-        """Search the whole problem with its costs on a grid."""
+        """Search the whole problem on one grid."""
         self._grid, self._outside, self._rounds = grid, np.inf, 0
         now = time.monotonic()
         part = self._nonempty(_whole(grid.problem, now + _REDUCE_SHARE * (self._deadline - now)))
@@ -179,7 +179,7 @@ class Search:
             part = self._round(replace(part, deadline=self._deadline))
 
     def _better_grid(self) -> Gridded | None:
-        """A grid for the cost that was found, if the last one was too coarse or too fine for it."""
+        """A better grid for the cost found; None if the last grid suits it."""
         if not self.choices or not self._open():
             return None
         last, better = self._grid, on_grid(self._problem, self.cost)
@@ -188,18 +188,18 @@ class Search:
         return better if too_fine or too_coarse else None
 
     def _start(self) -> None:
-        """Find some assignment that fits, unless time is up; to have one, a busy machine may take longer."""
+        """Find some assignment that fits, if any time is left; this may exceed the deadline on a busy machine."""
         now = time.monotonic()
         deadline = now + _START_PATIENCE * (self._deadline - now)
         if now < deadline and (choices := cheap_start(self._problem, deadline=deadline)):
             self._keep(choices)
 
     def _open(self) -> bool:
-        """Whether there is anything left to do, and time for it."""
+        """Whether the gap is still open and time is left."""
         settled = self.close or self.bound == np.inf or self.interrupted
         return not settled and time.monotonic() < self._deadline
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         if self._progress is not None:
             self._progress(self.cost, self.bound)
 
@@ -211,21 +211,21 @@ class Search:
         cost = self._problem.evaluate(choices)
         if cost < self.cost and self._problem.fits(choices):
             self.choices, self.cost = choices, cost
-            self._tell()
+            self._report_progress()
 
     def _bound_part(self, bound: float) -> None:
-        """Learn that no assignment of the present part that fits is cheaper (`inf`: that there is none)."""
+        """Record a lower bound of the current part's assignments that fit (`inf`: none fits)."""
         if bound < np.inf:
             bound = min(bound, self._grid.ceiling) - self._grid.error
         bound = min(bound, self._outside)
-        if self._grid.whole and math.isfinite(bound):  # so is every cost
+        if self._grid.whole and math.isfinite(bound):  # integer costs add up to an integer
             bound = float(math.ceil(bound))
         if bound > self.bound:
             self.bound = bound
-            self._tell()
+            self._report_progress()
 
     def _nonempty(self, part: Part | None) -> Part | None:
-        """A part, having learnt what it means if it has no assignment."""
+        """The part itself; a part without assignments raises the bound to infinity."""
         if part is None:
             self._bound_part(np.inf)
         return part
@@ -233,7 +233,7 @@ class Search:
     # -- a round -----------------------------------------------------------------------------
 
     def _round(self, part: Part) -> Part | None:
-        """Bound a part and search it: the part of it that may hold something cheaper, None if that is settled."""
+        """Bound and search a part. Returns what is left to search: None once the part is settled."""
         problem = part.problem
         elimination = plan_exact(problem, max_entries=_LARGEST_TABLE, max_work=_EXACT_WORK)
         if elimination is None and problem.memory_limit is not None:
@@ -247,7 +247,7 @@ class Search:
             )
             if not self._open():
                 return None
-        if elimination is None:  # larger tables bound better, but it is seldom worth their time at first
+        if elimination is None:  # larger tables give better bounds but are seldom worth their time in early rounds
             elimination = plan_elimination(problem, max_entries=_FIRST_TABLE << 2 * self._rounds, max_work=_MOST_WORK)
         self._rounds += 1
         choices, bound = elimination.solve(problem.node_costs)
@@ -270,7 +270,7 @@ class Search:
         return self._without_dear(part, marginals, rounding) if self._open() else None
 
     def _without_dear(self, part: Part, marginals: Sequence[np.ndarray], rounding: float) -> Part | None:
-        """The part without strategies that no assignment cheaper than the incumbent takes."""
+        """The part without the strategies that no assignment cheaper than the incumbent uses."""
         cheaper = self.cost - 0.5 * self._relative_gap * abs(self.cost)
         self._outside = min(self._outside, cheaper, self._grid.ceiling - self._grid.error)
         dear = self._outside + self._grid.error + rounding
@@ -280,7 +280,7 @@ class Search:
         return self._settle(left)
 
     def _settle(self, part: Part) -> None:
-        """Eliminate a part in full, at more expense than at first, or give it to HiGHS."""
+        """Solve a part to the end: by exact elimination with larger tables, by HiGHS or by the large search."""
         if not self._open():
             return
         if part.problem.memory_limit is None and part.size() > _SMALL:
@@ -297,7 +297,7 @@ class Search:
         now, deadline = time.monotonic(), self._deadline
         if self.cost - self.bound <= _SMALL_GAP * abs(self.cost):
             deadline = now + _SMALL_GAP_SHARE * (deadline - now)
-        report = self._follow if self._outside == np.inf else None  # else its bound is not of the whole
+        report = self._follow if self._outside == np.inf else None  # else its bound is not valid for the whole problem
         self._bound_part(self._branch(part, deadline, relative_gap=self._mip_gap, report=report).bound)
 
     def _follow(self, cost: float, bound: float) -> None:
@@ -312,13 +312,13 @@ class Search:
         return result
 
     def _search_large(self, part: Part) -> None:
-        """Search a part by passing messages and annealing."""
-        # Numba is imported only now: most problems do not need it, and it takes most of a second.
+        """Search a part by message passing and annealing."""
+        # Importing numba takes most of a second, and most problems do not need it.
         from autopar.solve.large_search import LargeSearch  # noqa: PLC0415
 
         least = self.cost
 
-        def tell(cost: float) -> None:  # each thread tells of its own best
+        def improved(cost: float) -> None:  # each thread reports its own best
             nonlocal least
             if cost < least:
                 least = cost
@@ -331,13 +331,13 @@ class Search:
             found=lambda choices: self._meet(part, choices),
             bounded=self._bound_part,
             open=self._open,
-            told=tell,
+            improved=improved,
             relative_gap=self._mip_gap,
         )
         search.run(lambda: self._fitting_least(part) if part.problem.memory_limit is not None else ())
 
     def _solve_likely(self, part: Part, marginals: Sequence[np.ndarray], bound: float) -> None:
-        """Look for an incumbent among the strategies with the least bounds: as many as elimination can take."""
+        """Search for an incumbent among the strategies with the lowest bounds, as many as exact elimination can handle."""
         excess = np.sort(np.concatenate(marginals))
         for share in _LIKELY_SHARES:
             most = max(bound, excess[int(share * (len(excess) - 1))])
@@ -352,7 +352,7 @@ class Search:
     # -- with a memory limit -----------------------------------------------------------------
 
     def _price(self, part: Part, elimination: Elimination, free: tuple[int, ...]) -> Dual | None:
-        """Prices of memory, and the incumbents they lead to; None if nothing was found that fits."""
+        """Price memory and collect incumbents on the way; None if no assignment that fits was found."""
         problem, instants = part.problem, instants_of(part.problem)
         seeds = [free, *self._fitting(part, elimination)]
         if len(seeds) == 1:
@@ -369,7 +369,7 @@ class Search:
         return dual
 
     def _fitting(self, part: Part, elimination: Elimination) -> list[tuple[int, ...]]:
-        """An assignment of a part that fits, if one can be found."""
+        """A list of one assignment of a part that fits, or of none."""
         problem = part.problem
         limit = problem.memory_limit
         assert limit is not None
@@ -381,7 +381,7 @@ class Search:
         return [least] if least else []
 
     def _fitting_least(self, part: Part) -> tuple[int, ...]:
-        """An assignment of a part that fits because it needs the least memory; empty if none was found."""
+        """The assignment of a part with the lowest peak memory if it fits; empty if none was found."""
         problem, limit = part.problem, part.problem.memory_limit
         assert limit is not None
         for relative_gap in (5e-3, 1e-6):
@@ -397,13 +397,13 @@ class Search:
 
 
 def _rounding(problem: Problem, *sums: float) -> float:
-    """What sums over a problem's choices, whose terms are no whole steps of its grid, are rounded by at most."""
+    """Upper bound of the rounding error of sums over a problem's choices whose terms are off the grid."""
     terms = len(problem.node_costs) + len(problem.edges) + len(problem.usages)
     return 2.0**-50 * terms * sum(abs(s) for s in sums if math.isfinite(s))
 
 
 def _whole(problem: Problem, deadline: float = math.inf) -> Part | None:
-    """The whole problem, reduced; None if it plainly has no assignment."""
+    """The whole problem as a reduced part; None if reductions prove that no assignment fits."""
     if problem.memory_limit is not None and _least_load(problem) > problem.memory_limit * (1 + ROUNDING):
         return None
     reduced = reduce(problem, deadline=deadline)
@@ -419,13 +419,13 @@ def _whole(problem: Problem, deadline: float = math.inf) -> Part | None:
 
 
 def _least_load(problem: Problem) -> float:
-    """What is held at some instant even if each node holds least, in bytes."""
+    """Peak memory if every node takes its least amount at each instant, in bytes."""
     instants = instants_of(problem)
     return float(instants.loads_of([float(np.min(u.amounts)) for u in instants.usages]).max(initial=0.0))
 
 
 def _restricted(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
-    """The problem with only the strategies at positions `keep` of each node; equal parts of a matrix stay one."""
+    """The problem restricted to positions `keep` of each node; edges that shared a matrix still share one."""
     parts: dict[tuple[int, bytes, bytes], np.ndarray] = {}
 
     def part(e: Edge) -> Edge:

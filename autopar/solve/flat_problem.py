@@ -1,10 +1,10 @@
-"""A problem laid out flat, for compiled loops.
+"""Flatten a problem into arrays for numba's compiled loops.
 
-In: a `Problem`, best reduced. Out: `Pairwise`, arrays only: the strategies of all nodes one after the other, the
-tables of all edges (equal ones once), what each node is tied to, and what it holds over which instants.
+In: a `Problem`, preferably reduced. Out: a `Pairwise` of arrays: the concatenated strategies of all nodes, the tables
+of all edges (equal tables once), the edges of each node, and its memory usages.
 
-Only instants at which memory can run out are counted, and numbered in order; a usage lives over a range of them.
-What nodes without a choice hold is part of `base`.
+Only instants at which memory can exceed the limit are kept, numbered in order; a usage is live over a range of them.
+`base` contains the memory of nodes with a single strategy.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ EDGE = np.dtype(
 PIECE = np.dtype([("first", "i8"), ("last", "i8"), ("at", "i8")])
 
 
-Records = Any  #: an array of one of these: numba has fields of its entries as attributes
+Records = Any  #: an array of one of these dtypes; numba exposes the fields of its entries as attributes
 
 
 class Pairwise(NamedTuple):
-    """Arrays of a problem; tail < head for every edge. (A tuple of few arrays, for that is what numba takes.)
+    """Arrays of a problem, with tail < head for every edge. (A named tuple, because numba accepts no dataclass.)
 
     Args:
-        nodes: one `NODE` each, and one more for the ends: where its strategies start in `costs`, its edges in
-            `edges_of` and its usages in `pieces`; how many of its edges, the first ones, lead to lower nodes.
-        edges: one `EDGE` each. Its nodes; where the classes of their strategies stand in `labels`, its table in
-            `entries` (classes of the tail by classes of the head, and transposed), its messages to either.
+        nodes: one `NODE` per node and one at the end: offsets of its strategies in `costs`, its edges in `edges_of`
+            and its usages in `pieces`; the number of its edges to lower nodes, which come first.
+        edges: one `EDGE` per edge: its nodes; offsets of their class labels in `labels`, of its table in `entries`
+            (tail classes by head classes, and transposed), and of its messages to either node.
         edges_of: edges by node.
-        pieces: one `PIECE` per usage of a node with a choice: it lives over the instants at positions
-            [first, last) and holds `amounts[at + strategy]` bytes.
-        costs: of every strategy.
-        labels, entries, amounts: see above; equal ones stand there once.
-        base: bytes held at each instant in any case.
-        num_messages: entries of all messages.
-        limit: bytes, at every instant; `inf` if there is none.
+        pieces: one `PIECE` per usage of a node with several strategies: it is live over the instants at positions
+            [first, last) and takes `amounts[at + strategy]` bytes.
+        costs: cost of every strategy.
+        labels, entries, amounts: data that the offsets above point into, equal arrays stored once.
+        base: bytes at each instant that no choice changes.
+        num_messages: number of entries of all messages.
+        limit: memory limit at every instant, in bytes; `inf` for no limit.
     """
 
     nodes: Records
@@ -62,7 +62,7 @@ class Pairwise(NamedTuple):
 
 
 class _Store:
-    """Arrays one after the other, equal ones once."""
+    """Concatenated arrays, equal arrays stored once."""
 
     def __init__(self, dtype: type) -> None:
         self.parts: list[np.ndarray] = []
@@ -83,12 +83,12 @@ class _Store:
 
 
 def pairwise(problem: Problem) -> Pairwise:
-    """Lay a problem out flat. Its edges may stand in any direction; there are no parallel ones."""
+    """Flatten a problem without parallel edges; an edge's source may be above or below its target."""
     num_nodes = len(problem.node_costs)
     sizes = [len(c) for c in problem.node_costs]
     labels, entries, amounts = _Store(np.int64), _Store(np.float64), _Store(np.float64)
     edges = _edges(problem, labels, entries)
-    # At its head an edge leads to a lower node; those come first.
+    # Seen from its head, an edge leads to a lower node: such edges come first.
     ends = np.concatenate((edges["head"], edges["tail"]))
     order = np.lexsort((np.concatenate((edges["tail"], edges["head"])), ends))
     pieces, base = _pieces(problem, amounts)
@@ -131,7 +131,7 @@ def _edges(problem: Problem, labels: _Store, entries: _Store) -> np.ndarray:
 
 
 def _pieces(problem: Problem, amounts: _Store) -> tuple[list[tuple[int, int, int, int]], np.ndarray]:
-    """The usages of nodes with a choice, each (node, first, last, at), and what the others hold."""
+    """The usages of nodes with several strategies, each (node, first, last, at), and the bytes of the other nodes."""
     if problem.memory_limit is None:
         return [], np.zeros(0)
     instants = instants_of(problem)

@@ -1,8 +1,8 @@
-"""An assignment that fits, found fast and whatever it costs: what a search falls back on.
+"""Find an assignment that fits quickly, at any cost, as a fallback of the search.
 
-In: a `Problem`. Out: an assignment of finite cost that holds as little as its choice, node by node, can see. After
-each choice what it forbids is deleted from all nodes that follow from it, so that chains of equal shardings are
-decided as one. Where too much is held at some instants, memory is dearer there the next time.
+In: a `Problem`. Out: an assignment of finite cost, chosen greedily, node by node, for low memory. Each choice is
+propagated: strategies that it forbids are deleted from other nodes, so a chain of nodes with equal shardings is
+decided at once. If some instants exceed the limit, the next round raises the price of memory there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from autopar.solve.live_instants import Instants, instants_of
 from autopar.solve.problem import ROUNDING, Problem
 
 _ROUNDS = 6
-_DEARER = 4.0  # times, at the instants at which too much is held
+_DEARER = 4.0  # factor on the price of memory at instants above the limit
 
 
 def cheap_start(problem: Problem, *, deadline: float) -> tuple[int, ...]:
     """An assignment of finite cost that fits; empty if none was found.
 
     Args:
-        deadline: on the clock of `time.monotonic`.
+        deadline: end of the search, by `time.monotonic`.
     """
     if not all(len(c) for c in problem.node_costs):
         return ()
@@ -42,7 +42,7 @@ def cheap_start(problem: Problem, *, deadline: float) -> tuple[int, ...]:
 
 
 def _held(problem: Problem, instants: Instants | None, prices: np.ndarray) -> list[np.ndarray]:
-    """What each strategy holds over all instants, weighted by their prices."""
+    """The memory of each strategy summed over all instants, weighted by their prices."""
     held = [np.zeros(len(c)) for c in problem.node_costs]
     if instants is not None:
         until = np.concatenate(([0.0], np.cumsum(prices)))
@@ -54,7 +54,7 @@ def _held(problem: Problem, instants: Instants | None, prices: np.ndarray) -> li
 
 
 class _Greedy:
-    """A problem's edges by node, and which pairs of strategies they allow."""
+    """The edges of each node, and the pairs of strategies that they allow."""
 
     def __init__(self, problem: Problem) -> None:
         self._costs = problem.node_costs
@@ -69,7 +69,7 @@ class _Greedy:
             self._edges[e.target].append((e.source, e.costs.T, None if pairs is None else pairs.T))
 
     def run(self, held: Sequence[np.ndarray], deadline: float) -> tuple[int, ...]:
-        """Choose for one node after another what holds least, and of that what costs least."""
+        """Choose, node by node, the strategy with the least memory, then the least cost."""
         alive = [np.isfinite(c) for c in self._costs]
         choices = [-1] * len(alive)
         if not self._spread(alive, range(len(alive))):
@@ -91,7 +91,11 @@ class _Greedy:
         return tuple(choices)
 
     def _spread(self, alive: list[np.ndarray], nodes: Sequence[int]) -> bool:
-        """Delete what has no allowed partner left, from some nodes on; False if that leaves a node nothing."""
+        """Propagate deletions from `nodes`: delete strategies without an allowed partner (arc consistency).
+
+        Returns:
+            False if a node has no strategy left.
+        """
         waiting, queued = deque(nodes), set(nodes)
         while waiting:
             node = waiting.popleft()

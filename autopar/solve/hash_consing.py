@@ -1,8 +1,8 @@
-"""Tables of which equal ones are one object, and what follows from them computed once.
+"""Keep one object for all equal tables, and compute each result from them once.
 
-Identical layers give identical tables, and the rules of `reduction` turn them into identical tables again, layer by
-layer. In: tables. Out: the one that stands for all equal ones. Whatever is computed of such tables alone is kept by
-which tables they are, so that a reduction takes the time of what differs.
+Identical layers give identical tables, and the rules of `presolve` turn these into identical tables again, layer by
+layer. In: tables. Out: the one object that represents all tables equal to it. Results computed from such tables are
+cached by the tables' identity, so a reduction pays for distinct layers only.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ import numpy as np
 from autopar.solve.compact_costs import Table
 
 Result = TypeVar("Result")
-_MOST_BYTES = 1 << 28  # of what is kept: where so much differs, little is alike
+_MOST_BYTES = 1 << 28  # size of the cache: with that many distinct tables, few lookups would hit
 
 
 class SharedTables:
-    """A store of tables and of results.
-
-    The arrays in it are shared: nobody may write into them.
-    """
+    """A cache of tables and of results computed from them. Its arrays are shared and must not be written to."""
 
     def __init__(self) -> None:
         self._tables: dict[bytes, Table] = {}
-        self._results: dict[tuple[object, ...], tuple[object, object]] = {}  # with what their keys are the `id`s of
+        self._results: dict[
+            tuple[object, ...], tuple[object, object]
+        ] = {}  # keeps the keyed objects alive: their `id`s stay unique
         self._bytes = 0
 
     def once(
         self, name: str, of: Sequence[Table | np.ndarray], more: Sequence[np.ndarray], compute: Callable[[], Result]
     ) -> Result:
-        """A result that depends on nothing but tables of this store (and on arrays, by their contents).
+        """The cached result of `compute`, which must depend on `of` and `more` only.
 
         Args:
-            name: what is computed.
-            of: the tables, or arrays that nobody writes into, by identity.
-            more: arrays by their contents.
+            name: name of the computation.
+            of: tables of this store, or arrays that are never written to; compared by identity.
+            more: arrays compared by content.
         """
         key = (name, *map(id, of), *((a.dtype.char, a.tobytes()) for a in more))
         if key in self._results:
@@ -49,7 +48,7 @@ class SharedTables:
         return result
 
     def one(self, table: Table) -> Table:
-        """The table that stands for all that equal this one."""
+        """The table that represents all tables equal to this one."""
         shape = (len(table.rows), len(table.cols), *table.core.shape)
         digest = hashlib.blake2b(repr(shape).encode(), digest_size=16)
         for array in (table.rows, table.cols, table.core):
@@ -61,7 +60,7 @@ class SharedTables:
         return self._tables[key]
 
     def of(self, costs: np.ndarray) -> Table:
-        """`Table.of`, of an array that nobody writes into."""
+        """`Table.of` for an array that is never written to."""
         return self.once("of", [costs], [], lambda: self.one(Table.of(np.asarray(costs, float))))
 
     def transposed(self, table: Table) -> Table:
@@ -77,7 +76,7 @@ class SharedTables:
         return self.once("plus", [table, other], [], lambda: self.one(table.plus(other)))
 
     def normalised(self, table: Table) -> tuple[Table | None, np.ndarray, np.ndarray]:
-        """`Table.normalised`, with None for a table that then says nothing."""
+        """`Table.normalised`, with None for a table that is zero."""
 
         def compute() -> tuple[Table | None, np.ndarray, np.ndarray]:
             normal, of_rows, of_columns = table.normalised()
@@ -90,7 +89,7 @@ class SharedTables:
         return self.once("dense", [table], [], table.dense)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Start anew where there would be too much. The tables handed out stay as they are."""
+        """Empty the cache once it exceeds its size. Tables already returned stay valid."""
         self._bytes += num_bytes
         if self._bytes > _MOST_BYTES:
             self._tables, self._results, self._bytes = {}, {}, num_bytes

@@ -1,12 +1,12 @@
-"""The door to HiGHS, through OR-Tools' MathOpt: a mixed integer programme as arrays, and its outcome.
+"""Solve mixed integer programmes with HiGHS, through OR-Tools' MathOpt.
 
-The model goes over as a protocol buffer filled from arrays: MathOpt's Python objects, one per variable and
-term, would take longer than the solve.
+In: a `Programme` of arrays. Out: a `MipOutcome`. The model is passed as a protocol buffer filled from arrays, because
+building MathOpt's Python objects, one per variable and term, would take longer than the solve.
 
-MathOpt's HiGHS (ortools 9.15) cannot be interrupted, and ends the process if it is left running at the exit;
-it hands out solutions only at its end; and now and then it prints. So it runs in a process of its own
-(`highs_worker.py`) that can be killed, and writes each solution to a file as it finds it: a run that is killed
-still gives its best. Programmes so small that starting a process would take longest get a moment in this one.
+MathOpt's HiGHS (ortools 9.15) cannot be interrupted, aborts the process if it still runs at exit, returns solutions
+only at its end, and sometimes prints. It therefore runs in a separate process (`highs_worker.py`) that can be killed,
+and writes each solution to a file as it finds it, so that a killed run still yields its best solution. Programmes
+too small to be worth a process are first tried briefly in this process.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from autopar.solve.mip import End, MipOutcome, Programme, Report
 
 _WORKER = Path(__file__).with_name("highs_worker.py")
 _GRACE_S = 5.0  # by which HiGHS may overrun its limit before it is killed
-_LISTEN_S = 0.05  # between two looks whether the user interrupted
-_LONGEST_S = 1e7  # in place of no limit
-_SMALL, _MOMENT_S = 2_000, 0.2  # non-zeros, and the time that a programme with fewer gets in this process
+_LISTEN_S = 0.05  # between two checks for an interrupt
+_LONGEST_S = 1e7  # instead of no limit
+_SMALL, _MOMENT_S = 2_000, 0.2  # a programme with fewer non-zeros gets that much time in this process
 
 
 def solve_mip(
@@ -52,16 +52,16 @@ def solve_mip(
     relative_gap: float = 1e-7,
     report: Report | None = None,
 ) -> MipOutcome:
-    """Run HiGHS, the same way on every run.
+    """Run HiGHS, deterministically.
 
     Args:
-        time_limit_s: seconds; what was found by then is returned.
+        time_limit_s: seconds after which the best solution so far is returned.
         hint: a solution to start from, float[columns].
-        relative_gap: distance of bound and solution that counts as optimal.
-        report: called with the best solution's objective and the bound, from another thread.
+        relative_gap: gap between bound and solution that counts as optimal.
+        report: callback for the best objective and the bound; another thread calls it.
 
     Returns:
-        On Ctrl-C the best so far, with `End.INTERRUPTED`.
+        The outcome; after Ctrl-C the best so far, with `End.INTERRUPTED`.
     """
     log = _Log(report)
     try:
@@ -79,7 +79,7 @@ def _solve(
 ) -> MipOutcome:
     model, num_columns = _model(programme), len(programme.objective)
     if len(programme.coefficients) < _SMALL:
-        # Not finished, it starts afresh below: the outcome does not depend on how far it came.
+        # An unfinished run restarts below, so that the outcome does not depend on its progress.
         result = _call(model, _parameters(min(_MOMENT_S, time_limit_s), relative_gap), hints)
         outcome = _outcome(result, num_columns)
         if outcome.end is not End.STOPPED or time_limit_s <= _MOMENT_S:
@@ -95,7 +95,7 @@ def _solve(
         if log.error is not None:
             raise log.error
         stopped = End.INTERRUPTED if interrupted else End.STOPPED
-        if (folder / "result").exists():  # perhaps written while it was about to be killed
+        if (folder / "result").exists():  # the worker may have finished just before it was killed
             result = result_pb2.SolveResultProto.FromString((folder / "result").read_bytes())
             outcome = _outcome(result, num_columns)
             return replace(outcome, end=stopped) if outcome.end is End.STOPPED else outcome
@@ -103,8 +103,10 @@ def _solve(
 
 
 def solve_lp(programme: Programme) -> tuple[np.ndarray, np.ndarray] | None:
-    """Solve a small programme without integers: the columns' values and the rows' duals (<= 0 where the
-    upper side binds); None if HiGHS did not end with both."""
+    """Solve a small linear programme: the columns' values and the rows' duals (<= 0 where the upper side binds).
+
+    Returns None if HiGHS finds no optimum.
+    """
     result = _call(_model(programme), parameters_pb2.SolveParametersProto(random_seed=1), _hints(None))
     if result.termination.reason != result_pb2.TERMINATION_REASON_OPTIMAL:
         return None
@@ -118,10 +120,9 @@ def _call(
     parameters: parameters_pb2.SolveParametersProto,
     hints: model_parameters_pb2.ModelSolveParametersProto,
 ) -> result_pb2.SolveResultProto:
-    """Run HiGHS in this process; nothing can stop it but its time limit. Where it fails there is neither a solution nor
-    a bound.
+    """Run HiGHS in this process, where only its time limit stops it. After a failure there is no solution and no bound.
 
-    In a thread: a Ctrl-C that arrives while MathOpt converts its arguments would be lost.
+    It runs in a thread, because MathOpt loses a Ctrl-C that arrives while it converts its arguments.
     """
     task: Future[result_pb2.SolveResultProto] = Future()
 
@@ -139,18 +140,18 @@ def _call(
                 None,
             )
             task.set_result(result)
-        except StatusNotOk:  # as where HiGHS ends with an optimum that breaks its own tolerances
+        except StatusNotOk:  # for example an optimum that violates HiGHS's own tolerances
             failed = result_pb2.SolveResultProto()
             failed.termination.reason = result_pb2.TERMINATION_REASON_NUMERICAL_ERROR
             failed.termination.objective_bounds.dual_bound = -math.inf
             task.set_result(failed)
-        except Exception as error:  # raised where the result is asked for
+        except Exception as error:  # raised by `task.result()`
             task.set_exception(error)
 
     thread = threading.Thread(target=run, name="autopar-highs")
     thread.start()
     try:
-        while not task.done():  # in turns, for an interrupt that is no signal does not end a wait
+        while not task.done():  # polls, because an interrupt that is no signal does not end a wait
             thread.join(_LISTEN_S)
         return task.result()
     finally:
@@ -158,15 +159,15 @@ def _call(
 
 
 def _run_worker(folder: Path, log: _Log, most_s: float) -> bool:
-    """Run HiGHS on what lies in a folder; True if the user interrupted it."""
+    """Run the worker on the files of a folder; True if the user interrupted it."""
     worker = subprocess.Popen(
         [sys.executable, "-P", str(_WORKER), str(folder)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # it finds the same OR-Tools
-        start_new_session=True,  # Ctrl-C is this process's to handle
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # to import the same OR-Tools
+        start_new_session=True,  # only this process handles Ctrl-C
     )
     reader = threading.Thread(target=log.read, args=(worker.stdout,), daemon=True)
     reader.start()
@@ -184,7 +185,7 @@ def _run_worker(folder: Path, log: _Log, most_s: float) -> bool:
 
 
 class _Log:
-    """What HiGHS's log tells while it runs."""
+    """The bound and objective that HiGHS logs while it runs."""
 
     def __init__(self, report: Report | None) -> None:
         self.bound = -math.inf
@@ -192,18 +193,18 @@ class _Log:
         self._report = report
 
     def read(self, lines: Iterable[str]) -> None:
-        """Follow a log to its end."""
+        """Parse a log to its end."""
         for line in lines:
             match = _PROGRESS.match(line)
             if match:
                 self.bound = max(self.bound, float(match[1]))
-                self._tell(float(match[2]))
+                self._report_objective(float(match[2]))
 
-    def _tell(self, objective: float) -> None:
+    def _report_objective(self, objective: float) -> None:
         try:
             if self._report is not None:
                 self._report(objective, self.bound)
-        except Exception as error:  # the log is read on, for a full pipe would stop HiGHS
+        except Exception as error:  # keep reading the log: a full pipe would block HiGHS
             self.error, self._report = error, None
 
 
@@ -270,11 +271,11 @@ def _dense(sparse: sparse_containers_pb2.SparseDoubleVectorProto, size: int) -> 
 
 
 def _last_solution(found: Path, columns: int) -> np.ndarray | None:
-    """The last whole solution in HiGHS's file: blocks of `Objective …`, `# Columns n`, n lines of `name value`."""
+    """The last complete solution in HiGHS's file: blocks of `Objective …`, `# Columns n`, n lines of `name value`."""
     if not found.exists():
         return None
     for block in reversed(found.read_text().split("# Columns ")[1:]):
         lines = block.splitlines()[1 : 1 + columns]
-        if len(lines) == columns:  # else it was killed while writing
+        if len(lines) == columns:  # else HiGHS was killed while writing it
             return np.array([float(line.split()[-1]) for line in lines])
     return None

@@ -1,7 +1,7 @@
-"""One run of HiGHS in a process of its own: `python highs_worker.py FOLDER`, started by `highs.py`.
+"""Run HiGHS once in a separate process: `python highs_worker.py FOLDER`, started by `highs.py`.
 
-Reads the serialised `model`, `parameters` and `hints` from FOLDER and writes `result` there; HiGHS's log goes
-to standard output, line by line as it comes. Not imported by anything, and imports nothing of autopar.
+Reads the serialized `model`, `parameters` and `hints` from FOLDER and writes `result` there. Streams HiGHS's log to
+standard output. No module imports this one, and it imports nothing from autopar.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ortools.math_opt import callback_pb2, model_parameters_pb2, model_pb2, para
 from ortools.math_opt.core.python import solver
 
 
-def _tell(lines: list[str]) -> None:
+def _print(lines: list[str]) -> None:
     try:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
-    except OSError:  # whoever asked is gone
+    except OSError:  # the parent process has ended
         os._exit(1)
 
 
@@ -29,12 +29,12 @@ def main(folder: Path) -> None:
         parameters_pb2.SolverInitializerProto(),
         parameters_pb2.SolveParametersProto.FromString((folder / "parameters").read_bytes()),
         model_parameters_pb2.ModelSolveParametersProto.FromString((folder / "hints").read_bytes()),
-        _tell,
+        _print,
         callback_pb2.CallbackRegistrationProto(),
         None,
         None,
     )
-    part = folder / "result.part"  # a result is there as a whole, or it is not
+    part = folder / "result.part"  # renamed once complete: a reader never sees a partial result
     part.write_bytes(result.SerializeToString())
     part.rename(folder / "result")
 

@@ -1,4 +1,4 @@
-"""The integer programme: the cheapest assignment of a problem, and proof of it.
+"""Solve a problem to proven optimality as an integer linear programme (ILP).
 
     minimise    sum_u c_u . x_u  +  sum_(u,v) C_uv . y_uv
     subject to  1 . x_u = 1                              for every node u          (one strategy)
@@ -6,10 +6,10 @@
                 sum_(u live at t) m_u . x_u <= limit     for every instant t       (memory)
                 x binary, y >= 0
 
-P and Q class strategies that an edge does not tell apart (`solve/compact_costs.py`). HiGHS solves it (`solve/mip_encoding.py`,
-`solve/branch_and_bound.py`), but only what is left of it: reductions that keep the optimum come first (`solve/presolve.py`), then
-elimination, prices of memory, and the deletion of strategies that cannot be in the optimum (`solve/exact_search.py`).
-Costs are re-evaluated in float64 on the original problem, and its limit is checked there.
+P and Q map strategies to classes with equal costs on the edge (`compact_costs.py`). Exact reductions come first
+(`presolve.py`), then elimination, prices of memory, and the deletion of strategies that cannot be in the optimum
+(`exact_search.py`). HiGHS solves what is left (`mip_encoding.py`, `branch_and_bound.py`). The cost of the result is
+evaluated again in float64 on the original problem, and its memory limit is checked there.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ class Ilp:
     """The exact solver.
 
     Args:
-        time_limit_s: seconds; then the best assignment so far is returned. Ctrl-C does the same.
-        progress: called now and then with the best cost and the lower bound, in seconds; perhaps from
-            another thread.
-        seed: of the random numbers that the search of large problems uses.
-        step_limit: of that search, in rounds of message passing and in hundreds of moves of each thread. Where time
-            does not run out first, the same seed gives the same answer.
-        relative_gap: cost and bound as close as that end the search; by default only proof does. What annealing and
-            HiGHS would still find costs them most of their time.
+        time_limit_s: seconds after which the best assignment so far is returned. Ctrl-C does the same.
+        progress: callback for the best cost and the lower bound, in seconds; other threads may call it.
+        seed: seed of the random numbers in the search of large problems.
+        step_limit: limit of that search, in rounds of message passing and in hundreds of moves per thread. If time
+            does not run out first, the same seed gives the same result.
+        relative_gap: gap between cost and bound that ends the search; the default requires proof of optimality. A
+            larger gap saves most of the time of annealing and HiGHS.
     """
 
     time_limit_s: float = 60.0

@@ -1,4 +1,4 @@
-"""What assignments of a `Pairwise` hold at each instant, and what strategies cost with memory at a price."""
+"""Compute the live memory of an assignment at each instant, and the cost of each strategy's memory at given prices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.solve.numba_jit import compiled
 
 @compiled
 def loads_of(p: Pairwise, choices: np.ndarray, loads: np.ndarray) -> None:
-    """What an assignment holds at each instant, in bytes, into `loads`."""
+    """Write the live memory of an assignment at each instant, in bytes, into `loads`."""
     change = np.zeros(len(loads) + 1)
     for node in range(len(choices)):
         for i in range(p.nodes[node].pieces, p.nodes[node + 1].pieces):
@@ -25,7 +25,7 @@ def loads_of(p: Pairwise, choices: np.ndarray, loads: np.ndarray) -> None:
 
 @compiled
 def price(p: Pairwise, multipliers: np.ndarray, prices: np.ndarray) -> None:
-    """What each strategy's memory costs at the given price per byte at each instant, into `prices`."""
+    """Write the cost of each strategy's memory into `prices`, at a price per byte for each instant (`multipliers`)."""
     until = np.zeros(len(multipliers) + 1)
     for t in range(len(multipliers)):
         until[t + 1] = until[t] + multipliers[t]

@@ -1,7 +1,7 @@
-"""Memory at fewer instants, and exactly as much of a limit.
+"""Drop memory constraints that another instant's constraint implies.
 
-In: a `Problem`. Out: one in which an instant is left out where another holds at least as much under every assignment.
-With fewer instants nodes hold fewer different things, so that more strategies are dominated.
+In: a `Problem`. Out: an equivalent problem without the instants at which another instant holds at least as much memory
+under every assignment. With fewer constraints more strategies are dominated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from autopar.solve.live_instants import instants_of
 from autopar.solve.problem import Problem, Usage
 
-_MOST_WORK = 2 * 10**8  # amounts that are compared; beyond, thinning takes more time than it saves
+_MOST_WORK = 2 * 10**8  # amounts to compare, above which thinning takes more time than it saves
 
 
 def thin(problem: Problem) -> Problem:
@@ -36,21 +36,19 @@ def thin(problem: Problem) -> Problem:
 
 
 def _binding(held: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The instants that none of the others covers, in order."""
+    """The instants that no other instant dominates, in order."""
     left = np.ones(len(held), bool)
     means = np.add.reduceat(held, starts, axis=1) / np.diff(np.append(starts, held.shape[1]))
     for instant in np.argsort(-means.sum(axis=1), kind="stable").tolist():
         if left[instant]:
-            more = np.maximum.reduceat(held - held[instant], starts, axis=1).sum(
-                axis=1
-            )  # at most, under any assignment
-            left &= more > 0
+            most_above = np.maximum.reduceat(held - held[instant], starts, axis=1).sum(axis=1)  # over assignments
+            left &= most_above > 0
             left[instant] = True
     return np.flatnonzero(left)
 
 
 def _usages(held: np.ndarray, starts: np.ndarray) -> list[Usage]:
-    """Usages over the rows of `held`, as few as can be."""
+    """The fewest usages that give the rows of `held`."""
     usages: list[Usage] = []
     for node, (start, end) in enumerate(itertools.pairwise(starts)):
         own = held[:, start:end]

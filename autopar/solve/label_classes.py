@@ -1,4 +1,4 @@
-"""Ways to class the strategies of a node, by number: equal labellings get equal numbers."""
+"""Number the partitions of a node's strategies into classes: equal partitions get equal numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 class Partitions:
-    """A growing table of labellings.
+    """A growing list of distinct partitions.
 
-    `labels[p]` is the class of each strategy, `counts[p]` the number of classes, `first[p]` one strategy of
-    each class; classes are numbered in the order in which the strategies meet them.
+    `labels[p]` is the class of each strategy, `counts[p]` the number of classes, `first[p]` the first strategy of
+    each class. Classes are numbered by their first strategy.
     """
 
     def __init__(self) -> None:
@@ -19,10 +19,10 @@ class Partitions:
         self.counts: list[int] = []
         self.first: list[np.ndarray] = []
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._joined: dict[tuple[int, int], int] = {}
+        self._refinements: dict[tuple[int, int], int] = {}
 
     def number(self, labels: Sequence[int] | Sequence[tuple[int, int]]) -> int:
-        """The number of a labelling, whatever its labels are called."""
+        """The number of the partition that a labelling describes, whatever its labels are."""
         classes: dict[int | tuple[int, int], int] = {}
         canonical = tuple([classes.setdefault(x, len(classes)) for x in labels])
         if canonical not in self._numbers:
@@ -32,12 +32,12 @@ class Partitions:
             self.first.append(np.unique(self.labels[-1], return_index=True)[1])
         return self._numbers[canonical]
 
-    def join(self, a: int, b: int) -> int:
-        """The classes of strategies that both labellings hold alike."""
+    def refine(self, a: int, b: int) -> int:
+        """The number of the common refinement: a class holds strategies that share a class in both."""
         if a == b:
             return a
         key = (a, b) if a < b else (b, a)
-        if key not in self._joined:
+        if key not in self._refinements:
             pairs = list(zip(self.labels[a].tolist(), self.labels[b].tolist(), strict=True))
-            self._joined[key] = self.number(pairs)
-        return self._joined[key]
+            self._refinements[key] = self.number(pairs)
+        return self._refinements[key]

@@ -1,9 +1,9 @@
-"""The search for a good assignment of a problem that is too large for elimination and for HiGHS.
+"""Search for a good assignment of a problem too large for elimination and HiGHS.
 
-In: a reduced `Problem` and a `Budget`. Out, as they come: assignments and bounds. Message passing with prices of
-memory (`solve/memory_multipliers.py`) gives a bound, prices, and assignments that nearly fit or fit; from the best of them two
-threads anneal by trees (`solve/tree_annealing.py`), each by its own random numbers, in stages: each stage starts from the best of
-the one before, and colder.
+In: a reduced `Problem` and a `Budget`. Out: assignments and bounds, through callbacks. Message passing with prices of
+memory (`memory_multipliers.py`) gives a bound, prices, and assignments that fit or nearly fit. Two threads then improve
+the best assignment by simulated annealing over trees (`tree_annealing.py`), each with its own random numbers. Annealing
+runs in stages; each stage starts colder, from the best assignment of the stage before.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from autopar.solve.trws import evaluate
 
 Found = Callable[[tuple[int, ...]], None]
 Bounded = Callable[[float], None]
-Told = Callable[[float], None]
-_PRICING_SHARE = 0.2  # of the budget, at most
-_PATIENCE = 200  # rounds of pricing without a better bound or assignment that end it
-_BETTER = 1e-5  # relative
-_STAGES = ((0.5, 1.0), (0.8, 0.2), (1.0, 0.04))  # each ends at a share of the rest, and starts so many times as hot
-_HOT, _COLD = 1e-2, 1e-3  # temperature, by the mean cost of a node; and by the hot one
-_LARGEST = 300  # nodes
-_MOVES = 200  # that are made between two looks at the budget
+Improved = Callable[[float], None]
+_PRICING_SHARE = 0.2  # largest share of the budget for message passing
+_PATIENCE = 200  # rounds of message passing without improvement that end it
+_BETTER = 1e-5  # relative change that counts as an improvement
+_STAGES = ((0.5, 1.0), (0.8, 0.2), (1.0, 0.04))  # share of the annealing budget at its end, factor on the temperature
+_HOT, _COLD = 1e-2, 1e-3  # first temperature by the mean cost of a node, last temperature by the first
+_LARGEST = 300  # nodes of a tree
+_MOVES = 200  # moves between two checks of the budget
 _CORES = 2
 _LISTEN_S = 0.1
-_HOTTER = 5.0  # is the second thread, by so many times
+_HOTTER = 5.0  # temperature of the second thread by that of the first
 
 
 class LargeSearch:
     """One search.
 
     Args:
-        found: called with each assignment that fits and is the best yet.
-        bounded: called with each better lower bound.
-        told: called with costs of assignments that `found` is still to get, perhaps from another thread.
-        open: whether there is anything left to do; asked now and then.
-        relative_gap: distance to the bound that ends the search.
+        found: callback for each assignment that fits and is the best so far.
+        bounded: callback for each better lower bound.
+        improved: callback for the cost of an assignment that `found` gets later; other threads call it.
+        open: function that returns whether the search should go on.
+        relative_gap: gap between cost and bound that ends the search.
 
     Attributes:
-        choices: the best assignment that fits; empty if there is none.
+        choices: the best assignment that fits; empty if none was found.
         cost: its cost.
     """
 
@@ -60,7 +60,7 @@ class LargeSearch:
         seed: int,
         found: Found,
         bounded: Bounded,
-        told: Told,
+        improved: Improved,
         open: Callable[[], bool],
         relative_gap: float = 1e-7,
     ) -> None:
@@ -68,7 +68,7 @@ class LargeSearch:
         self.choices = np.zeros(0, np.int64)
         self.cost = np.inf
         self._budget, self._seed = budget, seed
-        self._found, self._bounded, self._told, self._open = found, bounded, told, open
+        self._found, self._bounded, self._improved, self._open = found, bounded, improved, open
         self._loads = np.zeros(len(self.p.base))
         self._relative_gap, self._enough = relative_gap, -np.inf  # a cost that ends the search
 
@@ -76,7 +76,7 @@ class LargeSearch:
         """Search until the budget is spent.
 
         Args:
-            fitting: finds some assignment that fits, if any; called where nothing here did.
+            fitting: function that finds some assignment that fits; called if message passing finds none.
         """
         try:
             prices = self._price()
@@ -84,7 +84,7 @@ class LargeSearch:
                 self._meet(np.array(start, np.int64))
             if len(self.choices) and self._open():
                 self._anneal(prices)
-        except BaseException:  # the threads hear of it too
+        except BaseException:  # stop the annealing threads too
             self._budget.stop()
             raise
 
@@ -130,11 +130,11 @@ class LargeSearch:
                 if self._budget.spent() >= 1.0 or hot == 0.0 or self.cost <= self._enough:
                     break
                 end = begin + share * (1 - begin)
-                stage = _Stage(self.p, prices.held, self._budget, hot * heat, end, self._told, self._enough)
+                stage = _Stage(self.p, prices.held, self._budget, hot * heat, end, self._improved, self._enough)
                 states = [_State(self.choices, self.cost, _HOTTER**i, [self._seed, number, i]) for i in range(_CORES)]
                 tasks = [pool.submit(stage.run, state) for state in states]
                 try:
-                    while wait(tasks, timeout=_LISTEN_S).not_done:  # so that Ctrl-C is heard
+                    while wait(tasks, timeout=_LISTEN_S).not_done:  # polls, so that Ctrl-C is handled
                         pass
                     for task in tasks:
                         task.result()
@@ -159,8 +159,10 @@ class _State:
 
 
 class _Stage:
-    """A stage of annealing: temperatures that fall from `hot` as the budget is spent up to `end`. A cost of `enough` ends
-    it, whichever thread finds it."""
+    """A stage of annealing: the temperature falls from `hot` until the budget is spent up to `end`.
+
+    The stage ends early once a thread finds a cost of at most `enough`.
+    """
 
     def __init__(
         self,
@@ -169,10 +171,10 @@ class _Stage:
         budget: Budget,
         hot: float,
         end: float,
-        tell: Callable[[float], None],
+        improved: Improved,
         enough: float,
     ) -> None:
-        self._p, self._held, self._budget, self._hot, self._end, self._tell = p, held, budget, hot, end, tell
+        self._p, self._held, self._budget, self._hot, self._end, self._improved = p, held, budget, hot, end, improved
         self._enough, self._found = enough, False
         self._begin = budget.spent()
 
@@ -181,11 +183,13 @@ class _Stage:
         p, loads = self._p, np.zeros(len(self._p.base))
         while not self._found and (spent := self._budget.spent(_CORES * state.steps)) < self._end:
             heat = state.heat * self._hot * _COLD ** max(0.0, (spent - self._begin) / (self._end - self._begin))
-            loads_of(p, state.choices, loads)  # afresh, lest rounding adds up
+            loads_of(p, state.choices, loads)  # recomputed, so that rounding errors do not add up
             state.costs[0] = evaluate(p, p.costs, state.choices)
             anneal(p, self._held, state.choices, state.best, loads, state.costs, state.random, _MOVES, heat, _LARGEST)
             state.steps += 1
-            self._tell(float(state.costs[1]))
+            self._improved(float(state.costs[1]))
             if state.costs[1] <= self._enough:
-                self._found = not self._budget.by_steps  # else when the other thread hears of it would decide
+                self._found = (
+                    not self._budget.by_steps
+                )  # with a step limit the other thread goes on, to stay deterministic
                 break

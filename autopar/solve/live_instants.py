@@ -1,7 +1,7 @@
-"""The instants at which memory can run out.
+"""Find the instants at which live memory can exceed the limit.
 
-In: a `Problem` with usages. Out: `Instants`. Of two instants, one whose live usages are a subset of the
-other's never binds first; instants at which the largest amounts together fit never bind. Both are left out.
+In: a `Problem` with usages. Out: `Instants`. An instant whose live usages are a subset of another instant's is
+left out, and so is an instant at which even the largest amounts fit: neither can be the first to exceed the limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.solve.problem import ROUNDING, Problem, Usage
 
 @dataclass(frozen=True, slots=True)
 class Instants:
-    """Some instants, and when each usage is live."""
+    """Instants, and the live range of each usage."""
 
     times: np.ndarray
     usages: tuple[Usage, ...]
@@ -30,11 +30,11 @@ class Instants:
         return [self.usages[i] for i in live]
 
     def loads(self, choices: Sequence[int]) -> np.ndarray:
-        """What an assignment holds at each instant, in bytes."""
+        """Live memory of an assignment at each instant, in bytes."""
         return self.loads_of([float(u.amounts[choices[u.node]]) for u in self.usages])
 
     def loads_of(self, amounts: Sequence[float] | np.ndarray) -> np.ndarray:
-        """What is held at each instant where each of `usages` takes its amount, in bytes."""
+        """Live memory at each instant if each of `usages` takes its entry of `amounts`, in bytes."""
         amounts = np.asarray(amounts, float)
 
         def until(events: np.ndarray) -> np.ndarray:
@@ -46,7 +46,7 @@ class Instants:
 
 
 def instants_of(problem: Problem) -> Instants:
-    """The instants at which some assignment may exceed the limit (every maximal one, where there is none)."""
+    """The instants at which some assignment may exceed the limit; without a limit, every maximal instant."""
     usages = tuple(u for u in problem.usages if u.start < u.end)
     starts = np.array([u.start for u in usages], dtype=np.int64)
     ends = np.array([u.end for u in usages], dtype=np.int64)
@@ -60,7 +60,7 @@ def instants_of(problem: Problem) -> Instants:
 
 
 def _last_starts(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Starts after which something ends before anything else starts: there the live set is maximal."""
+    """The starts that are followed by an end before the next start: the live set is maximal there."""
     times = np.unique(starts)
     if not len(times):
         return times

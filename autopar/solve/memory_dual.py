@@ -1,13 +1,12 @@
-"""Prices of memory: the Lagrangian dual of the memory limit, and good assignments on the way.
+"""Maximise the Lagrangian dual of the memory limit, and collect good assignments on the way.
 
-Charging lambda_t seconds per byte held at instant t takes the limit out of the problem; what is left is
-solved by elimination, and
+A price of lambda_t seconds per byte live at instant t replaces the limit. Elimination then solves the problem, and
 
     L(lambda) = min over assignments of  cost + sum_t lambda_t (load_t - limit)
 
-bounds the cost of every assignment that fits. The best prices are found by cutting planes (Kelley; dually
-Dantzig and Wolfe's column generation): a small linear programme mixes the assignments found so far into one
-that fits at least cost, and its row duals are the next prices.
+bounds the cost of every assignment that fits. Cutting planes find the best prices (Kelley; dually Dantzig and
+Wolfe's column generation): a small linear programme finds the cheapest mixture of known assignments that fits, and
+its row duals are the next prices.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from autopar.solve.mip import Programme
 from autopar.solve.problem import Problem
 
 _MOST_ROUNDS = 60
-_DEAR, _DEAR_ROUNDS = 1e3, 4  # times as dear as spending the whole cost on the whole limit
-_CLOSE = 1e-7  # relative distance of the two bounds of the dual that ends the search
+_DEAR, _DEAR_ROUNDS = 1e3, 4  # price of memory by (cost / limit), and rounds at it
+_CLOSE = 1e-7  # relative gap of the dual's two bounds that ends the search
 
 
 @dataclass(frozen=True, slots=True)
 class Dual:
-    """What prices of memory have taught.
+    """The result of pricing memory.
 
     Args:
         bound: the largest L(lambda), in seconds; `-inf` if none was computed.
-        priced_costs: the node costs with memory at those prices.
-        offset: what turns a priced cost into a bound, - sum_t lambda_t limit.
-        assignments: all that were met.
+        priced_costs: node costs with memory at the best prices.
+        offset: - sum_t lambda_t limit, the term that turns a priced cost into a bound.
+        assignments: all assignments found.
     """
 
     bound: float
@@ -46,9 +45,9 @@ class Dual:
 
 
 def dear_memory(problem: Problem, instants: Instants, elimination: Elimination) -> Iterator[tuple[int, ...]]:
-    """Assignments under prices at which memory is nearly all that counts, for one that fits.
+    """Yield assignments at prices where memory dominates the cost, to find one that fits.
 
-    Each round also charges for the instant at which the last assignment held most.
+    Each round adds a price at the instant where the last assignment had its peak.
     """
     if not len(instants.times):
         return
@@ -73,8 +72,8 @@ def price_memory(
     """Find good prices of memory.
 
     Args:
-        seeds: assignments to begin with; some mixture of them must fit.
-        deadline: on the clock of `time.monotonic`.
+        seeds: first assignments; some mixture of them must fit.
+        deadline: end of the search, by `time.monotonic`.
     """
     search = _Search(problem, instants, elimination)
     for choices in seeds:
@@ -90,7 +89,7 @@ def price_memory(
 
 
 class _Search:
-    """The assignments met so far and the best prices."""
+    """The assignments found so far and the best prices."""
 
     def __init__(self, problem: Problem, instants: Instants, elimination: Elimination) -> None:
         assert problem.memory_limit is not None
@@ -108,8 +107,8 @@ class _Search:
             self._loads.append(self._instants.loads(choices))
 
     def mix(self) -> tuple[float, np.ndarray] | None:
-        """The least cost of a mixture that fits, and the prices at which that is so."""
-        from autopar.solve.highs import solve_lp  # noqa: PLC0415 - with OR-Tools, which running a saved plan must not need
+        """The least cost of a mixture that fits, and the dual prices; None if the linear programme fails."""
+        from autopar.solve.highs import solve_lp  # noqa: PLC0415 - running a saved plan must not need OR-Tools
 
         costs, loads = np.array(self._costs), np.array(self._loads).T  # [instants, assignments]
         unit_s, unit_bytes = float(np.abs(costs).max()) or 1.0, max(abs(self._limit), float(loads.max(initial=1.0)))
@@ -128,7 +127,7 @@ class _Search:
         return float(values @ costs), np.maximum(0.0, -duals[1:]) * unit_s / unit_bytes
 
     def price(self, prices: np.ndarray) -> bool:
-        """Solve under some prices; False if that brings nothing new."""
+        """Solve at some prices. Returns False if the assignment is already known."""
         costs = [np.array(c, float) for c in self._problem.node_costs]
         for position in np.flatnonzero(prices).tolist():
             for usage in self._instants.live_at(position):

@@ -1,13 +1,13 @@
-"""Prices of memory at a few instants, found by message passing; assignments and bounds on the way.
+"""Optimise Lagrange multipliers of the memory limit together with message passing.
 
-In: a `Pairwise`. Whenever an assignment decoded from the messages holds too much, the worst instants get a price;
-every price rises or falls with what is held then, in steps that grow while the direction stays and shrink when it
-turns (Riedmiller and Braun's Rprop). Prices and messages move together, a few passes to each change of the prices.
-For every set of prices
+In: a `Pairwise`. Out: prices, messages, assignments and bounds. If an assignment decoded from the messages exceeds
+the limit, the worst instants get a price. Each price then rises or falls with the excess at its instant, in steps
+that grow while the direction stays and shrink when it turns (Riedmiller and Braun's Rprop). A few passes of messages
+follow each change of the prices. For all prices
 
     L = (bound of the priced problem) - sum over instants of price x limit
 
-is a lower bound of what any assignment that fits costs.
+is a lower bound of the cost of every assignment that fits.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from autopar.solve.instant_loads import loads_of, price
 Meet = Callable[[np.ndarray], None]
 _FACTORS, _PASSES_AROUND = (0.85, 0.9, 0.95, 1.05, 1.1, 1.2), 10
 _SHARES, _PASSES_LOWER = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.13, 0.08, 0.05), 30
-_PASSES = 2  # to each change of the prices
-_APART = 60  # instants that get a price at once lie this part of all instants apart
+_PASSES = 2  # passes per change of the prices
+_APART = 60  # instants that get a price in the same round are at least 1/60 of all instants apart
 _AT_ONCE = 4
 _FIRST, _FASTER, _SLOWER, _LEAST = 0.5, 1.15, 0.6, 1e-6  # relative steps
-_STEEP = 3.0  # times the relative excess over the limit is the share of a step that is taken, at most all of it
+_STEEP = 3.0  # share of the step taken, by the relative excess over the limit; at most the whole step
 
 
 class Multipliers:
     """The prices, the messages under them, and the best bound.
 
     Args:
-        overdue: whether there is no time left; asked before each pass.
+        overdue: function that returns whether time has run out; called before each pass.
     """
 
     def __init__(self, p: Pairwise, overdue: Callable[[], bool], first_bound_passes: int = 20) -> None:
         num_instants = len(p.base)
         self.p = p
         self.values = np.zeros(num_instants)  # seconds per byte
-        self.held = np.zeros(len(p.costs))  # what each strategy's memory costs at these
+        self.held = np.zeros(len(p.costs))  # cost of each strategy's memory at these prices
         self.messages = np.zeros(p.num_messages)
         self._active = np.zeros(num_instants, bool)
         self._steps, self._signs = np.zeros(num_instants), np.zeros(num_instants)
@@ -56,10 +56,13 @@ class Multipliers:
         self._first = 1e-3 * (abs(self.bound) if 0.0 < abs(self.bound) < np.inf else 1.0) / (abs(p.limit) or 1.0)
 
     def step(self, meet: Meet) -> float:
-        """Pass messages, decode, and move the prices. Returns by how much the limit is exceeded on average, relatively.
+        """Pass messages, decode, and move the prices.
 
         Args:
-            meet: called with each assignment, which it may not keep.
+            meet: callback for each assignment; the array is reused, so it must be copied to be kept.
+
+        Returns:
+            The largest relative excess over the limit.
         """
         p = self.p
         bound = -np.inf
@@ -84,9 +87,9 @@ class Multipliers:
         return float(excess.max(initial=-np.inf))
 
     def lower(self) -> None:
-        """Look for a better bound at a share of the present prices, which stay.
+        """Search for a better bound at lower prices; the current prices stay.
 
-        Where assignments begin to fit, prices are above those of the relaxation, which mixes assignments.
+        The prices at which single assignments fit are above the optimal ones of the relaxation, which mixes assignments.
         """
         p, kept = self.p, self.messages.copy()
         for share in _SHARES:
@@ -103,7 +106,7 @@ class Multipliers:
         self.messages[:] = kept
 
     def around(self, meet: Meet) -> None:
-        """Decode at prices somewhat lower and higher than the present ones, which stay."""
+        """Decode at somewhat lower and higher prices; the current prices stay."""
         p, kept = self.p, self.messages.copy()
         choices = np.zeros(len(p.nodes) - 1, np.int64)
         for factor in _FACTORS:
@@ -118,7 +121,7 @@ class Multipliers:
             self.messages[:] = kept
 
     def _activate(self) -> None:
-        """Give a price to the instants at which most too much is held."""
+        """Give a price to the instants with the largest excess over the limit."""
         loads, apart = self._loads.copy(), len(self._loads) // _APART
         for _ in range(_AT_ONCE):
             worst = int(loads.argmax())

@@ -1,7 +1,7 @@
-"""The cheapest cut between two nodes of a small network, by Dinic's algorithm, in whole numbers.
+"""Find a minimum cut of a small network with integer capacities, by Dinic's algorithm.
 
-In: arcs with capacities. Out: the nodes on the source's side. Which dims of a step are seen as two is found by it, and a step
-that runs by a saved plan has to find the same again: OR-Tools, which would do it faster, is not needed for that.
+In: arcs with capacities. Out: the nodes on the source's side. The choice of dims to view as two is such a cut, and
+running a saved plan repeats that choice. It must not need OR-Tools, which would be faster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Arc = tuple[int, int, int]
 
 
 def source_side(arcs: Iterable[Arc], source: int, sink: int) -> set[int]:
-    """The fewest nodes that a cheapest cut can have on the side of the source; there is one such set.
+    """The smallest source side of any minimum cut; it is unique.
 
     Args:
         arcs: tail, head and capacity of each.
@@ -30,7 +30,7 @@ def source_side(arcs: Iterable[Arc], source: int, sink: int) -> set[int]:
 
 
 class _Network:
-    """Arcs in pairs, of which one is the way back: what may still flow through each."""
+    """The residual network: arcs in pairs of an arc and its reverse, with their residual capacities."""
 
     def __init__(self, arcs: Iterable[Arc]) -> None:
         self.heads: list[int] = []
@@ -43,7 +43,7 @@ class _Network:
                 self.left.append(room)
 
     def levels(self, source: int) -> dict[int, int]:
-        """Arcs from the source to each node that can still be reached."""
+        """The distance in arcs from the source to each node that residual capacity reaches."""
         found = {source: 0}
         queue = deque([source])
         while queue:
@@ -56,7 +56,7 @@ class _Network:
         return found
 
     def fill(self, levels: dict[int, int], source: int, sink: int) -> None:
-        """Push flow along shortest ways until none is left."""
+        """Push flow along shortest paths until none is left (a blocking flow)."""
         ways = {node: iter(arcs) for node, arcs in self.leaving.items()}
         path: list[int] = []  # arcs from the source
         node = source
@@ -66,7 +66,7 @@ class _Network:
                 for arc in path:
                     self.left[arc] -= most
                     self.left[arc ^ 1] += most
-                # On from the first arc that is full.
+                # Continue from the first saturated arc.
                 full = next(n for n, arc in enumerate(path) if not self.left[arc])
                 node = self.heads[path[full] ^ 1]
                 del path[full:]

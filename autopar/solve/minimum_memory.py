@@ -1,11 +1,11 @@
-"""The least memory that any assignment needs, whatever it costs.
+"""Minimise the peak memory over all assignments of finite cost.
 
     minimise    z
     subject to  sum_(u live at t) m_u . x_u <= z    for every instant t
                 x an assignment of finite cost
 
-In: a `Problem`; its limit is ignored, of its costs only which are `inf` matters. Out: `MinimumMemory`.
-Without costs nearly every strategy is dominated, so the reduced problem is small; rows come as they matter.
+In: a `Problem`; its limit is ignored, and its costs matter only where they are `inf`. Out: `MinimumMemory`. Without
+costs nearly every strategy is dominated, so the reduced problem is small. Memory rows are added as they are violated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ROWS_A_ROUND = 4
 
 @dataclass(frozen=True, slots=True)
 class MinimumMemory:
-    """An assignment that needs little memory, and how little any can need.
+    """An assignment of low peak memory, and a lower bound of the peak.
 
     Args:
-        choices: the assignment; empty if none was found, or none has finite cost.
-        peak_bytes: its peak; `inf` without choices.
-        lower_bound: no assignment of finite cost has a lower peak, in bytes; `inf` if there is none.
+        choices: the assignment; empty if none was found or none has finite cost.
+        peak_bytes: peak memory of the assignment; `inf` without one.
+        lower_bound: lower bound of the peak of every assignment of finite cost, in bytes; `inf` if there is none.
     """
 
     choices: tuple[int, ...]
@@ -43,8 +43,8 @@ def minimum_memory(problem: Problem, time_limit_s: float = 60.0, *, relative_gap
     """The least peak of any assignment of finite cost.
 
     Args:
-        time_limit_s: seconds; the best by then is returned.
-        relative_gap: by how much the peak may exceed the least one.
+        time_limit_s: seconds after which the best assignment so far is returned.
+        relative_gap: largest relative excess of the peak over the minimum.
     """
     deadline = time.monotonic() + time_limit_s
     try:
@@ -62,7 +62,7 @@ def minimum_memory(problem: Problem, time_limit_s: float = 60.0, *, relative_gap
 
 
 def _costless(problem: Problem) -> Problem:
-    """The problem with every finite cost 0, and a limit that every instant exceeds."""
+    """The problem with every finite cost set to 0, and limit 0, so that every instant counts."""
     free = {id(e.costs): np.where(np.isfinite(e.costs), 0.0, np.inf) for e in problem.edges}
     return Problem(
         tuple(np.where(np.isfinite(c), 0.0, np.inf) for c in problem.node_costs),
@@ -73,7 +73,7 @@ def _costless(problem: Problem) -> Problem:
 
 
 def _least_peak(reduced: Reduced, deadline: float, relative_gap: float) -> tuple[tuple[int, ...], float]:
-    """The choices of the reduced problem with the least peak found, and a bound of it."""
+    """The assignment of the reduced problem with the lowest peak found, and a lower bound of the peak."""
     problem, columns = reduced.problem, Columns(reduced.problem)
     if all(len(c) == 1 for c in problem.node_costs):
         choices = (0,) * len(problem.node_costs)
@@ -89,7 +89,7 @@ def _least_peak(reduced: Reduced, deadline: float, relative_gap: float) -> tuple
             rows[i] = (columns.memory_row(instants.live_at(i)) / most, 0.0)
         return bool(new)
 
-    from autopar.solve.highs import solve_mip  # noqa: PLC0415 - with OR-Tools, which running a saved plan must not need
+    from autopar.solve.highs import solve_mip  # noqa: PLC0415 - running a saved plan must not need OR-Tools
 
     best: tuple[int, ...] = ()
     peak, bound = np.inf, 0.0

@@ -1,5 +1,7 @@
-"""A mixed integer programme as arrays, and what came of it. OR-Tools takes a third of a second to import, and is not needed
-where a saved plan runs: `highs.py`, which solves these, is imported by whoever has one to solve.
+"""Define a mixed integer programme as arrays, and the outcome of solving it.
+
+This module does without OR-Tools, which takes a third of a second to import and which running a saved plan must not
+need. Solvers import `highs.py` where they call it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-#: By how much HiGHS's bound may be off for each cost that an assignment adds up: the tolerance of its reduced costs.
+#: HiGHS's tolerance of reduced costs: the possible error of its bound per cost that an assignment adds up.
 TOLERANCE = 1e-7
 Report = Callable[[float, float], None]
 
@@ -46,7 +48,7 @@ class End(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MipOutcome:
-    """`values` (None: no solution) of the columns, and a lower bound of the objective (`-inf`: none)."""
+    """The column `values` (None: no solution), and a lower bound of the objective (`-inf`: none)."""
 
     end: End
     values: np.ndarray | None

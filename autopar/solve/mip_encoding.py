@@ -1,4 +1,4 @@
-"""A problem as a mixed integer programme, and assignments to and from its columns.
+"""Encode a problem as a mixed integer programme, and convert assignments to and from its columns.
 
     minimise    sum_u sum_s c_u[s] x_u[s]  +  sum_(u,v) sum_(p,q) C_uv[p, q] y_uv[p, q]
     subject to  sum_s x_u[s] = 1                                       for every node u
@@ -7,10 +7,10 @@
                 sum_(u live at i) sum_s m_u[s] x_u[s] <= memory limit  for some instants i
                 x binary, 0 <= y <= 1
 
-The edge columns y are the marginal (transport) linearisation: with x binary, y is 1 for the chosen pair and
-0 elsewhere, and the relaxation is the tightest that looks at one edge at a time. They stand for pairs of
-*classes* of strategies that the edge does not tell apart (`solve/compact_costs.py`), which is as tight and far smaller.
-Forbidden choices have no column. Memory rows are given one by one, for few of them ever bind.
+The edge columns y are the marginal (transport) linearisation: with x binary, y is 1 for the chosen pair and 0
+elsewhere, and the relaxation is the tightest that considers one edge at a time. A column stands for a pair of
+*classes* of strategies with equal costs on the edge (`compact_costs.py`), which is as tight and far smaller.
+Forbidden choices have no column. Memory rows are passed separately, because few of them bind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Pairs:
 
 
 class Columns:
-    """Where the strategies and pairs of a problem stand in its programme."""
+    """The column of each strategy and of each pair of strategies in the programme."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -59,11 +59,11 @@ class Columns:
 
     @property
     def terms(self) -> int:
-        """How many columns an assignment sets to 1."""
+        """Number of columns that an assignment sets to 1."""
         return len(self.sizes) + len(self.pairs)
 
     def encode(self, choices: Sequence[int]) -> np.ndarray:
-        """The columns' values of an assignment of finite cost."""
+        """The column values of an assignment of finite cost."""
         values = np.zeros(self.count)
         values[self.starts[:-1] + np.asarray(choices, int)] = 1.0
         for p in self.pairs:
@@ -72,11 +72,11 @@ class Columns:
         return values
 
     def decode(self, values: np.ndarray) -> tuple[int, ...]:
-        """The strategies that the columns choose: of each node, the largest."""
+        """The assignment that column values describe: each node's strategy with the largest value."""
         return tuple(int(values[a:b].argmax()) for a, b in zip(self.starts[:-1], self.starts[1:], strict=True))
 
     def memory_row(self, live: Sequence[Usage]) -> np.ndarray:
-        """What each column holds of some usages, in bytes."""
+        """The memory of each column in the live usages, in bytes."""
         held = np.zeros(self.count)
         for usage in live:
             start = self.starts[usage.node]
@@ -90,12 +90,12 @@ class Columns:
         memory: Sequence[tuple[np.ndarray, float]] = (),
         peak_cost: float | None = None,
     ) -> Programme:
-        """The programme under the given costs of the columns.
+        """The programme for the given column costs.
 
         Args:
-            costs: of each column.
-            memory: rows and their limits, in a unit of about the limit.
-            peak_cost: if given, a last column of this cost is added to every memory row's limit.
+            costs: cost of each column.
+            memory: memory rows and their limits, scaled to limits of about 1.
+            peak_cost: cost of an additional last column that raises the limit of every memory row.
         """
         rows, columns, coefficients, count = self._structure()
         extra = [] if peak_cost is None else [peak_cost]
@@ -126,13 +126,13 @@ class Columns:
         return np.concatenate(parts)
 
     def floors(self) -> tuple[np.ndarray, float]:
-        """The least cost of each column's node or edge, and the sum of these, in seconds."""
+        """The minimum cost of each column's node or edge, and the sum of the minima, in seconds."""
         starts = [*self.starts[:-1].tolist(), *(p.start for p in self.pairs)]
         leasts = np.minimum.reduceat(self.costs(), starts)
         return np.repeat(leasts, np.diff([*starts, self.count])), math.fsum(leasts)
 
     def _structure(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Rows, columns and coefficients of all but the memory rows, and the number of rows."""
+        """The non-zeros (rows, columns, coefficients) of all rows but the memory rows, and the number of these rows."""
         nodes = np.repeat(np.arange(len(self.sizes)), self.sizes)
         rows, columns = [nodes], [np.arange(self.starts[-1])]
         signs = [np.ones(self.starts[-1])]

@@ -1,7 +1,7 @@
-"""Loops compiled by numba, kept on disk, and run without Python's lock.
+"""Compile loops with numba, cached on disk and run without the GIL.
 
-Importing numba takes most of a second, and compiling takes several the first time: whoever needs the modules that
-import this one imports them when a problem is large enough.
+Importing numba takes most of a second, and the first compilation several. Modules that import this one are therefore
+imported only once a problem is large enough.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def compiled(loop: Loop) -> Loop:
-    """The function, compiled when it is first called; it takes numbers, arrays and named tuples of them."""
+    """Compile a function at its first call; its arguments are numbers, arrays or named tuples of them."""
     try:
         return cast(Loop, njit(cache=True, nogil=True)(loop))
-    except RuntimeError:  # nowhere to keep it: neither the package's folder nor the user's can be written to
+    except RuntimeError:  # no cache: neither the package's folder nor the user's is writable
         return cast(Loop, njit(nogil=True)(loop))

@@ -1,8 +1,7 @@
-"""Changes of one node, or of two neighbours, that make an assignment cheaper.
+"""Improve an assignment by local search: change one node, or two neighbours at once.
 
-In: a `Problem` and an assignment that fits. Out: one that fits, costs no more, and that no such change betters. Costs
-are compared exactly: every change that float64 finds is added up again without rounding (`math.fsum`), and whole
-numbers have none to begin with.
+In: a `Problem` and an assignment that fits. Out: a local optimum that fits and costs no more. Costs are compared
+exactly: `math.fsum` adds up every change that float64 finds again, without rounding.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from autopar.solve.problem import ROUNDING, Edge, Problem
 
 
 def polish(problem: Problem, choices: Sequence[int], *, deadline: float) -> tuple[int, ...]:
-    """Better an assignment by changes of one node and of two neighbours, until there are none or time is up.
+    """Improve an assignment by changes of one node and of two neighbours, until none is left or time is up.
 
     Args:
-        choices: of finite cost; it fits.
-        deadline: on the clock of `time.monotonic`.
+        choices: an assignment of finite cost that fits.
+        deadline: end of the search, by `time.monotonic`.
     """
     moves = _Moves(problem, choices)
     while moves.sweep(deadline):
@@ -33,7 +32,7 @@ def polish(problem: Problem, choices: Sequence[int], *, deadline: float) -> tupl
 
 
 class _Moves:
-    """An assignment, what it holds, and the changes to it."""
+    """An assignment, its live memory at each instant, and the moves that change it."""
 
     def __init__(self, problem: Problem, choices: Sequence[int]) -> None:
         self.choices = [int(c) for c in choices]
@@ -64,26 +63,26 @@ class _Moves:
         self._totals: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def _table(self, pair: tuple[int, int]) -> np.ndarray:
-        """The costs of two nodes' edges together, [strategies of the lower node, of the higher one]."""
+        """The sum of the edge costs between two nodes, [strategies of the lower node, of the higher one]."""
         tables = [e.costs if e.source == pair[0] else e.costs.T for e in self._between[pair]]
         return tables[0] if len(tables) == 1 else np.sum(tables, axis=0)
 
     def sweep(self, deadline: float) -> bool:
-        """Look at every node and every edge; whether anything changed."""
+        """Try every node and every edge once. Returns whether anything changed."""
         changed = False
         for node in self._free:
             if time.monotonic() >= deadline:
                 return False
-            changed |= self._better_node(node)
+            changed |= self._improve_node(node)
         for u, v in self._tables:
             if len(self._costs[u]) > 1 and len(self._costs[v]) > 1:
                 if time.monotonic() >= deadline:
                     return False
-                changed |= self._better_pair(u, v)
+                changed |= self._improve_pair(u, v)
         return changed
 
     def _total(self, node: int) -> tuple[np.ndarray, np.ndarray]:
-        """What each strategy of a node costs with its edges but for what is forbidden, and by how many of these it is."""
+        """The sum of finite costs of each strategy of a node and its edges, and the number of its infinite costs."""
         if node not in self._totals:
             columns = [self._costs[node], *(t[:, self.choices[other]] for other, t in self._neighbours[node])]
             terms = np.array(columns, float)
@@ -91,7 +90,7 @@ class _Moves:
             self._totals[node] = np.where(forbidden, 0.0, terms).sum(axis=0), forbidden.sum(axis=0)
         return self._totals[node]
 
-    def _better_node(self, node: int) -> bool:
+    def _improve_node(self, node: int) -> bool:
         total, forbidden = self._total(node)
         better = (total < total[self.choices[node]]) & (forbidden == 0)
         if not better.any():
@@ -101,7 +100,7 @@ class _Moves:
         cheapest = sorted(np.flatnonzero(better).tolist(), key=lambda s: total[s])
         return any(self._change({node: new}) for new in cheapest)
 
-    def _better_pair(self, u: int, v: int) -> bool:
+    def _improve_pair(self, u: int, v: int) -> bool:
         table, old_u, old_v = self._tables[u, v], self.choices[u], self.choices[v]
         of_u, of_v = self._without(u, table[:, old_v]), self._without(v, table[old_u])
         now = of_u[old_u] + of_v[old_v] + table[old_u, old_v]
@@ -118,14 +117,14 @@ class _Moves:
         return any(self._change({u: new_u, v: new_v}) for new_u, new_v in cheapest)
 
     def _without(self, node: int, shared: np.ndarray) -> np.ndarray:
-        """What each strategy of a node costs without the edge whose present cost is `shared`."""
+        """The cost of each strategy of a node without the edge whose current cost is `shared`."""
         total, forbidden = self._total(node)
         gone = np.isinf(shared)
         return np.where(forbidden > gone, np.inf, total - np.where(gone, 0.0, shared))
 
     def _segments(self, u: int, v: int = -1) -> list[tuple[float, np.ndarray, np.ndarray]]:
-        """Stretches of instants over which each of two nodes holds one thing: the most that is held there now, and
-        by how much each strategy of either changes it."""
+        """Ranges of instants over which the memory of two nodes is constant: the current peak of the range, and the
+        change of memory by each strategy of either node."""
         both = [(n, usage) for n in (u, v) if n >= 0 for usage in self._usages[n]]
         ends = sorted({end for _, (a, b, _) in both for end in (a, b)})
         segments = []
@@ -138,7 +137,7 @@ class _Moves:
         return segments
 
     def _change(self, new: dict[int, int]) -> bool:
-        """Take other strategies of some nodes, if that is cheaper without any rounding."""
+        """Change the strategies of some nodes if the exact cost falls."""
         old = {node: self.choices[node] for node in new}
         if self._change_of_cost(old, new) >= 0.0:
             return False

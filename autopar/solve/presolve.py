@@ -1,20 +1,20 @@
-"""Exact reductions: a smaller problem with the same optimum, and the way back.
+"""Reduce a problem to a smaller one with the same optimum (presolve).
 
-In: a `Problem`. Out: `Reduced`, whose problem has the same optimal cost (node 0 of it is the ground: one
-strategy, whose cost and usages are all that is decided already) and whose `expand` turns an assignment of
-it into one of the original with the same cost and no higher peak.
+In: a `Problem`. Out: `Reduced`. Its problem has the same optimal cost; its node 0, the ground, has one strategy with
+the cost and usages of everything already decided. `expand` maps an assignment of it to an assignment of the original
+problem with the same cost and no higher peak.
 
-The rules, applied node by node until none of them does anything:
+The rules are applied node by node until none changes anything:
 
-- `delete_forbidden`: a strategy that costs `inf`, or has no finite partner on some edge, goes.
-- `follow`: where each strategy of v leaves one finite strategy of u, u follows v and merges into it.
-- `dominate`: s goes where another strategy s' is never dearer, whatever the neighbours do (sum over the
-  edges of the worst case), and never holds more memory.
-- `eliminate`: a node with at most two neighbours and no memory is minimised out; two neighbours get an edge.
+- `delete_forbidden`: delete a strategy that costs `inf` or has no finite partner on some edge.
+- `follow`: if each strategy of v leaves one finite strategy of u, merge u into v.
+- `dominate`: delete strategy s if another strategy s' never costs more, whatever the neighbours choose (the sum
+  over the edges of the worst case), and never takes more memory.
+- `eliminate`: minimise out a node with at most two neighbours and no memory; two neighbours get an edge.
 
-Parallel edges are added, and what an edge costs in any case is moved to its nodes, when a table is stored. What a
-rule finds for a node follows from the node's costs, usages and tables, so for nodes that have equal ones it is found
-once (`solve/hash_consing.py`).
+When a table is stored, parallel edges are added up, and each edge's minimum cost moves to its nodes. The result of a
+rule depends only on the node's costs, usages and tables, so it is computed once for nodes where these are equal
+(`hash_consing.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopar.solve.live_instants import instants_of
 from autopar.solve.problem import Edge, Problem, Usage
 
 _FITS_CACHE = 1 << 14  # entries
-_LISTEN = 16  # nodes between two looks at the clock
+_LISTEN = 16  # nodes between two checks of the deadline
 
 
 class Contradiction(Exception):
@@ -46,7 +46,7 @@ class Overdue(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """A node whose strategy follows from others': `picks[position of each in labels]`."""
+    """A removed node: its strategy is `picks`, indexed by the strategies of the nodes of `scope`."""
 
     node: int
     scope: tuple[int, ...]
@@ -56,13 +56,13 @@ class _Decided:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A reduced problem and the way back to the original's strategies.
+    """A reduced problem and the mapping back to the original strategies.
 
     Args:
-        problem: node 0 is the ground; the others are `kept`.
+        problem: reduced problem; node 0 is the ground, the others are `kept`.
         kept: original number of each node but the ground.
         labels: original strategies of each kept node, in order.
-        counts: how often each rule did something, by its name.
+        counts: number of changes by each rule, by its name.
     """
 
     problem: Problem
@@ -73,7 +73,7 @@ class Reduced:
     _decided: tuple[_Decided, ...] = field(repr=False)
 
     def expand(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Strategies of the original's nodes, from those of `problem`'s (the ground's included)."""
+        """The assignment of the original problem for an assignment of `problem` (ground included)."""
         full = np.zeros(self._num_nodes, int)
         for node, labels, choice in zip(self.kept, self.labels, choices[1:], strict=True):
             full[node] = labels[choice]
@@ -84,7 +84,7 @@ class Reduced:
 
 
 class Network:
-    """The problem while it shrinks: costs, tables and usages over the strategies still alive."""
+    """The problem during reduction: costs, tables and usages over the remaining strategies."""
 
     def __init__(self, problem: Problem) -> None:
         self.limited = problem.memory_limit is not None and len(instants_of(problem).times) > 0
@@ -107,13 +107,13 @@ class Network:
                 self.hold(u.node, (u.start, u.end), np.asarray(u.amounts, float))
 
     def touch(self, node: int) -> None:
-        """Have the rules look at a node again."""
+        """Queue a node for the rules."""
         if not self._queued[node]:
             self._queued[node] = True
             self.dirty.append(node)
 
     def next_dirty(self) -> int | None:
-        """The next node to look at."""
+        """The next queued node; None if the queue is empty."""
         while self.dirty:
             node = self.dirty.popleft()
             self._queued[node] = False
@@ -122,7 +122,7 @@ class Network:
         return None
 
     def connect(self, u: int, v: int, table: Table) -> None:
-        """Add a table to the edge of u and v."""
+        """Add a table to the edge between u and v."""
         if v in self.tables[u]:
             table = self.shared.plus(self.tables[u][v], table)
         normal, of_u, of_v = self.shared.normalised(table)
@@ -140,7 +140,7 @@ class Network:
         self.tables[v].pop(u, None)
 
     def hold(self, node: int, interval: tuple[int, int], amounts: np.ndarray) -> None:
-        """Add to what a node holds; what it holds in any case goes to the ground."""
+        """Add memory to a node; the minimum over its strategies goes to the ground."""
         usages = self.usages[node]
         amounts = usages.pop(interval, 0.0) + amounts
         least = float(amounts.min(initial=np.inf))
@@ -168,7 +168,7 @@ class Network:
             self.connect(node, other, self.shared.take(table, keep))
 
     def remove(self, node: int, scope: tuple[int, ...], picks: np.ndarray) -> None:
-        """Take out a node that is decided by those of `scope`; `picks` are positions of its strategies."""
+        """Remove a node whose strategy the nodes of `scope` decide; `picks` are positions of its strategies."""
         labels = tuple(self.labels[n] for n in scope)
         self.decided.append(_Decided(node, scope, labels, self.labels[node][picks]))
         for other in tuple(self.tables[node]):
@@ -177,11 +177,11 @@ class Network:
         self.alive[node] = False
 
 
-Rule = Callable[[Network, int], bool]  # a function: its name is what `Reduced.counts` says
+Rule = Callable[[Network, int], bool]  # `Reduced.counts` uses the function's name
 
 
 def delete_forbidden(net: Network, node: int) -> bool:
-    """Strategies of infinite cost go (a pair without finite partner made its node's cost infinite)."""
+    """Delete strategies of infinite cost, which includes those without a finite partner on some edge."""
     finite = np.isfinite(net.costs[node])
     if finite.all():
         return False
@@ -190,7 +190,7 @@ def delete_forbidden(net: Network, node: int) -> bool:
 
 
 def follow(net: Network, node: int) -> bool:
-    """Merge a node into a neighbour each of whose strategies leaves it one finite strategy."""
+    """Merge a node into a neighbour whose every strategy leaves the node one finite strategy."""
     if not np.isfinite(net.costs[node]).all():
         return False
     for leader, table in net.tables[node].items():
@@ -205,15 +205,15 @@ def follow(net: Network, node: int) -> bool:
 
 
 def _follows(table: Table) -> tuple[bool, bool]:
-    """Whether each strategy of the second node leaves the first one finite strategy, and the other way round."""
+    """Whether each strategy of the second node leaves one finite strategy of the first, and vice versa."""
     finite = np.isfinite(table.core)
     led = (np.bincount(table.rows) @ finite == 1).all()
     return bool(led), bool((finite @ np.bincount(table.cols) == 1).all())
 
 
 def _merge(net: Network, node: int, leader: int, table: Table) -> None:
-    """Merge a node into the one it follows; `table` is their edge, seen from the node."""
-    # Any strategy of the one class that is finite: it is the class's only one.
+    """Merge a node into the leader it follows; `table` is their edge, with the node's strategies as rows."""
+    # The finite class has a single strategy.
     one_of_class = np.zeros(len(table.core), int)
     one_of_class[table.rows] = np.arange(len(table.rows))
     picks = one_of_class[np.isfinite(table.core).argmax(axis=0)][table.cols]
@@ -228,7 +228,7 @@ def _merge(net: Network, node: int, leader: int, table: Table) -> None:
 
 
 def dominate(net: Network, node: int) -> bool:
-    """Delete strategies that another one beats whatever the neighbours do."""
+    """Delete strategies that another strategy dominates, whatever the neighbours choose."""
     costs = net.costs[node]
     if len(costs) < 2 or not np.isfinite(costs).all():
         return False
@@ -241,8 +241,8 @@ def dominate(net: Network, node: int) -> bool:
 
 
 def _undominated(net: Network, costs: np.ndarray, tables: Sequence[Table], usages: Sequence[np.ndarray]) -> np.ndarray:
-    """The strategies that none beats."""
-    excess = costs[None, :] - costs[:, None]  # [s, s']: how much dearer s' can be than s
+    """The strategies that no other strategy dominates."""
+    excess = costs[None, :] - costs[:, None]  # [s, s']: the most by which s' can cost more than s
     for amounts in usages:
         excess[amounts[None, :] > amounts[:, None]] = np.inf
     for table in tables:
@@ -250,15 +250,15 @@ def _undominated(net: Network, costs: np.ndarray, tables: Sequence[Table], usage
             return np.arange(len(costs))
         worst = net.shared.once("worst", [table], [], lambda table=table: _worst(table.core))
         excess = excess + worst[table.rows[:, None], table.rows]
-    beaten = excess <= 0.0
-    beaten &= ~beaten.T | np.tri(len(costs), k=-1, dtype=bool)  # of two equals the first stays
-    return np.flatnonzero(~beaten.any(axis=1))
+    dominated = excess <= 0.0
+    dominated &= ~dominated.T | np.tri(len(costs), k=-1, dtype=bool)  # of two equal strategies the first stays
+    return np.flatnonzero(~dominated.any(axis=1))
 
 
 def _worst(core: np.ndarray) -> np.ndarray:
     """[r, r']: the most by which row r' of a normalised core can exceed row r."""
     rows, columns = core.shape
-    with np.errstate(invalid="ignore"):  # inf - inf is nan: no matter
+    with np.errstate(invalid="ignore"):  # fmax ignores the nan of inf - inf
         if rows * rows * columns <= _FITS_CACHE:
             return np.fmax.reduce(core[None, :, :] - core[:, None, :], axis=2)
         worst = np.full((rows, rows), -np.inf)
@@ -270,7 +270,7 @@ def _worst(core: np.ndarray) -> np.ndarray:
 
 
 def eliminate(net: Network, node: int) -> bool:
-    """Minimise out a node with at most two neighbours that holds no memory."""
+    """Minimise out a node with at most two neighbours and no memory."""
     scope = tuple(net.tables[node])
     if len(scope) > 2 or net.usages[node] or not np.isfinite(net.costs[node]).all():
         return False
@@ -292,13 +292,13 @@ def eliminate(net: Network, node: int) -> bool:
 
 
 def _minimise_leaf(table: Table, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The best strategy of a node with one neighbour, by the neighbour's, and what it costs."""
+    """The best strategy of a node with one neighbour, and its cost, per strategy of the neighbour."""
     total = table.core[:, table.cols] + costs
     return total.argmin(axis=1)[table.rows], total.min(axis=1)[table.rows]
 
 
 def _minimise_between(first: Table, second: Table, costs: np.ndarray) -> tuple[np.ndarray, Table]:
-    """The best strategy of a node with two neighbours, by theirs, and the edge that it leaves."""
+    """The best strategy of a node with two neighbours, per pair of their strategies, and the edge it leaves."""
     total = (first.core[:, first.cols] + costs)[:, None, :] + second.core[:, second.cols][None, :, :]
     picks = total.argmin(axis=2)
     left = Table(first.rows, second.rows, total.min(axis=2)).compact()
@@ -312,8 +312,8 @@ def reduce(problem: Problem, *, rules: Sequence[Rule] = RULES, deadline: float =
     """Shrink a problem without changing its optimum.
 
     Args:
-        rules: which rules to apply.
-        deadline: on the clock of `time.monotonic`.
+        rules: rules to apply.
+        deadline: end of the reduction, by `time.monotonic`.
 
     Returns:
         The reduced problem; None if no assignment has finite cost.

@@ -1,4 +1,4 @@
-"""The planning problem and its outcome as numbers: no graph, no mesh, no JAX.
+"""Define the planning problem and its solution as plain numbers, without graph, mesh or JAX.
 
     minimise    sum_u c_u[s_u] + sum_(u,v) C_uv[s_u, s_v]
     over        one strategy s_u per node u
@@ -48,15 +48,15 @@ class Problem:
     memory_limit: float | None = None
 
     def evaluate(self, choices: tuple[int, ...]) -> float:
-        """Cost of an assignment, in seconds (`inf` where it takes a forbidden choice): the float64 nearest to it."""
+        """Cost of an assignment in seconds, correctly rounded to float64; `inf` if it takes a forbidden choice."""
         return math.fsum(self._terms(choices))
 
     def magnitude(self, choices: tuple[int, ...]) -> float:
-        """Sum of the absolute values that `evaluate` adds up: what its rounding is relative to, in seconds."""
+        """Sum of the absolute values of the terms of `evaluate`, in seconds: its rounding error scales with this."""
         return math.fsum(map(abs, self._terms(choices)))
 
     def _terms(self, choices: tuple[int, ...]) -> list[float]:
-        """What a cost is the sum of."""
+        """The node and edge costs that an assignment adds up."""
         terms = [float(costs[s]) for costs, s in zip(self.node_costs, choices, strict=True)]
         return terms + [float(e.costs[choices[e.source], choices[e.target]]) for e in self.edges]
 
@@ -75,12 +75,12 @@ class Problem:
         return peak
 
     def fits(self, choices: tuple[int, ...]) -> bool:
-        """Whether an assignment respects the limit (but for the rounding of sums of float64)."""
+        """Whether an assignment respects the limit, up to the rounding of float64 sums."""
         return self.memory_limit is None or self.peak_memory(choices) <= self.memory_limit * (1 + ROUNDING)
 
 
 class Status(Enum):
-    """How a solve ended; the value is what to tell the user."""
+    """How a solve ended; the value is the message for the user."""
 
     OPTIMAL = "proven optimal"
     FEASIBLE = "feasible, stopped by the time limit: raise `time_limit_s` to close the gap"
@@ -94,7 +94,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A solve's outcome; `choices` is empty and `cost` is `inf` where none was found."""
+    """The outcome of a solve; without an assignment `choices` is empty and `cost` is `inf`."""
 
     choices: tuple[int, ...]
     cost: float

@@ -1,4 +1,4 @@
-"""How much a search may still do: time, or steps, or both."""
+"""Limit a search by time, by steps, or by both."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 
 
 class Budget:
-    """Time and steps of a search, which schedules go by.
+    """The time and steps that a search may use.
 
-    Under a step limit alone a search does the same on every run, for its schedules go by steps then.
+    With a step limit the search's schedules count steps, so a search that does not run out of time is deterministic.
 
     Args:
-        deadline: on the clock of `time.monotonic`.
-        step_limit: None: as many as there is time for.
+        deadline: end of the search, by `time.monotonic`.
+        step_limit: largest number of steps; None for no limit.
     """
 
     def __init__(self, deadline: float, step_limit: int | None = None) -> None:
@@ -22,16 +22,16 @@ class Budget:
         self._steps = 0
 
     def step(self, count: int = 1) -> None:
-        """Note that something was done."""
+        """Count steps."""
         self._steps += count
 
     def stop(self) -> None:
-        """End the search, from whatever thread."""
+        """End the search; any thread may call this."""
         self.stopped = True
 
     @property
     def by_steps(self) -> bool:
-        """Whether schedules go by steps: then a search does the same on every run."""
+        """Whether schedules count steps, which makes a search deterministic."""
         return self._step_limit is not None
 
     @property
@@ -45,10 +45,10 @@ class Budget:
         return self._step_limit is not None and self._steps >= self._step_limit
 
     def spent(self, more: int = 0) -> float:
-        """The share of the budget that is spent, 1 where it must end.
+        """The share of the budget that is spent; 1 ends the search.
 
         Args:
-            more: steps that are not noted yet.
+            more: steps not yet counted by `step`.
         """
         if self.stopped or self.overdue:
             return 1.0

@@ -1,12 +1,12 @@
-"""Annealing by trees: an assignment is bettered on one tree of nodes after another, all of the tree at once.
+"""Improve an assignment by simulated annealing whose moves re-optimise a random tree of nodes at once.
 
-In: a `Pairwise`, an assignment that fits, a price of what each strategy holds. A move grows a random tree of nodes,
-no two of them neighbours but along the tree, holds all other nodes, and finds the cheapest strategies of the tree by
-dynamic programming: with memory at a random multiple of its price, and with costs shaken by the temperature (Gumbel
-noise: perturb and minimise draws nearly as Gibbs does). The outcome is taken if it fits, and as Metropolis has it.
+In: a `Pairwise`, an assignment that fits, the price of each strategy's memory. A move grows a random tree in which
+only tree edges connect two nodes, keeps all other nodes, and finds the tree's cheapest strategies by dynamic
+programming. Memory is priced at a random multiple, and costs get Gumbel noise of the temperature's size, which
+approximates a Gibbs sample (perturb-and-minimise). The result is accepted if it fits and by the Metropolis rule.
 
-Single nodes are no use here: a node's best strategy is commonly the one its neighbours agree on. (Trees as moves:
-Hamze and de Freitas, "From fields to trees", 2004.)
+Moves of single nodes would rarely help, because a node's best strategy usually agrees with its neighbours'. (Trees as
+moves: Hamze and de Freitas, "From fields to trees", 2004.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.solve.numba_jit import compiled
 
 @compiled
 def _random(state: np.ndarray) -> float:
-    """The next number in (0, 1) by xorshift64*; `state` is one uint64, not 0."""
+    """The next random number in (0, 1), by xorshift64*; `state` is one non-zero uint64."""
     x = state[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -30,7 +30,7 @@ def _random(state: np.ndarray) -> float:
 
 @compiled
 def _shift(p: Pairwise, node: int, old: int, new: int, loads: np.ndarray) -> None:
-    """Change what is held as a node goes from one strategy to another."""
+    """Update `loads` for a node's change from strategy `old` to `new`."""
     for i in range(p.nodes[node].pieces, p.nodes[node + 1].pieces):
         piece = p.pieces[i]
         change = p.amounts[piece.at + new] - p.amounts[piece.at + old]
@@ -41,7 +41,7 @@ def _shift(p: Pairwise, node: int, old: int, new: int, loads: np.ndarray) -> Non
 
 @compiled
 def _exceeds(p: Pairwise, node: int, old: int, new: int, loads: np.ndarray) -> bool:
-    """Whether too much is held anywhere where a node has come to hold more."""
+    """Whether `loads` exceeds the limit at an instant where strategy `new` holds more memory than `old`."""
     for i in range(p.nodes[node].pieces, p.nodes[node + 1].pieces):
         piece = p.pieces[i]
         if p.amounts[piece.at + new] > p.amounts[piece.at + old]:
@@ -55,11 +55,11 @@ def _exceeds(p: Pairwise, node: int, old: int, new: int, loads: np.ndarray) -> b
 def _grow(
     p: Pairwise, root: int, size: int, state: np.ndarray, position: np.ndarray, ties: np.ndarray, tree: np.ndarray
 ) -> int:
-    """Grow a tree, into the rows of `tree`: node, position of the parent, edge to it. Returns its size.
+    """Grow a random tree into the rows of `tree`: node, position of its parent, edge to it. Returns its size.
 
     Args:
-        position: of each node in the tree, -1 outside; filled in.
-        ties: each node's edges into the tree; filled in.
+        position: each node's position in the tree, -1 outside; filled in.
+        ties: number of each node's edges into the tree; filled in.
     """
     nodes, edges, edges_of = p.nodes, p.edges, p.edges_of
     pending = np.empty((size * 4 + 64, 2), np.int64)
@@ -89,7 +89,7 @@ def _grow(
 
 @compiled
 def _forget(p: Pairwise, tree: np.ndarray, count: int, position: np.ndarray, ties: np.ndarray) -> None:
-    """Undo what `_grow` filled in."""
+    """Reset `position` and `ties` after `_grow`."""
     for k in range(count):
         node = tree[k, 0]
         position[node] = -1
@@ -100,7 +100,7 @@ def _forget(p: Pairwise, tree: np.ndarray, count: int, position: np.ndarray, tie
 
 @compiled
 def _outside(p: Pairwise, node: int, choices: np.ndarray, position: np.ndarray, own: np.ndarray) -> None:
-    """The cost of each of a node's strategies with the edges that leave the tree, into `own`."""
+    """Write the cost of each strategy of a node, with its edges that leave the tree, into `own`."""
     labels, entries = p.labels, p.entries
     start, size = p.nodes[node].start, len(own)
     for s in range(size):
@@ -120,9 +120,9 @@ def _outside(p: Pairwise, node: int, choices: np.ndarray, position: np.ndarray, 
 
 @compiled
 def _minimise(
-    p: Pairwise, tree: np.ndarray, count: int, starts: np.ndarray, shaken: np.ndarray, new: np.ndarray
+    p: Pairwise, tree: np.ndarray, count: int, starts: np.ndarray, perturbed: np.ndarray, new: np.ndarray
 ) -> None:
-    """The cheapest strategies of a tree at the costs `shaken` (changed), into `new`."""
+    """Write the cheapest strategies of a tree at the costs `perturbed` (overwritten) into `new`."""
     labels, entries, edges = p.labels, p.entries, p.edges
     least, out = np.empty(len(p.costs)), np.empty(len(p.costs))
     for k in range(count - 1, 0, -1):
@@ -147,7 +147,7 @@ def _minimise(
             least[r] = np.inf
         for s in range(starts[k + 1] - starts[k]):
             r = labels[lab + s]
-            least[r] = min(least[r], shaken[starts[k] + s])
+            least[r] = min(least[r], perturbed[starts[k] + s])
         for c in range(other):
             out[c] = np.inf
         for r in range(own):
@@ -157,7 +157,7 @@ def _minimise(
                 y = out[c]
                 out[c] = x if x < y else y
         for s in range(starts[up + 1] - starts[up]):
-            shaken[starts[up] + s] += out[labels[other_lab + s]]
+            perturbed[starts[up] + s] += out[labels[other_lab + s]]
     for k in range(count):
         row, lab = 0, -1
         if k > 0:
@@ -168,7 +168,7 @@ def _minimise(
                 lab, row = edge.tail_labels, edge.core_t + labels[edge.head_labels + chosen] * edge.num_rows
         cheapest = np.inf
         for s in range(starts[k + 1] - starts[k]):
-            x = shaken[starts[k] + s]
+            x = perturbed[starts[k] + s]
             if lab >= 0:
                 x += entries[row + labels[lab + s]]
             if x < cheapest:
@@ -179,7 +179,7 @@ def _minimise(
 def _difference(
     p: Pairwise, tree: np.ndarray, count: int, choices: np.ndarray, starts: np.ndarray, own: np.ndarray, new: np.ndarray
 ) -> float:
-    """How much dearer the tree becomes."""
+    """The increase of the cost if the tree takes the strategies `new`."""
     labels, entries = p.labels, p.entries
     change = 0.0
     for k in range(count):
@@ -210,19 +210,20 @@ def anneal(
     """Make moves at some temperature.
 
     Args:
-        held: the price of what each strategy holds.
-        choices, best: the assignment, and the best so far; changed in place, as are `loads` (what the first holds)
-            and `costs` (of both).
-        state: of the random numbers.
-        largest: most nodes of a tree.
+        held: price of each strategy's memory.
+        choices, best: the assignment and the best so far; both change in place.
+        loads: live memory of `choices` at each instant; changes in place.
+        costs: costs of `choices` and `best`; change in place.
+        state: state of the random number generator.
+        largest: largest number of nodes of a tree.
     """
     nodes = p.nodes
     num_nodes = len(choices)
     position, ties = np.full(num_nodes, -1, np.int64), np.zeros(num_nodes, np.int64)
     tree, new, starts = np.empty((largest, 3), np.int64), np.empty(largest, np.int64), np.zeros(largest + 1, np.int64)
-    own, shaken = np.empty(len(p.costs)), np.empty(len(p.costs))
+    own, perturbed = np.empty(len(p.costs)), np.empty(len(p.costs))
     for _ in range(moves):
-        size = int(2.0 * (largest / 2.0) ** _random(state))  # as many small ones as large ones
+        size = int(2.0 * (largest / 2.0) ** _random(state))  # log-uniform
         factor = max(0.0, 2.0 * _random(state) - 0.25)
         count = _grow(p, int(_random(state) * num_nodes), size, state, position, ties, tree)
         for k in range(count):
@@ -232,8 +233,8 @@ def anneal(
             _outside(p, node, choices, position, own[starts[k] : starts[k + 1]])
             for s in range(starts[k + 1] - starts[k]):
                 noise = temperature * np.log(-np.log(_random(state)))
-                shaken[starts[k] + s] = own[starts[k] + s] + factor * held[start + s] + noise
-        _minimise(p, tree, count, starts, shaken, new)
+                perturbed[starts[k] + s] = own[starts[k] + s] + factor * held[start + s] + noise
+        _minimise(p, tree, count, starts, perturbed, new)
         change = _difference(p, tree, count, choices, starts, own, new)
         if change <= 0.0 or change < -temperature * np.log(_random(state)):
             for k in range(count):

@@ -1,12 +1,13 @@
-"""Sequential tree-reweighted message passing (TRW-S): a lower bound, and what every strategy costs by it.
+"""Bound a problem from below by sequential tree-reweighted message passing (TRW-S).
 
-In: a `Pairwise`, and a price of each of its strategies (its cost, and what it holds at some price of memory). The
-messages reparametrise the problem: what they add to the nodes they take off the edges, so that every assignment
-costs the same. A pass visits the nodes in order and makes the messages to the nodes ahead such that the edges
-behind it are free; the bound is then what is left at the nodes. The next pass goes the other way. (Kolmogorov,
-"Convergent tree-reweighted message passing for energy minimization", 2006.)
+In: a `Pairwise`, and a price of each strategy (its cost plus its memory at some prices). Out: messages and a lower
+bound. Messages reparametrise the problem: they add to the nodes what they subtract from the edges, so the cost of
+every assignment stays the same. A pass visits the nodes in order and sends messages ahead so that the edges behind
+have minimum 0; the bound is the sum of the node minima. The next pass goes the other way. (Kolmogorov, "Convergent
+tree-reweighted message passing for energy minimization", 2006.)
 
-Messages speak of the classes that an edge tells apart, so a pass takes the time of the compact tables.
+A message has one entry per class of strategies with equal costs on its edge, so a pass costs as much as the compact
+tables are large.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from autopar.solve.numba_jit import compiled
 
 @compiled
 def sweep(p: Pairwise, prices: np.ndarray, messages: np.ndarray, forward: bool) -> float:
-    """One pass over all nodes, towards higher ones (`forward`) or lower ones. Returns the bound, but for rounding."""
+    """Run one pass towards higher (`forward`) or lower nodes. Returns the bound, up to rounding."""
     nodes, edges, edges_of, labels, entries = p.nodes, p.edges, p.edges_of, p.labels, p.entries
     num_nodes = len(nodes) - 1
-    total, least = np.empty(len(prices)), np.empty(len(prices))  # of one node; there are never more
+    total, least = np.empty(len(prices)), np.empty(len(prices))  # for one node at a time; sized for any
     bound = 0.0
     for i in range(num_nodes):
         node = i if forward else num_nodes - 1 - i
@@ -68,7 +69,7 @@ def sweep(p: Pairwise, prices: np.ndarray, messages: np.ndarray, forward: bool) 
 
 @compiled
 def _send(entries: np.ndarray, own: np.ndarray, message: np.ndarray) -> float:
-    """The least of every column of a table plus what its rows have, into `message`, but for their least: returned."""
+    """Write the column minima of (table + row costs), shifted to minimum 0, into `message`. Returns the shift."""
     other = len(message)
     message[:] = np.inf
     for r in range(len(own)):
@@ -83,7 +84,7 @@ def _send(entries: np.ndarray, own: np.ndarray, message: np.ndarray) -> float:
 
 @compiled
 def decode(p: Pairwise, prices: np.ndarray, messages: np.ndarray, forward: bool, choices: np.ndarray) -> None:
-    """Choose node by node, into `choices`: of the nodes behind it is known, of those ahead the messages speak."""
+    """Choose strategies node by node into `choices`, from the choices of nodes behind and the messages of nodes ahead."""
     nodes, edges, labels, entries = p.nodes, p.edges, p.labels, p.entries
     num_nodes = len(nodes) - 1
     total = np.empty(len(prices))
@@ -116,7 +117,7 @@ def decode(p: Pairwise, prices: np.ndarray, messages: np.ndarray, forward: bool,
 
 @compiled
 def evaluate(p: Pairwise, prices: np.ndarray, choices: np.ndarray) -> float:
-    """What an assignment costs at the given prices of strategies."""
+    """The cost of an assignment at the given prices of strategies."""
     total = 0.0
     for node in range(len(choices)):
         total += prices[p.nodes[node].start + choices[node]]
