@@ -208,7 +208,7 @@ def test_a_profile_of_before_has_what_is_derived(name: str, tmp_path: Path):
     assert (found.cache_bytes, found.near_cache_bytes) == caches
     assert [found.operations[one] for one in ("default", "add", "div", "tanh", "exp_bfloat16")] == [1, 1, 4, 10, 10]
     assert set(found.operations) == set(hardware.OPERATIONS)
-    assert "the file says nothing: as the rules count" in found.sources["operations"]
+    assert "default counts of the rules" in found.sources["operations"]
 
 
 def _without(text: str, key: str) -> str:

@@ -92,10 +92,10 @@ def test_a_name_is_a_text_of_its_own(name: Any) -> None:
 @pytest.mark.parametrize(
     ("like", "why"),
     [
-        ("all-reduce", "terms of a sum are taken by XLA's partitioner"),
-        ("reduce-scatter", "terms of a sum are taken by XLA's partitioner"),
-        ("collective-permute", "no function of one device's part"),
-        ("cut", "no function of one device's part"),
+        ("all-reduce", "XLA's SPMD partitioner inserts reductions"),
+        ("reduce-scatter", "XLA's SPMD partitioner inserts reductions"),
+        ("collective-permute", "a function of one device's part"),
+        ("cut", "a function of one device's part"),
         ("ring-gather", "no built-in collective"),
         (["all-gather"], "no built-in collective"),
     ],

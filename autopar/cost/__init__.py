@@ -1,6 +1,6 @@
-"""Prices in seconds and bytes: kernels, collectives, resharding, halos.
+"""Predict the time of kernels, collectives, resharding and halo exchange.
 
-In: shapes, shardings, a hardware profile, which has every constant of the device.
+In: shapes, shardings, and a hardware profile with every constant of the device.
 Out: seconds and bytes.
 Imported by: every package below it.
 """

@@ -1,13 +1,12 @@
-"""What an all-reduce costs by each algorithm of the field, and which one is cheapest.
+"""Predict the time of an all-reduce by each known algorithm, and pick the cheapest.
 
-In: bytes, the workers and the links between them (`Workers`). Out: a `Load` per algorithm, which is
-its steps and bytes on the critical path and the bytes it sends; `cheapest_all_reduce` picks among the
-algorithms that a back end has. `ALGORITHMS` is the table; `all_reduce_steps` carries each out
-message by message, and its tests hold these formulas to it.
+In: bytes, the workers and the links between them (`Workers`). Out: a `Load` per algorithm: the steps and bytes on its
+critical path, and the bytes it sends. `cheapest_all_reduce` picks among the algorithms of a back end. `ALGORITHMS` is
+the table. `all_reduce_steps` runs each algorithm message by message; tests check these formulas against it.
 
-The model (Hockney's): a worker sends one message and receives one at a time; one of `B` bytes takes
-`latency + B / bandwidth`. So an algorithm's seconds are the sum over its steps of the latency and of
-the step's longest message. Below, `M` is the buffer, `n` the workers, `lg` the logarithm to base 2.
+The model is Hockney's: a worker sends one message and receives one message at a time, and a message of `B` bytes takes
+`latency + B / bandwidth`. The time of an algorithm is the sum over its steps of the latency and of the step's longest
+message. Below, `M` is the buffer size, `n` the number of workers, `lg` the logarithm to base 2.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from autopar.cost.hardware_profile import LinkProfile
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Who takes part: `num_hosts` hosts with `num_local` workers each.
+    """The participants: `num_hosts` hosts with `num_local` workers each.
 
     Args:
-        num_local: workers in each host.
-        num_hosts: hosts; 1 where nothing leaves the host.
-        host_link: between workers of one host.
-        network_link: between hosts, per worker.
+        num_local: number of workers per host.
+        num_hosts: number of hosts; 1 if all messages stay in one host.
+        host_link: link between workers of one host.
+        network_link: link between hosts, per worker.
     """
 
     num_local: int
@@ -41,13 +40,13 @@ class Workers:
 
     @property
     def slowest_link(self) -> LinkProfile:
-        """What an algorithm that knows no hosts has to wait for in every step."""
+        """The link that bounds every step of an algorithm that ignores hosts."""
         return self.network_link if self.num_hosts > 1 else self.host_link
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Steps that follow each other over one kind of link, and the bytes of the longest message of each, summed."""
+    """Consecutive steps over one kind of link, and the sum of each step's longest message in bytes."""
 
     link: LinkProfile
     num_steps: int
@@ -56,12 +55,12 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one all-reduce does.
+    """The steps and bytes of one all-reduce.
 
     Args:
-        paths: the critical path, one entry per kind of link.
-        total_bytes: sent by all workers together.
-        worker_bytes: sent by the worker that sends most.
+        paths: critical path, one entry per kind of link.
+        total_bytes: bytes sent by all workers together.
+        worker_bytes: bytes sent by the busiest worker.
     """
 
     paths: tuple[Path, ...]
@@ -86,22 +85,21 @@ class Load:
 
 
 def naive(num_bytes: float, workers: Workers) -> Load:
-    """Everyone sends its whole buffer to everyone: (n-1) (a + M/b); n (n-1) M in all.
+    """Every worker sends its whole buffer to every other: (n-1) (a + M/b); n (n-1) M in total.
 
-    Source: the definition; Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
-    Communication Operations in MPICH", start from it. One step for each of the n-1 others, because a
-    worker has one port; in step k everyone sends to the k-th after it, so no receiver is shared.
+    Source: the definition; Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in
+    MPICH", start from it. A worker has one port, so there is one step per other worker. In step k every worker sends to
+    the k-th worker after it, so no two workers send to the same receiver.
     """
     n = workers.num_workers
     return _flat(workers, n - 1, (n - 1) * num_bytes, n * (n - 1) * num_bytes, (n - 1) * num_bytes)
 
 
 def parameter_server(num_bytes: float, workers: Workers) -> Load:
-    """One worker sums for all: 2 (n-1) (a + M/b); 2 (n-1) M in all, half of it by the server.
+    """One worker sums for all: 2 (n-1) (a + M/b); 2 (n-1) M in total, half of it sent by the server.
 
-    Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", with a
-    single server, which is one of the workers. Pushes arrive one after another at its one port, and
-    pulls leave one after another.
+    Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", with a single server that
+    is one of the workers. Its one port receives the pushes one after another and sends the pulls one after another.
     """
     n = workers.num_workers
     once = (n - 1) * num_bytes
@@ -111,8 +109,8 @@ def parameter_server(num_bytes: float, workers: Workers) -> Load:
 def sharded_parameter_server(num_bytes: float, workers: Workers) -> Load:
     """Every worker is the server of 1/n of the buffer: 2 (n-1) (a + M/(n b)); 2 (n-1)/n M per worker.
 
-    Source: Li et al. 2014, with as many servers as workers. It costs what the ring costs, but its
-    messages go from everyone to everyone, which only a network without bottlenecks carries at this price.
+    Source: Li et al. 2014, with as many servers as workers. It costs as much as the ring, but its messages are
+    all-to-all, so this cost needs a network without bottlenecks.
     """
     n = workers.num_workers
     each = 2 * (n - 1) / n * num_bytes
@@ -131,10 +129,10 @@ def ring(num_bytes: float, workers: Workers) -> Load:
 
 
 def tree(num_bytes: float, workers: Workers) -> Load:
-    """Binomial tree: reduce to one worker, then broadcast: 2 ceil(lg n) (a + M/b); 2 (n-1) M in all.
+    """Binomial tree: reduce to one worker, then broadcast: 2 ceil(lg n) (a + M/b); 2 (n-1) M in total.
 
-    Source: Thakur, Rabenseifner, Gropp 2005, sections on reduce and broadcast of short messages. Any
-    n: the tree lacks the branches that would go past the last worker. The root sends most.
+    Source: Thakur, Rabenseifner, Gropp 2005, sections on reduce and broadcast of short messages. For any n: the tree
+    omits the branches past the last worker. The root sends most.
     """
     n = workers.num_workers
     rounds = ceil_log2(n)
@@ -142,14 +140,14 @@ def tree(num_bytes: float, workers: Workers) -> Load:
 
 
 def double_tree(num_bytes: float, workers: Workers) -> Load:
-    """Two binary trees, each for one half of the buffer, cut into pieces that follow each other.
+    """Two binary trees, each for one half of the buffer, pipelined in pieces.
 
-    2 ceil(lg n) a + 2 M/b: the first piece goes up and down (a step serves both children of a node), the
-    others follow so closely that the busiest worker never rests; 2 (n-1) M in all. Who is inside one tree is a leaf of the other, so
-    nobody sends more than 2 M (M where n is 2, 3/2 M where n is 3).
+    2 ceil(lg n) a + 2 M/b: the first piece goes up and down the tree (a step serves both children of a node), and the
+    pipeline of the other pieces keeps the busiest worker sending; 2 (n-1) M in total. An inner node of one tree is a leaf
+    of the other, so no worker sends more than 2 M (M for n = 2, 3/2 M for n = 3).
 
-    Source: Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction
-    and scan". Any n: a parent past the last worker is replaced by the next above it.
+    Source: Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan". For any
+    n: the next ancestor replaces a parent past the last worker.
     """
     n = workers.num_workers
     most = double_tree_worker_bytes(num_bytes, n)
@@ -157,11 +155,10 @@ def double_tree(num_bytes: float, workers: Workers) -> Load:
 
 
 def nccl_tree(num_bytes: float, workers: Workers) -> Load:
-    """NCCL's tree: a double binary tree over hosts, a chain through the workers of each host.
+    """NCCL's tree: a double binary tree over hosts, and a chain through the workers of each host.
 
-    2 (local-1) steps inside the host and 2 ceil(lg hosts) between hosts; both links are busy at once,
-    and the slower decides: 2 M/b (less where there are few). Inside one host it is a chain, so it
-    never beats the ring there.
+    2 (local-1) steps inside the host and 2 ceil(lg hosts) steps between hosts. Both links are busy at once, and the
+    slower one bounds the time: 2 M/b, or less for few workers. Inside one host it is a chain, never faster than the ring.
 
     Source: NCCL (src/graph/trees.cc for the trees, tuning.cc for the steps); Sanders, Speck, Traeff 2009.
     """
@@ -178,13 +175,13 @@ def nccl_tree(num_bytes: float, workers: Workers) -> Load:
 
 
 def halving_doubling(num_bytes: float, workers: Workers) -> Load:
-    """Recursive halving, then recursive doubling (butterfly): 2 lg n a + 2 (n-1)/n M/b where n is a power of two.
+    """Recursive halving, then recursive doubling (butterfly): 2 lg n a + 2 (n-1)/n M/b if n is a power of two.
 
-    Otherwise p is the largest power of two below n, and each of the n-p workers too many first gives
-    its buffer to a partner and gets the result from it in the end: 2 (lg p + 1) a + (2 + 2 (p-1)/p) M/b.
+    Otherwise p is the largest power of two below n. Each of the n-p remaining workers first sends its buffer to a partner
+    and receives the result from it at the end: 2 (lg p + 1) a + (2 + 2 (p-1)/p) M/b.
 
-    Source: Rabenseifner 2004, "Optimization of Collective Reduction Operations"; Thakur, Rabenseifner,
-    Gropp 2005, section on all-reduce of long messages, with its way for other n.
+    Source: Rabenseifner 2004, "Optimization of Collective Reduction Operations"; Thakur, Rabenseifner, Gropp 2005,
+    section on all-reduce of long messages, with its extension to other n.
     """
     n = workers.num_workers
     rounds = n.bit_length() - 1
@@ -196,10 +193,10 @@ def halving_doubling(num_bytes: float, workers: Workers) -> Load:
 
 
 def hierarchical(num_bytes: float, workers: Workers) -> Load:
-    """Reduce-scatter inside each host, rings between hosts for what each worker then holds, all-gather inside.
+    """Reduce-scatter inside each host, a ring between hosts per part, all-gather inside each host.
 
     2 (local-1) a_host + 2 (local-1)/local M/b_host + 2 (hosts-1) a_net + 2 (hosts-1)/hosts (M/local)/b_net:
-    the network carries 1/local of what a flat ring sends over it.
+    the network carries 1/local of the bytes of a flat ring.
 
     Source: Cho et al. 2019, "BlueConnect: Decomposing All-Reduce for Deep Learning on Heterogeneous
     Network Hierarchy", with two levels.
@@ -208,10 +205,10 @@ def hierarchical(num_bytes: float, workers: Workers) -> Load:
 
 
 def hierarchical_tree(num_bytes: float, workers: Workers) -> Load:
-    """As `hierarchical`, with a double binary tree between hosts: fewer steps, a little more on the network.
+    """Like `hierarchical`, with a double binary tree between hosts: fewer steps, slightly more network traffic.
 
-    Source: Cho et al. 2019 for the levels; NCCL's NVLSTree has this form, its reduce-scatter and
-    all-gather done by the switch.
+    Source: Cho et al. 2019 for the levels. NCCL's NVLSTree has this form, with reduce-scatter and all-gather in the
+    switch.
     """
     return _hierarchical(num_bytes, workers, double_tree)
 
@@ -229,12 +226,12 @@ def _hierarchical(num_bytes: float, workers: Workers, between: Callable[[float, 
 
 
 def _flat(workers: Workers, num_steps: int, critical: float, total: float, worker: float) -> Load:
-    """The load of an algorithm that does not ask who is in which host: some message of each step crosses hosts."""
+    """The load of an algorithm that ignores hosts: some message of each step crosses hosts."""
     return Load((Path(workers.slowest_link, num_steps, critical),), total, worker)
 
 
 def ceil_log2(n: int) -> int:
-    """Rounds until one has become n by doubling.
+    """The number of doublings from 1 to at least n.
 
     >>> [ceil_log2(n) for n in (1, 2, 3, 4, 5, 8)]
     [0, 1, 2, 2, 3, 3]
@@ -243,19 +240,19 @@ def ceil_log2(n: int) -> int:
 
 
 def double_tree_worker_bytes(num_bytes: float, n: int) -> float:
-    """What the busiest worker of a double binary tree over n workers sends."""
+    """Bytes sent by the busiest worker of a double binary tree over n workers."""
     return {1: 0.0, 2: 1.0, 3: 1.5}.get(n, 2.0) * num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way to all-reduce: what people call it, and its load by bytes and workers."""
+    """An all-reduce algorithm: its title, and its load as a function of bytes and workers."""
 
     title: str
     load: Callable[[float, Workers], Load]
-    pipelined: bool = False  # the buffer goes in pieces, so the busiest worker's bytes decide, not the longest messages
+    pipelined: bool = False  # in pieces: the busiest worker's bytes bound the time, not the longest messages
     in_halves: bool = False  # a reduce-scatter, then an all-gather that costs the same
-    needs_levels: bool = False  # only where several hosts have several workers each
+    needs_levels: bool = False  # needs several hosts with several workers each
 
 
 #: Every algorithm, by name; `all_reduce_steps.SCHEDULES` has the same names.
@@ -274,23 +271,23 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     }
 )
 
-#: The algorithms that each back end has; docs/backends.md says from where we know.
+#: The algorithms of each back end; docs/backends.md gives the sources.
 BACKENDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "nccl": ("ring", "nccl-tree", "hierarchical", "hierarchical-tree"),
-        "gloo": ("ring",),  # what XLA asks Gloo for, though Gloo has halving-doubling too
-        "mpi": ("ring", "tree", "halving-doubling"),  # what MPICH and Open MPI choose from
+        "gloo": ("ring",),  # XLA uses only the ring, though Gloo has halving-doubling too
+        "mpi": ("ring", "tree", "halving-doubling"),  # the choices of MPICH and Open MPI
     }
 )
 
 
 def backend_of(platform: str) -> str:
-    """The back end that JAX uses by default, by its name in `BACKENDS`; one we do not know is taken to have the ring."""
+    """The name in `BACKENDS` of the back end that JAX uses by default; unknown platforms count as Gloo."""
     return "nccl" if platform == "gpu" else "gloo"
 
 
 def available(names: Sequence[str], workers: Workers) -> tuple[str, ...]:
-    """Those of `names` that these workers can run: levels need several hosts with several workers each."""
+    """The algorithms of `names` that these workers can run: levels need several hosts with several workers each."""
     levels = workers.num_local > 1 and workers.num_hosts > 1
     return tuple(name for name in names if levels or not ALGORITHMS[name].needs_levels)
 
@@ -298,13 +295,12 @@ def available(names: Sequence[str], workers: Workers) -> tuple[str, ...]:
 def cheapest_all_reduce(
     num_bytes: float, workers: Workers, names: Sequence[str], *, latency_share: float = 1.0
 ) -> tuple[str, Load]:
-    """The algorithm with the least seconds, and its load; of equals the one named first.
+    """The fastest algorithm and its load; ties go to the first name.
 
     Args:
         names: entries of `ALGORITHMS`, e.g. those of a back end.
-        latency_share: the part of the latency that this buffer pays, where it is one of several that are
-            reduced together. The choice is then the one for the buffers together: all terms but the
-            latency are proportional to bytes.
+        latency_share: share of the latency that this buffer pays if it is merged with others. The choice is then
+            optimal for the merged buffer, because all other terms are proportional to bytes.
     """
 
     def seconds(entry: tuple[str, Load]) -> float:

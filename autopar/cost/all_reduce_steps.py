@@ -1,9 +1,8 @@
-"""Each all-reduce algorithm, step by step: who sends what to whom.
+"""Define each all-reduce algorithm as a schedule of messages.
 
-In: the workers (numbered host by host) and the range of the buffer's elements. Out: a `Schedule`, a
-list of steps, each a list of messages that travel together; `run` carries it out on NumPy buffers.
-`SCHEDULES` has an entry for every entry of `all_reduce.ALGORITHMS`: what those formulas say of bytes
-and steps is counted here.
+In: the workers (numbered host by host) and the range of the buffer's elements. Out: a `Schedule`, a list of steps, each
+a list of concurrent messages. `run` executes a schedule on NumPy buffers. `SCHEDULES` has an entry for every entry
+of `all_reduce.ALGORITHMS`, so that tests can count the bytes and steps of those formulas.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Message:
     """`source` sends its elements `start:stop` to `target`.
 
     Args:
-        effect: `target` adds them to its own, or puts them in their place.
-        own_term: `source` sends what it began with, not what it holds by now.
+        effect: whether `target` adds them to its own elements or replaces these.
+        own_term: whether `source` sends its initial elements instead of its current ones.
     """
 
     source: int
@@ -48,7 +47,7 @@ Parents = Mapping[int, int]
 
 
 def run(schedule: Schedule, buffers: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    """What each worker holds in the end. The messages of a step leave before any of them lands."""
+    """Execute a schedule. Returns the final buffer of each worker. All messages of a step are sent before any arrives."""
     held = [buffer.copy() for buffer in buffers]
     for step in schedule:
         leaving = [(buffers if m.own_term else held)[m.source][m.start : m.stop].copy() for m in step]
@@ -59,7 +58,7 @@ def run(schedule: Schedule, buffers: Sequence[np.ndarray[Any, Any]]) -> list[np.
 
 
 def spans(span: Span, parts: int) -> list[Span]:
-    """A range cut into parts whose lengths differ by at most one.
+    """Split a range into parts whose lengths differ by at most one.
 
     >>> spans((0, 7), 3)
     [(0, 2), (2, 4), (4, 7)]
@@ -68,11 +67,11 @@ def spans(span: Span, parts: int) -> list[Span]:
     return list(pairwise(start + (stop - start) * k // parts for k in range(parts + 1)))
 
 
-# Algorithms that ask for no hosts: over any workers, and any range of the buffer.
+# Algorithms that ignore hosts: over any workers, and any range of the buffer.
 
 
 def naive(workers: Sequence[int], span: Span) -> Schedule:
-    """In step k everyone sends what it began with to the k-th after it."""
+    """In step k every worker sends its initial buffer to the k-th worker after it."""
     n = len(workers)
     return [
         [Message(workers[i], workers[(i + k) % n], *span, "add", own_term=True) for i in range(n)] for k in range(1, n)
@@ -80,14 +79,14 @@ def naive(workers: Sequence[int], span: Span) -> Schedule:
 
 
 def parameter_server(workers: Sequence[int], span: Span) -> Schedule:
-    """The first worker serves: the others push one after another, then pull one after another."""
+    """The first worker is the server: the others push one after another, then pull one after another."""
     server, *others = workers
     pushes = [[Message(worker, server, *span, "add")] for worker in others]
     return pushes + [[Message(server, worker, *span, "replace")] for worker in others]
 
 
 def sharded_parameter_server(workers: Sequence[int], span: Span) -> Schedule:
-    """Worker i serves part i: in step k everyone pushes to, later pulls from, the server k places on."""
+    """Worker i is the server of part i: in step k every worker pushes to, later pulls from, the k-th worker after it."""
     n, parts = len(workers), spans(span, len(workers))
     pairs = [[(i, (i + k) % n) for i in range(n)] for k in range(1, n)]
     pushes = [[Message(workers[i], workers[s], *parts[s], "add") for i, s in step] for step in pairs]
@@ -100,7 +99,7 @@ def ring(workers: Sequence[int], span: Span) -> Schedule:
 
 
 def ring_reduce_scatter(workers: Sequence[int], span: Span) -> Schedule:
-    """Part i starts behind worker i, grows by a term at each stop, and ends whole at worker i."""
+    """Part i starts at worker i + 1, gains a term at each worker, and ends complete at worker i."""
     n, parts = len(workers), spans(span, len(workers))
     return [
         [Message(workers[i], workers[(i + 1) % n], *parts[(i - 1 - k) % n], "add") for i in range(n)]
@@ -109,7 +108,7 @@ def ring_reduce_scatter(workers: Sequence[int], span: Span) -> Schedule:
 
 
 def ring_all_gather(workers: Sequence[int], span: Span) -> Schedule:
-    """Part i starts at worker i and goes round."""
+    """Part i starts at worker i and travels around the ring."""
     n, parts = len(workers), spans(span, len(workers))
     return [
         [Message(workers[i], workers[(i + 1) % n], *parts[(i - k) % n], "replace") for i in range(n)]
@@ -118,7 +117,7 @@ def ring_all_gather(workers: Sequence[int], span: Span) -> Schedule:
 
 
 def tree(workers: Sequence[int], span: Span) -> Schedule:
-    """Binomial: halves of those left send to the other half; then the same backwards."""
+    """Binomial tree: half of the remaining workers send to the other half, until one is left; then in reverse."""
     n, up, distance = len(workers), [], 1
     while distance < n:
         up.append([(i + distance, i) for i in range(0, n - distance, 2 * distance)])
@@ -129,9 +128,9 @@ def tree(workers: Sequence[int], span: Span) -> Schedule:
 
 
 def halving_doubling(workers: Sequence[int], span: Span) -> Schedule:
-    """Each half of the buffer is exchanged with a partner, then each half of that half; and back.
+    """Partners exchange halves of the buffer, then halves of those halves, and so on; then in reverse.
 
-    Workers past the largest power of two give their buffer to a partner first and get the sum last.
+    Workers past the largest power of two send their buffer to a partner first and receive the sum last.
     """
     p = 1 << (len(workers).bit_length() - 1)
     parts, core = spans(span, p), range(p)
@@ -150,15 +149,15 @@ def halving_doubling(workers: Sequence[int], span: Span) -> Schedule:
 
 
 def double_tree(workers: Sequence[int], span: Span, num_pieces: int = 1) -> Schedule:
-    """Each half of the buffer goes up and down a tree of its own, in pieces that follow each other."""
+    """Each half of the buffer goes up and down its own tree, pipelined in pieces."""
     return _along_trees(workers, double_tree_parents(len(workers)), span, num_pieces)
 
 
 def double_tree_parents(n: int) -> tuple[Parents, Parents]:
-    """Two trees over 0..n-1, by each node's parent; no node has children in both.
+    """The parent of each node of 0..n-1 in two trees; no node has children in both.
 
-    In the first, node i stands at the height of its lowest bit, and 0 is the root above all. The
-    second is its mirror image where n is even, and one to the right where n is odd.
+    In the first tree the lowest set bit of i is the height of node i, and 0 is the root. The second tree is its mirror
+    image for even n, and the first tree shifted by one for odd n.
 
     >>> double_tree_parents(4)
     ({1: 2, 2: 0, 3: 2}, {2: 1, 1: 3, 0: 1})
@@ -175,8 +174,8 @@ def double_tree_parents(n: int) -> tuple[Parents, Parents]:
 def _along_trees(workers: Sequence[int], trees: tuple[Parents, Parents], span: Span, num_pieces: int) -> Schedule:
     """All-reduce each half of the range along one tree.
 
-    A step here serves both children of a node at once, as two connections do; that a port is shared
-    is in the bytes, which the formula divides by the rate of one.
+    A step serves both children of a node at once, over two connections. The formula accounts for the shared port: it
+    divides the bytes of both by the rate of one port.
     """
     depths = [{i: _depth(parents, i) for i in range(len(workers))} for parents in trees]
     deepest = max(max(depth.values()) for depth in depths)
@@ -198,7 +197,7 @@ def _depth(parents: Parents, node: int) -> int:
 
 
 def nccl_tree(num_local: int, num_hosts: int, span: Span, num_pieces: int = 1) -> Schedule:
-    """The double tree joins the first workers of the hosts; the others hang below them in a chain."""
+    """A double tree over the first worker of each host, with the host's other workers in a chain below it."""
     chain = {h * num_local + k: h * num_local + k - 1 for h in range(num_hosts) for k in range(1, num_local)}
     first, second = (
         {**chain, **{i * num_local: above * num_local for i, above in parents.items()}}
@@ -208,7 +207,7 @@ def nccl_tree(num_local: int, num_hosts: int, span: Span, num_pieces: int = 1) -
 
 
 def hierarchical(num_local: int, num_hosts: int, span: Span, between: FlatSchedule = ring) -> Schedule:
-    """Reduce-scatter inside each host; `between` hosts, worker k of each for part k; all-gather inside."""
+    """Reduce-scatter inside each host, `between` over the k-th workers of all hosts per part k, all-gather inside."""
     hosts = [range(h * num_local, (h + 1) * num_local) for h in range(num_hosts)]
     parts = spans(span, num_local)
     inside = _together([ring_reduce_scatter(host, span) for host in hosts])
@@ -217,12 +216,12 @@ def hierarchical(num_local: int, num_hosts: int, span: Span, between: FlatSchedu
 
 
 def hierarchical_tree(num_local: int, num_hosts: int, span: Span) -> Schedule:
-    """The same with a double tree between hosts."""
+    """Like `hierarchical`, with a double tree between hosts."""
     return hierarchical(num_local, num_hosts, span, double_tree)
 
 
 def _together(schedules: Sequence[Schedule]) -> Schedule:
-    """Schedules of disjoint workers, side by side."""
+    """Run schedules of disjoint workers concurrently."""
     return [[m for step in steps for m in step] for steps in zip_longest(*schedules, fillvalue=[])]
 
 
@@ -234,7 +233,7 @@ def _regardless_of_hosts(schedule: FlatSchedule) -> LevelSchedule:
     return lambda num_local, num_hosts, span: schedule(range(num_local * num_hosts), span)
 
 
-#: By the names of `all_reduce.ALGORITHMS`: the schedule for hosts, workers in each, and a range of elements.
+#: The schedule of each of `all_reduce.ALGORITHMS`, given workers per host, hosts, and a range of elements.
 SCHEDULES: Mapping[str, LevelSchedule] = MappingProxyType(
     {
         "naive": _regardless_of_hosts(naive),
@@ -251,7 +250,7 @@ SCHEDULES: Mapping[str, LevelSchedule] = MappingProxyType(
 )
 
 
-#: Algorithms whose buffer goes through the trees in pieces, and the numbers of pieces that are tried.
+#: The pipelined algorithms, as functions of the number of pieces.
 _PIPELINED: Mapping[str, Callable[[int, int, Span, int], Schedule]] = MappingProxyType(
     {
         "double-tree": lambda num_local, num_hosts, span, pieces: double_tree(
@@ -267,13 +266,13 @@ _NUM_PIECES = (1, 4, 16, 64)
 
 
 def seconds_by_messages(name: str, num_bytes: float, workers: Workers) -> float:
-    """Seconds of an all-reduce, timed message by message; with the number of pieces that is fastest.
+    """Simulate an all-reduce message by message, with the fastest number of pieces. Returns seconds.
 
-    In a step each worker sends, and receives, its messages one after another over the link that each takes; the step ends
-    with the last message.
+    In a step each worker sends its messages one after another, and receives likewise, each over its link. The step
+    ends with the last message.
 
     Args:
-        name: of `all_reduce.ALGORITHMS`.
+        name: name of an algorithm in `all_reduce.ALGORITHMS`.
     """
     span = (0, max(1, math.ceil(num_bytes)))
     if name in _PIPELINED:

@@ -1,7 +1,7 @@
-"""What is known of a kind of collective.
+"""Define the entries of the table of collectives.
 
-In: a payload, axes, mesh, hardware profile. Out: `Collective`, an entry of the table in `collectives`, whose formula prices a
-`Call`.
+In: a payload, axes, mesh, hardware profile, together a `Call`. Out: a `Collective`, an entry of the table in
+`collectives`, whose formula predicts the time of a `Call`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from autopar.ir.sharding_changes import Change
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective, as a formula sees it.
+    """The arguments of a collective's cost formula.
 
     Args:
-        num_bytes: its payload, by the table of `collectives`.
-        share: of the launch and the latencies that it pays: less than all where it is merged with others.
+        num_bytes: payload, as the table in `collectives` defines it.
+        share: share of launch and latency that it pays; below 1 if it is merged with others.
     """
 
     num_bytes: float
@@ -36,7 +36,7 @@ class Call:
 
     @property
     def link(self) -> LinkProfile:
-        """The slowest that it crosses."""
+        """The slowest link that it crosses."""
         return link_of(self.axes, self.mesh, self.profile)
 
 
@@ -45,13 +45,13 @@ class Collective:
     """One kind of collective.
 
     Args:
-        name: HLO's, or a user's own.
-        change: of a sharding that it makes.
-        seconds: its formula.
-        is_sum: it adds up what devices have, so that only terms of one dtype are merged.
-        gives_part: its result is one part of its payload on each device.
-        is_merged: XLA merges it with its like.
-        run: of a user's own, the function that runs it on one device's part; XLA's otherwise.
+        name: HLO's name, or the name under which a user registered it.
+        change: change of sharding that it makes.
+        seconds: cost formula.
+        is_sum: whether it is a reduction; XLA merges reductions of one dtype only.
+        gives_part: whether each device's result is one part of the payload.
+        is_merged: whether XLA merges it with others of its kind.
+        run: function of a user's collective that runs it on one device's part; None for XLA's own.
     """
 
     name: str
@@ -64,15 +64,15 @@ class Collective:
 
     @property
     def sums_whole(self) -> bool:
-        """Whether every device ends with the whole sum."""
+        """Whether it is a reduction whose whole result every device gets."""
         return self.is_sum and not self.gives_part
 
 
 def link_of(axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile) -> LinkProfile:
-    """The slowest link a collective over these axes must cross.
+    """The slowest link that a collective over these axes crosses.
 
-    Devices are laid row-major over the mesh, hosts are filled in order; so an axis stays inside a
-    host exactly if the block it spans (its size times its stride) divides a host.
+    The mesh orders devices row-major and fills hosts in order. An axis therefore stays inside a host exactly if the
+    block it spans (its size times its stride) divides a host.
     """
     for axis in axes:
         span = mesh.size(axis) * mesh.stride(axis)

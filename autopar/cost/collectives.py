@@ -1,8 +1,7 @@
-"""The table of collectives, and the seconds of one over some mesh axes.
+"""Predict the time of a collective over some mesh axes, from the table of collectives.
 
-In: kind, payload, mesh, hardware profile. Out: seconds, as alpha-beta cost, plus a launch. With n
-devices, payload B (the whole buffer one device ends or starts with), per-device bandwidth b and hop
-latency a:
+In: kind, payload, mesh, hardware profile. Out: seconds by an alpha-beta model, plus a launch. With n devices, payload
+B (the largest buffer that a device starts or ends with), bandwidth b per device and hop latency a:
 
     all-reduce            2 (n-1)/n B/b + 2 (n-1) a + launch   by the ring
     all-gather            (n-1)/n B/b + (n-1) a + launch       B: the gathered buffer
@@ -10,11 +9,10 @@ latency a:
     all-to-all            (n-1)/n B/(e b) + (n-1) a + launch   B: the local buffer; e: its efficiency
     collective-permute    B/b + a + launch                     B: the local buffer
 
-These are the bandwidth-optimal ring's (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
-Communication Operations in MPICH", sections 4.1 to 4.5; NCCL's ring is the same). An all-reduce takes
-the cheapest algorithm that the back end has for its size and devices (`all_reduce`): in one host the
-ring, between hosts by levels or along trees. All-gather and reduce-scatter are its halves, by the ring
-or by levels, whichever is cheaper.
+These are the costs of the bandwidth-optimal ring (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
+Communication Operations in MPICH", sections 4.1 to 4.5; NCCL's ring is the same). An all-reduce takes the back end's
+cheapest algorithm for its size and devices (`all_reduce`): the ring in one host, hierarchical algorithms or trees
+between hosts. All-gather and reduce-scatter are its halves, by the flat or the hierarchical ring, whichever is cheaper.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from autopar.ir.mesh import MeshShape
 def workers_of(axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile) -> Workers:
     """The devices of a collective over these axes, counted by host.
 
-    Where hosts cut an axis unevenly there are no levels to use: each device counts as a host of its own.
+    If hosts split an axis unevenly, hierarchical algorithms do not apply, and each device counts as its own host.
     """
     num_devices, per_host = mesh.sizes(axes), profile.devices_per_host
     if mesh.num_devices <= per_host:
@@ -50,7 +48,7 @@ def workers_of(axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile)
 
 
 def algorithms_of(profile: HardwareProfile, *, in_halves: bool = False) -> tuple[str, ...]:
-    """The all-reduce algorithms that the back end has; or those of them whose halves are the other two."""
+    """The back end's all-reduce algorithms; with `in_halves` only those made of a reduce-scatter and an all-gather."""
     names = BACKENDS[backend_of(profile.platform)]
     return tuple(name for name in names if ALGORITHMS[name].in_halves) if in_halves else names
 
@@ -58,7 +56,7 @@ def algorithms_of(profile: HardwareProfile, *, in_halves: bool = False) -> tuple
 def all_reduce_choice(
     num_bytes: float, axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile
 ) -> tuple[str, Load]:
-    """The algorithm that an all-reduce on its own takes, by its name, and its load; a launch is not in it."""
+    """The name and load, without a launch, of the algorithm that an unmerged all-reduce takes."""
     return cheapest_all_reduce(num_bytes, workers_of(axes, mesh, profile), algorithms_of(profile))
 
 
@@ -74,11 +72,11 @@ def collective_time(
     """Seconds for one collective.
 
     Args:
-        kind: the name of one in the table, or of a registered one.
+        kind: name of a built-in or registered collective.
         num_bytes: payload per device, by the table above.
-        combinable: XLA merges it with others of its kind (parameter gathers, gradient reductions)
-            until they reach its combiner threshold, so it pays only its share of launch and latency,
-            but at least `combined_launch_fraction` of them.
+        combinable: whether XLA merges it with others of its kind (parameter all-gathers, gradient reductions) up to
+            its combiner threshold. It then pays only its share of launch and latency, but at least
+            `combined_launch_fraction` of them.
     """
     if mesh.sizes(axes) == 1:
         return 0.0
@@ -89,7 +87,7 @@ def collective_time(
 
 
 def collective(kind: str) -> Collective:
-    """The entry of a kind, built in or registered."""
+    """The entry of a built-in or registered kind."""
     return BUILT_IN.get(kind) or registered()[kind]
 
 
@@ -102,7 +100,7 @@ def cheaper_than_built_in(
     *,
     combinable: bool,
 ) -> str:
-    """The name of the registered collective that makes a change in the least time; empty where the built-in one does."""
+    """The name of the fastest registered collective for a change; empty if the built-in one is faster."""
     own = {one.name: collective_time(one.name, num_bytes, axes, mesh, profile) for one in registered_for(change)}
     if not own:
         return ""
@@ -112,7 +110,7 @@ def cheaper_than_built_in(
 
 
 def _by_halves(num_halves: int) -> Callable[[Call], float]:
-    """An all-reduce, or one of the halves it is made of."""
+    """The formula of an all-reduce (`num_halves` 2), or of a reduce-scatter or all-gather (1)."""
     part = num_halves / 2
 
     def seconds(call: Call) -> float:

@@ -1,8 +1,8 @@
-"""What the neighbours of a split loop send: the halos of a group under a strategy, and their price.
+"""Determine the halo exchanges of a group under a strategy, and predict their time.
 
-In: a group whose nodes read beyond their own parts, a strategy. Out: `Extend`s, each an operand with the strips that
-come to it, one collective-permute each. Along several dims they come one after the other, so that a later strip has the
-corners of the earlier ones.
+In: a group whose nodes read beyond their own parts, and a strategy. Out: `Extend`s, each an operand with the halo
+slices it receives, one collective-permute per slice. Several dims are extended one after the other, so that a later
+halo slice includes the corners of the earlier ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.rules.strategies import Strategy
 
 
 def extensions_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> tuple[Extend, ...]:
-    """Of all operands of a group's node that need any, dim by dim."""
+    """The halo exchanges of all operands of a group's node, dim by dim."""
     region = group.region
     if region is None or not any(strategy.axes[halo.factor] for halo in region.halos):
         return ()
@@ -46,7 +46,7 @@ def extensions_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShap
 
 
 def extension_time(extension: Extend, mesh: MeshShape, profile: HardwareProfile) -> float:
-    """Seconds of the collective-permutes, and of the kernel that puts the parts together."""
+    """Seconds of the collective-permutes, and of the kernel that concatenates the parts."""
     return (
         sum(collective_time(one.kind, one.num_bytes, one.axes, mesh, profile) for one in extension.strips)
         + 2 * extension.num_bytes / profile.hbm_bytes_per_s

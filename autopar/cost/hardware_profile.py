@@ -1,8 +1,8 @@
-"""Hardware profiles: what one device and the links between devices can do, as numbers.
+"""Load hardware profiles: the rates and sizes of a device and of the links between devices.
 
-In: a name (`"h100-sxm"`) or the path of a TOML file laid out as `cost_models/README.md` says.
-Out: `HardwareProfile`, an argument of the whole cost model. No JAX: a profile is never looked up
-from live devices; `detect` maps what JAX calls a device to the name of its profile.
+In: a name (`"h100-sxm"`) or the path of a TOML file in the format of `cost_models/README.md`.
+Out: `HardwareProfile`, an argument of the whole cost model. This module does not import JAX and never inspects live
+devices; `detect` maps JAX's name of a device to the name of its profile.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from autopar.system.source_paths import PACKAGE
 #: Dtypes whose matrix rate a profile must state; `float8` stands for every 8-bit float.
 MATRIX_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "float8")
 
-#: Dtypes multiplied on the units of another.
+#: Dtypes that run on the matrix units of another dtype.
 _RUNS_AS = {"uint8": "int8", "int4": "int8", "uint4": "int8", "complex64": "float32", "complex128": "float64"}
 
-#: What a profile must state an element to count as, in operations at its vector rate; `default` stands for every other.
+#: Primitives for which a profile states operations per element, at its vector rate; `default` covers all others.
 OPERATIONS = [
     "default",
     "add",
@@ -55,12 +55,12 @@ OPERATIONS = [
     "erf_inv",
     "random_bits",
 ]
-#: What XLA's performance model takes to stay near one core (openxla/xla, gpu_performance_model_base.cc).
+#: Bytes of L1 cache per core in XLA's performance model (openxla/xla, gpu_performance_model_base.cc).
 _NEAR_BYTES_OF_CORE = 2048
 _COUNTS_AS = {"sub": "add", "add_any": "add", "threefry2x32": "random_bits"}
 
-#: What joins the devices of a host: a switch between all, links between some, the bus of the machine,
-#: or its memory, where the devices are virtual.
+#: Links between the devices of a host: a switch between all, links between some, the machine's bus, or its memory for
+#: virtual devices.
 LINK_KINDS = ("nvswitch", "nvlink", "pcie", "memory")
 
 _HOW_TO_ADD = "or describe yours in a TOML file (cost_models/README.md) and pass its path"
@@ -71,9 +71,8 @@ class LinkProfile:
     """One kind of link between devices.
 
     Args:
-        bytes_per_s: what a device sends per second in one direction while a ring runs over the
-            link; rates that are reached, not those of the wire.
-        latency_s: seconds per ring step, however few the bytes.
+        bytes_per_s: achieved rate of a device in one direction while a ring runs over the link, not the wire rate.
+        latency_s: seconds per ring step without bytes.
     """
 
     bytes_per_s: float
@@ -85,37 +84,36 @@ class HardwareProfile:
     """One kind of device with its links. Rates and sizes are per device.
 
     Args:
-        name: what users write, e.g. `h100-sxm`.
-        description: one line for people.
+        name: name for users, e.g. `h100-sxm`.
+        description: one-line description.
         platform: JAX's platform, `cpu` or `gpu`.
-        device_kinds: JAX's `device_kind` strings that mean this device.
-        peak_flops_per_s: dense matrix rate per dtype of `MATRIX_DTYPES`; read it through
-            `matrix_rate`, which knows every dtype.
+        device_kinds: JAX's `device_kind` strings of this device.
+        peak_flops_per_s: dense matrix rate per dtype of `MATRIX_DTYPES`; read it through `matrix_rate`, which accepts
+            every dtype.
         vector_flops_per_s: rate outside the matrix units, float32.
-        compute_efficiency: part of `peak_flops_per_s` that a large matrix product reaches.
+        compute_efficiency: fraction of `peak_flops_per_s` that a large GEMM reaches.
         kernel_launch_s: fixed seconds per kernel.
-        operations: what an element counts as, by name of `OPERATIONS`; read it through `flops_per_element`.
-        hbm_bytes: device memory.
-        usable_fraction: part of it that a program may fill.
-        hbm_bytes_per_s: device memory bandwidth, read and written bytes together.
-        cache_bytes, near_cache_bytes: what is read again out of the device's cache, and out of those of its cores; 0:
-            there is none.
-        host_link: between devices of one host.
-        network_link: between devices of different hosts.
+        operations: operations per element, by name of `OPERATIONS`; read it through `flops_per_element`.
+        hbm_bytes: size of device memory.
+        usable_fraction: fraction of device memory that a program may fill.
+        hbm_bytes_per_s: device memory bandwidth, reads and writes together.
+        cache_bytes, near_cache_bytes: size of the device's cache and of its cores' caches together; 0 for none.
+        host_link: link between devices of one host.
+        network_link: link between devices of different hosts.
         host_link_kind: one of `LINK_KINDS`.
-        devices_per_host: how many devices `host_link` joins.
-        storage_read_bytes_per_s, storage_write_bytes_per_s: of one host's own drives, all together.
+        devices_per_host: number of devices that `host_link` connects.
+        storage_read_bytes_per_s, storage_write_bytes_per_s: rates of all drives of one host together.
         collective_launch_s: fixed seconds per collective.
-        combine_threshold_bytes: XLA merges collectives of one kind until they reach this many
-            bytes, and the merged one pays `collective_launch_s` once.
-        combined_launch_fraction: the part of launch and latency that a collective pays at least,
-            however many it is merged with: its buffer is still one more call.
-        all_to_all_efficiency: part of a link's rate that an all-to-all reaches.
-        sources: where the numbers of each block of the file come from, and when.
-        usd_per_device_hour: what a device is rented for; None where the file says nothing of it.
-        xla_target: what XLA needs to compile for this GPU where there is none; None for a CPU.
-        xla_estimator: what XLA's own latency estimator charges on this GPU; None where it has no figures
-            of its own, as for a CPU or a GPU before Hopper.
+        combine_threshold_bytes: XLA merges collectives of one kind up to this many bytes, and the merged collective
+            pays `collective_launch_s` once.
+        combined_launch_fraction: smallest fraction of launch and latency that a merged collective pays, because its
+            buffer is still one more call.
+        all_to_all_efficiency: fraction of a link's rate that an all-to-all reaches.
+        sources: source and date of each block of the file.
+        usd_per_device_hour: rental price of a device; None if the file has none.
+        xla_target: XLA's target description, for compiling without such a GPU; None for a CPU.
+        xla_estimator: constants of XLA's latency estimator for this GPU; None if XLA has none, as for a CPU or a GPU
+            before Hopper.
     """
 
     name: str
@@ -153,9 +151,9 @@ class HardwareProfile:
         return self.hbm_bytes * self.usable_fraction
 
     def matrix_rate(self, dtype: str) -> float:
-        """FLOP/s that a large matrix product of this dtype reaches.
+        """FLOP/s that a large GEMM of this dtype reaches.
 
-        A dtype that no matrix unit takes runs at the vector rate: unknown is never free.
+        A dtype that no matrix unit supports runs at the vector rate.
 
         >>> h100 = load("h100-sxm")
         >>> h100.matrix_rate("bfloat16") == h100.compute_efficiency * h100.peak_flops_per_s["bfloat16"]
@@ -169,7 +167,7 @@ class HardwareProfile:
         return self.peak_flops_per_s[family] * self.compute_efficiency
 
     def flops_per_element(self, primitive: str, dtype: str) -> float:
-        """Operations at the vector rate that one element of a primitive's result counts as.
+        """Operations per element of a primitive's result, at the vector rate.
 
         >>> h100 = load("h100-sxm")
         >>> h100.flops_per_element("sub", "float32"), h100.flops_per_element("exp", "bfloat16")
@@ -180,8 +178,8 @@ class HardwareProfile:
         return known.get(f"{name}_{dtype}", known.get(name, known["default"]))
 
     def peak_rate(self, dtype: str) -> float:
-        """FLOP/s of the matrix units at their best, of the vector units where they do not take this dtype: what
-        utilisation is measured by.
+        """Peak FLOP/s for this dtype, the denominator of MFU: of the matrix units, or of the vector units if the matrix
+        units do not support it.
 
         >>> load("h100-sxm").peak_rate("bfloat16") == load("h100-sxm").peak_flops_per_s["bfloat16"]
         True
@@ -190,7 +188,7 @@ class HardwareProfile:
 
 
 def _matrix_dtype(dtype: str) -> str:
-    """The dtype whose rate matrix units take it at."""
+    """The dtype at whose rate the matrix units run this dtype."""
     return "float8" if dtype.startswith(("float8", "float6", "float4")) else _RUNS_AS.get(dtype, dtype)
 
 
@@ -198,10 +196,10 @@ def load(name_or_path: str | Path) -> HardwareProfile:
     """Read a profile by name, or from a TOML file.
 
     Args:
-        name_or_path: one of `known_names()`, or a path: a `Path`, or text that ends in `.toml`.
+        name_or_path: one of `known_names()`, or a path: a `Path`, or a string that ends in `.toml`.
 
     Raises:
-        HardwareError: an unknown name, no such file, damaged TOML, a key missing or senseless.
+        HardwareError: the name is unknown, the file is missing or no valid TOML, or a key is missing or invalid.
 
     >>> load("a100-sxm-80").devices_per_host
     8
@@ -244,7 +242,7 @@ def detect(device_kind: str, platform: str) -> str:
 
 
 def _data_folder() -> Path:
-    """`cost_models/hardware`: inside the package in a wheel, beside it in a checkout."""
+    """The folder `cost_models/hardware`: inside the package in a wheel, next to the package in a checkout."""
     places = (PACKAGE / "cost_models" / "hardware", PACKAGE.parent / "cost_models" / "hardware")
     for place in places:
         if place.is_dir():
@@ -254,7 +252,7 @@ def _data_folder() -> Path:
 
 def _unknown(name: str) -> str:
     known = known_names()
-    # A prefix says more than likeness: `h100` is meant as `h100-sxm`, though `h200` looks closer.
+    # A prefix wins over similarity: `h100` means `h100-sxm`, though `h200` is closer.
     stem = name.strip().lower() or "?"
     close = [k for k in known if k.startswith(stem)] or difflib.get_close_matches(stem, known, n=1)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
@@ -306,7 +304,7 @@ def _profile(read: _Reader) -> HardwareProfile:
 
 
 def _operations(read: _Reader) -> tuple[dict[str, float], str]:
-    """What elements count as, and whence; where a file does not say it, as the rules count, for so a calibration fits the
+    """The operations per element and their source; by default the counts of the rules, to which calibration fits the
     vector rate."""
     if "operations" in read.table:
         return {name: read.positive(f"operations.{name}") for name in OPERATIONS}, read.source("operations")
@@ -314,12 +312,12 @@ def _operations(read: _Reader) -> tuple[dict[str, float], str]:
     counted["random_bits"] = FLOPS_PER_ELEMENT["threefry2x32"]
     return (
         counted,
-        "the file says nothing: as the rules count, 1 an element, 4 of a division, 10 of a transcendental function",
+        "default counts of the rules: 1 per element, 4 for a division, 10 for a transcendental function",
     )
 
 
 def _cache(read: _Reader, key: str, of_target: str, times: int) -> int:
-    """Bytes of a cache; where a file does not say it, by its `xla_target`, and without that there is none."""
+    """Bytes of a cache: from the file, else from its `xla_target`, else 0."""
     if key in read.table.get("memory", {}):
         return read.count(f"memory.{key}")
     return times * read.count(f"xla_target.{of_target}") if "xla_target" in read.table else 0
@@ -339,7 +337,7 @@ def _estimator(read: _Reader) -> EstimatorProfile | None:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads checked values by dotted key, and blames file and key for what is wrong."""
+    """Reads and checks values by dotted key; errors name the file and the key."""
 
     path: Path
     table: Mapping[str, Any]

@@ -1,33 +1,33 @@
-"""Seconds of one kernel or one collective of a device's program.
+"""Predict the time of one kernel or one collective of a device's program.
 
-In: an `Op`, the mesh, a hardware profile. Out: seconds. A profile with an estimator is priced as
-XLA's own GPU latency estimator prices (`autopar verify` reads its sum); any other by the device's own
-rates: the roofline of `compute` and the collectives of `collectives`.
+In: an `Op`, the mesh, a hardware profile. Out: seconds. A profile with an estimator reproduces XLA's own GPU latency
+estimator, whose total `autopar verify` reads. Any other profile uses the device's own rates: a roofline, and the
+collectives of `collectives`.
 
-What XLA's estimator charges, found in its log and sources (openxla/xla, sol_latency_estimator.cc,
-matmul_interpolator.cc, gpu_performance_model.cc, sol_gpu_cost_model.cc), with JAX 0.12.0.1:
+XLA's estimator, as found in its log and sources (openxla/xla, sol_latency_estimator.cc, matmul_interpolator.cc,
+gpu_performance_model.cc, sol_gpu_cost_model.cc), with JAX 0.12.0.1:
 
-- Loop and input fusions: `c + m - f min(c, m)`, where `c` is operations over the scalar rate, `m` is
-  bytes read and written over the memory's rate and bytes read again over a cache's, and `f` is 0.95.
-  Operations are XLA's cycles per element (`EstimatorProfile.cycles`). No launch. A kernel in few thread
-  blocks reads and computes at their joint rate, so sums down few columns are slow.
-- Matrix products, whatever is fused into them: operations over a rate. XLA looks the rate up in a
-  table of measured products with dims of 256 to 4,096 (batch 1 to 4): the mean of a product's 16
-  neighbours, weighted by 1/(1 + distance squared), dims outside the table moved to its edge. So far
-  outside, time is proportional to operations. A fit stands for the table here. Where operands and
-  result differ in dtype, or for dtypes that the table lacks, XLA counts dims in bytes of the result,
-  and so multiplies bfloat16's time by the cube of the result's itemsize: by 64 for a float32 result of
-  bfloat16 operands, by 8 for float16.
-- Library calls (cuDNN convolutions and attention): 10 us each, whatever they compute. Triton's kernels (an attention's
-  softmax, forward and backward), copies, sorts, and whole loops: 0.01 us. The device's own rates price what they compute.
-- Collectives of one host: bytes over the rate of the nearest power of two of bytes in another table. A
-  fit stands for that too. An all-reduce of one buffer of at most 32 MiB / n is one kernel: its reads
-  and writes, a launch, and up to 2 MiB / n `(n-1) B/w + barrier`, beyond `2 ((n-1)/n B/w + barrier)`.
-- Collectives between hosts: `r (d-1)/l (B/d/w + chunks + latency) + launch` and the memory's time; `d`
-  devices of a communicator, `l` of them in one host, `r` rounds: 2 for an all-reduce. An all-to-all
-  sends B/(d-1) to each device of other hosts in turn; a permute sends its buffer once. All this only
-  if XLA is told how many devices a host has, else each is 5 ms.
-- Each collective that runs beside kernels takes 2 us of their time: 1 to start, 1 to end.
+- Loop and input fusions: `c + m - f min(c, m)`, where `c` is operations over the scalar rate, `m` is bytes read and
+  written over the memory bandwidth plus bytes read again over a cache's bandwidth, and `f` is 0.95. Operations are
+  XLA's cycles per element (`EstimatorProfile.cycles`). There is no launch. A kernel with few thread blocks reads and
+  computes at their joint rate, so column reductions over few columns are slow.
+- GEMMs, including whatever is fused into them: operations over a rate. XLA interpolates the rate in a table of
+  measured GEMMs with dims of 256 to 4,096 (batch 1 to 4). It averages the 16 neighbours with weights
+  1/(1 + distance squared) and clamps dims to the table, so far outside it time is proportional to operations. A fit
+  replaces the table here. If operands and result differ in dtype, or the table lacks the dtype, XLA counts dims in
+  bytes of the result, which multiplies bfloat16's time by the cube of the result's itemsize: by 64 for a float32
+  result of bfloat16 operands, by 8 for float16.
+- Library calls (cuDNN convolutions and attention): 10 us each, whatever they compute. Triton's kernels (an
+  attention's softmax, forward and backward), copies, sorts, and whole loops: 0.01 us. Autopar predicts these from the
+  device's own rates instead.
+- Collectives in one host: bytes over a rate, from another table by the nearest power of two of bytes. A fit replaces
+  it too. An all-reduce of one buffer of at most 32 MiB / n is one kernel: its reads and writes, a launch, and
+  `(n-1) B/w + barrier` up to 2 MiB / n, `2 ((n-1)/n B/w + barrier)` above.
+- Collectives between hosts: `r (d-1)/l (B/d/w + chunks + latency) + launch` plus memory time, for `d` devices of a
+  communicator, `l` of them in one host, and `r` rounds (2 for an all-reduce). An all-to-all sends B/(d-1) to each
+  device of other hosts in turn; a permute sends its buffer once. If XLA does not know the number of devices per host
+  (`partition_size`), each takes 5 ms.
+- Each asynchronous collective takes 2 us of the kernels' time: 1 to start, 1 to end.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from autopar.ir.mesh import MeshShape
 
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "uint8": 1}
 
-#: Dims of the products in XLA's table: the smallest and the largest.
+#: Smallest and largest dims of the GEMMs in XLA's table.
 _BATCH_RANGE, _DIM_RANGE = (1, 4), (256, 4096)
-#: Elements of the result that one core makes at a time.
+#: Elements of the result in one core's output tile.
 _TILE = 128 * 128
 #: Bytes of the collectives in XLA's table.
 _PAYLOAD_RANGE = (1 << 10, 1 << 30)
@@ -56,16 +56,16 @@ _SMALL_BYTES = 16 << 10
 
 
 def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
-    """Seconds of one operation by itself: of a collective, with nothing to hide it.
+    """Seconds of one operation by itself, a collective without overlap.
 
     Args:
-        profile: without `xla_estimator`, the device's own rates are used.
+        profile: hardware profile; without `xla_estimator` its own rates are used.
     """
     estimator = profile.xla_estimator
     if op.kind in ("view", "border", "loop"):
         return 0.0
     if op.kind == "collective":
-        if estimator is None or op.collective in registered():  # of a user's own, XLA has no estimate
+        if estimator is None or op.collective in registered():  # XLA has no estimate of a user's collective
             return collective_time(op.collective, op.payload_bytes, op.axes, mesh, profile)
         return collective_seconds(op.collective, op.payload_bytes, op.axes, mesh, estimator, num_buffers=len(op.writes))
     if estimator is None:
@@ -81,7 +81,7 @@ def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
 
 
 def is_unestimated(op: Op) -> bool:
-    """Whether XLA's estimator has one price for a kernel however much it computes."""
+    """Whether XLA's estimate of a kernel is a constant, however much it computes."""
     return op.kind in ("convolution", "other")
 
 
@@ -89,8 +89,8 @@ def cycles(primitive: str, dtype: str, estimator: EstimatorProfile) -> float:
     """Operations that XLA counts for one element of a primitive.
 
     Args:
-        primitive: JAX's name.
-        dtype: of the operand. Short floats have few figures of their own.
+        primitive: name of the JAX primitive.
+        dtype: dtype of the operand; the table has few separate entries for 16-bit floats.
     """
     short = dtype in ("bfloat16", "float16")
     table = estimator.cycles
@@ -114,14 +114,17 @@ def fusion_seconds(op: Op, estimator: EstimatorProfile) -> float:
 
 
 def column_blocks(num_rows: float, num_columns: float, itemsize: float, num_outer: float = 1.0) -> float:
-    """Thread blocks of a kernel that sums down columns: few, where there are few columns.
+    """Number of thread blocks of a column reduction: few if there are few columns.
 
-    XLA gives a block 32 columns times the elements of 8 bytes. It cuts more than 4,096 rows into parts first,
-    the power of two below their square root, which a second kernel adds (tree_reduction_rewriter.cc).
+    XLA gives a block 32 columns times the number of elements in 8 bytes. It first splits more than 4,096 rows into
+    parts, as many as the power of two below their square root; a second kernel adds the parts
+    (tree_reduction_rewriter.cc).
 
     Args:
-        num_rows: summed. num_columns: kept, contiguous. num_outer: kept, outside the summed.
-        itemsize: of the narrowest operand.
+        num_rows: size of the reduced dims.
+        num_columns: size of the kept contiguous dims inside the reduced ones.
+        itemsize: bytes per element of the narrowest operand.
+        num_outer: size of the kept dims outside the reduced ones.
 
     >>> column_blocks(2048, 1024, 4), column_blocks(2048, 1024, 2), column_blocks(8192, 768, 2)
     (16, 8, 384)
@@ -132,12 +135,12 @@ def column_blocks(num_rows: float, num_columns: float, itemsize: float, num_oute
     return max(1, int(num_outer) * math.ceil(num_columns / wide))
 
 
-# -- matrix products -------------------------------------------------------------------------
+# -- GEMMs -----------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
 def gemm_seconds(gemm: Gemm, estimator: EstimatorProfile) -> float:
-    """Seconds of a matrix product, as XLA interpolates them."""
+    """Seconds of a GEMM, as XLA interpolates them."""
     same = gemm.dtype == gemm.out_dtype
     if gemm.dtype.startswith("float8") and gemm.out_dtype == "bfloat16" and "float8" in estimator.gemms:
         family, size = "float8", 1
@@ -147,7 +150,7 @@ def gemm_seconds(gemm: Gemm, estimator: EstimatorProfile) -> float:
         family, size = "bfloat16", _ITEMSIZE.get(gemm.out_dtype, 2)
     sizes = (gemm.batch, gemm.m * size, gemm.n * size, gemm.k * size)
     operations = 2.0 * math.prod(sizes)
-    scale = 1 if size == 1 else 2  # the fallback's table is in bytes of bfloat16
+    scale = 1 if size == 1 else 2  # the fallback table counts dims in bytes of bfloat16
     return operations / _interpolated_rate(sizes, scale, family, estimator)
 
 
@@ -168,7 +171,7 @@ def _interpolated_rate(sizes: tuple[int, ...], scale: int, family: str, estimato
 
 @lru_cache(maxsize=4096)
 def _table_rate(batch: int, m: int, n: int, k: int, fit: GemmFit, family: str, num_cores: int) -> float:
-    """Operations per second of a product that is in XLA's table."""
+    """Operations per second of a GEMM in XLA's table."""
     size = 1 if family == "float8" else _ITEMSIZE[family]
     out_size = 2 if family == "float8" else size
     operations = 2.0 * batch * m * n * k
@@ -206,11 +209,11 @@ def collective_seconds(
     *,
     num_buffers: int = 1,
 ) -> float:
-    """Seconds of a collective with nothing beside it.
+    """Seconds of a collective without overlap.
 
     Args:
-        num_bytes: payload per device, by the convention of `collectives`; of all buffers where they are merged.
-        num_buffers: how many are merged.
+        num_bytes: payload per device by the convention of `collectives`, of all merged buffers together.
+        num_buffers: number of merged buffers.
     """
     devices = mesh.sizes(axes)
     if devices == 1 or num_bytes <= 0:
@@ -235,7 +238,7 @@ def collective_seconds(
 
 
 def _measured_collective(fit: CollectiveFit, num_bytes: int) -> float:
-    """Seconds of a collective that is in XLA's table."""
+    """Seconds of a collective in XLA's table."""
     if num_bytes <= _PAYLOAD_RANGE[0]:
         return fit.tiny_s
     if num_bytes <= _SMALL_BYTES:
@@ -244,7 +247,7 @@ def _measured_collective(fit: CollectiveFit, num_bytes: int) -> float:
 
 
 def is_small(op: Op, mesh: MeshShape, estimator: EstimatorProfile) -> bool:
-    """Whether XLA writes a kernel of its own for this collective: a small all-reduce, merged with no other."""
+    """Whether XLA generates its own kernel for this collective: a small, unmerged all-reduce."""
     return _is_small(op.collective, op.payload_bytes, mesh.sizes(op.axes), len(op.writes), estimator)
 
 
@@ -253,7 +256,7 @@ def _is_small(kind: str, num_bytes: float, devices: int, num_buffers: int, estim
 
 
 def _between_hosts(kind: str, num_bytes: float, devices: int, num_groups: int, estimator: EstimatorProfile) -> float:
-    """XLA's ring over hosts, by its own count of who takes part."""
+    """XLA's estimate of a ring over hosts, with its own count of the participants."""
     network, per_host = estimator.network, estimator.devices_per_host
     copies = {"all-reduce": 2.0, "all-to-all": 2.0, "collective-permute": 2.0}.get(kind, 3.0 - 1.0 / devices)
     memory = copies * num_bytes / estimator.memory_bytes_per_s
@@ -261,7 +264,7 @@ def _between_hosts(kind: str, num_bytes: float, devices: int, num_groups: int, e
         return memory + network.launch_s + _message(num_bytes, estimator)
     if per_host % num_groups:
         return network.flat_s
-    # One group is priced by its hosts; several as if each device were a host.
+    # XLA counts hosts for one group; for several groups it counts each device as a host.
     hosts = max(1, devices // per_host) if num_groups == 1 else devices
     members = hosts * per_host // num_groups
     local = members // hosts
@@ -295,12 +298,12 @@ def _nearest_power(num_bytes: float) -> int:
 
 
 def _roofline(op: Op, profile: HardwareProfile) -> float:
-    """The units and the memory work at the same time: the longest of them, and a launch."""
+    """Matrix units, vector units and memory overlap: the longest of their times, plus a launch."""
     return max(_by_unit(op, profile).values()) + profile.kernel_launch_s
 
 
 def bounds(op: Op, profile: HardwareProfile) -> tuple[tuple[str, float], ...]:
-    """Seconds of a kernel, by the device's own rates, and what limits them."""
+    """The limits of a kernel by the device's own rates, with seconds each: its busiest unit, and the launch."""
     unit, seconds = max(_by_unit(op, profile).items(), key=lambda one: one[1])
     return (unit, seconds), ("kernel launches", profile.kernel_launch_s)
 

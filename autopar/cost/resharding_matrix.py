@@ -1,11 +1,11 @@
-"""Seconds of every resharding between two lists of shardings, at once.
+"""Predict the time of every resharding between two lists of shardings, vectorized.
 
-In: the shardings that the makers of a tensor give it, those that its readers want, the tensor's shape and bytes. Out:
-a matrix.
+In: the shardings of a tensor's producer, the shardings that its users need, the tensor's shape and bytes. Out: a matrix
+of seconds.
 
-Which steps lead from one sharding to another (`resharding_steps`) depends neither on the dtype nor on dims that are
-split on neither side. What is left is a *pattern*, of which a mesh has few: each one's steps are found once. Then a
-matrix is arithmetic on whole arrays: what each step moves, by pair, and the seconds of what differs.
+The steps from one sharding to another (`resharding_steps`) depend neither on the dtype nor on dims that neither side
+splits. The rest is a *pattern*. A mesh has few patterns, and the steps of each are found once. The matrix is then
+arithmetic on arrays: the bytes that each step moves per pair, and the time of each distinct collective.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from autopar.ir.sharding import TensorSharding
 from autopar.ir.sharding_changes import Change
 
 _Shardings = tuple[TensorSharding, ...]
-#: What kernels can hide: the gather of what a step is given, and the sum of what only its update reads.
+#: Communication that can overlap with kernels: the all-gather of a step's inputs, the reduction of what only its
+#: update reads.
 Hideable = Literal["gather", "sum"]
-#: On top of the price of each collective: where two ways are priced alike (a reduce-scatter and an all-gather behind a
-#: reshape, or one all-reduce), the one with fewer is taken.
+#: Added to the time of each collective as a tie-break, so that of two paths with equal time (a reduce-scatter and an
+#: all-gather after a reshape, or one all-reduce) the one with fewer collectives wins.
 EACH_S = 1e-9
-_LARGEST = 1 << 48  # elements of a tensor: leaves room for a collective's number beside them
+_LARGEST = 1 << 48  # elements of a tensor: a key of 64 bits holds this and a collective's number
 
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """How two lists of shardings are turned into one another, whatever the tensor's size.
+    """The steps between all pairs of two lists of shardings, whatever the tensor's size.
 
     Args:
-        dims: of each pair the tensor's dims, those first that are split on either side, int[pairs, dims].
-        steps: (pairs that have an i-th step, the number of its collective, the parts of each of their `dims`).
+        dims: the tensor's dims per pair, dims that either side splits first, int[pairs, dims].
+        steps: (pairs with an i-th step, number of its collective, number of parts of each of their `dims`) per i.
     """
 
     dims: np.ndarray
@@ -47,12 +48,13 @@ class _Structure:
 
 
 class _Patterns:
-    """The steps of each pattern met: the collectives' numbers, int[patterns, steps], -1 where there is none, and the
-    parts of each dim that is split on either side, in order, int[patterns, steps, dims].
+    """The steps of each known pattern.
 
     Attributes:
-        named: kind and axes of a collective, and which of those dims it gathers or scatters, and has finer on one of its sides;
-            -1 for none.
+        collectives: number of each step's collective, int[patterns, steps]; -1 for no step.
+        parts: number of parts of each dim that either side splits, in order, int[patterns, steps, dims].
+        named: the number of each collective, by its kind, its axes, the position of the dim that it gathers or
+            scatters, and the position of the dim that it splits more finely on one side; -1 for none.
     """
 
     def __init__(self, mesh: MeshShape) -> None:
@@ -69,8 +71,13 @@ class _Patterns:
         pairs: Sequence[tuple[TensorSharding, TensorSharding, Sequence[int]]],
         divisors: tuple[int, ...],
     ) -> np.ndarray:
-        """The numbers of some patterns, given what tells them apart, and a pair of shardings that follows each with
-        the dims that are split."""
+        """The numbers of some patterns.
+
+        Args:
+            keys: key that identifies each pattern.
+            pairs: a pair of shardings with that pattern, and the dims that either splits.
+            divisors: result of `divisibility` for the tensor's shape.
+        """
         new: list[list[tuple[int, list[int]]]] = []
         for key, (made, wanted, dims) in zip(keys, pairs, strict=True):
             if key not in self._numbers:
@@ -92,11 +99,15 @@ class _Patterns:
         return found
 
     def moved(self) -> np.ndarray:
-        """By a collective's number, which of the dims it gathers or scatters."""
+        """The position of the dim that each collective gathers or scatters, by the collective's number."""
         return np.array([at for _, _, at, _ in self.named], int)
 
     def finer(self, collectives: np.ndarray, parts: np.ndarray) -> np.ndarray:
-        """The parts of each dim on the finer side of some collectives, int[collectives, dims], given those of their payloads."""
+        """The parts of each dim on the finer side of some collectives, int[collectives, dims].
+
+        Args:
+            parts: parts of each dim of their payloads.
+        """
         named = list(self.named)
         split = np.array([at for _, _, _, at in named], int)[collectives]
         more = np.array([self._size(axes) for _, axes, _, _ in named], np.int64)[collectives]
@@ -123,10 +134,10 @@ class _Patterns:
 
 
 class ReshardingTimes:
-    """What resharding takes on one mesh. It remembers patterns and times, nothing else changes in it.
+    """Predicts resharding times on one mesh, and caches patterns and times.
 
     Args:
-        exposed: by what need not be waited for, the part of its collectives that counts.
+        exposed: exposed fraction of each hideable kind of communication.
     """
 
     def __init__(
@@ -148,7 +159,7 @@ class ReshardingTimes:
         combinable: bool,
         hideable: Hideable | None = None,
     ) -> np.ndarray:
-        """Seconds from each of `made` to each of `wanted`, `EACH_S` for each collective included, float[made, wanted]."""
+        """Seconds from each of `made` to each of `wanted`, with `EACH_S` per collective, float[made, wanted]."""
         divisors = divisibility(shape, self._mesh)
         key = (made, wanted, divisors)
         if key not in self._structures:
@@ -160,7 +171,7 @@ class ReshardingTimes:
             parts_of_dims = -(-sizes[pairs] // parts)
             local = np.prod(parts_of_dims, axis=1)
             seconds = self._seconds(collectives, local, itemsize, combinable)
-            if registered():  # which run only where every dim divides
+            if registered():  # registered collectives run only where every dim divides
                 is_even = (sizes[pairs] % self._patterns.finer(collectives, parts) == 0).all(axis=1)
                 of_any = self._seconds(collectives, local, itemsize, combinable, of_any=True)
                 seconds = np.where(is_even, of_any, seconds)
@@ -174,8 +185,11 @@ class ReshardingTimes:
     def _seconds(
         self, collectives: np.ndarray, local: np.ndarray, itemsize: float, combinable: bool, *, of_any: bool = False
     ) -> np.ndarray:
-        """The time of each collective of so many elements, or of the cheapest one that makes the same change; few of them
-        differ."""
+        """The time of each collective for `local` elements, computed once per distinct pair.
+
+        Args:
+            of_any: whether the fastest registered collective for the same change may replace it.
+        """
         assert local.max(initial=0) < _LARGEST, f"a tensor of {local.max()} elements"
         distinct, labels = np.unique(collectives * _LARGEST + local, return_inverse=True)
         named = tuple(self._patterns.named)
@@ -195,9 +209,9 @@ class ReshardingTimes:
         (first, kept), (second, left) = self._encoded(made, rank), self._encoded(wanted, rank)
         first, second = np.repeat(first, len(wanted), axis=0), np.tile(second, (len(made), 1))
         split = (first != 0) | (second != 0)
-        dims = np.argsort(~split, axis=1, kind="stable")  # those that are split first, in order
+        dims = np.argsort(~split, axis=1, kind="stable")  # split dims first, in order
         most = int(split.sum(axis=1).max(initial=0))
-        # A divisor matters only where axes leave a dim and others enter it (`resharding_steps`).
+        # Divisibility matters only where some axes leave a dim and others enter it (`resharding_steps`).
         crossed = np.where((first != second) & (first != 0) & (second != 0), np.array(divisors, np.int64), 0)
         columns = [np.take_along_axis(each, dims, axis=1)[:, :most] for each in (first, second, crossed)]
         pending = [np.repeat(kept, len(wanted))[:, None], np.tile(left, len(made))[:, None]]
@@ -207,14 +221,14 @@ class ReshardingTimes:
         return _Structure(dims, tuple(self._aligned(patterns, rank)))
 
     def _encoded(self, shardings: Sequence[TensorSharding], rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """The number of the axes that split each dim, int[shardings, dims], and of those a tensor is unreduced along."""
+        """Numbers for the axes that split each dim, int[shardings, dims], and for the unreduced axes, int[shardings]."""
         number = self._axes
         rows = [[number.setdefault(axes, len(number)) for axes in (*s.dims, s.unreduced)] for s in shardings]
         table = np.array(rows, np.int64).reshape(len(shardings), rank + 1)
         return table[:, :rank], table[:, rank]
 
     def _aligned(self, patterns: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """The steps of all pairs, one each at a time."""
+        """Yield the i-th steps of all pairs, for each i."""
         known = self._patterns
         for i in range(known.collectives.shape[1]):
             pairs = np.flatnonzero(known.collectives[patterns, i] >= 0)
@@ -226,11 +240,12 @@ class ReshardingTimes:
 
 
 def _is_inner(at: np.ndarray, dims: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """`resharding.is_inner` of many steps.
+    """`resharding_paths.is_inner`, vectorized over steps.
 
     Args:
-        at: the place in `dims` of what each gathers or scatters, int[steps]; -1 for nothing. dims: the order of a tensor's dims,
-            int[steps, dims]. sizes: of each on one device.
+        at: position in `dims` of the dim that each step gathers or scatters, int[steps]; -1 for none.
+        dims: order of the tensor's dims, int[steps, dims].
+        sizes: local size of each of `dims`.
     """
     rank = dims.shape[1]
     moved = np.take_along_axis(dims, np.maximum(at, 0)[:, None], axis=1) if rank else np.zeros((len(at), 1), int)
@@ -239,7 +254,8 @@ def _is_inner(at: np.ndarray, dims: np.ndarray, sizes: np.ndarray) -> np.ndarray
 
 
 def _distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[bytes]]:
-    """Which distinct row each row is, the position of one of each, and its bytes without zeros at its end."""
+    """The label of each row's class of equal rows; per class, the position of one row and its bytes without zeros at
+    the end."""
     labels = np.zeros(len(rows), np.int64)
     for column in rows.T:
         if column.any():

@@ -1,9 +1,9 @@
-"""Which collectives turn one sharding of a tensor into another, one at a time.
+"""Decompose a resharding into single collectives.
 
-In: two `TensorSharding`s and the tensor. Out: moves, each one collective (or a cut, which is free)
-with the sharding it leads to. They are what is priced and what is executed: told one move at a time,
-XLA's partitioner takes exactly these; told only the end, it may gather the whole tensor
-("involuntary full rematerialization").
+In: two `TensorSharding`s and the tensor. Out: moves, each one collective (or a cut, which is free) with the sharding
+after it. The same moves are priced and executed. With one sharding constraint per move, XLA's SPMD partitioner
+emits exactly these collectives; with the final constraint only, it may gather the whole tensor ("involuntary full
+rematerialization").
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from autopar.ir.sharding_changes import Change
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One step: its kind, the axes it runs over, where it leads, and its payload in bytes on one
-    device (see `cost.collectives`); a cut moves nothing.
+    """One collective or cut of a resharding.
 
     Args:
-        is_inner: it gathers or scatters a dim that others are around (`is_inner`).
+        kind: change of sharding.
+        axes: mesh axes that it runs over.
+        result: sharding after it.
+        num_bytes: payload on one device (see `cost.collectives`); 0 for a cut.
+        is_inner: whether it gathers or scatters an inner dim (`is_inner`), which takes a copy.
     """
 
     kind: Change
@@ -34,20 +37,22 @@ class Move:
 
 
 def is_inner(dim: int, local_shape: Sequence[int]) -> bool:
-    """Whether to gather or scatter a dim takes a copy of the tensor in another order: devices' parts lie one after another,
-    which is the order of the tensor only where the dim is its outermost. The innermost may be that as well: a product reads
-    and writes a matrix either way."""
+    """Whether a gather or scatter of a dim needs a transposed copy of the tensor.
+
+    A collective concatenates the devices' parts, which is the tensor's layout only for the outermost dim. The innermost
+    dim needs no copy either, because a GEMM reads and writes a matrix in either layout.
+    """
     return 0 < dim < len(local_shape) - 1 and math.prod(local_shape[:dim]) > 1
 
 
 def resharding_moves(
     source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: float, mesh: MeshShape
 ) -> tuple[Move, ...]:
-    """The moves from `source` to `target`; none where they are equal.
+    """The moves from `source` to `target`; empty if they are equal.
 
-    A pending reduction comes first: a reduce-scatter for each dim that `target` splits along pending
-    axes, an all-reduce along the rest. Then cuts (free, and they make the rest smaller), exchanges between
-    dims, reordering within dims, and gathers.
+    Pending reductions come first: a reduce-scatter for each dim that `target` splits along unreduced axes, an
+    all-reduce along the others. Then follow cuts, which are free and shrink the tensor, all-to-alls between dims,
+    permutes within dims, and all-gathers.
     """
     moves: list[Move] = []
     for step in resharding_steps(source, target, shape, mesh):
@@ -59,8 +64,13 @@ def resharding_moves(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A move of a tensor of any size: its payload is the local part of the tensor so split (None: nothing); `dim` is what
-    it gathers or scatters, `to` where an exchange leads."""
+    """A move of a tensor of unspecified size.
+
+    Args:
+        payload: sharding whose local part is the payload; None for a cut.
+        dim: dim that it gathers or scatters.
+        to: dim to which an all-to-all moves the axis.
+    """
 
     kind: Change
     axes: tuple[str, ...]
@@ -73,8 +83,7 @@ class Step:
 def resharding_steps(
     source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], mesh: MeshShape
 ) -> tuple[Step, ...]:
-    """The moves without their bytes. Of the shape it matters only which numbers of devices divide each dim
-    (`divisibility`)."""
+    """The moves without their bytes. They depend on the shape only through `divisibility`."""
     if source == target:
         return ()
     assert not set(target.unreduced) - set(source.unreduced), "nothing makes a tensor unreduced again"
@@ -91,13 +100,15 @@ def resharding_steps(
 
 
 def divisibility(shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
-    """What `resharding_steps` may know of a shape, and a shape that it treats alike: it asks of a dim whether products
-    of axis sizes divide it, in which an axis stands once."""
+    """A canonical shape with the same `resharding_steps`.
+
+    The steps depend only on whether products of distinct axes' sizes divide each dim.
+    """
     return tuple(math.gcd(size, mesh.num_devices) for size in shape)
 
 
 class _Path:
-    """A sharding on its way from one to another."""
+    """The current sharding between a source and a target, and the steps so far."""
 
     def __init__(self, source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], mesh: MeshShape) -> None:
         self.target, self.shape, self.mesh = target, shape, mesh
@@ -117,7 +128,7 @@ class _Path:
         dim: int | None = None,
         to: int | None = None,
     ) -> None:
-        """Note a step that led here; its payload is as much as there is now, unless `before` says otherwise."""
+        """Record a step that led to the current sharding; its payload is split by `before`, or by the current one."""
         if axes:
             now = self.now()
             self.steps.append(Step(kind, tuple(axes), now, None if kind == "cut" else before or now, dim, to))
@@ -127,7 +138,7 @@ class _Path:
         for axis, dim in self.target_dim.items():
             if axis in self.pending:
                 scattered.setdefault(dim, []).append(axis)
-        for dim, axes in scattered.items():  # to two dims at once XLA sums whole, and cuts
+        for dim, axes in scattered.items():  # one dim each: for two dims at once XLA would all-reduce and cut
             before = self.now()
             self.dims[dim] += axes
             self.pending = [axis for axis in self.pending if axis not in axes]
@@ -136,8 +147,11 @@ class _Path:
         self.add("all-reduce", reduced)
 
     def cut(self) -> list[str]:
-        """Split along new axes; returns those that must wait, because the dim would not divide while
-        axes that are to leave still split it."""
+        """Split along new axes.
+
+        Returns:
+            The axes that must wait until other axes have left their dim, which would not divide until then.
+        """
         placed = {axis for axes in self.dims for axis in axes}
         new = [axis for axis in self.target_dim if axis not in placed]
         late = [axis for axis in new if not self._divides_with(axis)]
@@ -150,7 +164,7 @@ class _Path:
     def _divides_with(self, axis: str) -> bool:
         d = self.target_dim[axis]
         leaving = [a for a in self.dims[d] if self.target_dim.get(a) != d]
-        together = dict.fromkeys((*self.dims[d], *self.target.dims[d]))  # one that stays splits it once
+        together = dict.fromkeys((*self.dims[d], *self.target.dims[d]))  # an axis in both counts once
         return not leaving or self.shape[d] % self.mesh.sizes(tuple(together)) == 0
 
     def exchange(self) -> None:
@@ -167,7 +181,7 @@ class _Path:
             self.add("all-to-all", [axis], before, to=self.target_dim[axis])
 
     def reorder(self) -> None:
-        """Within each dim: what stays in the target's order, then what is to leave."""
+        """Order the axes of each dim: those that stay, in the target's order, then those that leave."""
         disordered: list[str] = []
         for d, axes in enumerate(self.dims):
             stay = [axis for axis in self.target.dims[d] if axis in axes]
@@ -178,7 +192,7 @@ class _Path:
         self.add("collective-permute", disordered)
 
     def moved(self, before: list[str], after: list[str]) -> list[str]:
-        """Axes along which devices exchange parts of a dim for another order: those whose stride in it changes."""
+        """The axes whose stride within a dim changes with its order: devices exchange parts along these."""
 
         def stride(axis: str, axes: list[str]) -> int:
             return self.mesh.sizes(tuple(axes[axes.index(axis) + 1 :]))

@@ -1,8 +1,8 @@
-"""Seconds that one device computes a group, under each of its strategies.
+"""Predict the compute time of a group on one device under each of its strategies, by a roofline.
 
-In: a group, its strategies, the graph's values. Out: a roofline (Williams, Waterman, Patterson 2009):
-the longer of arithmetic at the unit's achievable rate and memory traffic at the memory's. Traffic is
-what a fused group reads from outside and writes for outside; what stays inside a fusion is free.
+In: a group, its strategies, the graph's values. Out: seconds per strategy by a roofline (Williams, Waterman, Patterson
+2009): the longer of arithmetic at the unit's achievable rate and memory traffic at the memory bandwidth. Traffic is
+what a fused group reads from and writes to memory; values inside a fusion are free.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from autopar.rules.table import traits_of
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a group computes and moves in one step, whatever its strategy. Groups of identical layers have equal loads.
+    """The arithmetic and memory traffic of a group in one step, whatever its strategy. Identical layers have equal loads.
 
     Args:
-        works: its arithmetic, over its factors.
-        tensors: bytes per element in a step (in a loop, in all its trips), shape and dims of each tensor that it reads from
-            memory or writes to it.
+        works: arithmetic over the group's factors.
+        tensors: bytes per element in a step (over all iterations of a loop), shape and dims of each tensor that the
+            group reads from memory or writes to memory.
     """
 
     factors: tuple[Factor, ...]
@@ -40,15 +40,15 @@ def load_of(group: Group, written: frozenset[int], graph: Graph) -> Load:
     """The load of a group.
 
     Args:
-        written: values of the group that leave it, and so are written to memory.
+        written: values of the group with users outside, which are written to memory.
     """
-    if all(traits_of(graph.nodes[n].primitive).reshapes for n in group.nodes):  # the same memory under another shape
+    if all(traits_of(graph.nodes[n].primitive).reshapes for n in group.nodes):  # a bitcast moves no data
         return Load(group.factors, (), ())
     values = graph.values
     moved = [(values[r.value].itemsize * values[r.value].repeat, r.value, r.dims) for r in group.reads]
     for define in group.defines:
         if define.value in written:
-            # A loop's constant is not written in every trip, and what all trips stack is written once.
+            # A loop-invariant value is written once, and so is a stack of all iterations.
             times = min(values[define.value].repeat, graph.nodes[define.node].repeat)
             moved.append((values[define.value].itemsize * times, define.value, define.dims))
     moved += [(values[value].itemsize, value, dims) for value, dims in group.inputs]
@@ -56,7 +56,7 @@ def load_of(group: Group, written: frozenset[int], graph: Graph) -> Load:
 
 
 def compute_time(load: Load, strategies: Sequence[Strategy], mesh: MeshShape, profile: HardwareProfile) -> np.ndarray:
-    """Seconds per step on one device, float[strategies]; none where there is nothing to compute or to move."""
+    """Seconds per step on one device, float[strategies]; 0 for a load without arithmetic and traffic."""
     if not load.works and not load.tensors:
         return np.zeros(len(strategies))
     parts = np.array([[mesh.sizes(axes) for axes in s.axes] for s in strategies], int)  # [strategies, factors]
@@ -73,7 +73,7 @@ def compute_time(load: Load, strategies: Sequence[Strategy], mesh: MeshShape, pr
         seconds = outside / profile.vector_flops_per_s
         seconds = max(seconds, sum(flops / profile.matrix_rate(dtype) for dtype, flops in inside))
         arithmetic += points(work.factors) * work.repeat * seconds
-        for factors in work.stored:  # written and read again
+        for factors in work.stored:  # written once and read once
             traffic += 2.0 * work.repeat * work.itemsize * points(factors)
     for num_bytes, shape, dims in load.tensors:
         local = np.ones(len(strategies), int)

@@ -1,8 +1,8 @@
-"""Collectives that users register: their own ways to make a change of a sharding.
+"""Register user-defined collectives that change a sharding.
 
-In: a name, the built-in collective that makes the same change, a cost formula, and the function that runs it. Out: entries
-beside the table of `collectives`. They are state that is kept between calls, as registered rules are: a name is registered once
-and planned with often.
+In: a name, the built-in collective that makes the same change, a cost formula, and the function that runs it. Out:
+entries in addition to the table of `collectives`. The registry is global, like that of rules: a name is registered once
+and used by many plans.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from autopar.cost.hardware_profile import LinkProfile
 from autopar.errors import CollectiveError
 from autopar.ir.sharding_changes import CHANGES, Change
 
-#: Changes that a user's collective can make, with the dims that its function is given.
+#: Changes that a user's collective can make, with the dim arguments of its function.
 OPEN: Mapping[str, tuple[str, ...]] = MappingProxyType({"all-gather": ("dim",), "all-to-all": ("dim", "to")})
 
-#: Names that mean something else in plans and reports.
+#: Names with another meaning in plans and reports.
 _TAKEN = (*CHANGES, "ragged-all-to-all", "collective-broadcast", "compute")
 
 _registered: dict[str, Collective] = {}
@@ -38,19 +38,20 @@ def register_collective(
     """Register a collective of your own: plans use it wherever it is cheaper than XLA's.
 
     Args:
-        name: what reports and plan files call it.
-        like: the built-in collective that makes the same change of a sharding: `all-gather`, or `all-to-all`.
-        time_s: its seconds without a launch, which is added, from the bytes of its payload on one device (gathered, of an
-            all-gather; before it, of an all-to-all), the number of devices, and the slowest link that it crosses.
-        run: runs it under `jax.shard_map` on the part of one device, as `run(x, axes, dim=...)`: gathers along a dim, over mesh
-            axes of which the first is major, as `lax.all_gather(x, axes, axis=dim, tiled=True)` does. Of an all-to-all
-            `run(x, axes, dim=..., to=...)` does as `lax.all_to_all(x, axes, to, dim, tiled=True)`.
+        name: name in reports and plan files.
+        like: built-in collective that makes the same change of sharding: `all-gather` or `all-to-all`.
+        time_s: cost formula, in seconds without the launch, which is added. Its arguments are the payload bytes on one
+            device (the gathered buffer of an all-gather, the local buffer of an all-to-all), the number of devices,
+            and the slowest link that it crosses.
+        run: implementation on one device's part, called under `jax.shard_map`. For an all-gather `run(x, axes, dim=...)`
+            does what `lax.all_gather(x, axes, axis=dim, tiled=True)` does; the first mesh axis is the major one. For an
+            all-to-all `run(x, axes, dim=..., to=...)` does what `lax.all_to_all(x, axes, to, dim, tiled=True)` does.
 
-    It is used only where every split dim divides. A name that is registered again is replaced.
+    It is used only where every split dim divides evenly. Registering a name again replaces its entry.
 
     Raises:
-        CollectiveError: the name is that of a built-in kind or empty; `like` is none that a user's function can be; the function
-            does not take the arguments; or the formula gives no seconds.
+        CollectiveError: the name is empty or that of a built-in kind; `like` is not `all-gather` or `all-to-all`; the
+            function does not accept the arguments; or the formula does not return seconds.
     """
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise CollectiveError(f"a collective is named by a text of visible characters, not by {name!r}")
@@ -62,7 +63,7 @@ def register_collective(
         raise CollectiveError(f"the collective {name!r} cannot be like {like!r}: {_why_not(like)}")
     _check_function(name, like, run)
     formula = _Formula(name, time_s)
-    for num_bytes in (1.0, 1e6):  # what is wrong whatever the payload shows at once
+    for num_bytes in (1.0, 1e6):  # a formula that always fails is reported here
         formula.seconds_of(num_bytes, 2, LinkProfile(bytes_per_s=1e9, latency_s=1e-6))
     _registered[name] = Collective(name, like, formula, is_merged=False, run=run)
 
@@ -94,10 +95,11 @@ class _Formula:
 def _why_not(like: str) -> str:
     if like in ("all-reduce", "reduce-scatter"):
         why = (
-            "the terms of a sum are taken by XLA's partitioner where they are made, where no function of yours can run"
+            "XLA's SPMD partitioner inserts reductions at the operation that produces the terms, where a function of"
+            " yours cannot run"
         )
     elif like in CHANGES:
-        why = "no function of one device's part and a dim can make that change"
+        why = "a function of one device's part and a dim cannot make that change"
     else:
         why = "that is no built-in collective"
     return f"{why}. Register one like {' or '.join(OPEN)}"
@@ -109,22 +111,22 @@ def _check_function(name: str, like: str, run: Callable[..., Any]) -> None:
     except (TypeError, ValueError) as error:
         arguments = ", ".join(f"{dim}=..." for dim in OPEN[like])
         raise CollectiveError(
-            f"`run` of the collective {name!r} is called as `run(x, axes, {arguments})`, and cannot be: {error}"
+            f"`run` of the collective {name!r} must accept the call `run(x, axes, {arguments})`: {error}"
         ) from None
 
 
 def registered() -> Mapping[str, Collective]:
-    """All that is registered, by name."""
+    """All registered collectives, by name."""
     return _registered
 
 
 def registered_for(change: str) -> tuple[Collective, ...]:
-    """Those that make a change, in the order in which they were registered."""
+    """The registered collectives that make a change, in order of registration."""
     return tuple(one for one in _registered.values() if one.change == change)
 
 
 def registered_functions() -> Iterator[tuple[str, str, Callable[..., Any], Callable[..., Any]]]:
-    """What a plan depends on beside the program: names, what each is like, formulas and functions."""
+    """Yield name, `like`, formula and function of each registered collective: plans depend on them."""
     for name, one in sorted(_registered.items()):
         assert isinstance(one.seconds, _Formula) and one.run is not None
         yield name, one.change, one.seconds.time_s, one.run
@@ -134,18 +136,18 @@ def runner_of(name: str, like: str) -> Callable[..., Any]:
     """The function that runs a collective that a plan names.
 
     Raises:
-        CollectiveError: none of that name is registered here, or one that makes another change.
+        CollectiveError: no collective of that name is registered, or it makes another change.
     """
     one = _registered.get(name)
     how = f"autopar.extend.collectives.register_collective({name!r}, like={like!r}, time_s=..., run=...)"
     if one is None or one.run is None:
         raise CollectiveError(
             f"the plan runs the collective {name!r}, which is not registered in this process: call `{how}`, or import the"
-            " module that does, before the plan is used; or plan anew"
+            " module that does, before the plan is used; or plan again"
         )
     if one.change != like:
         raise CollectiveError(
             f"the plan runs the collective {name!r} as one like {like}, and here it is registered like {one.change}:"
-            f" call `{how}`, or plan anew"
+            f" call `{how}`, or plan again"
         )
     return one.run

@@ -1,8 +1,8 @@
-"""What XLA's own GPU latency estimator charges on one device, as numbers of a hardware profile.
+"""Define the constants of XLA's GPU latency estimator for one device, as part of a hardware profile.
 
-In: the `[xla_estimator]` table of a profile. Out: `EstimatorProfile`. They are fitted to what XLA's
-scheduler logs and to the tables that its CUDA plugin carries (`scripts/fit_xla_tables.py`); they say
-what XLA believes, which is not always what the device does. `kernels` has the formulas.
+In: the `[xla_estimator]` table of a profile. Out: `EstimatorProfile`. The constants are fitted to the log of XLA's
+scheduler and to the tables of its CUDA plugin (`scripts/fit_xla_tables.py`). They describe XLA's estimates, which may
+differ from the device's times. `kernel_time` has the formulas.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmFit:
-    """Seconds of one large matrix product, as a sum of terms.
+    """Coefficients of the time of a large GEMM, a sum of terms.
 
     Args:
-        launch_s: always.
-        s_per_flop: per operation; a multiply and an add are two.
-        s_per_input_byte, s_per_output_byte: per byte of the operands and of the result.
-        s_per_wave: per element of the contracted dim in each round of output tiles of 128 x 128 elements:
-            a core takes one tile at a time.
+        launch_s: fixed seconds.
+        s_per_flop: seconds per operation; a multiply-add is two.
+        s_per_input_byte, s_per_output_byte: seconds per byte of the operands and of the result.
+        s_per_wave: seconds per element of the contracted dim and wave of output tiles of 128 x 128 elements; a core
+            computes one tile per wave.
     """
 
     launch_s: float
@@ -33,11 +33,14 @@ class GemmFit:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFit:
-    """Seconds of one collective inside a host: a sum of terms, but for the smallest.
+    """Coefficients of the time of one collective inside a host: a sum of terms above 16 KiB, constants below.
 
     Args:
-        launch_s: always. s_per_root_byte: per square root of a byte. s_per_byte: per byte.
-        small_s: of 2 to 16 KiB. tiny_s: of 1 KiB, which is dearer in XLA's table.
+        launch_s: fixed seconds.
+        s_per_root_byte: seconds per square root of bytes.
+        s_per_byte: seconds per byte.
+        small_s: seconds for 2 to 16 KiB.
+        tiny_s: seconds for 1 KiB, which is slower in XLA's table.
     """
 
     launch_s: float
@@ -49,11 +52,13 @@ class CollectiveFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallAllReduce:
-    """The one-kernel all-reduce that XLA writes itself inside a host.
+    """The one-kernel all-reduce that XLA generates inside a host.
 
     Args:
-        bytes_per_s: over all links of a device. launch_s: once. barrier_s: each time all wait.
-        one_shot_bytes, max_bytes: times the devices, the largest buffer for one step and for two.
+        bytes_per_s: rate over all links of a device.
+        launch_s: seconds of the launch.
+        barrier_s: seconds per barrier between devices.
+        one_shot_bytes, max_bytes: largest product of buffer size and devices for one phase and for two.
     """
 
     bytes_per_s: float
@@ -68,11 +73,14 @@ class EstimatorNetwork:
     """The estimator's fixed network between hosts.
 
     Args:
-        bytes_per_s: of one device's link, headers taken off.
-        latency_s: per message. chunk_s: per `chunk_bytes` begun of a message. launch_s: per collective.
-        flat_s: of a collective that the formula does not cover.
-        always_flat: whether it covers none but permutes and small all-reduces, which then count as if inside
-            a host: so it is where XLA is not told how many devices a host has (`partition_size`).
+        bytes_per_s: rate of one device's link without headers.
+        latency_s: seconds per message.
+        chunk_s: seconds per started chunk of a message.
+        chunk_bytes: size of a chunk.
+        launch_s: seconds per collective.
+        flat_s: seconds of a collective that the formula does not cover.
+        always_flat: whether all collectives take `flat_s` except permutes and small all-reduces, which count as inside
+            a host. This is the case if XLA does not know the number of devices per host (`partition_size`).
     """
 
     bytes_per_s: float
@@ -89,19 +97,20 @@ class EstimatorProfile:
     """XLA's latency estimator on one kind of device.
 
     Args:
-        num_cores: streaming multiprocessors.
-        memory_bytes_per_s: device memory. block_bytes_per_s: what one thread block moves at most.
-        cache_speedup, near_cache_speedup: how much faster it is read again: what fits the device's cache,
-            and what fits those of the cores.
-        scalar_flops_per_s: outside matrix units.
-        parallel_fraction: the part of the shorter of arithmetic and memory time that the longer hides.
-        unpriced_s: a kernel that the estimator knows nothing of. custom_call_s: a library call that is
-            no matrix product, whatever its size.
-        issue_s: what starting and ending a collective takes of the kernels' time.
-        cycles: operations that one element of a primitive counts as; `default` for the others.
-        gemms: by the dtype of operands and result alike.
-        collectives: kind, then devices, to the fit.
-        source: where the numbers come from, and when.
+        num_cores: number of streaming multiprocessors.
+        memory_bytes_per_s: bandwidth of device memory.
+        block_bytes_per_s: largest bandwidth of one thread block.
+        cache_speedup, near_cache_speedup: factor on the bandwidth of repeated reads from the device's cache and from
+            the cores' caches.
+        scalar_flops_per_s: rate outside matrix units.
+        parallel_fraction: hidden fraction of the shorter of arithmetic and memory time.
+        unpriced_s: seconds of a kernel that the estimator does not model.
+        custom_call_s: seconds of a library call other than a GEMM, whatever its size.
+        issue_s: kernel time that the start and the end of a collective take.
+        cycles: operations per element of a primitive; `default` for the others.
+        gemms: fits by the common dtype of operands and result.
+        collectives: fits by kind, then by number of devices.
+        source: source and date of the numbers.
     """
 
     num_cores: int
@@ -127,7 +136,7 @@ def read_estimator(table: Mapping[str, Any], num_cores: int, devices_per_host: i
     """The profile in a table of a hardware file.
 
     Raises:
-        KeyError, TypeError: a key is missing, or one too many.
+        KeyError, TypeError: a key is missing or unknown.
     """
     plain = ("source", "date", "cycles", "gemms", "collectives", "small_all_reduce", "network")
     return EstimatorProfile(
