@@ -1,8 +1,8 @@
-"""What is decided, and what passes between decisions.
+"""Collect the decisions of a step and the values that flow between them.
 
-In: graph, groups, pins. Out: `Decisions`. There are four kinds of decision: a group, an input (an input of carried state is one
-decision with the output that renews it, so a training loop never reshards), an output, and a shared copy. A value that
-several decisions read passes through a shared copy, so that gathering it once is paid once.
+In: graph, groups, pins. Out: `Decisions`. There are four kinds of decision: a group, an input, an output, and a shared
+copy. An input of carried state is one decision with the output that updates it, so that a training loop never reshards
+it. A value that several decisions read passes through a shared copy, so that one all-gather is counted once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class Decision:
     """One node of the problem.
 
     Args:
-        kind: what is decided.
-        num_strategies: how many ways there are.
-        group: position of the group, for a group.
-        value: the value decided, for an input, output or copy.
+        kind: kind of decision.
+        num_strategies: number of choices.
+        phase: phase in which it runs; for a copy, the phase of its first user.
+        group: position of the group.
+        value: value of an input, output or copy.
         position: position among the graph's inputs or outputs.
-        strategies: for a group.
-        shardings: for an input, output or copy.
-        shared: for a copy, where memory counts, per strategy whether it is its producer's own buffer (no new memory).
-        phase: when it runs; for a copy, when the first reader does.
+        strategies: strategies of a group.
+        shardings: shardings of an input, output or copy, per strategy.
+        shared: whether a copy is its producer's own buffer and takes no new memory, per strategy; empty without a
+            memory budget.
     """
 
     kind: Literal["group", "input", "output", "copy"]
@@ -50,8 +51,17 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A value passing from one decision to another (or within one group, where it is read otherwise
-    than it is made): its sharding on either side, per strategy."""
+    """A value that flows from one decision to another, or within a group that reshards it.
+
+    Args:
+        value: the value.
+        source, target: decisions at either end.
+        made, wanted: its sharding at the source and at the target, per strategy.
+        combinable: whether XLA merges its collectives with others.
+        uses: (node, operand)s of the group that reads it.
+        exact: whether resharding is ruled out.
+        hideable: kind of communication if independent kernels can overlap with it.
+    """
 
     value: int
     source: int
@@ -59,9 +69,9 @@ class Flow:
     made: Shardings
     wanted: Shardings
     combinable: bool
-    uses: tuple[tuple[int, int], ...] = ()  # (node, operand)s of a reading group
-    exact: bool = False  # it passes only as it is
-    hideable: Hideable | None = None  # kernels that do not need it can run meanwhile
+    uses: tuple[tuple[int, int], ...] = ()
+    exact: bool = False
+    hideable: Hideable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +79,9 @@ class Decisions:
     """All decisions of a step, and the flows between them.
 
     Args:
-        made: value -> the decision that makes it, and its sharding under each strategy.
+        made: value -> the decision that produces it, and its sharding under each strategy.
         input_decision: input position -> decision.
-        written: values that pass from one decision to another.
+        written: values that flow between decisions.
     """
 
     graph: Graph
@@ -83,7 +93,7 @@ class Decisions:
     written: frozenset[int]
 
     def of_groups(self) -> Iterator[tuple[int, Group, tuple[Strategy, ...]]]:
-        """Of each group its decision, and its strategies."""
+        """Yield the decision, the group and the strategies of each group."""
         for index, one in enumerate(self.decisions):
             if one.kind == "group":
                 yield index, self.groups[one.group], one.strategies
@@ -97,11 +107,11 @@ def decisions_of(
     *,
     with_memory: bool,
 ) -> Decisions:
-    """What is to be decided.
+    """Collect the decisions of a step.
 
     Args:
-        pins: input position -> the sharding it must have.
-        with_memory: whether it matters how much is held.
+        pins: input position -> required sharding.
+        with_memory: whether there is a memory budget.
     """
     return _Collector(graph, groups, pins, lists, with_memory).run()
 
@@ -117,11 +127,11 @@ class _Collector:
         lists: ShardingLists,
         with_memory: bool,
     ) -> None:
-        self.graph, self.groups, self.pins, self.laid, self.with_memory = graph, groups, pins, lists, with_memory
+        self.graph, self.groups, self.pins, self.lists, self.with_memory = graph, groups, pins, lists, with_memory
         self.decisions: list[Decision] = []
         self.flows: list[Flow] = []
         self.made: dict[int, tuple[int, Shardings]] = {}
-        self.readers: dict[int, list[tuple[int, Shardings, tuple[tuple[int, int], ...]]]] = defaultdict(list)
+        self.users: dict[int, list[tuple[int, Shardings, tuple[tuple[int, int], ...]]]] = defaultdict(list)
         self.input_decision: dict[int, int] = {}
         self.position_of = {value: position for position, value in enumerate(graph.inputs)}
         self.renewed = dict(graph.carried)
@@ -132,8 +142,8 @@ class _Collector:
             self._add_group(index, group)
         self._add_inputs()
         self._add_outputs()
-        written = frozenset(self.readers) & frozenset(self.made)
-        for value in sorted(self.readers):
+        written = frozenset(self.users) & frozenset(self.made)
+        for value in sorted(self.users):
             if value in self.made:
                 self._connect(value)
         return Decisions(
@@ -149,19 +159,19 @@ class _Collector:
     # -- decisions ---------------------------------------------------------------------------
 
     def _add_group(self, index: int, group: Group) -> None:
-        strategies = self.laid.strategies(group)
+        strategies = self.lists.strategies(group)
         node = len(self.decisions)
         phase = self.graph.nodes[group.nodes[-1]].phase
         self.decisions.append(Decision("group", len(strategies), phase, group=index, strategies=strategies))
         for value, dims in group.inputs:
             self.input_decision[self.position_of[value]] = node
-            self.made[value] = (node, self.laid.shardings(strategies, dims))
+            self.made[value] = (node, self.lists.shardings(strategies, dims))
         for define in group.defines:
             if self.graph.values[define.value].size > SMALL_SIZE or define.pending:
-                self.made[define.value] = (node, self.laid.shardings(strategies, define.dims, define.pending))
+                self.made[define.value] = (node, self.lists.shardings(strategies, define.dims, define.pending))
         for read in group.reads:
-            wanted = self.laid.shardings(strategies, read.dims, read.pending)
-            self.readers[read.value].append((node, wanted, read.uses))
+            wanted = self.lists.shardings(strategies, read.dims, read.pending)
+            self.users[read.value].append((node, wanted, read.uses))
 
     def _add_inputs(self) -> None:
         for position, value in enumerate(self.graph.inputs):
@@ -169,7 +179,7 @@ class _Collector:
             if position in self.input_decision or info.size <= SMALL_SIZE:
                 continue
             pinned = position in self.pins
-            shardings = self.laid.one((self.pins[position],)) if pinned else self.laid.even(info.shape)
+            shardings = self.lists.one((self.pins[position],)) if pinned else self.lists.even(info.shape)
             node = len(self.decisions)
             self.decisions.append(
                 Decision("input", len(shardings), "forward", value=value, position=position, shardings=shardings)
@@ -178,28 +188,28 @@ class _Collector:
             self.made[value] = (node, shardings)
             after = self.graph.outputs[self.renewed[position]] if position in self.renewed else None
             if after is not None and after != value:
-                self.readers[after].append((node, shardings, ()))
+                self.users[after].append((node, shardings, ()))
 
     def _add_outputs(self) -> None:
         tied = {out for position, out in self.graph.carried if position in self.input_decision}
         for position, value in enumerate(self.graph.outputs):
             if value is None or position in tied or self.graph.values[value].size <= SMALL_SIZE:
                 continue
-            shardings = self.laid.even(self.graph.values[value].shape)
+            shardings = self.lists.even(self.graph.values[value].shape)
             node = len(self.decisions)
             self.decisions.append(
                 Decision("output", len(shardings), "update", value=value, position=position, shardings=shardings)
             )
-            self.readers[value].append((node, shardings, ()))
+            self.users[value].append((node, shardings, ()))
 
     # -- flows -------------------------------------------------------------------------------
 
     def _connect(self, value: int) -> None:
-        """Join the maker of a value with its readers, through a shared copy if there are several."""
+        """Connect the producer of a value to its users, through a shared copy if there are several."""
         source, made = self.made[value]
-        inside = [r for r in self.readers[value] if r[0] == source]
-        outside = [r for r in self.readers[value] if r[0] != source]
-        for node, wanted, uses in inside:  # read otherwise than made, within one group
+        inside = [r for r in self.users[value] if r[0] == source]
+        outside = [r for r in self.users[value] if r[0] != source]
+        for node, wanted, uses in inside:  # resharded within one group
             self.flows.append(Flow(value, source, node, made, wanted, self._combinable(source, node), uses))
         if not outside:
             return
@@ -207,13 +217,15 @@ class _Collector:
         if len({node for node, _, _ in outside}) > 1 or into_loops:
             source, made = self._add_copy(value, source, made, outside)
         for node, wanted, uses in outside:
-            maker, exact = self.made[value][0], node in into_loops
-            combinable, hideable = self._combinable(maker, node), self._hideable(maker, node)
+            producer, exact = self.made[value][0], node in into_loops
+            combinable, hideable = self._combinable(producer, node), self._hideable(producer, node)
             self.flows.append(Flow(value, source, node, made, wanted, combinable, uses, exact, hideable))
 
     def _is_held_by_a_loop(self, value: int, uses: Sequence[tuple[int, int]]) -> bool:
-        """Whether memory matters, and a loop holds what it is given while it runs: so that is a copy, whose memory
-        counts. What is read otherwise in a trip is gathered there."""
+        """Whether there is a memory budget and the value stays live throughout a loop.
+
+        Such a value passes through a copy whose memory counts. Resharding within an iteration happens in the loop.
+        """
         if not self.with_memory or self.graph.values[value].size <= SMALL_SIZE:
             return False
         return any(traits_of(self.graph.nodes[n].primitive).held for n, _ in uses)
@@ -223,15 +235,15 @@ class _Collector:
         value: int,
         source: int,
         made: Shardings,
-        readers: Sequence[tuple[int, Shardings, tuple[tuple[int, int], ...]]],
+        users: Sequence[tuple[int, Shardings, tuple[tuple[int, int], ...]]],
     ) -> tuple[int, Shardings]:
-        options = self.laid.any_of(made, [wanted for _, wanted, _ in readers])
+        options = self.lists.any_of(made, [wanted for _, wanted, _ in users])
         shared: tuple[bool, ...] = ()
-        if self.with_memory:  # "the producer's own buffer" and "a new one" differ in memory alone
+        if self.with_memory:  # the producer's own buffer and a new buffer differ in memory only
             shared = (True,) * len(options) + (False,) * len(options)
-            options = self.laid.one((*options, *options))
+            options = self.lists.one((*options, *options))
         node = len(self.decisions)
-        first = min(readers, key=lambda r: min((n for n, _ in r[2]), default=len(self.graph.nodes)))[0]
+        first = min(users, key=lambda r: min((n for n, _ in r[2]), default=len(self.graph.nodes)))[0]
         self.decisions.append(
             Decision(
                 "copy",
@@ -242,49 +254,52 @@ class _Collector:
                 shared=shared,
             )
         )
-        combinable = all(self._combinable(source, reader) for reader, _, _ in readers)
-        kinds: set[Hideable | None] = {self._hideable(source, reader) for reader, _, _ in readers}
+        combinable = all(self._combinable(source, user) for user, _, _ in users)
+        kinds: set[Hideable | None] = {self._hideable(source, user) for user, _, _ in users}
         hideable = kinds.pop() if len(kinds) == 1 else None
         self.flows.append(Flow(value, source, node, made, options, combinable, hideable=hideable))
         return node, options
 
     def _combinable(self, source: int, target: int) -> bool:
-        """Gathers of inputs, reductions into the update and gathers of its results do not wait for
-        one another, so XLA merges them."""
+        """Whether XLA merges the collectives of a flow: all-gathers of inputs, reductions into the update and all-gathers
+        of its results are independent of one another."""
         return self._is_given(source) or self.decisions[target].kind in ("input", "output") or self._is_update(target)
 
     def _hideable(self, source: int, target: int) -> Hideable | None:
-        """What the step is given can be gathered while others compute, and a gradient be summed while the next is made.
-        For the results of the update nothing is left to do meanwhile."""
+        """The kind of communication of a flow that kernels can hide, None if exposed.
+
+        All-gathers of inputs and reductions of gradients overlap with computation. After the update no computation is
+        left to overlap with.
+        """
         if self._is_given(source):
             return "gather"
         return "sum" if self._is_update(target) else None
 
     def _is_given(self, node: int) -> bool:
-        """Whether a decision is an input, or made of the state as soon as there is any."""
+        """Whether a decision is an input, or computed from the carried state alone."""
         return self.decisions[node].kind == "input" or self._is_of_state(node)
 
     def _is_of_state(self, node: int) -> bool:
-        """Whether a decision is an input of carried state, or does nothing but cast, turn or scale one."""
+        """Whether a decision is an input of carried state, or only casts, transposes or scales one."""
         if node not in self.of_state:
             decision = self.decisions[node]
             self.of_state[node] = decision.kind == "input" and decision.position in self.renewed
-            if decision.kind == "group":  # False until it is known: a loop's value may be made of itself
+            if decision.kind == "group":  # False until known, because a loop's value may depend on itself
                 group = self.groups[decision.group]
                 read = {read.value for read in group.reads}
                 if len(read) + len(group.inputs) == 1:
                     carried = [self.position_of[value] in self.renewed for value, _ in group.inputs]
-                    makers = [self.made[value][0] for value in read if value in self.made]
-                    self.of_state[node] = any(carried) or any(map(self._is_of_state, makers))
+                    producers = [self.made[value][0] for value in read if value in self.made]
+                    self.of_state[node] = any(carried) or any(map(self._is_of_state, producers))
         return self.of_state[node]
 
     def _is_update(self, node: int) -> bool:
-        """Whether a decision is of the update, or does nothing but reshape for it."""
+        """Whether a decision belongs to the update, or only reshapes for it."""
         decision = self.decisions[node]
         if decision.kind != "group" or decision.phase == "update":
             return decision.phase == "update"
         group = self.groups[decision.group]
         if not all(traits_of(self.graph.nodes[n].primitive).reshapes for n in group.nodes):
             return False
-        readers = {reader for define in group.defines for reader, _, _ in self.readers[define.value]} - {node}
-        return bool(readers) and all(map(self._is_update, readers))
+        users = {user for define in group.defines for user, _, _ in self.users[define.value]} - {node}
+        return bool(users) and all(map(self._is_update, users))

@@ -1,4 +1,4 @@
-"""Lay an assignment over the graph: every communication becomes an operation.
+"""Build the explicit program of an assignment: insert every communication as an operation.
 
 In: `Formulation` and the solver's choices. Out: `ExplicitProgram`.
 """
@@ -19,10 +19,10 @@ from autopar.rules.strategies import Strategy
 
 
 def explicit_program(f: Formulation, choices: Sequence[int]) -> ExplicitProgram:
-    """The step under an assignment.
+    """Build the explicit program of an assignment.
 
     Args:
-        choices: of each decision, its strategy.
+        choices: strategy of each decision.
     """
     return _Builder(f, choices).run()
 
@@ -33,14 +33,16 @@ class _Builder:
         self.arrays: list[Array] = []
         self.ops: list[Operation] = []
         self.made: dict[int, int] = {}
-        self.current: dict[int, int] = {}  # value -> the array that is read where no other is wanted
-        self.moved: dict[Array, int] = {}  # -> position of the operation that gives it
+        self.current: dict[int, int] = {}  # value -> the array that is read without resharding
+        self.moved: dict[Array, int] = {}  # -> position of the operation that produces it
         self.flow_of = {use: index for index, flow in enumerate(f.flows) for use in flow.uses}
         self.into_copy = {flow.target: i for i, flow in enumerate(f.flows) if f.decisions[flow.target].kind == "copy"}
         self.sharding: dict[int, TensorSharding] = {}
         self.strips: dict[Strip, Communicate] = {}
-        self.extended: dict[int, list[Extend]] = defaultdict(list)  # node -> what its neighbours send it
-        self.after: dict[int, list[Communicate]] = defaultdict(list)  # and what it sends; `operand` is the value
+        self.extended: dict[int, list[Extend]] = defaultdict(list)  # node -> its halo exchanges
+        self.after: dict[int, list[Communicate]] = defaultdict(
+            list
+        )  # node -> communications after it; `operand` is the value
         for index, (decision, chosen) in enumerate(zip(f.decisions, choices, strict=True)):
             if decision.kind == "group":
                 self._add_group(index, f.groups[decision.group], decision.strategies[chosen])
@@ -53,7 +55,7 @@ class _Builder:
         ends = {loop.stop: loop.stacks for loop in self.graph.loops}
         stacks = {n for loop in self.graph.loops for n in loop.stacks}
         for n in range(len(self.graph.nodes)):
-            for piece in ends.get(n, ()):  # what all trips make comes out once the last one has ended
+            for piece in ends.get(n, ()):  # stacked outputs leave a loop after its last iteration
                 self._compute(piece)
             if n not in stacks:
                 self._compute(n)
@@ -61,7 +63,7 @@ class _Builder:
         return ExplicitProgram(tuple(self.choices), tuple(self.arrays), tuple(self.ops), self.made, outputs)
 
     def _add_group(self, index: int, group: Group, strategy: Strategy) -> None:
-        """What a group makes, and what it sends by itself."""
+        """Record the shardings of a group's results and the group's own communications."""
         for define in group.defines:
             self.sharding[define.value] = strategy.sharding(define.dims, define.pending)
         for op in sent_by(group, strategy, self.graph, self.f.mesh):
@@ -73,7 +75,7 @@ class _Builder:
                 new = Communicate(
                     strip.kind, "halo", op.node, strip.value, None, strip.axes, strip.num_bytes, op.num_times
                 )
-                known = self.strips.setdefault(strip, new)  # XLA sends it once for all its readers
+                known = self.strips.setdefault(strip, new)  # XLA sends it once for all users
                 self.strips[strip] = replace(known, decisions=(*known.decisions, index))
 
     # -- operations --------------------------------------------------------------------------
@@ -118,11 +120,11 @@ class _Builder:
         return self.current[value] if flow is None else self._passed(flow, n)
 
     def _passed(self, index: int, n: int) -> int:
-        """What a flow brings to a node, or to the outputs."""
+        """The array that a flow passes to node `n`, or to the outputs."""
         flow = self.f.flows[index]
         value, wanted = flow.value, flow.wanted[self.choices[flow.target]]
         array = self.current[value]
-        if wanted == self.arrays[array].sharding:  # a shared copy is passed by
+        if wanted == self.arrays[array].sharding:  # no resharding, so no shared copy either
             return array
         if flow.source in self.into_copy:
             shared = self.f.decisions[flow.source].shardings[self.choices[flow.source]]
@@ -141,7 +143,7 @@ class _Builder:
                 one = Communicate(move.kind, "reshard", n, array, result, move.axes, move.num_bytes, times)
                 before = self.arrays[array].sharding
                 by = self.f.registered_for(value, move, before, combinable=flow.combinable)
-                merges = flow.combinable and not by  # XLA merges its own
+                merges = flow.combinable and not by  # XLA merges only its own collectives
                 self.ops.append(replace(one, combinable=merges, is_inner=move.is_inner, by=by))
             at = self.moved[to]
             op = self.ops[at]

@@ -1,11 +1,10 @@
-"""From groups to numbers and back: which decision is which node of the solver's problem.
+"""Formulate the solver's problem: one node per decision, one edge per flow.
 
-In: graph, groups, mesh, hardware profile, pins, memory budget. Out: `Formulation`: a `Problem`, and
-for each of its nodes what choosing strategy *s* means for every tensor it makes or reads.
+In: graph, groups, mesh, hardware profile, pins, memory budget. Out: `Formulation`: a `Problem`, and for each of its
+nodes the meaning of strategy *s* for every tensor that it produces or reads.
 
-Most of a program is layer after layer of the same: equal groups share their strategies, their tensors' shardings and
-their times, and equal flows one matrix. So building takes the time of what is distinct, and the solver sees which
-matrices are one.
+Most programs repeat identical layers. Equal groups share their strategies, shardings and times, and equal flows share
+one matrix. Formulation therefore pays for distinct layers only, and the solver sees which matrices are identical.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ class Formulation:
     problem: Problem
     compute_s: tuple[np.ndarray, ...] = field(repr=False)
     input_decision: dict[int, int] = field(repr=False)  # input position -> decision
-    value_made: dict[int, tuple[int, Shardings]] = field(repr=False)  # value -> its maker
+    value_made: dict[int, tuple[int, Shardings]] = field(repr=False)  # value -> its producer
 
     def moves(self, value: int, made: TensorSharding, wanted: TensorSharding) -> tuple[Move, ...]:
-        """What resharding a value takes. A sum wanted unreduced stays pending as far as it is."""
+        """The moves that reshard a value. Reductions pending in both `made` and `wanted` stay pending."""
         info = self.graph.values[value]
         made, wanted = made.without(wanted.unreduced), wanted.resolved()
         return resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh)
 
     def registered_for(self, value: int, move: Move, made: TensorSharding, *, combinable: bool) -> str:
-        """The registered collective that makes a move of a value, where it is cheaper than the built-in one; else empty."""
+        """The name of the registered collective for a move if it is faster than the built-in one, else empty."""
         shape, mesh = self.graph.values[value].shape, self.mesh
         if not registered() or not (made.divides(shape, mesh) and move.result.divides(shape, mesh)):
             return ""
@@ -66,7 +65,7 @@ class Formulation:
         return collective_time(kind, num_bytes, axes, self.mesh, self.profile, combinable=combinable)
 
     def with_memory_priced(self, seconds_per_byte: float) -> Problem:
-        """The problem, where it costs something to hold arguments."""
+        """The problem with a price on the memory of the step's arguments."""
         costs = [c.copy() for c in self.problem.node_costs]
         for one in held_arguments(self.graph, self.value_made, self.mesh):
             costs[one.node] += seconds_per_byte * one.amounts()
@@ -88,11 +87,11 @@ def formulate(
     """Build the problem.
 
     Args:
-        pins: input position -> the sharding it must have.
-        held: value that a node makes -> the sharding it must be made in, one of those it can be.
-        stored: with a budget, the values that are in memory, and when; sharded otherwise, they hold as much more
-            or less.
-        resharding: times of this mesh and profile, by who builds several problems there.
+        pins: input position -> required sharding.
+        memory_budget_bytes: memory limit per device; None for no limit.
+        stored: values in memory and their live ranges, if there is a budget; their sizes depend on their shardings.
+        resharding: cache of resharding times for this mesh and profile, to share between several problems.
+        held: value that a node produces -> required sharding, one of those that the node's strategies give.
     """
     lists = ShardingLists(mesh)
     decided = decisions_of(graph, groups, pins, lists, with_memory=memory_budget_bytes is not None)

@@ -1,7 +1,8 @@
-"""What a group sends by itself: not to have its operands as it wants them.
+"""List the communications of a group itself, as opposed to the resharding of its operands.
 
-In: a group and one of its strategies. Out: operations of the explicit program, over values of the graph. The solver is told
-their prices (`formulate.prices`), and they are laid out for the strategy that is chosen (`formulate.explicit`).
+In: a group and one of its strategies. Out: operations of the explicit program, over values of the graph.
+`formulate.prices` adds their costs to the solver's problem, and `formulate.explicit` inserts those of the chosen
+strategy.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from autopar.rules.grouping import SMALL_SIZE, Define, Group
 from autopar.rules.manual_regions import gather_of
 from autopar.rules.strategies import Strategy
 
-#: `operand` of a `Communicate` is the value that is sent. An `Extend` stands for the strips that it puts together, too.
+#: Here `operand` of a `Communicate` is a value. An `Extend` includes the sending of its halo slices.
 Sent = Communicate | Extend
 
 
 def sent_by(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> Iterator[Sent]:
-    """All of it under a strategy."""
+    """Yield a group's own communications under a strategy."""
     gather = gather_of(group, strategy, graph, mesh)
     if gather is not None:
         yield replace(gather, operand=graph.nodes[gather.node].results[0])
@@ -31,12 +32,12 @@ def sent_by(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> 
 
 
 def sends_itself(group: Group, graph: Graph) -> bool:
-    """Whether it does under any strategy."""
+    """Whether a group communicates by itself under any strategy."""
     return group.region is not None or any(_is_small_sum(define, graph) for define in group.defines)
 
 
 def _is_small_sum(define: Define, graph: Graph) -> bool:
-    """Reductions to a handful of elements (a loss, a norm) are summed where they are made."""
+    """Whether a result is a reduction to a few elements (a loss, a norm), which is all-reduced at its producer."""
     return bool(define.pending) and graph.values[define.value].size <= SMALL_SIZE
 
 

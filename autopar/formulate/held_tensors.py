@@ -1,6 +1,6 @@
-"""What is in memory, and when: the buffers that a solution sizes.
+"""Determine the live ranges of the buffers whose sizes depend on the solution.
 
-In: a graph, decisions, what is stored. Out: `HeldTensor`s.
+In: a graph, decisions, stored values. Out: `HeldTensor`s, and the memory usages of the solver's problem.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ from autopar.solve.problem import Usage
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A buffer: the decision that sizes it, when it is live, its sharding per strategy, and whether it is then its
-    maker's own buffer, which takes no new memory."""
+    """A buffer.
+
+    Args:
+        node: decision that determines its size.
+        start, end: live range [start, end) in nodes of the graph.
+        info: value that it holds.
+        shardings: its sharding per strategy.
+        mesh: shape of the mesh.
+        shared: whether it is its producer's own buffer and takes no new memory, per strategy.
+    """
 
     node: int
     start: int
@@ -45,7 +53,7 @@ class HeldTensor:
 
 
 def usages_of(held: Iterable[HeldTensor]) -> tuple[Usage, ...]:
-    """As the solver has them; equal tensors share their amounts."""
+    """The memory usages of buffers for the solver; equal tensors share their amounts."""
     amounts: dict[tuple[object, ...], np.ndarray] = {}
     usages: list[Usage] = []
     for one in held:
@@ -57,7 +65,8 @@ def usages_of(held: Iterable[HeldTensor]) -> tuple[Usage, ...]:
 
 
 def held_tensors(decided: Decisions, stored: Sequence[Stored], lists: ShardingLists) -> list[HeldTensor]:
-    """Arguments are held throughout; what is stored, in its time; a shared copy from its first reader to its last."""
+    """All buffers: arguments are live throughout, stored values over their live range, a shared copy from its first user
+    to its last."""
     graph, mesh = decided.graph, lists.mesh
     end, last_use = len(graph.nodes) + 1, _last_uses(graph)
     held = held_arguments(graph, decided.made, mesh) + _held_stored(decided, stored, lists)
@@ -75,24 +84,24 @@ def held_tensors(decided: Decisions, stored: Sequence[Stored], lists: ShardingLi
 
 
 def _held_stored(decided: Decisions, stored: Sequence[Stored], lists: ShardingLists) -> list[HeldTensor]:
-    """Values in memory, sized by whoever makes them."""
+    """The buffers of stored values; the producer's decision determines their size."""
     values = decided.graph.values
-    makers = {
+    producers = {
         define.value: (node, strategies, define)
         for node, group, strategies in decided.of_groups()
         for define in group.defines
     }
     held: list[HeldTensor] = []
     for one in stored:
-        if one.value in makers and values[one.value].size > SMALL_SIZE:
-            node, strategies, define = makers[one.value]
+        if one.value in producers and values[one.value].size > SMALL_SIZE:
+            node, strategies, define = producers[one.value]
             shardings = lists.shardings(strategies, define.dims, define.pending)
             held.append(HeldTensor(node, one.start, one.end, values[one.value], shardings, lists.mesh))
     return held
 
 
 def held_arguments(graph: Graph, made: Mapping[int, tuple[int, Shardings]], mesh: MeshShape) -> list[HeldTensor]:
-    """What the step is given."""
+    """The buffers of the step's arguments."""
     end, arguments = len(graph.nodes) + 1, set(graph.inputs)
     return [
         HeldTensor(node, 0, end, graph.values[value], shardings, mesh)
@@ -102,7 +111,7 @@ def held_arguments(graph: Graph, made: Mapping[int, tuple[int, Shardings]], mesh
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
-    """By value, the last node that reads it, or the last one of the innermost loop that holds it."""
+    """The last node that uses each value, or the last node of the innermost loop in which it stays live."""
     ends = {n: loop.stop - 1 for loop in reversed(graph.loops) for n in range(loop.start, loop.stop)}
 
     def until(n: int) -> int:

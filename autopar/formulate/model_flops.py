@@ -14,10 +14,10 @@ from autopar.rules.table import rules_of, traits_of
 
 
 def model_flops(graph: Graph) -> Mapping[str, float]:
-    """FLOPs of a step's matmuls and convolutions by dtype, those inside kernels included where they can be counted.
+    """FLOPs of a step's matmuls and convolutions by dtype, including those inside kernels that can be counted.
 
     Args:
-        graph: of the step as its user wrote it, so that rematerialization does not count.
+        graph: graph of the user's step, without rematerialization.
     """
     found: dict[str, float] = defaultdict(float)
     for node, rule in zip(graph.nodes, rules_of(graph)[0], strict=True):

@@ -1,6 +1,6 @@
-"""What each decision and each flow costs.
+"""Compute the cost of each decision and each flow.
 
-In: `Decisions`, a hardware profile. Out: seconds per strategy, and edges of the solver's problem.
+In: `Decisions`, a hardware profile. Out: seconds per strategy, and the edges of the solver's problem.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.solve.problem import Edge
 
 
 class Prices:
-    """Prices of a step's decisions. Equal groups share their times, and equal flows one matrix."""
+    """The costs of a step's decisions. Equal groups share their times, and equal flows share one matrix."""
 
     def __init__(
         self, decided: Decisions, lists: ShardingLists, profile: HardwareProfile, resharding: ReshardingTimes
@@ -36,11 +36,11 @@ class Prices:
         self._collectives: dict[tuple[object, ...], float] = {}
 
     def compute_s(self) -> tuple[np.ndarray, ...]:
-        """Of each decision, the seconds of its kernels under each strategy."""
+        """Seconds of each decision's kernels under each strategy."""
         return tuple(map(self._compute_s, self._decided.decisions))
 
     def costs(self, compute_s: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """The same with what a group sends itself, and with what it reads otherwise than it makes it."""
+        """`compute_s` plus each group's own communication and internal resharding."""
         costs = [seconds.copy() for seconds in compute_s]
         for flow in self._decided.flows:
             if flow.source == flow.target:
@@ -49,7 +49,7 @@ class Prices:
         return tuple(costs)
 
     def edges(self) -> tuple[Edge, ...]:
-        """The flows between decisions that cost anything."""
+        """The flows between decisions with non-zero cost, as edges."""
         between = (flow for flow in self._decided.flows if flow.source != flow.target)
         edges = (Edge(flow.source, flow.target, self._matrix(flow)) for flow in between)
         return tuple(edge for edge in edges if edge.costs.any())
@@ -67,13 +67,16 @@ class Prices:
             self._times[key] = compute_time(load, decision.strategies, self._mesh, self._profile)
         return self._times[key]
 
-    # -- what groups send themselves -----------------------------------------------------------
+    # -- groups' own communication -------------------------------------------------------------
 
     def _add_sent(self, costs: Sequence[np.ndarray]) -> None:
-        """Nodes that read the same halo share its price, as if all of them were split alike: a convolution and the gradient
-        with respect to its kernel."""
+        """Add the groups' own communication to `costs`.
+
+        Nodes that read the same halo split its cost, as if all of them had the same sharding: a convolution and the
+        gradient with respect to its kernel.
+        """
         sent: list[tuple[int, int, Sent]] = []
-        readers: dict[Strip, set[int]] = defaultdict(set)
+        users: dict[Strip, set[int]] = defaultdict(set)
         for node, group, strategies in self._decided.of_groups():
             if not sends_itself(group, self._graph):
                 continue
@@ -81,10 +84,10 @@ class Prices:
                 for op in sent_by(group, strategy, self._graph, self._mesh):
                     sent.append((node, s, op))
                     for strip in op.strips if isinstance(op, Extend) else ():
-                        readers[strip].add(node)
+                        users[strip].add(node)
         for node, s, op in sent:
             strips = op.strips if isinstance(op, Extend) else ()
-            sharers = max((len(readers[strip]) for strip in strips), default=1)
+            sharers = max((len(users[strip]) for strip in strips), default=1)
             costs[node][s] += op.num_times * self._seconds(op) / sharers
 
     def _seconds(self, op: Sent) -> float:
@@ -97,7 +100,7 @@ class Prices:
             )
         return self._collectives[key]
 
-    # -- what flows between decisions ----------------------------------------------------------
+    # -- flows between decisions ---------------------------------------------------------------
 
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self._graph.values[flow.value]

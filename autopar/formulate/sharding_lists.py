@@ -1,7 +1,7 @@
-"""Strategies and shardings on one mesh, each distinct list once.
+"""List the strategies and shardings on one mesh, with one object per distinct list.
 
-In: groups, dims, shapes. Out: lists with one entry per strategy of a decision. Equal ones are one object, so that what follows
-from them may be kept by their `id`.
+In: groups, dims, shapes. Out: lists with one entry per strategy of a decision. Equal lists are one object, so that
+callers can cache results by `id`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shardings = tuple[TensorSharding, ...]  # one per strategy of a decision
 
 
 class ShardingLists:
-    """The lists of one mesh: they live as long as this does."""
+    """The lists of one mesh; they live as long as this object."""
 
     def __init__(self, mesh: MeshShape) -> None:
         self.mesh = mesh
@@ -48,14 +48,14 @@ class ShardingLists:
         return self._strategies[key]
 
     def shardings(self, strategies: tuple[Strategy, ...], dims: DimFactors, pending: tuple[int, ...] = ()) -> Shardings:
-        """How each of a group's strategies splits a tensor."""
+        """The sharding of a tensor under each of a group's strategies."""
         key = (id(strategies), dims, pending)
         if key not in self._shardings:
             self._shardings[key] = self.one(tuple(s.sharding(dims, pending) for s in strategies))
         return self._shardings[key]
 
     def even(self, shape: tuple[int, ...]) -> Shardings:
-        """Every sharding that `jax.jit` takes for an input or output: dims must divide."""
+        """All shardings that `jax.jit` accepts for an input or output: split dims divide evenly."""
         key = ("even", shape)
         if key not in self._shardings:
             factors = [Factor(size) for size in shape if size > 1]
@@ -66,7 +66,7 @@ class ShardingLists:
         return self._shardings[key]
 
     def any_of(self, made: Shardings, wanted: Sequence[Shardings]) -> Shardings:
-        """What a tensor may be turned into for its readers: as it is made, summed, or as one of them wants it."""
+        """The possible shardings of a shared copy: the producer's without pending reductions, or any that a user needs."""
         key = (id(made), *map(id, wanted))
         if key not in self._shardings:
             options = dict.fromkeys([*(m.resolved() for m in made), *(w for ws in wanted for w in ws)])
@@ -74,11 +74,11 @@ class ShardingLists:
         return self._shardings[key]
 
     def one(self, shardings: Shardings) -> Shardings:
-        """The one object that stands for equal lists of shardings."""
+        """The one object that represents all equal lists of shardings."""
         return self._known.setdefault(shardings, shardings)
 
     def distinct(self, shardings: Shardings) -> tuple[Shardings, np.ndarray]:
-        """The different ones of a list that `one` has given, and of each in the list, which of them it is."""
+        """The distinct shardings of a list from `one`, and the index of each entry among them."""
         if id(shardings) not in self._distinct:
             number: dict[TensorSharding, int] = {}
             labels = np.array([number.setdefault(s, len(number)) for s in shardings], int)

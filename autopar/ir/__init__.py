@@ -1,6 +1,6 @@
-"""The values that every pass speaks, without JAX.
+"""Define the intermediate representations (IR) that passes exchange, without JAX.
 
-In: nothing of this package but `errors`.
+In: nothing but `errors`.
 Out: `MeshShape`, `TensorSharding`, `Graph` and `ExplicitProgram` with their verifier, `DeviceProgram`, placements.
 Imported by: every package below it.
 """

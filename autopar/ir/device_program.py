@@ -1,8 +1,8 @@
-"""What one device runs: the planned step as kernels and collectives, the way XLA's GPU compiler makes them.
+"""Define the planned step on one device: the kernels and collectives that XLA's GPU compiler makes of it.
 
-In: built by `on_device`. Out: `DeviceProgram`: operations in the order they run, over buffers of known size. Both
-predictions of a plan are read off it: the peak of memory (which buffers are live together) and
-the step time (what each kernel takes, and what of the collectives no kernel hides).
+In: built by `xla_model`. Out: `DeviceProgram`: operations in the order they run, over buffers of known size. It yields
+both predictions of a plan: peak memory (from the live ranges of buffers) and step time (from the time of each
+kernel and the exposed communication).
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-#: A `view` gives what it reads another name or shape, for nothing; a program may go without. A `border` is where a
-#: value enters or leaves a loop or a branch: it costs nothing, and nothing is fused across it. A `loop` stands for one
-#: that is scheduled by itself.
+#: A `view` renames or reshapes a buffer for free (a bitcast). At a `border` a value enters or leaves a loop or a branch:
+#: it is free, and nothing is fused across it. A `loop` stands for a whole loop, whose body is scheduled by itself.
 OpKind = Literal["gemm", "convolution", "fusion", "collective", "other", "view", "border", "loop"]
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One matrix product on one device: `batch` times [m, k] @ [k, n], in the operands' dtype."""
+    """One GEMM on one device: `batch` times [m, k] @ [k, n], in the operands' dtype."""
 
     batch: int
     m: int
@@ -35,11 +34,11 @@ class Buffer:
     """Memory on one device.
 
     Args:
-        num_bytes: its size.
-        value: the graph's value that is in it.
-        argument: whether it is an argument of the step, and so held throughout.
-        output: whether it leaves the step.
-        moved: whether it holds the value otherwise split than it is made.
+        num_bytes: size.
+        value: value of the graph that it holds.
+        argument: whether it is an argument of the step, and so live throughout.
+        output: whether it is an output of the step.
+        moved: whether it holds the value resharded.
     """
 
     num_bytes: float
@@ -54,24 +53,23 @@ class Op:
     """One kernel or one collective.
 
     Args:
-        kind: what runs it.
-        node: the graph's node that names it: the last one it computes.
+        kind: kind of operation.
+        node: node of the graph that names it, the last one that it computes.
         reads, writes: positions of buffers.
-        read_bytes, written_bytes: what it moves from and to device memory (a slice reads part of a buffer).
-        reread_bytes, broadcast_bytes: what it reads again, out of a cache: of large operands, and of those
-            under a quarter of a MiB.
-        spared_bytes: of what it writes into in place, all that it neither reads nor writes; XLA's estimator takes it
-            to do both.
-        flops: arithmetic outside matrix units, weighted by what an element of each operation counts as.
-        matrix_flops: arithmetic inside matrix units, by the dtype that is multiplied; of a matrix product, see `gemm`.
-        num_nodes: how many of the graph's nodes are fused in it.
-        gemm: for a matrix product.
-        collective: kind as in `cost.collectives.KINDS`, for a collective.
+        read_bytes, written_bytes: device memory traffic (a slice reads part of a buffer).
+        reread_bytes, broadcast_bytes: repeated reads from a cache, of operands above and below a quarter of a MiB.
+        spared_bytes: untouched bytes of a buffer that it updates in place; XLA's estimator counts them as read and
+            written.
+        flops: arithmetic outside matrix units, weighted by the operations per element of each primitive.
+        matrix_flops: arithmetic inside matrix units by operand dtype; for a GEMM see `gemm`.
+        num_nodes: number of the graph's nodes that are fused in it.
+        gemm: shape of a GEMM.
+        collective: kind of a collective, as in `cost.collectives.KINDS`.
         axes: mesh axes of a collective.
-        payload_bytes: of a collective, by the convention of `cost.collectives`.
-        combinable: whether XLA merges it with its like.
-        unpriced: XLA's estimator takes it for free (a Triton normalisation, a copy, a sort).
-        num_blocks: thread blocks it runs in, where they are too few for the whole device; 0: enough.
+        payload_bytes: payload of a collective, by the convention of `cost.collectives`.
+        combinable: whether XLA merges it with others of its kind.
+        unpriced: whether XLA's estimator counts it as free (a Triton normalisation, a copy, a sort).
+        num_blocks: number of thread blocks if too few to fill the device; 0 otherwise.
     """
 
     kind: OpKind
@@ -98,7 +96,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Trips:
-    """A loop: the operations of the graph's nodes from `start` until before `stop` run so many times."""
+    """A loop with its trip count `count`: it runs the operations of the graph's nodes [start, stop)."""
 
     start: int
     stop: int
@@ -124,7 +122,7 @@ class DeviceProgram:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A value that is in memory from node `start` until before node `end`; what stays inside kernels never is."""
+    """A value that is in memory over the nodes [start, end); values inside kernels never are."""
 
     value: int
     start: int
@@ -132,7 +130,7 @@ class Stored:
 
 
 def stored_values(program: DeviceProgram) -> tuple[Stored, ...]:
-    """What is in memory as it is made, besides arguments and outputs, in the graph's order of nodes."""
+    """The live range of each temporary in its producer's sharding, in the graph's order of nodes."""
     spans: dict[int, tuple[int, int]] = {}
     for op in program.ops:
         for buffer in (*op.reads, *op.writes):
@@ -147,16 +145,15 @@ def stored_values(program: DeviceProgram) -> tuple[Stored, ...]:
 
 
 def peak_of_temporaries(program: DeviceProgram, ops: Sequence[Op] | None = None) -> float:
-    """Bytes that are live besides arguments and outputs, at most; arguments as of `live_temporaries`."""
+    """Peak memory of temporaries in bytes; the arguments are those of `live_temporaries`."""
     return max(live_temporaries(program, ops), default=0.0)
 
 
 def live_temporaries(program: DeviceProgram, ops: Sequence[Op] | None = None) -> list[float]:
-    """Bytes that are live besides arguments and outputs while each operation runs.
+    """Bytes of live temporaries (neither arguments nor outputs) while each operation runs.
 
     Args:
-        ops: the operations in another order than the program's. They may have buffers of their own, which count
-            for nothing.
+        ops: operations in another order than the program's; buffers outside the program count as empty.
     """
     ops = program.ops if ops is None else ops
     change = [0.0] * (len(ops) + 1)
@@ -167,8 +164,8 @@ def live_temporaries(program: DeviceProgram, ops: Sequence[Op] | None = None) ->
 
 
 def buffers_at_peak(program: DeviceProgram, ops: Sequence[Op] | None = None) -> tuple[int, tuple[Buffer, ...]]:
-    """The operation at which most is live besides arguments and outputs, and what is, the largest first; arguments as
-    of `live_temporaries`."""
+    """The position of the operation at peak memory, and the temporaries live there, largest first; the arguments are
+    those of `live_temporaries`."""
     ops = program.ops if ops is None else ops
     live = live_temporaries(program, ops)
     instant = max(range(len(live)), key=live.__getitem__, default=0)
@@ -177,7 +174,7 @@ def buffers_at_peak(program: DeviceProgram, ops: Sequence[Op] | None = None) -> 
 
 
 def _spans(program: DeviceProgram, ops: Sequence[Op]) -> dict[int, tuple[int, int]]:
-    """Of each temporary buffer, the first and the last of the operations that read or write it."""
+    """The live range of each temporary buffer: the first and the last operation that reads or writes it."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for at, op in enumerate(ops):

@@ -1,8 +1,8 @@
-"""The planned step with each communication as an operation of its own.
+"""Define the planned step with every communication as an explicit operation.
 
-In: built by `formulate.explicit` from a graph and an assignment. Out: `ExplicitProgram`: the graph's nodes and, between them,
-every collective, slice, halo exchange and extension by a halo, over numbered arrays. What a plan reports and what one device runs (`xla_model`) are
-read off it.
+In: built by `formulate.explicit` from a graph and an assignment. Out: `ExplicitProgram`: the graph's nodes and, between
+them, every collective, slice, halo exchange and extension by a halo, over numbered arrays. A plan's report and the
+program of one device (`xla_model`) derive from it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Literal
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.sharding_changes import Change
 
-#: Why something is sent. `reshard`: a node reads a value otherwise than it is made. `halo`: it reads beyond its part of one.
-#: `region`: it runs as a manual region, and joins what its parts have found. `reduction`: a few elements are summed where they
-#: are made. `program`: the user's program sends it.
+#: The cause of a communication. `reshard`: a node reads a value in another sharding than its producer's. `halo`: a node
+#: reads beyond its part of a value. `region`: a node runs as a manual region and combines the results of its parts.
+#: `reduction`: a reduction to a few elements is resolved at its producer. `program`: the user's program communicates.
 Cause = Literal["reshard", "halo", "region", "reduction", "program"]
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """What a device holds of a value: as much as its sharding leaves, a partial sum along the axes it is unreduced over."""
+    """A device's part of a value under a sharding; a partial sum along unreduced axes."""
 
     value: int
     sharding: TensorSharding
@@ -33,7 +33,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A node of the graph, with the arrays that it reads; None for a literal."""
+    """A node of the graph, with the arrays that it reads (None for a literal)."""
 
     node: int
     operands: tuple[int | None, ...]
@@ -41,12 +41,13 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """What a device gets of one neighbour: elements of a value split so, along a dim. Two nodes that read the same
-    strip share it: XLA sends it once.
+    """A halo slice: the elements of a value that a device receives from one neighbour along a dim.
+
+    Nodes that read the same slice share it: XLA sends it once.
 
     Args:
-        after: whether it is of the neighbour after, or of the one before.
-        shape: of the strip.
+        after: whether it comes from the next neighbour rather than the previous one.
+        shape: shape of the slice.
     """
 
     value: int
@@ -58,7 +59,7 @@ class Strip:
 
     @property
     def kind(self) -> Change:
-        """What sends it."""
+        """The collective that sends it."""
         return "collective-permute"
 
     @property
@@ -72,13 +73,13 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """A kernel that extends, or cuts, one dim of one operand of a node to what a device reads of it.
+    """A kernel that extends one dim of a node's operand by its halo, and slices it to what the device reads.
 
     Args:
-        strips: what is put beside a device's own part.
-        window: what of that it reads; equal ones are one kernel.
-        shape: of what it reads.
-        num_times: how often a step runs it.
+        strips: halo slices concatenated with the device's own part.
+        window: the part that the device reads; operations with equal windows are one kernel.
+        shape: shape that the device reads.
+        num_times: number of runs per step.
     """
 
     node: int
@@ -91,7 +92,7 @@ class Extend:
 
     @property
     def num_bytes(self) -> float:
-        """Of what the device then reads."""
+        """Bytes that the device then reads."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -100,20 +101,21 @@ class Communicate:
     """One collective, or a slice, of one array.
 
     Args:
-        kind: the change of a sharding that it makes; a `cut` takes a part and sends nothing.
-        node: for which it is done; the number of nodes where it is for an output.
-        operand: the array that is sent; None for what the program itself sends.
-        result: the array it gives; None where only its node sees that.
-        axes: it runs over.
-        num_bytes: its payload, by the convention of `cost.collectives`.
-        num_times: how often a step runs it.
-        combinable: whether nothing waits for it alone, so that XLA may merge it with others.
-        reduction: what a `reduction` does with parts: `sum`, `max`, ...
-        is_inner: it gathers or scatters a dim that others are around (`resharding_paths.is_inner`).
-        decisions: of the formulation, those that it follows from.
-        flows: of the formulation, those that pass through it, of a `reshard`.
-        num_elements: that a `region` joins, of all its tensors.
-        by: the registered collective that makes the change; empty where the built-in one does, which has the change's name.
+        kind: change of sharding that it makes; a `cut` takes a slice and sends nothing.
+        cause: reason for the communication.
+        node: node that needs it; the number of nodes for an output of the step.
+        operand: array that it sends; None for a communication of the user's program.
+        result: array that it produces; None if only its node reads the result.
+        axes: mesh axes that it runs over.
+        num_bytes: payload, by the convention of `cost.collectives`.
+        num_times: number of runs per step.
+        combinable: whether XLA may merge it with others, because no operation waits for it alone.
+        reduction: operator of a `reduction`: `sum`, `max`, ...
+        is_inner: whether it gathers or scatters an inner dim (`resharding_paths.is_inner`).
+        decisions: decisions of the formulation that cause it.
+        flows: flows of the formulation that pass through a `reshard`.
+        num_elements: number of elements of all tensors that a `region` combines.
+        by: name of the registered collective that makes the change; empty for the built-in one.
     """
 
     kind: Change
@@ -134,7 +136,7 @@ class Communicate:
 
     @property
     def collective(self) -> str:
-        """The name of the one that runs."""
+        """The name of the collective that runs."""
         return self.by or self.kind
 
 
@@ -146,9 +148,9 @@ class ExplicitProgram:
     """Operations in the order they run.
 
     Args:
-        choices: the assignment that it follows from.
-        made: of each value, the array that it is computed as.
-        outputs: of each of the graph's outputs the array; None for a literal.
+        choices: assignment that it realizes.
+        made: array that each value is computed as.
+        outputs: array of each output of the graph; None for a literal.
     """
 
     choices: tuple[int, ...]
@@ -159,7 +161,7 @@ class ExplicitProgram:
 
     @cached_property
     def extended(self) -> Mapping[int, tuple[Extend, ...]]:
-        """Of each node, how its operands are extended, in this order."""
+        """The extensions of each node's operands, in order."""
         found: dict[int, list[Extend]] = defaultdict(list)
         for op in self.ops:
             if isinstance(op, Extend):
@@ -168,12 +170,12 @@ class ExplicitProgram:
 
     @cached_property
     def communications(self) -> tuple[Communicate, ...]:
-        """What is sent, and what is cut."""
+        """All collectives and cuts."""
         return tuple(op for op in self.ops if isinstance(op, Communicate))
 
     @cached_property
-    def beside(self) -> Mapping[int, tuple[Communicate, ...]]:
-        """Of each node, what it sends itself: not to have its operands as it wants them."""
+    def own_communications(self) -> Mapping[int, tuple[Communicate, ...]]:
+        """The communications that belong to each node itself rather than to the resharding of its operands."""
         found: dict[int, list[Communicate]] = defaultdict(list)
         for op in self.communications:
             if op.cause in ("region", "reduction", "program"):
@@ -182,11 +184,11 @@ class ExplicitProgram:
 
     @cached_property
     def reads(self) -> Mapping[tuple[int, int], int]:
-        """Of each node and operand, the array that it reads."""
+        """The array that each (node, operand) reads."""
         computed = (op for op in self.ops if isinstance(op, Compute))
         return {(op.node, i): a for op in computed for i, a in enumerate(op.operands) if a is not None}
 
     @cached_property
     def sent_as(self) -> Mapping[int, Communicate]:
-        """Of each array that a communication gives, that communication."""
+        """The communication that produces each array, for arrays that one produces."""
         return {op.result: op for op in self.communications if op.result is not None}

@@ -1,7 +1,7 @@
-"""The graph: what a traced step computes, free of JAX.
+"""Define the dataflow graph of a traced step, without JAX.
 
-In: built by `from_jaxpr`, one node per equation and in the same order, so that node *n* of the
-graph is equation *n* of the trace. Out: read by coarsening, rules, cost and the planner.
+In: built by `from_jaxpr`, with one node per equation in the same order: node *n* of the graph is equation *n* of the
+trace. Out: `Graph`, which coarsening, rules, cost and the planner read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ Phase = Literal["forward", "backward", "update"]
 #: An operand or a result of a node, by its position.
 Tensor = tuple[Literal["operand", "result"], int]
 
-#: Trips that a loop is priced for where the program does not say how many it makes: what moves inside it
-#: should cost more than what moves before it.
+#: Assumed trip count of a loop of unknown length, so that communication inside it costs more than before it.
 UNKNOWN_TRIPS = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array: global shape, dtype name (`"bfloat16"`), bytes per element, how often a step makes it."""
+    """One array.
+
+    Args:
+        shape: global shape.
+        dtype: name of the dtype, e.g. `"bfloat16"`.
+        itemsize: bytes per element.
+        repeat: number of times per step that it is computed.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,15 +51,15 @@ class Node:
     """One operation.
 
     Args:
-        primitive: JAX's name of it, e.g. `dot_general`.
-        params: its parameters as plain ints, strings, bools, tuples (JAX objects are left out).
+        primitive: name of the JAX primitive, e.g. `dot_general`.
+        params: parameters as plain ints, strings, bools and tuples, without JAX objects.
         operands: value indices; None for a literal (a Python or NumPy scalar in the trace).
         results: value indices.
         path: module path from the name stack, e.g. `GPT/h_0/attn/qkv`.
         phase: forward, backward, or update (everything outside the differentiated function).
         source: `file.py:12 (function)` in the user's code, or "".
-        effect: whether running it does more than compute (a print, a callback).
-        repeat: how often a step runs it.
+        effect: whether it has a side effect (a print, a callback).
+        repeat: number of runs per step.
     """
 
     primitive: str
@@ -72,11 +78,11 @@ class Loop:
     """A loop among the nodes.
 
     Args:
-        start, stop: its nodes, with those that values go in by; those they come out by follow.
-        trips: how many it makes.
-        carries: of each value carried from trip to trip: the node it goes in by, and the one it comes out by.
-        stacks: the nodes by which what all trips make comes out.
-        sums: of the carries, those that start as zeros and that each trip adds to.
+        start, stop: its nodes [start, stop), which include the entry nodes; its exit nodes follow.
+        trips: trip count.
+        carries: entry node and exit node of each value carried between iterations.
+        stacks: exit nodes of stacked outputs.
+        sums: carries that start as zeros and that each iteration adds to.
     """
 
     start: int
@@ -89,9 +95,14 @@ class Loop:
 
 @dataclass(frozen=True)
 class Graph:
-    """A whole step. `inputs`, `constants` and `outputs` hold value indices; an output that is a
-    literal is None. `carried` pairs (input position, output position) that hold the same state. Of `loops`, the
-    inner ones come first. The nodes from one number to before another are the pieces of one of `barriers`."""
+    """A whole step.
+
+    Args:
+        inputs, constants, outputs: value indices; None for an output that is a literal.
+        carried: pairs (input position, output position) that hold the same state.
+        loops: loops, inner ones first.
+        barriers: ranges [start, stop) of nodes that form one optimization barrier each.
+    """
 
     values: tuple[Value, ...]
     nodes: tuple[Node, ...]
@@ -106,12 +117,12 @@ class Graph:
 
     @cached_property
     def producers(self) -> Mapping[int, int]:
-        """Of each value that a node makes, the node."""
+        """The node that produces each value; inputs and constants have none."""
         return {value: n for n, node in enumerate(self.nodes) for value in node.results}
 
     @cached_property
     def users(self) -> Mapping[int, tuple[tuple[int, int], ...]]:
-        """Of each value that a node reads, all (node, operand)s that do, in order."""
+        """All (node, operand)s that read each value, in order."""
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for n, node in enumerate(self.nodes):
             for i, value in enumerate(node.operands):
@@ -121,7 +132,7 @@ class Graph:
 
     @cached_property
     def touching(self) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
-        """Of each value, the nodes that read or make it, in order."""
+        """The nodes that read or produce each value, in order."""
         found: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for n, node in enumerate(self.nodes):
             for i, value in enumerate(node.operands):
@@ -132,6 +143,6 @@ class Graph:
         return found
 
     def producer(self, value: int) -> Node | None:
-        """The node that makes a value; None of inputs and constants."""
+        """The node that produces a value; None for inputs and constants."""
         n = self.producers.get(value)
         return None if n is None else self.nodes[n]

@@ -1,4 +1,4 @@
-"""The device grid as planning sees it: named axes with sizes, no devices.
+"""Define the shape of a device mesh: named axes with sizes, without devices.
 
 In: text such as `"2x4"` or `"data=2,model=4"`, or a device count. Out: `MeshShape`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.errors import MeshError
 
-#: Names given to the axes of a mesh that was described by sizes alone, outermost first.
+#: Axis names of a mesh that is described by sizes alone, outermost first.
 DEFAULT_AXIS_NAMES = ("data", "model", "expert")
 
 
@@ -22,8 +22,8 @@ class MeshShape:
     """Axis names and sizes, outermost (slowest links) first, as in `jax.sharding.Mesh`.
 
     Args:
-        axis_names: distinct identifiers: they are written into code, text and commands.
-        axis_sizes: devices along each axis, each at least 1.
+        axis_names: distinct Python identifiers.
+        axis_sizes: number of devices along each axis, at least 1.
     """
 
     axis_names: tuple[str, ...]
@@ -48,17 +48,17 @@ class MeshShape:
 
     @property
     def size_of(self) -> dict[str, int]:
-        """Devices along each axis, by its name."""
+        """Number of devices along each axis, by name."""
         return dict(zip(self.axis_names, self.axis_sizes, strict=True))
 
     def size(self, axis: str) -> int:
-        """Devices along one axis."""
+        """Number of devices along one axis."""
         return self.axis_sizes[self.axis_names.index(axis)]
 
     def sizes(self, axes: tuple[str, ...]) -> int:
-        """Devices along several axes together."""
+        """Number of devices along several axes together."""
         found = 1
-        for axis in axes:  # asked for millions of times
+        for axis in axes:  # a plain loop: this is called millions of times
             found *= self.axis_sizes[self.axis_names.index(axis)]
         return found
 
@@ -79,7 +79,7 @@ def parse_mesh(text: str) -> MeshShape:
     """Read `"8"`, `"2x4"` or `"data=2,model=4"`.
 
     Raises:
-        MeshError: where the text is none of these.
+        MeshError: the text is none of these.
 
     >>> parse_mesh("2x4")
     MeshShape(axis_names=('data', 'model'), axis_sizes=(2, 4))
@@ -100,10 +100,10 @@ def parse_mesh(text: str) -> MeshShape:
 
 
 def mesh_of(given: Any) -> MeshShape:
-    """A mesh as a user may write it: text, a number of devices, sizes `(2, 4)`, or sizes by name `{"data": 2, "model": 4}`.
+    """Convert a user's mesh: text, a number of devices, sizes `(2, 4)`, or sizes by name `{"data": 2, "model": 4}`.
 
     Raises:
-        MeshError: where it is none of these.
+        MeshError: the argument is none of these.
 
     >>> str(mesh_of({"rows": 2, "columns": 4})), str(mesh_of((2, 4)))
     ('2x4', '2x4')
@@ -128,7 +128,7 @@ def mesh_of(given: Any) -> MeshShape:
 
 
 def factorisations(num_devices: int) -> tuple[MeshShape, ...]:
-    """Every mesh of at most two axes with this many devices, the one-axis mesh first.
+    """All meshes of at most two axes with this number of devices, the one-axis mesh first.
 
     >>> [str(m) for m in factorisations(8)]
     ['8', '2x4', '4x2']

@@ -1,7 +1,7 @@
-"""Names of a graph's nodes and values that last when others come or go: `forward GPT/h_0/mlp dot_general #1`.
+"""Give a graph's nodes and values names that stay stable as the model changes: `forward GPT/h_0/mlp dot_general #1`.
 
-In: a graph. Out: for each value, or where it is read, a text by phase, module, primitive, and which of these in the module;
-and the order to list them in. A layer more names its own nodes, and renames no other.
+In: a graph. Out: for each value or use a name of phase, module, primitive and position among equal ones in the module;
+and an order to list them in. An additional layer does not rename the nodes of other layers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class NodeNames:
             self._numbers.append(count[kind])
 
     def value(self, value: int) -> str:
-        """Of a value, by what makes it.
+        """The name of a value, after its producer.
 
         Args:
-            value: its number in the graph.
+            value: index of the value in the graph.
         """
         if value not in self._graph.producers:
             return self._given.get(value, "a constant")
@@ -41,13 +41,13 @@ class NodeNames:
         return self._node(node) + (f", result {results.index(value)}" if len(results) > 1 else "")
 
     def reading(self, node: int, operand: int) -> str:
-        """Of one operand of a node; the node after the last reads the outputs of the step."""
+        """The name of a node's operand; the node after the last stands for the outputs of the step."""
         if node == len(self._graph.nodes):
             return self._graph.output_paths[operand]
         return f"{self._node(node)}, operand {operand}"
 
     def order(self, value: int, node: int | None, operand: int | None) -> tuple[Any, ...]:
-        """What sorts values and readings by module, as people number these, and then as the step runs."""
+        """A sort key of values and uses: by module with natural numbering, then in the order of the step."""
         if node == len(self._graph.nodes):
             return 2, by_number(self._graph.output_paths[operand or 0])
         at = self._graph.producers.get(value) if node is None else node
@@ -58,8 +58,8 @@ class NodeNames:
 
     def _node(self, n: int) -> str:
         node = self._graph.nodes[n]
-        words = filter(None, (node.phase, self._modules[n], node.primitive))
-        return f"{' '.join(words)} #{self._numbers[n]}"
+        parts = filter(None, (node.phase, self._modules[n], node.primitive))
+        return f"{' '.join(parts)} #{self._numbers[n]}"
 
 
 def by_number(text: str) -> tuple[str | int, ...]:
@@ -73,8 +73,8 @@ def by_number(text: str) -> tuple[str | int, ...]:
 
 
 def _modules(graph: Graph) -> Iterator[str]:
-    """Of each node its module. Where it stands in none, as an optimizer does, that of the array it works on: the largest
-    input that it reads, or else what made the largest value."""
+    """Yield the module of each node. A node outside modules, as in an optimizer, belongs to the module of the array it
+    works on: of its largest input, else of the producer of its largest operand."""
     origin = dict(zip(graph.inputs, graph.input_paths, strict=True))
     inputs = {value for value in graph.inputs if graph.values[value].size > 1}
 

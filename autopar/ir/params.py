@@ -1,7 +1,7 @@
-"""Equation parameters as plain Python, so that nothing after this module meets a JAX object.
+"""Convert the parameters of a JAX equation to plain Python values, so that later passes see no JAX objects.
 
-In: a primitive's name and its parameters as JAX has them. Out: a dict of ints, floats, strings,
-bools, None, tuples and dicts of these. Without importing JAX: values are told by how they look.
+In: a primitive's name and its parameters as JAX has them. Out: a dict of ints, floats, strings, bools, None, tuples and
+dicts of these. This module does not import JAX: it recognises values by their attributes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-#: Parameters that carry programs or compiler requests and never shape a result; a jaxpr or a
-#: sharding would be left out by its type anyway, but these may hold tuples of None and the like.
+#: Parameters that hold programs or compiler options and never affect a result's shape. Jaxprs and shardings are left out
+#: by their type; these may also be plain values, such as tuples of None.
 _IGNORED = frozenset({"compiler_options_kvs", "ctx_mesh", "in_layouts", "out_layouts", "in_shardings", "out_shardings"})
 
 
@@ -23,13 +23,12 @@ class _Left(enum.Enum):
 def plain_params(primitive_name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of one equation without JAX objects.
 
-    Numbers become Python's own, dtypes and enums and primitives their names, lists tuples, named
-    tuples dicts. Jaxprs, callables, shardings, meshes and arrays are left out, and so is a tuple
-    that holds one.
+    Numbers become Python numbers; dtypes, enums and primitives become their names; lists become tuples; named tuples
+    become dicts. Jaxprs, callables, shardings, meshes and arrays are left out, and so are tuples that contain one.
 
     Args:
-        primitive_name: used in the message if a parameter's name is not a string.
-        params: as in `eqn.params`.
+        primitive_name: name for the message if a parameter's name is not a string.
+        params: parameters as in `eqn.params`.
 
     >>> plain_params("iota", {"dimension": 0, "shape": [2, 3], "computation": len})
     {'dimension': 0, 'shape': (2, 3)}
@@ -42,7 +41,7 @@ def plain_params(primitive_name: str, params: Mapping[str, Any]) -> dict[str, An
 
 
 def _kernel_name(params: Mapping[str, Any]) -> str | None:
-    """Of a Pallas kernel: what it was called, else the name of its function."""
+    """The name of a Pallas kernel, or else the name of its function."""
     described = params.get("name_and_src_info")  # up to JAX 0.11
     debug = getattr(params.get("jaxpr"), "debug_info", None)
     names = (params.get("name"), getattr(described, "name", None), getattr(debug, "func_name", None))
@@ -64,13 +63,13 @@ def _plain(value: Any) -> Any:
         return _plain_mapping(dict(zip(value._fields, value, strict=True)))  # type: ignore[attr-defined]
     if isinstance(value, (tuple, list)):
         return _plain_sequence(value)
-    if _is_array_like(value):  # an array of JAX's, which has an `aval`, may be on a device or traced: leave it
+    if _is_array_like(value):  # leave JAX's own arrays, which have an `aval`: they may be on a device or traced
         return _Left.OUT if value.shape != () or hasattr(value, "aval") else _plain(value.item())
     return _name(value)
 
 
 def _plain_mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
-    """Fields that are plain; a `PRNGImpl` keeps its key shape and name, and loses its functions."""
+    """The plain fields of a mapping; a `PRNGImpl` keeps its key shape and name, but not its functions."""
     fields = {str(key): _plain(field) for key, field in value.items()}
     return {key: field for key, field in fields.items() if field is not _Left.OUT}
 
@@ -81,13 +80,15 @@ def _plain_sequence(value: tuple[Any, ...] | list[Any]) -> Any:
 
 
 def _is_array_like(value: Any) -> bool:
-    """NumPy scalars that are no Python number (np.bool_, bfloat16), and arrays; not their abstract values, of which a
-    callback's results are told, and whose `item` is no method."""
+    """Whether a value is an array or a NumPy scalar that is no Python number (np.bool_, bfloat16).
+
+    Abstract values, such as a callback's result types, are not: their `item` is no method.
+    """
     return not isinstance(value, type) and hasattr(value, "dtype") and callable(getattr(value, "item", None))
 
 
 def _name(value: Any) -> Any:
-    """The name of a dtype (`float32`, `key<fry>`), scalar type or primitive; all else is left out."""
+    """The name of a dtype (`float32`, `key<fry>`), scalar type or primitive; other objects are left out."""
     if isinstance(value, type):
         return value.__name__ if hasattr(value, "dtype") else _Left.OUT
     name = getattr(value, "name", None)

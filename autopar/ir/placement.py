@@ -1,8 +1,8 @@
-"""What each device must fetch where tensors go from one sharding and mesh to another.
+"""Compute what each device fetches when a tensor moves from one sharding and mesh to another.
 
-In: a tensor's shape, how it lies on one mesh, or in parts on several, and how on another. Out: `Move`: elements that each
-device holds afterwards, and those of them that it did not hold before. Device *n* of one mesh, counted row by row, is taken
-for device *n* of the other; a device that the first has not holds nothing before. Without JAX.
+In: a tensor's shape, its sharding on one mesh, or in parts on several meshes, and its sharding on another. Out: `Move`:
+the number of elements that each device holds afterwards, and how many of them it did not hold before. Device *n* of
+one mesh, counted row-major, is device *n* of the other; a device that the first mesh lacks holds nothing before.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopar.ir.sharding import TensorSharding
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Elements by device of the second mesh.
+    """Element counts per device of the second mesh.
 
     Args:
-        held: what each holds afterwards.
-        fetched: what of that it did not hold before.
-        same: whether every device holds just what it held before.
+        held: elements that each device holds afterwards.
+        fetched: elements of these that it did not hold before.
+        same: whether every device holds exactly the elements that it held before.
     """
 
     held: tuple[int, ...]
@@ -34,10 +34,13 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """How a tensor lies on a mesh, or some of its rows: dim, first, and the one after the last.
+    """The sharding of a tensor, or of a slice of it, on a mesh.
 
     Args:
+        sharding: sharding on the mesh.
+        mesh: shape of the mesh.
         first_device: number of the mesh's first device.
+        rows: slice of the tensor as (dim, start, stop); None for the whole tensor.
     """
 
     sharding: TensorSharding
@@ -46,20 +49,20 @@ class Part:
     rows: tuple[int, int, int] | None = None
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of these rows of a tensor."""
+        """The shape of this slice of a tensor of shape `shape`."""
         if self.rows is None:
             return shape
         dim, start, stop = self.rows
         return (*shape[:dim], stop - start, *shape[dim + 1 :])
 
 
-#: Where all of a tensor lies: its parts are on meshes that have no device in common.
+#: The layout of a whole tensor: its parts, on meshes without common devices.
 Lies = tuple[Part, ...]
 
 
 @functools.lru_cache(maxsize=4096)
 def move(shape: tuple[int, ...], before: Lies, after: Lies) -> Move:
-    """From one layout to another. Hundreds of tensors of a step share a few: each is worked out once.
+    """The move from one layout to another, cached because the tensors of a step share few of them.
 
     >>> data, whole = TensorSharding((("data",), ())), TensorSharding(((), ()))
     >>> four, two = MeshShape(("data",), (4,)), MeshShape(("data",), (2,))
@@ -77,12 +80,12 @@ def move(shape: tuple[int, ...], before: Lies, after: Lies) -> Move:
     fetched = held.copy()
     fetched[:both] -= kept
     held_before = np.prod(np.maximum(stops - starts, 0), axis=1, dtype=np.int64)
-    same = not fetched.any() and bool((held[:both] == held_before[:both]).all())  # a new device has fetched
+    same = not fetched.any() and bool((held[:both] == held_before[:both]).all())  # a new device always fetches
     return Move(tuple(held.tolist()), tuple(fetched.tolist()), same)
 
 
 def _boxes(shape: tuple[int, ...], lies: Lies) -> tuple[np.ndarray, np.ndarray]:
-    """Where the part of each device up to the last one starts and stops; of one that holds nothing, at 0."""
+    """The start and stop of each device's part, [devices, dims]; both are 0 for a device that holds nothing."""
     num_devices = max(part.first_device + part.mesh.num_devices for part in lies)
     starts, stops = (np.zeros((num_devices, max(len(shape), 1)), np.int64) for _ in range(2))
     for part in lies:
@@ -99,7 +102,7 @@ def _boxes(shape: tuple[int, ...], lies: Lies) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(shape: tuple[int, ...], sharding: TensorSharding, mesh: MeshShape) -> tuple[np.ndarray, np.ndarray]:
-    """Where each device's part starts and stops: two arrays of devices x dims."""
+    """The start and stop of each device's part on one mesh: two arrays [devices, dims]."""
     coordinates = dict(
         zip(mesh.axis_names, np.unravel_index(np.arange(mesh.num_devices), mesh.axis_sizes), strict=True)
     )

@@ -1,6 +1,6 @@
-"""How one tensor is split over a mesh: `TensorSharding`, the value every later pass speaks.
+"""Define the sharding of a tensor over a mesh, without devices and without JAX.
 
-In: mesh axis names. Out: local shapes, local bytes, text. No devices and no JAX.
+In: mesh axis names. Out: `TensorSharding`, with local shapes, local sizes and text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from autopar.ir.mesh import MeshShape
 
 @dataclass(frozen=True, slots=True)
 class TensorSharding:
-    """Per dim the mesh axes that split it, major first; and the axes along which it is unreduced.
+    """The mesh axes that split each dim, major first, and the axes along which the tensor is unreduced.
 
-    A tensor is replicated along every axis named in neither. Along an unreduced axis each device
-    holds one term of a sum (or of a max, a min …) that is still to be taken.
+    A tensor is replicated along all other axes. Along an unreduced axis each device holds one term of a pending
+    reduction (a sum, max, min …).
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -32,26 +32,26 @@ class TensorSharding:
         return not self.unreduced and not any(self.dims)
 
     def resolved(self) -> TensorSharding:
-        """The same split, with every pending reduction taken."""
+        """The same sharding without pending reductions."""
         return TensorSharding(self.dims) if self.unreduced else self
 
     def without(self, pending: tuple[str, ...]) -> TensorSharding:
-        """The same split, with no reduction pending along these axes."""
+        """The same sharding without pending reductions along these axes."""
         if not any(axis in pending for axis in self.unreduced):
             return self
         return TensorSharding(self.dims, tuple(axis for axis in self.unreduced if axis not in pending))
 
     def local_shape(self, global_shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
-        """Shape on one device; a dim that does not divide is padded up, as XLA does."""
+        """Shape on one device; a dim that does not divide evenly is padded, as XLA does."""
         dims = zip(global_shape, self.dims, strict=True)
         return tuple([-(-size // mesh.sizes(axes)) if axes else size for size, axes in dims])
 
     def local_size(self, global_shape: tuple[int, ...], mesh: MeshShape) -> int:
-        """Elements on one device."""
+        """Number of elements on one device."""
         return math.prod(self.local_shape(global_shape, mesh))
 
     def divides(self, global_shape: tuple[int, ...], mesh: MeshShape) -> bool:
-        """Whether every split dim divides evenly; inputs and outputs of `jax.jit` must."""
+        """Whether every split dim divides evenly, as `jax.jit` requires of inputs and outputs."""
         return all(size % mesh.sizes(axes) == 0 for size, axes in zip(global_shape, self.dims, strict=True))
 
     def __str__(self) -> str:
@@ -70,5 +70,5 @@ class TensorSharding:
 
 
 def replicated(num_dims: int) -> TensorSharding:
-    """Whole on every device."""
+    """The replicated sharding of a tensor."""
     return TensorSharding(((),) * num_dims)

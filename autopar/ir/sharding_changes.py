@@ -1,7 +1,7 @@
-"""The changes of a sharding that one collective can make.
+"""Define the changes of a sharding that a single collective can make.
 
-In: shardings of one tensor before and after, and the axes. Out: whether a change leads from one to the other, and the dims it
-is about. A change has the name of the collective of HLO that makes it; a `cut` sends nothing.
+In: shardings of one tensor before and after, and mesh axes. Out: whether a change leads from one to the other, and the
+dims that it affects. A change has the name of the HLO collective that makes it; a `cut` sends nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def is_change(change: str, before: TensorSharding, after: TensorSharding, axes: 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a gather, or an exchange between dims, does.
+    """The effect of an all-gather or all-to-all.
 
     Args:
-        axes: it runs over, major first.
-        dim: that they split before.
-        to: that they split after; None where they split none.
+        axes: mesh axes that it runs over, major first.
+        dim: dim that they split before.
+        to: dim that they split after; None for an all-gather.
     """
 
     axes: tuple[str, ...]
@@ -42,7 +42,7 @@ class Moved:
 
 
 def moved(before: TensorSharding, after: TensorSharding) -> Moved | None:
-    """How axes that split one dim innermost come to split another, or none; None where the two differ otherwise.
+    """The all-gather or all-to-all between two shardings: innermost axes leave one dim; None if they differ otherwise.
 
     >>> moved(TensorSharding((("x", "y"), ())), TensorSharding((("x",), ("y",))))
     Moved(axes=('y',), dim=0, to=1)

@@ -1,6 +1,6 @@
-"""Check that a graph, or an explicit program, is legal; once per plan (it is cheap), and in tests.
+"""Verify that a graph or an explicit program is well-formed, once per plan and in tests.
 
-In: `Graph`, `ExplicitProgram`. Out: nothing, or an AssertionError: an illegal one is our mistake, not the user's.
+In: `Graph`, `ExplicitProgram`. Out: nothing, or an AssertionError: a violation is a bug of autopar, not of the user.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.ir.sharding_changes import is_change
 
 
 def check(graph: Graph) -> None:
-    """Assert that every value is defined once, before it is read, and that positions are in range."""
+    """Assert that every value is defined exactly once and before its uses, and that positions are in range."""
     num_values = len(graph.values)
     assert len(graph.inputs) == len(graph.input_paths), "one path per input"
     assert len(graph.outputs) == len(graph.output_paths), "one path per output"
@@ -36,8 +36,8 @@ def check(graph: Graph) -> None:
 
 
 def check_explicit(program: ExplicitProgram, graph: Graph) -> None:
-    """Assert that arrays are made once, before they are read; that a node reads its own operands; and that each communication
-    turns its operand's sharding into its result's."""
+    """Assert that arrays are produced once and before their uses, that nodes read their own operands, and that each
+    communication changes its operand's sharding into its result's."""
     defined = {program.made[value] for value in (*graph.inputs, *graph.constants)}
     computed = Counter[int]()
     halos = {op.operand for op in program.communications if op.cause == "halo"}
@@ -45,27 +45,27 @@ def check_explicit(program: ExplicitProgram, graph: Graph) -> None:
         if isinstance(op, Extend):
             value = graph.nodes[op.node].operands[op.operand]
             sent = {program.arrays[array].value for array in halos & defined if array is not None}
-            assert {strip.value for strip in op.strips} <= {value} & sent, f"{op} puts what is not sent beside {value}"
+            assert {strip.value for strip in op.strips} <= {value} & sent, f"{op} extends {value} by what is not sent"
             continue
         read = [op.operand] if isinstance(op, Communicate) else op.operands
-        if not (isinstance(op, Communicate) and op.cause == "region"):  # which stands behind its node
+        if not (isinstance(op, Communicate) and op.cause == "region"):  # a region's communication follows its node
             assert {array for array in read if array is not None} <= defined, f"{op} reads too early"
         if isinstance(op, Communicate):
             made = [] if op.result is None else [op.result]
             if op.operand is not None and op.result is not None:
                 before, after = program.arrays[op.operand], program.arrays[op.result]
-                assert before.value == after.value, f"{op} turns a value into another"
-                is_turned = is_change(op.kind, before.sharding, after.sharding, set(op.axes))
-                assert is_turned, f"{op}: {before.sharding} -> {after.sharding}"
+                assert before.value == after.value, f"{op} changes the value"
+                is_valid = is_change(op.kind, before.sharding, after.sharding, set(op.axes))
+                assert is_valid, f"{op}: {before.sharding} -> {after.sharding}"
         else:
             computed[op.node] += 1
             values = tuple(None if array is None else program.arrays[array].value for array in op.operands)
             assert values == graph.nodes[op.node].operands, f"node {op.node} reads other values"
             made = [program.made[value] for value in graph.nodes[op.node].results]
-        assert defined.isdisjoint(made), f"{op} makes an array again"
+        assert defined.isdisjoint(made), f"{op} produces an array twice"
         defined.update(made)
     assert set(computed.values()) <= {1}, "a node is computed twice"
     assert all(n in computed for n, node in enumerate(graph.nodes) if node.results), "a node is not computed"
     values = tuple(None if array is None else program.arrays[array].value for array in program.outputs)
     assert values == graph.outputs, "outputs are other values"
-    assert {array for array in program.outputs if array is not None} <= defined, "an output is never made"
+    assert {array for array in program.outputs if array is not None} <= defined, "an output is never produced"

@@ -165,4 +165,4 @@ class Communications:
 
     def _collectives_of(self, n: int, cause: Cause) -> Iterator[Communicate]:
         """The collectives that belong to a node, of one cause."""
-        return (op for op in self.b.explicit.beside.get(n, ()) if op.cause == cause)
+        return (op for op in self.b.explicit.own_communications.get(n, ()) if op.cause == cause)
